@@ -1,0 +1,868 @@
+/* Replays a trace of requests as an inference engine's KV cache sees them, and checks every byte on the way.
+
+       cc -O2 -I. examples/02_kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
+
+   For each request: find the longest cached prefix of its tokens in a radix tree, take cache slots for the rest
+   (evicting what was used longest ago), store their K and V rows, gather the rows of all its tokens back from the
+   cache, compare each with what was put in, and leave its whole pages in the tree for the next. Only prompts are
+   replayed: the format does not say what was generated.
+
+   A trace says which blocks are equal, not what they hold. So a block's tokens are drawn from its id, and a token's K
+   and V rows from the chain of all tokens up to it, as in a model: a wrong slot, a stale page or a match that is a
+   token too long gives other bytes. */
+#if !defined(_DEFAULT_SOURCE)
+#define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, sysconf under -std=c11 */
+#endif
+#define KVPRIM_IMPLEMENTATION
+#include "kvprim.h"
+#include "kv_radix.h"
+#include "kv_trace.h"
+#include <inttypes.h>
+#include <stdarg.h>
+#include <time.h>
+
+#if defined(_WIN32)
+#include <io.h>
+#include <windows.h>
+#else
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#endif
+
+enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
+
+#define VOCABULARY  151936 /* Qwen 2.5's and 3's */
+#define SLOTS_MAX   INT32_MAX
+#define CHUNK_BYTES ((size_t)128 << 10) /* K rows, or V rows, on their way in or out: what stays in a core's cache */
+#define CHUNK_ROWS  4096
+#define SHOWN_MAX   5 /* mismatches described one by one */
+
+/* ---- options ----------------------------------------------------------------------------------------------------- */
+
+typedef struct options {
+    uint64_t kv_bytes, page, slots, layers, verify, seed, requests, running;
+    const char *trace;
+    const char **texts;
+    size_t text_count;
+} options;
+
+typedef struct option_number {
+    const char *name;
+    size_t offset; /* of its uint64_t in options */
+    uint64_t preset, min, max;
+    const char *help;
+} option_number;
+
+static const option_number option_numbers[] = {
+    {"--kv-bytes", offsetof(options, kv_bytes), 256, 2, 1 << 24,
+     "bytes of a token in one layer: half K row, half V row"},
+    {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
+    {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: all of them"},
+    {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
+    {"--running", offsetof(options, running), 1, 1, 1024, "requests that run at a time; the oldest ends first"},
+    {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first so many; 0: all"},
+    {"--verify", offsetof(options, verify), 1, 0, 1, "0: gather the rows, but do not compare them"},
+    {"--seed", offsetof(options, seed), 1, 0, UINT64_MAX, "of tokens and rows"},
+};
+enum { OPTION_NUMBERS = sizeof option_numbers / sizeof option_numbers[0] };
+
+static void print_help(void)
+{
+    printf("usage: 02_kv_replay [options] [TRACE]\n\n"
+           "Replays the requests of TRACE (Mooncake JSON lines), then those of --text, against a KV cache.\n\n");
+    for (int i = 0; i < OPTION_NUMBERS; i++)
+        printf("  %-10s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
+               option_numbers[i].preset);
+    printf("  --text FILE      a request whose tokens are the file's bytes; may be repeated\n"
+           "  --help           this text\n\n"
+           "Exit status: 0 all rows are right, 1 some are not, 2 bad input or out of memory.\n");
+}
+
+static int refuse(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("02_kv_replay: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    return EXIT_REFUSED;
+}
+
+static int parse_number(options *o, const option_number *number, const char *text)
+{
+    uint64_t value = 0;
+    bool ok = *text != '\0';
+    for (const char *digit = text; *digit && ok; digit++) {
+        const uint64_t d = (uint64_t)(unsigned char)*digit - '0';
+        ok = d <= 9 && value <= (UINT64_MAX - d) / 10;
+        value = value * 10 + d;
+    }
+    if (!ok || value < number->min || value > number->max)
+        return refuse("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, number->name, text, number->min,
+                      number->max);
+    memcpy((char *)o + number->offset, &value, sizeof value);
+    return 0;
+}
+
+/* The option at argv[*i] and its value, which is "=value" or the next argument. */
+static int parse_option(options *o, int argc, char **argv, int *i)
+{
+    const char *const name = argv[*i], *const equals = strchr(name, '=');
+    const size_t size = equals ? (size_t)(equals - name) : strlen(name);
+    const option_number *number = NULL;
+    for (int k = 0; k < OPTION_NUMBERS && !number; k++)
+        if (strlen(option_numbers[k].name) == size && memcmp(option_numbers[k].name, name, size) == 0)
+            number = &option_numbers[k];
+    if (!number && (size != strlen("--text") || memcmp(name, "--text", size) != 0))
+        return refuse("unknown option %s (see --help)", name);
+    if (!equals && *i + 1 == argc)
+        return refuse("%s needs a value", name);
+    const char *const value = equals ? equals + 1 : argv[++*i];
+    if (number)
+        return parse_number(o, number, value);
+    o->texts[o->text_count++] = value;
+    return 0;
+}
+
+static int parse_options(options *o, int argc, char **argv)
+{
+    for (int k = 0; k < OPTION_NUMBERS; k++)
+        memcpy((char *)o + option_numbers[k].offset, &option_numbers[k].preset, sizeof option_numbers[k].preset);
+    for (int i = 1; i < argc; i++) {
+        if (argv[i][0] == '-') {
+            const int status = parse_option(o, argc, argv, &i);
+            if (status)
+                return status;
+        } else if (o->trace) {
+            return refuse("more than one trace: %s and %s", o->trace, argv[i]);
+        } else {
+            o->trace = argv[i];
+        }
+    }
+    if (!o->trace && !o->text_count)
+        return refuse("no TRACE and no --text to replay (see --help)");
+    if (o->kv_bytes % 2)
+        return refuse("--kv-bytes is %" PRIu64 ", which K and V cannot share equally", o->kv_bytes);
+    if (o->slots && o->slots < o->page)
+        return refuse("--slots %" PRIu64 " holds no page of %" PRIu64 " tokens", o->slots, o->page);
+    return 0;
+}
+
+/* ---- state ------------------------------------------------------------------------------------------------------- */
+
+typedef struct prompt {
+    const char *file;
+    size_t line; /* 0: a text file */
+    size_t tokens;
+    const int64_t *ids;  /* of its blocks, or ... */
+    unsigned char *text; /* ... its tokens */
+} prompt;
+
+/* The cache's memory: [layer][K or V][slot][row]. Pages are dealt from the free ones, last returned first. */
+typedef struct cache {
+    unsigned char *data;
+    size_t slots, row_bytes, page_count, bytes;
+    double touch_seconds;
+    int32_t *free_pages; /* a stack */
+    size_t free_count;
+    size_t untouched; /* pages from here on were never dealt */
+} cache;
+
+/* A request between its admission and its end; the arrays are reused. */
+typedef struct active {
+    const prompt *prompt;
+    int32_t *tokens;
+    uint64_t *chain; /* of tokens[0 .. i] */
+    int32_t *pages;  /* of all its tokens, the last perhaps in part */
+    size_t capacity; /* in tokens */
+    size_t matched_pages;
+    kv_radix_node *node; /* locked: where the match ended */
+} active;
+
+typedef struct totals {
+    uint64_t requests, tokens, matched, evicted_pages, evictions;
+    uint64_t stored_bytes, gathered_bytes, verified_rows, mismatched_rows;
+    double prefix, tree, store, gather, all; /* seconds */
+} totals;
+
+typedef struct replay {
+    options o;
+    kv_trace trace;
+    prompt *prompts;
+    size_t prompt_count;
+    cache cache;
+    kv_radix tree;
+    active *running; /* a ring of o.running */
+    size_t oldest, running_count;
+    unsigned char *k, *v, *expected; /* a chunk of rows */
+    int32_t *slots;                  /* ... and where they belong */
+    size_t chunk;                    /* in tokens */
+    uint32_t rejected;               /* slots outside the cache */
+    totals t;
+    double next_progress; /* 0: no terminal */
+} replay;
+
+static double seconds(void)
+{
+#if defined(_WIN32)
+    LARGE_INTEGER now, frequency;
+    QueryPerformanceCounter(&now);
+    QueryPerformanceFrequency(&frequency);
+    return (double)now.QuadPart / (double)frequency.QuadPart;
+#else
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+#endif
+}
+
+/* ---- requests ---------------------------------------------------------------------------------------------------- */
+
+static uint64_t mix64(uint64_t x) /* splitmix64's finalizer */
+{
+    x = (x ^ (x >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    x = (x ^ (x >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return x ^ (x >> 31);
+}
+
+static void make_tokens(const prompt *p, uint64_t seed, int32_t *tokens)
+{
+    for (size_t i = 0; p->text && i < p->tokens; i++)
+        tokens[i] = p->text[i];
+    for (size_t i = 0; !p->text && i < p->tokens; i += KV_TRACE_BLOCK) {
+        const size_t count = p->tokens - i < KV_TRACE_BLOCK ? p->tokens - i : KV_TRACE_BLOCK;
+        uint64_t x = mix64(seed + mix64((uint64_t)p->ids[i / KV_TRACE_BLOCK] + 1));
+        for (size_t j = 0; j < count; j++, x += UINT64_C(0x9E3779B97F4A7C15))
+            tokens[i + j] = (int32_t)(((mix64(x) >> 32) * VOCABULARY) >> 32);
+    }
+}
+
+static void make_chain(const int32_t *tokens, size_t count, uint64_t seed, uint64_t *chain)
+{
+    uint64_t h = mix64(~seed);
+    for (size_t i = 0; i < count; i++) {
+        h = (h ^ (uint64_t)tokens[i]) * UINT64_C(0xD6E8FEB86659FD93);
+        h ^= h >> 32;
+        chain[i] = h;
+    }
+}
+
+/* Rows that a model would compute: each depends on layer, K or V, and every token so far. Words of a row differ too. */
+static void make_rows(unsigned char *rows, size_t row_bytes, const uint64_t *chain, size_t count, size_t layer, bool v)
+{
+    const uint64_t stream = (2 * (uint64_t)layer + v + 1) * UINT64_C(0xA0761D6478BD642F);
+    for (size_t i = 0; i < count; i++, rows += row_bytes) {
+        uint64_t x = mix64(chain[i] + stream);
+        size_t byte = 0;
+        for (; byte + sizeof x <= row_bytes; byte += sizeof x, x += UINT64_C(0x9E3779B97F4A7C15))
+            memcpy(rows + byte, &x, sizeof x);
+        memcpy(rows + byte, &x, row_bytes - byte);
+    }
+}
+
+static void print_place(const char *file, size_t line)
+{
+    fprintf(stderr, "%s:", file);
+    if (line)
+        fprintf(stderr, "%zu:", line);
+    fputc(' ', stderr);
+}
+
+static int read_trace(kv_trace *trace, const char *path)
+{
+    if (kv_trace_read(trace, path))
+        return 0;
+    print_place(path, trace->error_line);
+    fprintf(stderr, "%s\n", trace->error);
+    return EXIT_REFUSED;
+}
+
+static int refuse_text(const char *path, const char *what)
+{
+    fprintf(stderr, "%s: %s\n", path, what);
+    return EXIT_REFUSED;
+}
+
+static int read_text(prompt *p, const char *path)
+{
+    size_t capacity = 0, got = 0;
+    FILE *const file = fopen(path, "rb");
+    p->file = path;
+    if (!file)
+        return refuse_text(path, strerror(errno));
+    do {
+        unsigned char *const bigger = (unsigned char *)realloc(p->text, capacity = capacity * 2 + 4096);
+        if (!bigger) {
+            fclose(file);
+            return refuse_text(path, "out of memory");
+        }
+        p->text = bigger;
+        got = fread(p->text + p->tokens, 1, capacity - p->tokens, file);
+        p->tokens += got;
+    } while (p->tokens == capacity);
+    const int error = ferror(file) ? errno : 0;
+    fclose(file);
+    if (error)
+        return refuse_text(path, strerror(error));
+    return p->tokens ? 0 : refuse_text(path, "empty: a request has at least one token");
+}
+
+static int read_prompts(replay *r)
+{
+    const int status = r->o.trace ? read_trace(&r->trace, r->o.trace) : 0;
+    if (status)
+        return status;
+    r->prompts = (prompt *)calloc(r->trace.count + r->o.text_count, sizeof *r->prompts);
+    if (!r->prompts)
+        return refuse("out of memory");
+    for (size_t i = 0; i < r->trace.count; i++) {
+        const kv_trace_request *const from = &r->trace.requests[i];
+        prompt *const p = &r->prompts[r->prompt_count++];
+        p->file = r->o.trace;
+        p->line = from->line;
+        p->tokens = (size_t)from->input_length;
+        p->ids = r->trace.ids + from->first_id;
+    }
+    for (size_t i = 0; i < r->o.text_count; i++) {
+        const int text_status = read_text(&r->prompts[r->prompt_count++], r->o.texts[i]);
+        if (text_status)
+            return text_status;
+    }
+    return 0;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------------------------ */
+
+static size_t pages_of(const replay *r, const prompt *p) /* the last perhaps in part */
+{
+    return (p->tokens - 1) / r->o.page + 1;
+}
+
+static size_t replayed(const replay *r)
+{
+    return r->o.requests && r->o.requests < r->prompt_count ? (size_t)r->o.requests : r->prompt_count;
+}
+
+typedef struct block { /* of a trace, told apart by all ids up to it */
+    uint64_t history;  /* 0: none */
+    size_t tokens;     /* the most that a request has in it */
+} block;
+
+/* The pages that a trace's requests leave in the tree if none is ever evicted: those that end in each distinct block.
+ */
+static uint64_t count_tree_pages(const replay *r, block *blocks, size_t mask)
+{
+    uint64_t pages = 0;
+    for (size_t i = 0; i < replayed(r); i++) {
+        const prompt *const p = &r->prompts[i];
+        uint64_t history = 0;
+        pages += p->text ? p->tokens / r->o.page : 0;
+        for (size_t begin = 0; !p->text && begin < p->tokens; begin += KV_TRACE_BLOCK) {
+            const size_t tokens = p->tokens - begin < KV_TRACE_BLOCK ? p->tokens - begin : KV_TRACE_BLOCK;
+            history = mix64(history + (uint64_t)p->ids[begin / KV_TRACE_BLOCK] + 1) | 1;
+            size_t at = (size_t)history & mask;
+            while (blocks[at].history && blocks[at].history != history)
+                at = (at + 1) & mask;
+            blocks[at].history = history;
+            if (blocks[at].tokens < tokens) {
+                pages += (begin + tokens) / r->o.page - (begin + blocks[at].tokens) / r->o.page;
+                blocks[at].tokens = tokens;
+            }
+        }
+    }
+    return pages;
+}
+
+/* Pages for a cache that never evicts: the tree's, every running request's partial one, and what requests that run at
+   the same time hold twice. */
+static int count_pages(const replay *r, uint64_t *pages)
+{
+    size_t mask = 1023;
+    uint64_t longest = 0, all = 0;
+    while (mask / 2 < r->trace.id_count)
+        mask = mask * 2 + 1;
+    for (size_t i = 0; i < replayed(r); i++) {
+        const uint64_t own = pages_of(r, &r->prompts[i]);
+        longest = own > longest ? own : longest;
+        all += own;
+    }
+    block *const blocks = (block *)calloc(mask + 1, sizeof *blocks);
+    if (!blocks)
+        return refuse("out of memory");
+    *pages = count_tree_pages(r, blocks, mask) + r->o.running + (r->o.running - 1) * longest;
+    *pages = *pages < all ? *pages : all;
+    free(blocks);
+    return 0;
+}
+
+static int check_fits(const replay *r, uint64_t page_count)
+{
+    for (size_t i = 0; i < replayed(r); i++) {
+        const prompt *const p = &r->prompts[i];
+        if (pages_of(r, p) <= page_count)
+            continue;
+        print_place(p->file, p->line);
+        fprintf(stderr,
+                "the request needs %" PRIu64 " slots (%zu tokens in pages of %" PRIu64 "), the cache has %" PRIu64 "\n",
+                pages_of(r, p) * r->o.page, p->tokens, r->o.page, page_count * r->o.page);
+        return EXIT_REFUSED;
+    }
+    return 0;
+}
+
+/* Systems promise more memory than they have, and end the program that takes them at their word. */
+static bool machine_has(uint64_t bytes)
+{
+#if defined(_SC_PHYS_PAGES) && defined(_SC_PAGESIZE)
+    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    return pages <= 0 || page <= 0 || bytes / (uint64_t)page < (uint64_t)(pages - pages / 8);
+#else
+    return bytes <= SIZE_MAX;
+#endif
+}
+
+static int make_cache(replay *r)
+{
+    cache *const c = &r->cache;
+    uint64_t pages = r->o.slots / r->o.page;
+    int status = pages ? 0 : count_pages(r, &pages);
+    if (status || (status = check_fits(r, pages)) != 0)
+        return status;
+    if (pages > SLOTS_MAX / r->o.page)
+        return refuse("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
+    const uint64_t slots = pages * r->o.page, token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^31, 2^34 */
+    if (slots > (SIZE_MAX >> 1) / token_bytes || !machine_has(slots * token_bytes))
+        return refuse("%" PRIu64 " slots of %" PRIu64
+                      " bytes are more than this machine's memory: set --slots or a smaller "
+                      "--kv-bytes",
+                      slots, token_bytes);
+    c->slots = (size_t)slots;
+    c->page_count = (size_t)pages;
+    c->row_bytes = (size_t)r->o.kv_bytes / 2;
+    c->bytes = (size_t)(slots * token_bytes);
+    c->data = (unsigned char *)malloc(c->bytes);
+    c->free_pages = (int32_t *)malloc(c->page_count * sizeof *c->free_pages);
+    if (!c->data || !c->free_pages)
+        return refuse("no memory for %" PRIu64 " slots of %" PRIu64 " bytes: set --slots or a smaller --kv-bytes",
+                      slots, token_bytes);
+    const double start = seconds();
+#if defined(MADV_HUGEPAGE)
+    const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)c->data % huge;
+    if (c->bytes > skip)
+        (void)madvise(c->data + skip, c->bytes - skip, MADV_HUGEPAGE);
+#endif
+    for (size_t i = 0; i < c->bytes; i += 4096) /* or the first stores would pay for the system's page faults */
+        ((volatile unsigned char *)c->data)[i] = 0xEE;
+    c->touch_seconds = seconds() - start;
+    return 0;
+}
+
+static int make_replay(replay *r)
+{
+    int status = read_prompts(r);
+    if (status || (status = make_cache(r)) != 0)
+        return status;
+    const size_t row_bytes = r->cache.row_bytes;
+    r->chunk = CHUNK_BYTES / row_bytes < CHUNK_ROWS ? CHUNK_BYTES / row_bytes : CHUNK_ROWS;
+    r->chunk += r->chunk == 0;
+    r->k = (unsigned char *)malloc(r->chunk * row_bytes);
+    r->v = (unsigned char *)malloc(r->chunk * row_bytes);
+    r->expected = (unsigned char *)malloc(r->chunk * row_bytes);
+    r->slots = (int32_t *)malloc(r->chunk * sizeof *r->slots);
+    r->running = (active *)calloc((size_t)r->o.running, sizeof *r->running);
+    if (!r->k || !r->v || !r->expected || !r->slots || !r->running || !kv_radix_init(&r->tree, (size_t)r->o.page))
+        return refuse("out of memory");
+    return 0;
+}
+
+static void free_replay(replay *r)
+{
+    for (size_t i = 0; r->running && i < r->o.running; i++) {
+        free(r->running[i].tokens);
+        free(r->running[i].chain);
+        free(r->running[i].pages);
+    }
+    for (size_t i = 0; i < r->prompt_count; i++)
+        free(r->prompts[i].text);
+    free(r->running);
+    free(r->k);
+    free(r->v);
+    free(r->expected);
+    free(r->slots);
+    free(r->cache.data);
+    free(r->cache.free_pages);
+    free(r->prompts);
+    kv_radix_free(&r->tree);
+    kv_trace_free(&r->trace);
+}
+
+/* ---- rows: in, out, compared ------------------------------------------------------------------------------------- */
+
+static kvprim_table cache_table(const cache *c, size_t layer, bool v)
+{
+    const kvprim_table table = {.data = c->data + (2 * layer + v) * c->slots * c->row_bytes, .rows = (int64_t)c->slots};
+    return table;
+}
+
+static int refuse_status(kvprim_status status)
+{
+    return status == KVPRIM_OK ? 0 : refuse("%s: %s", kvprim_status_name(status), kvprim_last_error());
+}
+
+/* r->k and r->v to r->slots. The only call to kvprim_store. */
+static int store_rows(replay *r, size_t layer, size_t count)
+{
+    const int64_t row_bytes = (int64_t)r->cache.row_bytes;
+    const kvprim_store_desc desc = {
+        .k_cache = cache_table(&r->cache, layer, false),
+        .v_cache = cache_table(&r->cache, layer, true),
+        .k = {.data = r->k, .rows = (int64_t)count},
+        .v = {.data = r->v, .rows = (int64_t)count},
+        .k_bytes = row_bytes,
+        .v_bytes = row_bytes,
+        .slot = r->slots,
+        .slot_type = KVPRIM_I32,
+        .count = (int64_t)count,
+        .rejected = &r->rejected,
+    };
+    const double start = seconds();
+    const kvprim_status status = kvprim_store(&desc);
+    r->t.store += seconds() - start;
+#if defined(KV_REPLAY_CORRUPT) /* one wrong byte, for the test that it is found */
+    if (r->t.stored_bytes == 0)
+        *((unsigned char *)desc.v_cache.data + (size_t)r->slots[count - 1] * r->cache.row_bytes) ^= 1;
+#endif
+    r->t.stored_bytes += 2 * count * r->cache.row_bytes;
+    return refuse_status(status);
+}
+
+/* r->slots to r->k and r->v. The only calls to kvprim_gather. */
+static int gather_rows(replay *r, size_t layer, size_t count)
+{
+    kvprim_gather_desc desc = {
+        .dst = {.data = r->k, .rows = (int64_t)count},
+        .src = cache_table(&r->cache, layer, false),
+        .row_bytes = (int64_t)r->cache.row_bytes,
+        .index = r->slots,
+        .index_type = KVPRIM_I32,
+        .count = (int64_t)count,
+        .rejected = &r->rejected,
+    };
+    const double start = seconds();
+    kvprim_status status = kvprim_gather(&desc);
+    desc.dst.data = r->v;
+    desc.src = cache_table(&r->cache, layer, true);
+    if (status == KVPRIM_OK)
+        status = kvprim_gather(&desc);
+    r->t.gather += seconds() - start;
+    r->t.gathered_bytes += 2 * count * r->cache.row_bytes;
+    return refuse_status(status);
+}
+
+static void show_mismatch(replay *r, const active *run, size_t token, size_t layer, bool v, int32_t slot,
+                          const unsigned char *got, const unsigned char *expected)
+{
+    size_t byte = 0;
+    if (++r->t.mismatched_rows > SHOWN_MAX)
+        return;
+    while (got[byte] == expected[byte])
+        byte++;
+    print_place(run->prompt->file, run->prompt->line);
+    fprintf(stderr, "token %zu, layer %zu, %c row in slot %" PRId32 ": byte %zu is 0x%02x, expected 0x%02x\n", token,
+            layer, v ? 'V' : 'K', slot, byte, got[byte], expected[byte]);
+}
+
+/* Are `got` the rows of the tokens from `first` on? */
+static void compare_rows(replay *r, const active *run, size_t first, size_t count, size_t layer, bool v,
+                         const unsigned char *got)
+{
+    const size_t row_bytes = r->cache.row_bytes;
+    make_rows(r->expected, row_bytes, run->chain + first, count, layer, v);
+    r->t.verified_rows += count;
+    if (memcmp(got, r->expected, count * row_bytes) == 0)
+        return;
+    for (size_t i = 0; i < count; i++)
+        if (memcmp(got + i * row_bytes, r->expected + i * row_bytes, row_bytes) != 0)
+            show_mismatch(r, run, first + i, layer, v, r->slots[i], got + i * row_bytes, r->expected + i * row_bytes);
+}
+
+/* The slots of a run's tokens first .. first + count. */
+static void make_slots(const active *run, size_t page, size_t first, size_t count, int32_t *slots)
+{
+    for (size_t i = 0, n; i < count; i += n) {
+        const size_t token = first + i, offset = token % page;
+        const size_t slot = (size_t)run->pages[token / page] * page + offset;
+        n = page - offset < count - i ? page - offset : count - i;
+        for (size_t j = 0; j < n; j++)
+            slots[i + j] = (int32_t)(slot + j);
+    }
+}
+
+static int store_prompt(replay *r, const active *run)
+{
+    const size_t tokens = run->prompt->tokens, page = (size_t)r->o.page;
+    int status = 0;
+    for (size_t first = run->matched_pages * page, count; first < tokens && !status; first += count) {
+        count = tokens - first < r->chunk ? tokens - first : r->chunk;
+        make_slots(run, page, first, count, r->slots);
+        for (size_t layer = 0; layer < r->o.layers && !status; layer++) {
+            make_rows(r->k, r->cache.row_bytes, run->chain + first, count, layer, false);
+            make_rows(r->v, r->cache.row_bytes, run->chain + first, count, layer, true);
+            status = store_rows(r, layer, count);
+        }
+    }
+    return status;
+}
+
+static int gather_prompt(replay *r, const active *run)
+{
+    const size_t tokens = run->prompt->tokens;
+    int status = 0;
+    for (size_t first = 0, count; first < tokens && !status; first += count) {
+        count = tokens - first < r->chunk ? tokens - first : r->chunk;
+        make_slots(run, (size_t)r->o.page, first, count, r->slots);
+        for (size_t layer = 0; layer < r->o.layers && !status; layer++) {
+            status = gather_rows(r, layer, count);
+            if (status || !r->o.verify)
+                continue;
+            compare_rows(r, run, first, count, layer, false, r->k);
+            compare_rows(r, run, first, count, layer, true, r->v);
+        }
+    }
+    return status;
+}
+
+/* ---- a request's life -------------------------------------------------------------------------------------------- */
+
+static void give_pages(cache *c, const int32_t *pages, size_t count)
+{
+    memcpy(c->free_pages + c->free_count, pages, count * sizeof *pages);
+    c->free_count += count;
+}
+
+/* Ends the oldest running request: its rows must have outlived all that ran beside it. */
+static int finish_oldest(replay *r)
+{
+    active *const run = &r->running[r->oldest];
+    const size_t page = (size_t)r->o.page, matched = run->matched_pages, whole = run->prompt->tokens / page;
+    const int status = gather_prompt(r, run);
+    if (status)
+        return status;
+    r->oldest = (r->oldest + 1) % (size_t)r->o.running;
+    r->running_count--;
+
+    size_t known = 0;
+    const double start = seconds();
+    if (!kv_radix_insert(&r->tree, run->node, run->tokens + matched * page, run->pages + matched, whole - matched,
+                         &known))
+        return refuse("out of memory");
+    kv_radix_unlock(&r->tree, run->node);
+    r->t.tree += seconds() - start;
+    give_pages(&r->cache, run->pages + matched, known);
+    give_pages(&r->cache, run->pages + whole, pages_of(r, run->prompt) - whole);
+#if defined(KV_REPLAY_CHECK) /* for the tests: slow */
+    const char *const broken = kv_radix_check(&r->tree);
+    if (broken)
+        return refuse("%s", broken);
+#endif
+    return 0;
+}
+
+static int take_pages(replay *r, int32_t *pages, size_t want)
+{
+    cache *const c = &r->cache;
+    for (size_t available; (available = c->free_count + c->page_count - c->untouched) < want;) {
+        const double start = seconds();
+        const size_t got = kv_radix_evict(&r->tree, want - available, c->free_pages + c->free_count);
+        r->t.tree += seconds() - start;
+        r->t.evicted_pages += got;
+        r->t.evictions += got > 0;
+        c->free_count += got;
+        if (got == want - available)
+            continue;
+        if (r->running_count == 0) /* cannot be: check_fits */
+            return refuse("%zu pages are missing and nothing runs that could give some back", want - available - got);
+        const int status = finish_oldest(r);
+        if (status)
+            return status;
+    }
+    for (size_t i = 0; i < want; i++)
+        pages[i] = c->free_count ? c->free_pages[--c->free_count] : (int32_t)c->untouched++;
+    return 0;
+}
+
+static int reserve_run(active *run, size_t tokens)
+{
+    if (tokens <= run->capacity)
+        return 0;
+    free(run->tokens);
+    free(run->chain);
+    free(run->pages);
+    run->tokens = (int32_t *)malloc(tokens * sizeof *run->tokens);
+    run->chain = (uint64_t *)malloc(tokens * sizeof *run->chain);
+    run->pages = (int32_t *)malloc(tokens * sizeof *run->pages);
+    run->capacity = run->tokens && run->chain && run->pages ? tokens : 0;
+    return run->capacity ? 0 : refuse("out of memory");
+}
+
+/* Starts a request: everything of it that is not cached gets slots, and its rows are stored. */
+static int admit(replay *r, const prompt *p)
+{
+    if (r->running_count == r->o.running) {
+        const int status = finish_oldest(r);
+        if (status)
+            return status;
+    }
+    active *const run = &r->running[(r->oldest + r->running_count) % (size_t)r->o.running];
+    int status = reserve_run(run, p->tokens);
+    if (status)
+        return status;
+    run->prompt = p;
+    make_tokens(p, r->o.seed, run->tokens);
+    make_chain(run->tokens, p->tokens, r->o.seed, run->chain);
+
+    const double start = seconds();
+    if (!kv_radix_match(&r->tree, run->tokens, p->tokens, run->pages, &run->matched_pages, &run->node))
+        return refuse("out of memory");
+    r->t.prefix += seconds() - start;
+    kv_radix_lock(run->node);
+    r->t.requests++;
+    r->t.tokens += p->tokens;
+    r->t.matched += run->matched_pages * r->o.page;
+
+    status = take_pages(r, run->pages + run->matched_pages, pages_of(r, p) - run->matched_pages);
+    if (!status)
+        status = store_prompt(r, run);
+    r->running_count++;
+    return status;
+}
+
+static void show_progress(replay *r, size_t done)
+{
+    const double now = seconds();
+    if (r->next_progress <= 0 || now < r->next_progress)
+        return;
+    r->next_progress = now + 0.25;
+    fprintf(stderr, "\r%zu of %zu requests, %.1f M tokens, %.1f %% matched ", done, replayed(r),
+            (double)r->t.tokens / 1e6, 100.0 * (double)r->t.matched / (double)(r->t.tokens ? r->t.tokens : 1));
+    fflush(stderr);
+}
+
+static int replay_all(replay *r)
+{
+#if defined(_WIN32)
+    const bool terminal = _isatty(_fileno(stderr)) != 0;
+#else
+    const bool terminal = isatty(fileno(stderr)) != 0;
+#endif
+    const double start = seconds();
+    int status = 0;
+    r->next_progress = terminal ? start : 0;
+    for (size_t i = 0; i < replayed(r) && !status; i++) {
+        status = admit(r, &r->prompts[i]);
+        show_progress(r, i);
+    }
+    while (r->running_count && !status)
+        status = finish_oldest(r);
+    r->t.all = seconds() - start;
+    if (terminal)
+        fprintf(stderr, "\r%60s\r", "");
+    return status;
+}
+
+/* ---- the table --------------------------------------------------------------------------------------------------- */
+
+static void print_count(const char *label, uint64_t count)
+{
+    char digits[32], grouped[48];
+    const int size = snprintf(digits, sizeof digits, "%" PRIu64, count);
+    int at = 0;
+    for (int i = 0; i < size; i++) {
+        if (i && (size - i) % 3 == 0)
+            grouped[at++] = ',';
+        grouped[at++] = digits[i];
+    }
+    grouped[at] = '\0';
+    printf("%-18s %18s", label, grouped);
+}
+
+static void print_bytes(const char *label, uint64_t bytes, double time)
+{
+    print_count(label, bytes);
+    printf("   %.2f GB/s\n", time > 0 ? 1e-9 * (double)bytes / time : 0);
+}
+
+static void print_time(const char *label, double time, const char *what)
+{
+    printf("%-18s %18.3f s%s\n", label, time, what);
+}
+
+static void print_peak_memory(void)
+{
+#if !defined(_WIN32)
+    struct rusage usage;
+    if (getrusage(RUSAGE_SELF, &usage) != 0)
+        return;
+#if defined(__APPLE__)
+    const double bytes = (double)usage.ru_maxrss;
+#else
+    const double bytes = 1024.0 * (double)usage.ru_maxrss;
+#endif
+    printf("%-18s %18.3f GB resident\n", "peak memory", 1e-9 * bytes);
+#endif
+}
+
+static void print_table(const replay *r)
+{
+    const totals *const t = &r->t;
+    print_count("requests", t->requests);
+    printf("   in %.3f s\n", t->all);
+    print_count("tokens", t->tokens);
+    printf("   %.1f M/s\n", t->all > 0 ? 1e-6 * (double)t->tokens / t->all : 0);
+    print_count("tokens matched", t->matched);
+    printf("   %.2f %% hit rate\n", 100.0 * (double)t->matched / (double)t->tokens);
+    print_count("cache slots", r->cache.slots);
+    printf("   %s\n", r->o.slots ? "" : "room for all");
+    print_count("cache bytes", r->cache.bytes);
+    printf("   first touched in %.3f s\n", r->cache.touch_seconds);
+    print_count("pages evicted", t->evicted_pages);
+    printf("   in %" PRIu64 " evictions\n", t->evictions);
+    print_bytes("bytes stored", t->stored_bytes, t->store);
+    print_bytes("bytes gathered", t->gathered_bytes, t->gather);
+    print_time("time in prefix", t->prefix, "");
+    print_time("time in store", t->store, "");
+    print_time("time in gather", t->gather, "");
+    print_time("time in tree", t->tree, "   insert, evict");
+    print_time("time in the rest", t->all - t->prefix - t->store - t->gather - t->tree,
+               "   make tokens and rows, compare");
+    print_count("rows verified", t->verified_rows);
+    printf("   %s\n", r->o.verify ? "" : "--verify 0");
+    print_count("rows rejected", r->rejected);
+    printf("\n");
+    print_count("mismatches", t->mismatched_rows);
+    printf("\n");
+    print_peak_memory();
+    printf("%-18s %18s\n", "prefix compare", kvprim_isa());
+}
+
+int main(int argc, char **argv)
+{
+    replay r = {0};
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0) {
+            print_help();
+            return 0;
+        }
+    }
+    r.o.texts = (const char **)calloc((size_t)argc + 1, sizeof *r.o.texts);
+    int status = r.o.texts ? parse_options(&r.o, argc, argv) : refuse("out of memory");
+    if (!status && (status = make_replay(&r)) == 0 && (status = replay_all(&r)) == 0) {
+        print_table(&r);
+        status = r.t.mismatched_rows || r.rejected ? EXIT_MISMATCH : 0;
+    }
+    free(r.o.texts);
+    free_replay(&r);
+    return status;
+}

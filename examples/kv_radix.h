@@ -1,0 +1,394 @@
+/* kv_radix.h: the prefix cache of an inference engine: a radix tree over tokens, in whole pages. C11, uses kvprim.h.
+
+   An edge holds the tokens of whole pages and the numbers of the cache pages where their rows lie. What one request
+   does:
+
+       kv_radix_match   how much of my prompt is cached, and in which pages?
+       kv_radix_lock    keep that path while I run
+       kv_radix_evict   (if pages run short) take pages back from whoever was used longest ago
+       kv_radix_insert  I am done: here are my new whole pages, for others to find
+       kv_radix_unlock  the path may go when its time comes
+
+   The tree only keeps book of page numbers. Who owns a page: the caller, until insert takes it; the tree, until evict
+   hands it back. Nothing is global; one tree is for one thread at a time. Functions that allocate return false when
+   memory runs out, and leave a tree that still holds what it held. */
+#ifndef KV_RADIX_H
+#define KV_RADIX_H
+
+#include "kvprim.h"
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef struct kv_radix_node {
+    struct kv_radix_node *parent;
+    struct kv_radix_node *older, *younger; /* neighbours in order of use; only while refs is 0 */
+    uint64_t hash;                         /* of the parent and the first page: this node's place in the table */
+    int32_t *tokens;                       /* page_count * page_tokens */
+    int32_t *pages;
+    size_t page_count;
+    size_t children;
+    size_t refs; /* locks on this node or below it */
+} kv_radix_node;
+
+typedef struct kv_radix { /* must not move in memory between init and free */
+    size_t page_tokens;
+    size_t page_count;     /* pages that the tree holds */
+    size_t node_count;     /* without the root */
+    kv_radix_node root;    /* an empty edge, always locked */
+    kv_radix_node ring;    /* no node: ring.younger is the oldest unlocked node, ring.older the youngest */
+    kv_radix_node **table; /* open addressing, linear probing: every node but the root, by node.hash */
+    size_t table_mask;     /* slots - 1, a power of two minus 1 */
+} kv_radix;
+
+/* A tree of pages of page_tokens >= 1 tokens. False: out of memory; kv_radix_free may be called all the same. */
+static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens);
+static inline void kv_radix_free(kv_radix *tree);
+
+/* The longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Their numbers go to pages[], which has
+   room for count / page_tokens, how many they are to *page_count, and the node where the match ends to *node: an edge
+   that matches in part is split there. Makes the whole path the most recently used one. */
+static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
+                                  size_t *page_count, kv_radix_node **node);
+
+/* A locked node and all above it are not evicted. Locks count; whoever locks a node unlocks the same node. */
+static inline void kv_radix_lock(kv_radix_node *node);
+static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node);
+
+/* Adds page_count whole pages, with their tokens, below a node (which match returned and the caller has locked). The
+   first *known of them another request has added meanwhile: the tree keeps that one's, and pages[0 .. *known) stay the
+   caller's. The others are the tree's from here on. */
+static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, const int32_t *pages,
+                                   size_t page_count, size_t *known);
+
+/* Takes up to `want` pages out of the tree, the least recently used first and each path from its end, and writes their
+   numbers to pages[]. Returns how many: fewer than `want` only if all that is left is locked. */
+static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages);
+
+/* NULL, or which invariant does not hold. Quadratic in the nodes: for tests. */
+static inline const char *kv_radix_check(const kv_radix *tree);
+
+/* ---- order of use: a ring of the unlocked nodes ------------------------------------------------------------------
+
+   A path is moved to the young end from its last node up to the root. So a node is younger than all its children, and
+   the oldest node of all is a leaf: the one to evict. A locked node's ancestors are locked as well; none of them is in
+   here. */
+
+static inline void kv_radix__unlink(kv_radix_node *node)
+{
+    node->older->younger = node->younger;
+    node->younger->older = node->older;
+}
+
+static inline void kv_radix__link(kv_radix_node *node, kv_radix_node *older)
+{
+    node->older = older;
+    node->younger = older->younger;
+    node->older->younger = node->younger->older = node;
+}
+
+static inline void kv_radix__touch(kv_radix *tree, kv_radix_node *node)
+{
+    for (; node->refs == 0; node = node->parent) {
+        kv_radix__unlink(node);
+        kv_radix__link(node, tree->ring.older);
+    }
+}
+
+static inline void kv_radix_lock(kv_radix_node *node)
+{
+    for (; node; node = node->parent)
+        if (node->refs++ == 0)
+            kv_radix__unlink(node);
+}
+
+static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node)
+{
+    for (; node; node = node->parent)
+        if (--node->refs == 0)
+            kv_radix__link(node, tree->ring.older);
+}
+
+/* ---- children: one hash table for the whole tree -----------------------------------------------------------------
+
+   In real traces a node has thousands of children. Siblings differ within their first page, so parent and first page
+   identify a child; its tokens are compared in full, so a hash that two nodes share costs time and nothing else. */
+
+static inline uint64_t kv_radix__hash(const kv_radix *tree, const kv_radix_node *parent, const int32_t *tokens)
+{
+    uint64_t h = (uint64_t)(uintptr_t)parent;
+    for (size_t i = 0; i < tree->page_tokens; i++) {
+        h = (h ^ (uint32_t)tokens[i]) * UINT64_C(0x9E3779B97F4A7C15);
+        h ^= h >> 32;
+    }
+    return h;
+}
+
+static inline void kv_radix__table_put(kv_radix *tree, kv_radix_node *node)
+{
+    size_t at = (size_t)node->hash & tree->table_mask;
+    while (tree->table[at])
+        at = (at + 1) & tree->table_mask;
+    tree->table[at] = node;
+}
+
+static inline size_t kv_radix__table_find(const kv_radix *tree, const kv_radix_node *node)
+{
+    size_t at = (size_t)node->hash & tree->table_mask;
+    while (tree->table[at] != node)
+        at = (at + 1) & tree->table_mask;
+    return at;
+}
+
+/* Closes the gap: what lies behind it moves up unless that would put it before its home. */
+static inline void kv_radix__table_remove(kv_radix *tree, const kv_radix_node *node)
+{
+    const size_t mask = tree->table_mask;
+    size_t gap = kv_radix__table_find(tree, node);
+    for (size_t at = (gap + 1) & mask; tree->table[at]; at = (at + 1) & mask) {
+        const size_t home = (size_t)tree->table[at]->hash & mask;
+        if (((at - home) & mask) >= ((at - gap) & mask)) {
+            tree->table[gap] = tree->table[at];
+            gap = at;
+        }
+    }
+    tree->table[gap] = NULL;
+}
+
+/* Makes room for one more node, at most half full. */
+static inline bool kv_radix__table_reserve(kv_radix *tree)
+{
+    if (tree->node_count < (tree->table_mask + 1) / 2)
+        return true;
+    const size_t slots = (tree->table_mask + 1) * 2;
+    kv_radix_node **const old = tree->table, **const bigger = (kv_radix_node **)calloc(slots, sizeof *bigger);
+    if (!bigger)
+        return false;
+    const size_t old_mask = tree->table_mask;
+    tree->table = bigger;
+    tree->table_mask = slots - 1;
+    for (size_t i = 0; i <= old_mask; i++)
+        if (old[i])
+            kv_radix__table_put(tree, old[i]);
+    free(old);
+    return true;
+}
+
+/* The child whose edge begins as tokens do, and how many pages of the edge are the same; NULL: there is none. */
+static inline kv_radix_node *kv_radix__child(const kv_radix *tree, const kv_radix_node *parent, const int32_t *tokens,
+                                             size_t page_count, size_t *same)
+{
+    const size_t page = tree->page_tokens;
+    const uint64_t hash = kv_radix__hash(tree, parent, tokens);
+    kv_radix_node *node;
+    for (size_t at = (size_t)hash & tree->table_mask; (node = tree->table[at]); at = (at + 1) & tree->table_mask) {
+        if (node->hash != hash || node->parent != parent)
+            continue;
+        const size_t tokens_same = kvprim_prefix_i32(tokens, page_count * page, node->tokens, node->page_count * page);
+        *same = kvprim_prefix_pages(tokens_same, page) / page;
+        if (*same > 0)
+            return node;
+    }
+    return NULL;
+}
+
+/* ---- nodes ------------------------------------------------------------------------------------------------------- */
+
+static inline void kv_radix__node_free(kv_radix_node *node)
+{
+    if (!node)
+        return;
+    free(node->tokens);
+    free(node->pages);
+    free(node);
+}
+
+static inline kv_radix_node *kv_radix__node_new(const kv_radix *tree, kv_radix_node *parent, const int32_t *tokens,
+                                                const int32_t *pages, size_t page_count)
+{
+    const size_t token_bytes = page_count * tree->page_tokens * sizeof *tokens, page_bytes = page_count * sizeof *pages;
+    kv_radix_node *const node = (kv_radix_node *)calloc(1, sizeof *node);
+    if (!node)
+        return NULL;
+    node->tokens = (int32_t *)malloc(token_bytes);
+    node->pages = (int32_t *)malloc(page_bytes);
+    if (!node->tokens || !node->pages) {
+        kv_radix__node_free(node);
+        return NULL;
+    }
+    memcpy(node->tokens, tokens, token_bytes);
+    memcpy(node->pages, pages, page_bytes);
+    node->parent = parent;
+    node->page_count = page_count;
+    node->hash = kv_radix__hash(tree, parent, tokens);
+    return node;
+}
+
+/* Forgets an edge's end. The memory behind it goes back if realloc will have it. */
+static inline void kv_radix__shorten(const kv_radix *tree, kv_radix_node *node, size_t page_count)
+{
+    int32_t *const tokens = (int32_t *)realloc(node->tokens, page_count * tree->page_tokens * sizeof *tokens);
+    int32_t *const pages = (int32_t *)realloc(node->pages, page_count * sizeof *pages);
+    node->tokens = tokens ? tokens : node->tokens;
+    node->pages = pages ? pages : node->pages;
+    node->page_count = page_count;
+}
+
+/* Puts a new node with the edge's first `keep` pages above `node`, which stays what its children and locks know. */
+static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node, size_t keep)
+{
+    kv_radix_node *const upper =
+        kv_radix__table_reserve(tree) ? kv_radix__node_new(tree, node->parent, node->tokens, node->pages, keep) : NULL;
+    if (!upper)
+        return NULL;
+    kv_radix__table_remove(tree, node);
+    upper->children = 1;
+    upper->refs = node->refs;
+    if (upper->refs == 0)
+        kv_radix__link(upper, node);
+
+    const size_t rest = node->page_count - keep;
+    memmove(node->tokens, node->tokens + keep * tree->page_tokens, rest * tree->page_tokens * sizeof *node->tokens);
+    memmove(node->pages, node->pages + keep, rest * sizeof *node->pages);
+    kv_radix__shorten(tree, node, rest);
+    node->parent = upper;
+    node->hash = kv_radix__hash(tree, upper, node->tokens);
+    kv_radix__table_put(tree, upper);
+    kv_radix__table_put(tree, node);
+    tree->node_count++;
+    return upper;
+}
+
+/* Goes down from *node as far as the tree follows the tokens, and splits where it leaves them. */
+static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const int32_t *tokens, size_t page_count,
+                                  int32_t *pages, size_t *done)
+{
+    *done = 0;
+    while (*done < page_count) {
+        size_t same = 0;
+        kv_radix_node *child =
+            kv_radix__child(tree, *node, tokens + *done * tree->page_tokens, page_count - *done, &same);
+        if (!child)
+            break;
+        if (same < child->page_count)
+            child = kv_radix__split(tree, child, same);
+        if (!child)
+            return false;
+        if (pages)
+            memcpy(pages + *done, child->pages, same * sizeof *pages);
+        *done += same;
+        *node = child;
+    }
+    kv_radix__touch(tree, *node);
+    return true;
+}
+
+/* ---- the rest of the interface ----------------------------------------------------------------------------------- */
+
+static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens)
+{
+    const size_t slots = 16;
+    memset(tree, 0, sizeof *tree);
+    tree->page_tokens = page_tokens;
+    tree->root.refs = 1;
+    tree->ring.older = tree->ring.younger = &tree->ring;
+    tree->table = (kv_radix_node **)calloc(slots, sizeof *tree->table);
+    tree->table_mask = tree->table ? slots - 1 : 0;
+    return tree->table != NULL;
+}
+
+static inline void kv_radix_free(kv_radix *tree)
+{
+    for (size_t i = 0; tree->table && i <= tree->table_mask; i++)
+        kv_radix__node_free(tree->table[i]);
+    free(tree->table);
+    memset(tree, 0, sizeof *tree);
+}
+
+static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
+                                  size_t *page_count, kv_radix_node **node)
+{
+    *node = &tree->root;
+    return kv_radix__walk(tree, node, tokens, count / tree->page_tokens, pages, page_count);
+}
+
+static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, const int32_t *pages,
+                                   size_t page_count, size_t *known)
+{
+    if (!kv_radix__walk(tree, &node, tokens, page_count, NULL, known))
+        return false;
+    if (*known == page_count)
+        return true;
+    kv_radix_node *const leaf =
+        kv_radix__table_reserve(tree)
+            ? kv_radix__node_new(tree, node, tokens + *known * tree->page_tokens, pages + *known, page_count - *known)
+            : NULL;
+    if (!leaf)
+        return false;
+    kv_radix__table_put(tree, leaf);
+    kv_radix__link(leaf, tree->ring.older);
+    kv_radix__touch(tree, node); /* a leaf is older than its parent */
+    node->children++;
+    tree->node_count++;
+    tree->page_count += leaf->page_count;
+    return true;
+}
+
+static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages)
+{
+    size_t got = 0;
+    while (got < want && tree->ring.younger != &tree->ring) {
+        kv_radix_node *const leaf = tree->ring.younger;
+        const size_t take = leaf->page_count < want - got ? leaf->page_count : want - got;
+        const size_t keep = leaf->page_count - take;
+        memcpy(pages + got, leaf->pages + keep, take * sizeof *pages);
+        got += take;
+        tree->page_count -= take;
+        if (keep > 0) {
+            kv_radix__shorten(tree, leaf, keep);
+            continue;
+        }
+        kv_radix__unlink(leaf);
+        kv_radix__table_remove(tree, leaf);
+        leaf->parent->children--;
+        tree->node_count--;
+        kv_radix__node_free(leaf);
+    }
+    return got;
+}
+
+static inline const char *kv_radix_check(const kv_radix *tree)
+{
+    size_t nodes = 0, pages = 0, unlocked = 0, listed = 0, children = tree->root.children;
+    for (size_t i = 0; i <= tree->table_mask; i++) {
+        const kv_radix_node *const node = tree->table[i];
+        size_t same = 0;
+        if (!node)
+            continue;
+        nodes++;
+        pages += node->page_count;
+        children += node->children;
+        unlocked += node->refs == 0;
+        if (node->page_count == 0)
+            return "an edge is empty";
+        if (node->parent->refs < node->refs)
+            return "a node has more locks than its parent";
+        if (kv_radix__child(tree, node->parent, node->tokens, node->page_count, &same) != node ||
+            same != node->page_count)
+            return "a node is not found by its tokens";
+    }
+    if (nodes != tree->node_count || children != nodes || pages != tree->page_count)
+        return "nodes, children or pages are counted wrong";
+    for (const kv_radix_node *node = tree->ring.younger; node != &tree->ring; node = node->younger, listed++) {
+        const kv_radix_node *parent = node;
+        if (node->refs != 0 || node->younger->older != node)
+            return "the order of use holds a locked node or is torn";
+        while (node->parent->refs == 0 && parent != node->parent)
+            if ((parent = parent->younger) == &tree->ring)
+                return "a node is not younger than its child";
+    }
+    return listed == unlocked ? NULL : "the order of use misses a node";
+}
+
+#endif /* KV_RADIX_H */
