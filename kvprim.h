@@ -219,7 +219,7 @@ typedef struct kvprim_transfer_desc {
     kvprim_table dst, src;   /* geometry, and layer 0's memory */
     void *const *dst_layers; /* optional host arrays of `layers` base pointers, instead of dst.data ... */
     void *const *src_layers; /* ... and src.data; free to reuse when the call returns */
-    int64_t dst_layer_stride, src_layer_stride; /* layer to layer where those are NULL; 0: packed */
+    int64_t dst_layer_stride, src_layer_stride; /* layer to layer where those are NULL; 0: packed, padding included */
     int32_t layers;                             /* 0 means 1 */
     int64_t row_bytes;
     const void *dst_index, *src_index; /* count int32 or int64, naturally aligned; NULL: row i */
@@ -962,7 +962,7 @@ KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table t, int64_t row_bytes)
     if (t.head_stride == 0 && t.heads > 1)
         t.head_stride = (int64_t)page;
     if (t.page_stride == 0 && t.page_rows > 0) { /* whichever is outside: all heads of a row, or all rows of a head */
-        const uint64_t pieces = kvpi_mul((uint64_t)t.heads, (uint64_t)t.head_stride);
+        const uint64_t pieces = t.heads > 1 ? kvpi_mul((uint64_t)t.heads, (uint64_t)t.head_stride) : 0;
         t.page_stride = (int64_t)(pieces > page ? pieces : page);
     }
     return t;
@@ -984,7 +984,7 @@ typedef struct kvpi_side {
     int64_t row_bytes, used; /* used: rows that can be touched */
     int32_t layers;
     int64_t layer_stride;
-    uint64_t bytes; /* result: from the first byte of row 0 to the last that can be touched, of all layers */
+    uint64_t bytes; /* result: from the first byte of row 0 to the last that can be touched, in one layer */
 } kvpi_side;
 
 static kvprim_status kvpi_bad(const kvpi_side *side, const char *field, int64_t value, const char *why, uint64_t other)
@@ -1067,8 +1067,19 @@ static uint64_t kvpi_reach(const kvpi_side *side)
             last = whole > last ? whole : last;
         }
     }
-    last = kvpi_add(last, kvpi_mul((uint64_t)side->layers - 1, (uint64_t)side->layer_stride));
-    return kvpi_add(last, (uint64_t)((t->heads - 1) * t->head_stride + side->row_bytes / t->heads));
+    last = kvpi_add(last, kvpi_mul((uint64_t)t->heads - 1, (uint64_t)t->head_stride));
+    return kvpi_add(last, (uint64_t)(side->row_bytes / t->heads));
+}
+
+/* Layers one after the other: the outermost of a table's loops, padding included. */
+static uint64_t kvpi_packed_layer(const kvpi_dim *dims, int count)
+{
+    uint64_t most = 0;
+    for (int k = 0; k < count; k++) {
+        const uint64_t bytes = dims[k].stride == 0 ? 0 : kvpi_mul(dims[k].n, dims[k].stride);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
 }
 
 /* Checks the side, fills in its table's defaults and its bytes. */
@@ -1079,20 +1090,18 @@ static kvprim_status kvpi_check_side(kvpi_side *side)
     *t = kvprim_table_resolve(*t, side->row_bytes);
     if (t->rows == 0)
         return KVPRIM_OK; /* nothing of it is ever touched */
-    const uint64_t piece = (uint64_t)(side->row_bytes / t->heads), rows = (uint64_t)t->rows;
-    const uint64_t page_rows = t->page_rows && t->page_rows < t->rows ? (uint64_t)t->page_rows : rows;
-    kvpi_dim dims[4] = {{"stride", (uint64_t)t->stride, page_rows},
-                        {"head_stride", (uint64_t)t->head_stride, (uint64_t)t->heads},
-                        {"page_stride", (uint64_t)t->page_stride, (rows - 1) / page_rows + 1},
+    const uint64_t rows = (uint64_t)t->rows, page_rows = t->page_rows ? (uint64_t)t->page_rows : rows;
+    kvpi_dim dims[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
+                        {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
+                        {"page_stride", t->page_rows ? (uint64_t)t->page_stride : 0, (rows - 1) / page_rows + 1},
                         {"layer_stride", (uint64_t)side->layer_stride, (uint64_t)side->layers}};
-    uint64_t span;
-    KVPRIM_TRY(kvpi_span(side, dims, side->layers > 1 && side->layer_stride ? 4 : 3, piece, &span));
     if (side->layer_stride == 0)
-        side->layer_stride = (int64_t)span;
-    if (kvpi_mul(span, (uint64_t)side->layers) < kvpi_too_large)
-        side->bytes = kvpi_reach(side);
-    else
+        side->layer_stride = (int64_t)(dims[3].stride = kvpi_packed_layer(dims, 3));
+    uint64_t span;
+    KVPRIM_TRY(kvpi_span(side, dims, 4, (uint64_t)(side->row_bytes / t->heads), &span));
+    if (span >= kvpi_too_large)
         return kvpi_bad(side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
+    side->bytes = kvpi_reach(side);
     if (side->used > 0 && !t->data)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", side->function, side->name);
     return KVPRIM_OK;
@@ -1185,7 +1194,8 @@ KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvpri
             /* The caches may interleave, but not row 0 of both. */
             k_cache.bytes = (uint64_t)(d.k_bytes / d.k_cache.heads);
             v_cache.bytes = (uint64_t)(d.v_bytes / d.v_cache.heads);
-            KVPRIM_TRY(kvpi_check_apart(&v_cache, &k_cache));
+            if (d.k_cache.rows > 0)
+                KVPRIM_TRY(kvpi_check_apart(&v_cache, &k_cache));
         }
     }
     if (resolved)
@@ -1194,25 +1204,47 @@ KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvpri
 }
 
 /* Layer l's memory on one side of a transfer. */
-static void *kvpi_layer(void *data, void *const *layers, int64_t layer_stride, int32_t l)
+static char *kvpi_layer(void *data, void *const *layers, int64_t layer_stride, int32_t l)
 {
-    return layers ? layers[l] : (char *)data + l * layer_stride;
+    if (layers)
+        return (char *)layers[l];
+    return data ? (char *)data + l * layer_stride : NULL; /* NULL: an empty table */
 }
 
-/* No layer of one side overlaps a layer of the other. */
+static char *kvpi_side_layer(const kvpi_side *side, void *const *layers, int32_t l)
+{
+    return kvpi_layer(side->table->data, layers, side->layer_stride, l);
+}
+
+/* From the lowest byte of a side's layers to the highest. */
+static uint64_t kvpi_all_layers(const kvpi_side *side, void *const *layers, char **first)
+{
+    char *last = *first = kvpi_side_layer(side, layers, 0);
+    for (int32_t l = 1; l < side->layers; l++) {
+        char *const data = kvpi_side_layer(side, layers, l);
+        *first = data < *first ? data : *first;
+        last = data > last ? data : last;
+    }
+    return (uint64_t)((uintptr_t)last - (uintptr_t)*first) + side->bytes;
+}
+
+/* No layer of one side overlaps a layer of the other. Each with each only where the layers of both interleave. */
 static kvprim_status kvpi_check_layers_apart(const kvprim_transfer_desc *d, const kvpi_side *dst, const kvpi_side *src)
 {
-    if (!d->dst_layers && !d->src_layers)
-        return kvpi_check_apart(dst, src);
-    kvpi_side a = *dst, b = *src;
-    kvprim_table at = *dst->table, bt = *src->table;
-    a.table = &at;
-    b.table = &bt;
-    for (int32_t i = 0; i < (d->dst_layers ? d->layers : 1); i++)
-        for (int32_t j = 0; j < (d->src_layers ? d->layers : 1); j++) {
-            at.data = kvpi_layer(d->dst.data, d->dst_layers, 0, i);
-            bt.data = kvpi_layer(d->src.data, d->src_layers, 0, j);
-            KVPRIM_TRY(kvpi_check_apart(&a, &b));
+    char *dst_first, *src_first;
+    const uint64_t dst_bytes = kvpi_all_layers(dst, d->dst_layers, &dst_first);
+    const uint64_t src_bytes = kvpi_all_layers(src, d->src_layers, &src_first);
+    if (!kvpi_overlap(dst_first, dst_bytes, src_first, src_bytes))
+        return KVPRIM_OK;
+    for (int32_t i = 0; i < d->layers; i++)
+        for (int32_t j = 0; j < d->layers; j++) {
+            const char *const to = kvpi_side_layer(dst, d->dst_layers, i), *const from =
+                                                                               kvpi_side_layer(src, d->src_layers, j);
+            if (kvpi_overlap(to, dst->bytes, from, src->bytes))
+                return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                                   "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)",
+                                   dst->function, (int)i, (const void *)to, (unsigned long long)dst->bytes, (int)j,
+                                   (const void *)from, (unsigned long long)src->bytes);
         }
     return KVPRIM_OK;
 }
@@ -1221,15 +1253,17 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_transfer_desc *d, cons
 static kvprim_status kvpi_check_transfer_side(kvpi_side *side, void *const *layers)
 {
     const int32_t count = side->layers;
-    if (layers) {
-        side->layers = 1;
-        side->layer_stride = 0; /* not looked at */
-        for (int32_t l = 0; l < count; l++)
-            if (!layers[l] && side->used > 0)
-                return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", side->function, side->name, (int)l);
-        side->table->data = layers[0];
-    }
-    return kvpi_check_side(side);
+    if (!layers)
+        return kvpi_check_side(side);
+    for (int32_t l = 0; l < count; l++)
+        if (!layers[l] && side->used > 0)
+            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", side->function, side->name, (int)l);
+    side->table->data = layers[0];
+    side->layers = 1;
+    side->layer_stride = 0; /* not looked at */
+    KVPRIM_TRY(kvpi_check_side(side));
+    side->layers = count;
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc, kvprim_transfer_desc *resolved)
@@ -1295,23 +1329,34 @@ typedef struct kvpi_job {
     uint32_t *rejected;
 } kvpi_job;
 
-static kvpi_rows kvpi_rows_of(const kvprim_table *t, const void *index, int64_t row_bytes)
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
+static kvprim_table kvpi_simplify(kvprim_table t, int64_t row_bytes)
 {
+    if (t.heads > 1 && t.head_stride == row_bytes / t.heads)
+        t.heads = 1;
+    if (t.page_rows > 0 && t.page_stride / t.page_rows == t.stride && t.page_stride % t.page_rows == 0)
+        t.page_rows = 0;
+    return t;
+}
+
+static kvpi_rows kvpi_rows_of(const kvprim_table *table, const void *index, int64_t row_bytes)
+{
+    const kvprim_table t = kvpi_simplify(*table, row_bytes);
     kvpi_rows r;
-    r.data = (char *)t->data;
+    r.data = (char *)t.data;
     r.index = index;
-    r.rows = (uint64_t)t->rows;
-    r.stride = t->stride;
-    r.page_rows = t->page_rows;
-    r.page_mask = t->page_rows - 1;
-    r.page_stride = t->page_stride;
-    r.heads = t->heads;
-    r.head_stride = t->head_stride;
-    r.piece = row_bytes / t->heads;
+    r.rows = (uint64_t)t.rows;
+    r.stride = t.stride;
+    r.page_rows = t.page_rows;
+    r.page_mask = t.page_rows - 1;
+    r.page_stride = t.page_stride;
+    r.heads = t.heads;
+    r.head_stride = t.head_stride;
+    r.piece = row_bytes / t.heads;
     r.page_shift = 0;
-    while (t->page_rows >> r.page_shift > 1)
+    while (t.page_rows >> r.page_shift > 1)
         r.page_shift++;
-    if (t->page_rows != (int64_t)1 << r.page_shift)
+    if (t.page_rows != (int64_t)1 << r.page_shift)
         r.page_shift = -1;
     return r;
 }
@@ -1433,15 +1478,6 @@ KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 /* The commonest moves, for which the compiler may leave out the rest: int32 indices on one side, no pages or heads. */
 typedef enum kvpi_shape { kvpi_shape_any, kvpi_shape_gather, kvpi_shape_store } kvpi_shape;
 
-static kvpi_shape kvpi_shape_of(const kvpi_job *j)
-{
-    if (j->type != KVPRIM_I32 || j->dst.page_rows || j->src.page_rows || j->dst.heads != 1 || j->src.heads != 1)
-        return kvpi_shape_any;
-    if (!j->dst.index && j->zero)
-        return kvpi_shape_gather;
-    return !j->src.index && !j->zero ? kvpi_shape_store : kvpi_shape_any;
-}
-
 /* Row i is moved when kvpi_ahead more are found and, where an index points at them, prefetched: one for each row that
    moves, as the memory takes only so much at once. */
 KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_shape shape)
@@ -1455,7 +1491,7 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
         *(shape == kvpi_shape_gather ? &j.dst.index : &j.src.index) = NULL;
     }
     const size_t row_bytes = (size_t)j.row_bytes;
-    const size_t ahead_bytes = row_bytes < kvpi_prefetch_bytes ? row_bytes : kvpi_prefetch_bytes;
+    const size_t ahead_bytes = row_bytes < (size_t)kvpi_prefetch_bytes ? row_bytes : (size_t)kvpi_prefetch_bytes;
     const int whole = j.dst.heads == 1 && j.src.heads == 1;
     char *dst_at[kvpi_ring], *src_at[kvpi_ring]; /* row i at i % kvpi_ring. dst NULL: nothing to do; src NULL: zeros */
     size_t run = 0;                              /* bytes of the rows before row i that move with it */
@@ -1501,6 +1537,15 @@ static void kvpi_move_any(const kvpi_job *job)
 }
 
 #ifdef KVPRIM_X86
+static kvpi_shape kvpi_shape_of(const kvpi_job *j)
+{
+    if (j->type != KVPRIM_I32 || j->dst.page_rows || j->src.page_rows || j->dst.heads != 1 || j->src.heads != 1)
+        return kvpi_shape_any;
+    if (!j->dst.index && j->zero)
+        return kvpi_shape_gather;
+    return !j->src.index && !j->zero ? kvpi_shape_store : kvpi_shape_any;
+}
+
 #define KVPRIM_MOVE(name, target, copy)                                                                                \
     target static void name(const kvpi_job *job)                                                                       \
     {                                                                                                                  \
@@ -1586,8 +1631,8 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
                                kvpi_rows_of(&d.src, d.src_index, d.row_bytes), d.row_bytes, d.count, d.index_type);
     job.rejected = d.rejected;
     for (int32_t l = 0; l < d.layers; l++) {
-        job.dst.data = (char *)kvpi_layer(d.dst.data, d.dst_layers, d.dst_layer_stride, l);
-        job.src.data = (char *)kvpi_layer(d.src.data, d.src_layers, d.src_layer_stride, l);
+        job.dst.data = kvpi_layer(d.dst.data, d.dst_layers, d.dst_layer_stride, l);
+        job.src.data = kvpi_layer(d.src.data, d.src_layers, d.src_layer_stride, l);
         kvpi_move(&job);
         job.rejected = NULL; /* counted in the first layer */
     }

@@ -856,11 +856,55 @@ static void test_transfer_errors(void)
     d.dst.data = NULL; /* layers say it all */
     d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
+    d = good; /* layers of both sides in turn: [layer][src or dst][row] */
+    d.src.data = dst + 512;
+    d.dst_layer_stride = d.src_layer_stride = 1024;
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
+    d.src.data = dst + 511;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
     memset(&d, 0, sizeof d);
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
 
 /* ---- large tables ---- */
+
+/* So many bytes that they are written past the caches, on rows of whole lines and on others. */
+static void test_streaming(void)
+{
+    enum { rows = 50000, stride = 1024 };
+    unsigned char *const src_memory = allocate(rows * stride + 64), *const dst_memory = allocate(rows * stride + 64);
+    unsigned char *const src = src_memory + 64 - (uintptr_t)src_memory % 64, *const dst = dst_memory + 64 -
+                                                                                          (uintptr_t)dst_memory % 64;
+    int32_t *const index = allocate(rows * sizeof *index);
+    for (int32_t i = 0; i < rows; i++)
+        index[i] = (int32_t)((int64_t)i * 7919 % rows);
+    for (int i = 0; i < rows * stride / 8; i++)
+        ((uint64_t *)(void *)src)[i] = random_u64();
+    for (int64_t row_bytes = 1024; row_bytes >= 1000; row_bytes -= 24) {
+        const kvprim_table dst_table = {dst, rows, stride, 0, 0, 0, 0}, src_table = {src, rows, stride, 0, 0, 0, 0};
+        const kvprim_gather_desc gather = {dst_table, src_table, row_bytes, index, KVPRIM_I32, 0, rows, NULL};
+        memset(dst, 1, rows * stride);
+        CHECK(kvprim_gather(&gather) == KVPRIM_OK);
+        for (int i = 0; i < rows; i++)
+            if (memcmp(dst + (size_t)i * stride, src + (size_t)index[i] * stride, (size_t)row_bytes) != 0)
+                FAIL("gather of %lld bytes: row %d differs", (long long)row_bytes, i);
+        const kvprim_store_desc store = {dst_table, {NULL, 0, 0, 0, 0, 0, 0},
+                                         src_table, {NULL, 0, 0, 0, 0, 0, 0},
+                                         row_bytes, 0,
+                                         index,     KVPRIM_I32,
+                                         0,         rows,
+                                         NULL};
+        memset(dst, 1, rows * stride);
+        CHECK(kvprim_store(&store) == KVPRIM_OK);
+        for (int i = 0; i < rows; i++)
+            if (memcmp(dst + (size_t)index[i] * stride, src + (size_t)i * stride, (size_t)row_bytes) != 0)
+                FAIL("store of %lld bytes: row %d differs", (long long)row_bytes, i);
+        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* what lies between rows is not written */
+    }
+    free(src_memory);
+    free(dst_memory);
+    free(index);
+}
 
 #if !defined(_WIN32)
 /* Rows past 4 GiB and indices past 2^31, in memory that is reserved but hardly touched. */
@@ -953,6 +997,7 @@ int main(void)
     run("store: bad descriptors", test_store_errors);
     run("transfer", test_transfer);
     run("transfer: bad descriptors", test_transfer_errors);
+    run("rows: streaming", test_streaming);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
 #if !defined(_WIN32)

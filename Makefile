@@ -1,0 +1,98 @@
+# The library is its headers and needs no build. This builds and runs the examples, tests and benchmarks, into build/.
+#
+#     make CC=clang CFLAGS=-O3 test      any compiler, any flags
+#     make run TRACE=path ARGS='...'     any input, any options of the example
+#     CUDA_HOME, NCCL_HOME               where CUDA and NCCL are, if not on PATH or in the usual places
+
+# The first of several commands that exists. (The redirection makes make ask a shell: `command` is no program.)
+first = $(firstword $(foreach name,$(1),$(shell command -v $(name) 2>/dev/null)))
+
+# No compiler named: the usual ones, of which none need exist.
+ifeq ($(origin CC),default)
+CC := $(or $(notdir $(call first,cc gcc clang)),cc)
+endif
+ifeq ($(origin CXX),default)
+CXX := $(notdir $(call first,c++ g++ clang++))
+endif
+
+CFLAGS ?= -O2 -g
+CXXFLAGS ?= -O3 -g
+WARNINGS = -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef
+COMPILE_C = $(CC) -std=c11 $(WARNINGS) $(CPPFLAGS) $(CFLAGS) -pthread -I.
+COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
+
+TRACE ?= examples/trace_small.jsonl
+ARGS ?=
+FUZZ_SECONDS ?= 10
+
+# Looked for only where a target uses them.
+NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
+    /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc)))
+CUDA_PLACES = $(CUDA_HOME) $(NVCC:%/bin/nvcc=%) /usr/local/cuda /opt/cuda /usr
+NCCL_PLACES = $(NCCL_HOME) $(CUDA_PLACES) /usr/local /opt/nccl
+CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLACES:%=%/include/cuda_runtime.h))))
+NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
+
+HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*.h tests/*.h)
+EXAMPLES = build/01_prefix build/02_kv_replay
+TESTS = build/test_kvprim build/test_kvprim_no_simd
+
+help:
+	@echo 'make run       build the main job and replay a small trace through it (TRACE=path: any other; ARGS=options)'
+	@echo 'make test      build and run every test that this machine can run'
+	@echo 'make check     strict compile matrix, other processors and systems, sanitizers, fuzzers'
+	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
+	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
+	@echo 'make examples  build the examples'
+	@echo 'make clean     remove build/'
+
+run: build/02_kv_replay
+	build/02_kv_replay $(ARGS) $(TRACE)
+
+examples: $(EXAMPLES)
+
+ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
+CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)'
+test: $(EXAMPLES) $(TESTS)
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
+	    'test build/test_kvprim' \
+	    'test build/test_kvprim_no_simd' \
+	    'exits 01_prefix build/01_prefix' \
+	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
+	    'test sh tests/compile/run.sh callers build/callers'
+
+check:
+	@$(ENVIRONMENT) sh tests/run.sh \
+	    $(foreach part,matrix symbols systems sanitizers fuzzers,'test sh tests/compile/run.sh $(part) build/$(part)')
+
+fuzz:
+	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
+
+bench: build/bench_prefix build/bench_host
+	build/bench_prefix
+	build/bench_host
+
+clean:
+	rm -rf build
+
+.PHONY: help run examples test check fuzz bench clean FORCE
+
+# Changes when a compiler or its flags do, so that what others built is built again.
+build/flags: FORCE
+	@mkdir -p build
+	@[ "$$(cat $@ 2>/dev/null)" = '$(COMPILE_C) $(COMPILE_CXX)' ] || echo '$(COMPILE_C) $(COMPILE_CXX)' >$@
+
+$(EXAMPLES): build/%: examples/%.c $(HEADERS) build/flags
+	$(COMPILE_C) $< -o $@ $(LDFLAGS)
+
+build/test_kvprim build/bench_host: build/%: tests/%.c $(HEADERS) build/flags
+	$(COMPILE_C) $< -o $@ $(LDFLAGS)
+
+build/test_kvprim_no_simd: tests/test_kvprim.c $(HEADERS) build/flags
+	$(COMPILE_C) -DKVPRIM_NO_SIMD $< -o $@ $(LDFLAGS)
+
+build/bench_prefix: tests/bench_prefix.c build/bench_mismatch.o $(HEADERS) build/flags
+	$(COMPILE_C) $< build/bench_mismatch.o -o $@ $(LDFLAGS)
+
+build/bench_mismatch.o: tests/bench_mismatch.cpp build/flags
+	$(if $(CXX),,$(error make bench compares with std::mismatch and needs a C++ compiler))$(COMPILE_CXX) -c $< -o $@

@@ -1,0 +1,16 @@
+// A CUDA unit that implements kvprim.h and declares what the other two have, next to CUDA's own headers.
+#define KVPRIM_IMPLEMENTATION
+#include "use.c"
+#include <cuda_runtime.h>
+
+// The declarations' stream is CUDA's own.
+static_assert(sizeof(cudaStream_t) == sizeof launch.stream, "cudaStream_t is a pointer to CUstream_st");
+static cudaStream_t stream_of(const kvprim_cuda_launch *desc)
+{
+    return desc->stream;
+}
+
+int main()
+{
+    return caller() != 0 || stream_of(&launch) != nullptr;
+}

@@ -1,0 +1,377 @@
+#!/bin/sh
+# usage: tests/compile/run.sh PART BUILD_DIR      from the top folder; `make test` and `make check` call it
+#
+#     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
+#     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
+#     symbols       the names and macros that the headers leave behind
+#     systems       the tests as a program compiled for this very processor, on AArch64 under qemu, for Windows
+#     sanitizers    the tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+#     fuzzers       FUZZ_SECONDS each
+
+part=$1 build=$2
+: "${CC=cc}" "${CXX=c++}" "${NVCC=}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${FUZZ_SECONDS=10}"
+warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror'
+prototypes='-Wstrict-prototypes -Wmissing-prototypes'
+address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
+thread='-O1 -g -fsanitize=thread'
+headers='kvprim.h kvprim_cuda.cuh kvprim_nccl.h'
+passed=0 failed=0 skipped=0
+mkdir -p "$build" || exit 1
+
+has()
+{
+    command -v "$1" >/dev/null 2>&1
+}
+
+skip()
+{
+    echo "skip $1"
+    skipped=$((skipped + 1))
+}
+
+# cell NAME COMMAND...: one test, silent where it passes. Of a group's failures, the first few say why.
+cells=0 cells_failed=0
+cell()
+{
+    cell=$1
+    shift
+    if "$@" >"$build/log" 2>&1; then
+        passed=$((passed + 1)) cells=$((cells + 1))
+    else
+        failed=$((failed + 1)) cells_failed=$((cells_failed + 1))
+        echo "FAIL $cell"
+        [ "$cells_failed" -gt 2 ] || { echo "  $*"; tail -n 30 "$build/log"; }
+    fi
+}
+
+# group NAME: one line for the cells since the last group.
+group()
+{
+    [ "$cells_failed" -gt 0 ] || echo "ok $1: $cells"
+    cells=0 cells_failed=0
+}
+
+# program NAME COMMAND...: adds the counts of the program's last line.
+program()
+{
+    program=$1
+    shift
+    if "$@" >"$build/log" 2>&1 && line=$(tail -n 1 "$build/log") &&
+        counts=$(expr "$line" : '\([0-9]* passed, 0 failed, [0-9]*\) skipped$'); then
+        passed=$((passed + ${counts%% *})) skipped=$((skipped + ${counts##* }))
+        echo "ok $program: $line"
+    else
+        failed=$((failed + 1))
+        echo "FAIL $program: $*"
+        tail -n 30 "$build/log"
+    fi
+}
+
+# unit NAME LINE...: a source file of these lines.
+unit()
+{
+    file=$build/$1.c
+    shift
+    printf '%s\n' "$@" >"$file"
+}
+
+implement='#define KVPRIM_IMPLEMENTATION'
+include='#include "kvprim.h"'
+
+# Every way to include the headers, each in a unit of its own.
+write_units()
+{
+    unit declared "$include"
+    unit declared_cuda '#include "kvprim_cuda.cuh"'
+    unit declared_nccl '#include "kvprim_nccl.h"'
+    unit declared_twice "$include" "$include"
+    unit implemented "$implement" "$include"
+    unit core '#define KVPRIM_CORE_IMPLEMENTATION' "$include"
+    unit twice "$include" "$implement" "$include" "$include"
+    unit late "$include" 'const char *late(void);' 'const char *late(void) { return kvprim_isa(); }' \
+        "$implement" "$include"
+    unit static_copy '#define KVPRIM_STATIC' "$implement" "$include"
+    unit static_twice '#define KVPRIM_STATIC' "$implement" "$include" "$include"
+    unit no_simd '#define KVPRIM_NO_SIMD' "$implement" "$include"
+    units='declared declared_cuda declared_nccl declared_twice implemented core twice late'
+    units="$units static_copy static_twice no_simd"
+    for a in $headers; do
+        for b in $headers; do
+            for c in $headers; do
+                [ "$a" != "$b" ] && [ "$b" != "$c" ] && [ "$a" != "$c" ] || continue
+                name=order_${a#kvprim}_${b#kvprim}_${c#kvprim}
+                unit "$name" "$implement" "#include \"$a\"" "#include \"$b\"" "#include \"$c\""
+                units="$units $name"
+            done
+        done
+    done
+}
+
+matrix_of()
+{
+    for unit in $units; do
+        cell "$unit $*" "$@" $warnings -I. -c "$build/$unit.c" -o "$build/unit.o"
+    done
+    for flag in -DKVPRIM_IMPLEMENTATION -DKVPRIM_CORE_IMPLEMENTATION; do
+        cell "command line $*" "$@" $warnings -I. $flag -c "$build/declared_twice.c" -o "$build/unit.o"
+    done
+    group "$*"
+}
+
+matrix()
+{
+    write_units
+    for pair in gcc:g++ clang:clang++; do
+        cc=${pair%:*} cxx=${pair#*:}
+        if has "$cc"; then
+            matrix_of "$cc" -std=c11 $prototypes
+            matrix_of "$cc" -std=c11 $prototypes -O2
+            matrix_of "$cc" -std=c11 $prototypes -O3
+        else
+            skip "$cc: not on this machine"
+        fi
+        if has "$cxx"; then
+            matrix_of "$cxx" -x c++ -std=c++11
+            matrix_of "$cxx" -x c++ -std=c++17
+            matrix_of "$cxx" -x c++ -std=c++20
+        else
+            skip "$cxx: not on this machine"
+        fi
+    done
+}
+
+# exports_only NAMES SOURCE COMPILER...: the object exports something, and nothing that the pattern does not match.
+exports_only()
+{
+    names=$1 source=$2
+    shift 2
+    "$@" -I. -c "$source" -o "$build/symbols.o" && nm -g "$build/symbols.o" >"$build/names" || return 1
+    awk -v names="$names" 'NF == 3 && $3 ~ names { known++ }
+        NF == 3 && $3 !~ names { print "exports " $3; bad = 1 }
+        END { exit bad || !known }' "$build/names"
+}
+
+# The macros without KVPRIM_ that a header of ours defines and does not undefine.
+macros_left()
+{
+    "$@" -I. -dD -E "$build/macros.c" >"$build/macros" || return 1
+    awk '/^# [0-9]+ "/ { ours = $3 ~ /kvprim[^\/]*"$/; seen += ours }
+         ours && $1 == "#define" { sub(/\(.*/, "", $2); left[$2] = 1 }
+         $1 == "#undef" { delete left[$2] }
+         END {
+             for (name in left)
+                 if (name ~ /^KVPRIM_/) known++
+                 else { print "leaves " name " defined"; bad = 1 }
+             if (!seen || !known) { print "saw no header of ours"; bad = 1 }
+             exit bad
+         }' "$build/macros"
+}
+
+# refuses UNIT COMPILER...: with the #error that says why, and not for another reason.
+refuses()
+{
+    source=$build/$1.c
+    shift
+    "$@" -I. -c "$source" -o "$build/unit.o" 2>&1 | grep 'only declares its functions'
+}
+
+symbols()
+{
+    write_units
+    unit macros "$implement" "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"'
+    unit refused_cuda '#include "kvprim_cuda.cuh"' '#define KVPRIM_CUDA_IMPLEMENTATION' '#include "kvprim_cuda.cuh"'
+    unit refused_nccl '#include "kvprim_nccl.h"' '#define KVPRIM_NCCL_IMPLEMENTATION' '#include "kvprim_nccl.h"'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17' 'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        cell "macros, $compiler" macros_left $compiler
+        cell "macros with KVPRIM_STATIC, $compiler" macros_left $compiler -DKVPRIM_STATIC
+        cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda $compiler
+        cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl $compiler
+        has nm || continue
+        for level in -O0 -O2; do
+            cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' "$build/implemented.c" \
+                $compiler $level
+            cell "KVPRIM_STATIC exports nothing, $compiler $level" exports_only '^caller$' tests/compile/use.c \
+                $compiler $level -DKVPRIM_STATIC -DKVPRIM_IMPLEMENTATION
+        done
+    done
+    has nm || skip 'exported symbols: no nm'
+    [ $((cells + cells_failed)) -gt 0 ] || skip 'macros and symbols: neither gcc nor clang'
+    group 'macros and symbols'
+}
+
+# linked NAME LINKER OBJECT...: a program of main.c and callers, which must find nothing wrong.
+linked()
+{
+    binary=$build/$1 linker=$2
+    shift 2
+    cell "link $binary" $linker "$@" -pthread -o "$binary"
+    cell "run $binary" "$binary"
+}
+
+callers()
+{
+    use=tests/compile/use.c c="$CC -std=c11 -O1 -I." cxx="$CXX -x c++ -std=c++17 -O1 -I."
+    static='-DKVPRIM_STATIC -DKVPRIM_IMPLEMENTATION'
+    unit implemented "$implement" "$include"
+    cell 'main in C' $c -c tests/compile/main.c -o "$build/main.o"
+    cell 'implementation in C' $c -c "$build/implemented.c" -o "$build/implemented_c.o"
+    cell 'caller in C' $c -c $use -o "$build/caller_c.o"
+    linked two_units "$CC" "$build/main.o" "$build/caller_c.o" "$build/implemented_c.o"
+    cell 'macro from the command line' $c -DKVPRIM_IMPLEMENTATION -c $use -o "$build/caller_one.o"
+    linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
+    cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
+    linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
+
+    cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/compile/main.c \
+        -o "$build/main_three.o"
+    cell 'vendored copy a' $c $static -DCALLER=caller_a -c $use -o "$build/caller_a.o"
+    cell 'vendored copy b' $c $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+    linked vendored "$CC" "$build/main_three.o" "$build/caller_c.o" "$build/implemented_c.o" "$build/caller_a.o" \
+        "$build/caller_b.o"
+    group "units in C, $CC"
+
+    if [ -n "$CXX" ] && has "$CXX"; then
+        cell 'implementation in C++' $cxx -c "$build/implemented.c" -o "$build/implemented_cxx.o"
+        cell 'caller in C++' $cxx -c $use -o "$build/caller_cxx.o"
+        cell 'vendored copy in C++' $cxx $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+        linked cxx_calls_c "$CXX" "$build/main.o" "$build/caller_cxx.o" "$build/implemented_c.o"
+        linked c_calls_cxx "$CXX" "$build/main.o" "$build/caller_c.o" "$build/implemented_cxx.o"
+        linked vendored_mixed "$CXX" "$build/main_three.o" "$build/caller_cxx.o" "$build/implemented_c.o" \
+            "$build/caller_a.o" "$build/caller_b.o"
+        group "units in C and C++, $CC and $CXX"
+    else
+        skip 'units in C++: no C++ compiler'
+    fi
+
+    if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
+        cell 'CUDA unit' "$NVCC" -I. tests/compile/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'run CUDA unit' "$build/cuda_unit"
+        group "unit in CUDA, $NVCC"
+    else
+        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places) or no C++ compiler for it'
+    fi
+
+    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
+        cell 'next to nccl.h' $c -Wall -Wextra -Werror -isystem "$NCCL_INCLUDE" -isystem "$CUDA_INCLUDE" \
+            -c tests/compile/nccl_unit.c -o "$build/unit.o"
+        group "declarations next to $NCCL_INCLUDE/nccl.h"
+    else
+        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
+    fi
+}
+
+# works COMPILER...: its programs link and run here, by way of $launcher.
+launcher=
+works()
+{
+    unit empty 'int main(void) { return 0; }'
+    "$@" "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && $launcher "$build/empty" >/dev/null 2>&1
+}
+
+# The first of clang, gcc and $CC whose programs run with these flags: sets cc.
+compiler_with()
+{
+    for cc in clang gcc "$CC"; do
+        has "$cc" && works "$cc" "$@" && return
+    done
+    return 1
+}
+
+systems()
+{
+    tests='-I. tests/test_kvprim.c -std=c11 -O2 -pthread'
+    replay='-I. examples/02_kv_replay.c -std=c11 -O2 -pthread'
+    write_units
+    for cc in gcc clang; do
+        has $cc && works $cc -O3 -march=native -flto || continue
+        cell "test_kvprim, $cc -march=native" $cc $tests -O3 -march=native -flto -o "$build/test_native"
+        group "test_kvprim compiled for this processor, $cc"
+        program "test_kvprim, $cc -O3 -march=native -flto" "$build/test_native"
+    done
+    if has aarch64-linux-gnu-gcc; then
+        matrix_of aarch64-linux-gnu-gcc -std=c11 $prototypes -O2
+        cell 'test_kvprim for AArch64' aarch64-linux-gnu-gcc $tests $warnings -static -o "$build/test_aarch64"
+        group 'test_kvprim compiled for AArch64'
+        if qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static); then
+            program 'test_kvprim on AArch64 (qemu)' "$qemu" "$build/test_aarch64"
+        else
+            skip 'test_kvprim on AArch64: no qemu-aarch64'
+        fi
+    else
+        skip 'AArch64: no aarch64-linux-gnu-gcc'
+    fi
+    arm_include=/usr/aarch64-linux-gnu/include
+    if has clang && [ -d $arm_include ]; then
+        matrix_of clang --target=aarch64-linux-gnu -isystem $arm_include -std=c11 $prototypes -O2
+    else
+        skip "AArch64 with clang: no clang or no $arm_include"
+    fi
+    if has x86_64-w64-mingw32-gcc; then
+        matrix_of x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
+        cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
+        cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc $replay $warnings -static -o "$build/02_kv_replay.exe"
+        group 'programs for Windows'
+        if has wine; then
+            program 'test_kvprim on Windows (wine)' wine "$build/test_kvprim.exe"
+        else
+            skip 'test_kvprim on Windows: no wine'
+        fi
+    else
+        skip 'Windows: no x86_64-w64-mingw32-gcc'
+    fi
+}
+
+sanitizers()
+{
+    tests='-I. tests/test_kvprim.c -std=c11 -pthread'
+    if compiler_with $address; then
+        cell "test_kvprim, $cc $address" $cc $tests $address -o "$build/test_address"
+        cell "02_kv_replay, $cc $address" $cc -I. examples/02_kv_replay.c -std=c11 -pthread $address \
+            -o "$build/replay_address"
+        cell '02_kv_replay, addresses and undefined behaviour' "$build/replay_address" examples/trace_small.jsonl
+        group "$cc $address, 02_kv_replay run"
+        program 'test_kvprim, addresses and undefined behaviour' "$build/test_address"
+    else
+        skip 'AddressSanitizer: no compiler here has it'
+    fi
+    # ThreadSanitizer does not start on kernels that randomise addresses further than it expects.
+    if compiler_with $thread || { launcher='setarch -R' && has setarch && compiler_with $thread; }; then
+        cell "test_kvprim, $cc $thread" $cc $tests $thread -o "$build/test_thread"
+        group "$cc $thread"
+        program 'test_kvprim, threads' $launcher "$build/test_thread"
+    else
+        skip 'ThreadSanitizer: no compiler here has it, or its programs do not start'
+    fi
+}
+
+fuzzers()
+{
+    unit probe '#include <stddef.h>' '#include <stdint.h>' 'int LLVMFuzzerTestOneInput(const uint8_t *, size_t);' \
+        'int LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { return n > 9000 && d[0]; }'
+    if clang -fsanitize=fuzzer,address,undefined "$build/probe.c" -o "$build/probe" >/dev/null 2>&1 &&
+        "$build/probe" -runs=1 >/dev/null 2>&1; then
+        cc="clang -fsanitize=fuzzer" by='libFuzzer, clang'
+    elif compiler_with $address; then
+        by="tests/fuzz_main.c, $cc" cc="$cc tests/fuzz_main.c"
+    else
+        skip 'fuzzers: no compiler here has AddressSanitizer'
+        return
+    fi
+    for name in prefix moves unpack trace; do
+        cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz_$name.c" -std=c11 $address -o "$build/fuzz_$name"
+        cell "fuzz_$name" "$build/fuzz_$name" -seed=1 -max_len=400 -max_total_time="$FUZZ_SECONDS" -timeout=20 \
+            -artifact_prefix="$build/${name}_"
+        group "fuzz_$name ($by), $(sed -n 's/^Done \([0-9]* runs\) in.*/\1/p' "$build/log"); compiled and run"
+    done
+}
+
+case $part in
+callers | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
+*)
+    echo "tests/compile/run.sh: no part is called '$part'" >&2
+    exit 2
+    ;;
+esac
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

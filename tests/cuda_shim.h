@@ -1,0 +1,72 @@
+/* As much of CUDA's C++ as the kernels of kvprim_cuda.cuh use, on the CPU, one thread after the other. A kernel that
+   shuffles, synchronises or shares memory cannot run so. Included before kvprim_cuda.cuh, with KVPRIM_CUDA_EMULATE. */
+#ifndef CUDA_SHIM_H
+#define CUDA_SHIM_H
+
+#include <stdint.h>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_)
+    {
+    }
+};
+
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
+{
+    return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31));
+}
+
+static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
+{
+    const uint32_t before = *at;
+    *at = before + value;
+    return before;
+}
+
+static int kvprim_emulate_sms = 4;       /* multiprocessors of the GPU that is played */
+static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
+static unsigned kvprim_emulate_launches; /* so far */
+
+template <class Kernel, class Params>
+static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
+{
+    for (unsigned i = 0; i < threads; i++) {
+        threadIdx = dim3(kvprim_emulate_last_first ? threads - 1 - i : i, 0, 0);
+        kernel(params);
+    }
+}
+
+template <class Kernel, class Params>
+static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
+{
+    const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    gridDim = grid;
+    blockDim = dim3(threads, 1, 1);
+    kvprim_emulate_launches++;
+    for (uint64_t i = 0; i < blocks; i++) {
+        const uint64_t block = kvprim_emulate_last_first ? blocks - 1 - i : i;
+        blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),
+                        static_cast<unsigned>(block / grid.x / grid.y));
+        kvprim_emulate_block(kernel, threads, params);
+    }
+}
+
+#endif /* CUDA_SHIM_H */

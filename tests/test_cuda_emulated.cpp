@@ -1,0 +1,183 @@
+/* The kernels of kvprim_cuda.cuh, run thread by thread on the CPU: no GPU and no CUDA needed. With AddressSanitizer every
+   byte that a contract does not name is out of bounds.
+
+       c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/test_cuda_emulated.cpp && ./a.out
+*/
+#define KVPRIM_CUDA_EMULATE
+#include "cuda_shim.h"
+#define KVPRIM_IMPLEMENTATION
+#include "../kvprim_cuda.cuh"
+#include "test_rows.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#define WITH_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define WITH_ASAN 1
+#endif
+#endif
+
+#ifdef WITH_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+
+static void say_where()
+{
+    fprintf(stderr, "in %s\n", current);
+}
+#else
+#define ASAN_POISON_MEMORY_REGION(p, bytes) ((void)(p), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(p, bytes) ((void)(p), (void)(bytes))
+#endif
+
+/* ---- memory ---- */
+
+static arena memory;
+static unsigned launches_before;
+
+static void before(arena *a)
+{
+    launches_before = kvprim_emulate_launches;
+    kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
+    ASAN_POISON_MEMORY_REGION(a->got, a->used);
+}
+
+static void allow(arena *a, size_t offset, size_t bytes)
+{
+    ASAN_UNPOISON_MEMORY_REGION(a->got + offset, bytes);
+}
+
+static void after(arena *a, bool enqueued)
+{
+    ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
+    if ((kvprim_emulate_launches != launches_before) != enqueued)
+        fail("%s: %u kernels were launched", current, kvprim_emulate_launches - launches_before);
+}
+
+static unsigned char *allocate(size_t bytes)
+{
+    unsigned char *const p = static_cast<unsigned char *>(malloc(bytes + 64));
+    if (!p) {
+        printf("FAIL out of memory\n0 passed, 1 failed, 0 skipped\n");
+        exit(1);
+    }
+    return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64;
+}
+
+/* ---- tests ---- */
+
+static void test_gather()
+{
+    gather_matrix(&memory);
+}
+
+static void test_store()
+{
+    store_matrix(&memory);
+}
+
+static void test_counts()
+{
+    static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 20000};
+    count_matrix(&memory, 1 << 21, counts, sizeof counts / sizeof *counts);
+}
+
+static void test_max_sms()
+{
+    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
+        launch.pdl = launch.max_sms % 2;
+        kvprim_emulate_sms = launch.max_sms == 4 ? 132 : 4;
+        small_matrix(&memory);
+    }
+    kvprim_emulate_sms = 4;
+    memory.launch = nullptr;
+}
+
+static void test_refused()
+{
+    bad_gathers(&memory);
+    bad_stores(&memory);
+    bad_launches(&memory);
+}
+
+static void test_fuzzed_gather()
+{
+    fuzz(&memory, 6000, random_gather);
+}
+
+static void test_fuzzed_store()
+{
+    fuzz(&memory, 6000, random_store);
+}
+
+static void one_warp_length(unsigned char *src, unsigned char *got, unsigned char *want, size_t bytes, bool zero)
+{
+    const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
+    const warp_cases c = {got, src, slot, bytes, zero};
+    fill(want, all);
+    memcpy(got, want, all);
+    expect_warps(want, src, bytes, zero);
+    snprintf(current, sizeof current, "warp %s of %zu bytes", zero ? "zeros" : "copy", bytes);
+    ASAN_POISON_MEMORY_REGION(got, all);
+    ASAN_POISON_MEMORY_REGION(src, all);
+    for (size_t w = 0; w < warp_alignments && bytes > 0; w++) {
+        ASAN_UNPOISON_MEMORY_REGION(got + w * slot + 16 + w % 16, bytes);
+        if (!zero)
+            ASAN_UNPOISON_MEMORY_REGION(src + w * slot + 16, (w / 16 + bytes + 15) / 16 * 16);
+    }
+    kvprim_emulate_last_first = !kvprim_emulate_last_first;
+    kvprim_emulate_launch(move_by_warps, dim3(warp_alignments * 32 / warp_threads), warp_threads, c);
+    ASAN_UNPOISON_MEMORY_REGION(got, all);
+    ASAN_UNPOISON_MEMORY_REGION(src, all);
+    compare_warps(got, want, bytes, zero);
+}
+
+/* All pairs of alignments, short lengths all, longer ones some. */
+static void test_warps()
+{
+    const size_t most = warp_alignments * warp_slot(longest_warp_copy);
+    unsigned char *const src = memory.expected + most;
+    fill(src, most);
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61) {
+        one_warp_length(src, memory.got, memory.expected, bytes, false);
+        one_warp_length(src, memory.got, memory.expected, bytes, true);
+    }
+}
+
+/* Not one row of a source: nothing but the index and the output may be looked at. */
+static void test_all_padding()
+{
+    for (int type = 0; type < 2; type++) {
+        kvprim_gather_desc d = good_gather(&memory);
+        int32_t *const index = static_cast<int32_t *>(const_cast<void *>(d.index));
+        for (int i = 0; i < 4; i++)
+            index[i] = i % 2 ? -1 - i : 8 + i;
+        d.src.data = type ? nullptr : d.src.data;
+        d.src.rows = type ? 0 : 8;
+        CHECK(try_gather(&memory, &d, "padding alone") == RAN);
+    }
+}
+
+int main()
+{
+#ifdef WITH_ASAN
+    __sanitizer_set_death_callback(say_where);
+#else
+    printf("built without AddressSanitizer: accesses out of bounds that change nothing go unseen\n");
+#endif
+    memory.capacity = 24 << 20;
+    memory.expected = allocate(memory.capacity);
+    memory.got = memory.device = allocate(memory.capacity);
+    run("emulated: gather, sizes x layouts, sizes x alignments", test_gather);
+    run("emulated: store, sizes x layouts, sizes x alignments", test_store);
+    run("emulated: counts", test_counts);
+    run("emulated: max_sms, pdl, multiprocessors", test_max_sms);
+    run("emulated: nothing but padding", test_all_padding);
+    run("emulated: bad descriptors", test_refused);
+    run("emulated: random gathers", test_fuzzed_gather);
+    run("emulated: random stores", test_fuzzed_store);
+    run("emulated: warp copy and zero", test_warps);
+    return finish();
+}

@@ -1,0 +1,1012 @@
+/* What test_cuda.cu and test_cuda_emulated.cpp share: gathers and stores in one block of memory, done once by the host
+   functions and once by kvprim_cuda_gather and kvprim_cuda_store, and compared byte by byte. Included after
+   kvprim_cuda.cuh; the includer defines before, allow and after. */
+#ifndef TEST_ROWS_H
+#define TEST_ROWS_H
+
+#include <atomic>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <utility>
+#include <vector>
+
+/* ---- harness ---- */
+
+static int passed, failed, skipped;
+static std::atomic<int> failures; /* in the test that runs now */
+
+/* Like printf, and the test fails; only a test's first few failures are printed. */
+__attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
+{
+    char text[700];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (failures++ < 5)
+        printf("  %s\n", text);
+}
+#define CHECK(condition) ((condition) ? (void)0 : fail("line %d: %s", __LINE__, #condition))
+
+static void run(const char *name, void (*test)())
+{
+    failures = 0;
+    test();
+    if (failures)
+        printf("FAIL %s: %d failures\n", name, failures.load());
+    else
+        printf("ok %s\n", name);
+    fflush(stdout);
+    failed += failures != 0;
+    passed += failures == 0;
+}
+
+static int finish()
+{
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed != 0;
+}
+
+static thread_local uint64_t random_state = 1;
+
+static uint64_t random_u64() /* splitmix64 */
+{
+    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static uint64_t below(uint64_t n)
+{
+    return random_u64() % n;
+}
+
+static void fill(unsigned char *p, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i += 8) {
+        const uint64_t value = random_u64();
+        memcpy(p + i, &value, bytes - i < 8 ? bytes - i : 8);
+    }
+}
+
+/* ---- memory ---- */
+
+/* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start from the
+   same contents; descriptors are made with addresses in `expected`. */
+struct arena {
+    unsigned char *expected, *got; /* what the host functions work on; what the code under test leaves behind */
+    unsigned char *device;         /* where the code under test finds its copy */
+    size_t capacity, used;
+    int64_t index_room; /* indices that there is memory for */
+    const kvprim_cuda_launch *launch;
+    std::vector<std::pair<size_t, size_t>> allowed; /* offset and bytes of what may be accessed */
+    std::vector<unsigned char> taken;               /* per byte: 1 if it has its one meaning or writer already */
+};
+
+enum { margin = 256 };
+
+/* Brings `got` to where the code under test sees it. */
+static void before(arena *a);
+/* From now on these bytes may be accessed, and of the arena no others. */
+static void allow(arena *a, size_t offset, size_t bytes);
+/* Waits for the code under test and brings what it left to `got`; enqueued: it had something to do. */
+static void after(arena *a, bool enqueued);
+
+static void empty(arena *a)
+{
+    a->used = 0;
+    a->index_room = 0;
+}
+
+/* `bytes` of random contents, `align` past a multiple of 64, guard bytes on both sides. */
+static void *reserve(arena *a, size_t bytes, size_t align)
+{
+    const size_t start = a->used, offset = start + margin + align;
+    a->used = (offset + bytes + margin + 63) / 64 * 64;
+    if (a->used > a->capacity) {
+        printf("FAIL a test needs %zu bytes of memory, and there are %zu\n0 passed, 1 failed, 0 skipped\n", a->used,
+               a->capacity);
+        exit(1);
+    }
+    fill(a->expected + start, a->used - start);
+    return a->expected + offset;
+}
+
+static uint32_t *reserve_counter(arena *a)
+{
+    uint32_t *const counter = static_cast<uint32_t *>(reserve(a, 4, 4 * below(16)));
+    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* wraps, too */
+    return counter;
+}
+
+static size_t offset_of(const arena *a, const void *p)
+{
+    return static_cast<size_t>(static_cast<const unsigned char *>(p) - a->expected);
+}
+
+template <class T> static T *on_device(const arena *a, T *p)
+{
+    if (!p)
+        return nullptr;
+    return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(a->device) + reinterpret_cast<uintptr_t>(p) -
+                                 reinterpret_cast<uintptr_t>(a->expected));
+}
+
+static kvprim_table on_device(const arena *a, kvprim_table t)
+{
+    t.data = on_device(a, t.data);
+    return t;
+}
+
+static kvprim_gather_desc on_device(const arena *a, kvprim_gather_desc d)
+{
+    d.dst = on_device(a, d.dst);
+    d.src = on_device(a, d.src);
+    d.index = on_device(a, d.index);
+    d.rejected = on_device(a, d.rejected);
+    return d;
+}
+
+static kvprim_store_desc on_device(const arena *a, kvprim_store_desc d)
+{
+    d.k_cache = on_device(a, d.k_cache);
+    d.v_cache = on_device(a, d.v_cache);
+    d.k = on_device(a, d.k);
+    d.v = on_device(a, d.v);
+    d.slot = on_device(a, d.slot);
+    d.rejected = on_device(a, d.rejected);
+    return d;
+}
+
+/* ---- rows, as the contract states them ---- */
+
+/* Where byte `byte` of row `row` lies in a table that is resolved. */
+static int64_t row_offset(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
+{
+    const int64_t piece = row_bytes / t->heads;
+    const int64_t start =
+        t->page_rows ? row / t->page_rows * t->page_stride + row % t->page_rows * t->stride : row * t->stride;
+    return start + byte / piece * t->head_stride + byte % piece;
+}
+
+static int64_t index_at(const void *index, kvprim_index_type type, int64_t i)
+{
+    return type == KVPRIM_I64 ? static_cast<const int64_t *>(index)[i] : static_cast<const int32_t *>(index)[i];
+}
+
+/* The row of an index, -1 for padding, -2 past the end. */
+static int64_t ruled(int64_t value, int64_t base, int64_t rows)
+{
+    if (value < base)
+        return -1;
+    if (base >= 0 ? value - base >= rows : value >= rows + base)
+        return -2;
+    return value - base;
+}
+
+/* Allows access to a row: what is written to its bytes alone, what is read to the aligned 16 bytes that they lie in.
+   False if it lies outside the memory, or where a row is written already or an index or the counter lies. */
+static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t row, bool write)
+{
+    const int64_t piece = row_bytes / t->heads, room = static_cast<int64_t>(a->used);
+    for (int64_t head = 0; head < t->heads; head++) {
+        const int64_t from_table = row_offset(t, row_bytes, row, head * piece);
+        if (from_table >= room || piece > room)
+            return false;
+        const size_t bytes = static_cast<size_t>(piece);
+        const size_t begin = offset_of(a, t->data) + static_cast<size_t>(from_table);
+        if (begin + bytes > a->used)
+            return false;
+        if (memchr(&a->taken[begin], 1, bytes))
+            return false;
+        if (write)
+            memset(&a->taken[begin], 1, bytes);
+        const size_t first = write ? begin : begin / 16 * 16;
+        const size_t end = write ? begin + bytes : (begin + bytes + 15) / 16 * 16;
+        a->allowed.push_back({first, end - first});
+    }
+    return true;
+}
+
+/* The same for the index and the counter; before the rows. */
+static bool visit_index(arena *a, const void *index, kvprim_index_type type, int64_t count, const uint32_t *rejected)
+{
+    a->allowed.clear();
+    a->taken.assign(a->used, 0);
+    if (count > a->index_room)
+        return false;
+    const size_t index_bytes = static_cast<size_t>(count) * (type == KVPRIM_I64 ? 8 : 4);
+    a->allowed.push_back({offset_of(a, index), index_bytes});
+    memset(&a->taken[offset_of(a, index)], 1, index_bytes);
+    if (rejected) {
+        a->allowed.push_back({offset_of(a, rejected), 4});
+        memset(&a->taken[offset_of(a, rejected)], 1, 4);
+    }
+    return true;
+}
+
+static bool visit_gather(arena *a, const kvprim_gather_desc *d)
+{
+    bool good = visit_index(a, d->index, d->index_type, d->count, d->rejected);
+    for (int64_t i = 0; good && i < d->count; i++) {
+        const int64_t row = ruled(index_at(d->index, d->index_type, i), d->index_base, d->src.rows);
+        good = (row < 0 || visit(a, &d->src, d->row_bytes, row, false)) && visit(a, &d->dst, d->row_bytes, i, true);
+    }
+    return good;
+}
+
+static bool visit_store(arena *a, const kvprim_store_desc *d)
+{
+    bool good = visit_index(a, d->slot, d->slot_type, d->count, d->rejected);
+    for (int64_t i = 0; good && i < d->count; i++) {
+        const int64_t row = ruled(index_at(d->slot, d->slot_type, i), d->slot_base, d->k_cache.rows);
+        if (row < 0)
+            continue;
+        good = visit(a, &d->k, d->k_bytes, i, false) && visit(a, &d->k_cache, d->k_bytes, row, true);
+        if (good && d->v_cache.data)
+            good = visit(a, &d->v, d->v_bytes, i, false) && visit(a, &d->v_cache, d->v_bytes, row, true);
+    }
+    return good;
+}
+
+/* ---- one move, by the host function and by the code under test ---- */
+
+struct named_table {
+    const char *name;
+    const kvprim_table *t; /* resolved */
+    int64_t row_bytes, rows;
+};
+
+/* Says which row's which byte lies at offset `bad`. */
+static void report(const arena *a, size_t bad, const char *what, const named_table *tables, int n)
+{
+    for (int k = 0; k < n; k++)
+        for (int64_t row = 0; tables[k].t->data && row < tables[k].rows && row < 200000; row++)
+            for (int64_t byte = 0; byte < tables[k].row_bytes; byte++)
+                if (offset_of(a, tables[k].t->data) +
+                        static_cast<size_t>(row_offset(tables[k].t, tables[k].row_bytes, row, byte)) ==
+                    bad) {
+                    fail("%s: %s row %lld byte %lld: expected %02x, got %02x", what, tables[k].name,
+                         static_cast<long long>(row), static_cast<long long>(byte), a->expected[bad], a->got[bad]);
+                    return;
+                }
+    fail("%s: byte %zu of the memory, in no row: expected %02x, got %02x", what, bad, a->expected[bad], a->got[bad]);
+}
+
+static void compare(const arena *a, const char *what, const named_table *tables, int n)
+{
+    if (memcmp(a->expected, a->got, a->used) == 0)
+        return;
+    size_t bad = 0;
+    while (a->expected[bad] == a->got[bad])
+        bad++;
+    report(a, bad, what, tables, n);
+}
+
+static void check_status(const char *what, kvprim_status got, kvprim_status want, const char *got_text,
+                         const char *want_text)
+{
+    if (got != want || strcmp(got_text, want_text) != 0)
+        fail("%s: expected %s \"%s\", got %s \"%s\"", what, kvprim_status_name(want), want_text,
+             kvprim_status_name(got), got_text);
+}
+
+/* Where the call is made that AddressSanitizer may end; static, as it prints from nowhere. */
+static thread_local char current[320];
+
+enum outcome { REFUSED, OUTSIDE, RAN }; /* OUTSIDE: valid, but not to be run with the memory that it has here */
+
+/* Runs what is valid on both sides and compares all memory; what is not must be refused as the host function does. */
+static outcome try_gather(arena *a, const kvprim_gather_desc *desc, const char *what)
+{
+    const kvprim_gather_desc on = on_device(a, *desc);
+    kvprim_gather_desc resolved = {};
+    char want_text[512];
+    snprintf(current, sizeof current, "gather: %s", what);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    const kvprim_status want = kvprim_gather_check(&on, nullptr);
+    snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
+    const bool runs = want == KVPRIM_OK && desc->count > 0;
+    if (runs && (kvprim_gather_check(desc, &resolved) != KVPRIM_OK || !visit_gather(a, &resolved)))
+        return OUTSIDE;
+    memcpy(a->got, a->expected, a->used);
+    if (want == KVPRIM_OK)
+        CHECK(kvprim_gather(desc) == KVPRIM_OK);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    before(a);
+    for (size_t i = 0; runs && i < a->allowed.size(); i++)
+        allow(a, a->allowed[i].first, a->allowed[i].second);
+    const kvprim_status got = kvprim_cuda_gather(&on, a->launch);
+    after(a, runs);
+    check_status(current, got, want, kvprim_last_error(), want_text);
+    const named_table tables[] = {{"dst", &resolved.dst, desc->row_bytes, desc->count},
+                                  {"src", &resolved.src, desc->row_bytes, resolved.src.rows}};
+    compare(a, current, tables, runs ? 2 : 0);
+    return want == KVPRIM_OK ? RAN : REFUSED;
+}
+
+static outcome try_store(arena *a, const kvprim_store_desc *desc, const char *what)
+{
+    const kvprim_store_desc on = on_device(a, *desc);
+    kvprim_store_desc resolved = {};
+    char want_text[512];
+    snprintf(current, sizeof current, "store: %s", what);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    const kvprim_status want = kvprim_store_check(&on, nullptr);
+    snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
+    const bool runs = want == KVPRIM_OK && desc->count > 0;
+    if (runs && (kvprim_store_check(desc, &resolved) != KVPRIM_OK || !visit_store(a, &resolved)))
+        return OUTSIDE;
+    memcpy(a->got, a->expected, a->used);
+    if (want == KVPRIM_OK)
+        CHECK(kvprim_store(desc) == KVPRIM_OK);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    before(a);
+    for (size_t i = 0; runs && i < a->allowed.size(); i++)
+        allow(a, a->allowed[i].first, a->allowed[i].second);
+    const kvprim_status got = kvprim_cuda_store(&on, a->launch);
+    after(a, runs);
+    check_status(current, got, want, kvprim_last_error(), want_text);
+    const named_table tables[] = {{"k_cache", &resolved.k_cache, desc->k_bytes, resolved.k_cache.rows},
+                                  {"v_cache", &resolved.v_cache, desc->v_bytes, resolved.v_cache.rows},
+                                  {"k", &resolved.k, desc->k_bytes, desc->count},
+                                  {"v", &resolved.v, desc->v_bytes, desc->count}};
+    compare(a, current, tables, !runs ? 0 : resolved.v_cache.data ? 4 : 3);
+    return want == KVPRIM_OK ? RAN : REFUSED;
+}
+
+/* ---- layouts and indices ---- */
+
+/* heads_inside: the pieces of a row lie next to each other, as in a token-major cache whose heads are named. */
+struct layout {
+    const char *name;
+    int64_t pad, page_rows, page_pad;
+    int32_t heads;
+    bool heads_inside;
+};
+
+static const layout layouts[] = {
+    {"packed", 0, 0, 0, 0, false},        {"strided 48", 48, 0, 0, 0, false},  {"strided 24", 24, 0, 0, 0, false},
+    {"strided 4", 4, 0, 0, 0, false},     {"paged", 0, 16, 0, 0, false},       {"padded pages", 7, 5, 33, 0, false},
+    {"pages of 1", 0, 1, 32, 0, false},   {"one page", 0, 128, 0, 0, false},   {"HND pages", 0, 16, 0, 4, false},
+    {"HND padded", 3, 4, 11, 2, false},   {"HND unpaged", 0, 0, 0, 4, false},  {"HND of 8", 16, 8, 0, 8, false},
+    {"heads inside", 16, 16, 0, 4, true}, {"HND pages of 6", 0, 6, 0, 2, false}};
+enum { n_layouts = sizeof layouts / sizeof *layouts };
+
+/* The layout's table with every field filled in, and how many bytes it spans. */
+static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
+{
+    const bool split = l->heads > 1 && row_bytes % l->heads == 0;
+    const int64_t heads = split ? l->heads : 1, piece = row_bytes / heads;
+    const int64_t in_page = l->page_rows ? l->page_rows : rows, pages = (rows + in_page - 1) / in_page;
+    kvprim_table t = {nullptr, rows, piece + l->pad, l->page_rows, 0, split ? l->heads : 0, 0};
+    if (split && l->heads_inside) {
+        t.stride = row_bytes + l->pad;
+        t.head_stride = piece;
+    } else if (split) {
+        t.head_stride = in_page * t.stride;
+    }
+    const int64_t page = in_page * t.stride * (split && !l->heads_inside ? heads : 1) + l->page_pad;
+    t.page_stride = l->page_rows ? page : 0;
+    *span = static_cast<size_t>(pages * page);
+    return t;
+}
+
+static kvprim_table place(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align)
+{
+    size_t span;
+    kvprim_table t = lay_out(l, rows, row_bytes, &span);
+    t.data = reserve(a, span, align);
+    return t;
+}
+
+static int64_t wild(kvprim_index_type type)
+{
+    static const int64_t wild64[] = {INT64_MIN, INT64_MAX, INT64_MIN + 1, INT64_MAX - 1, int64_t(1) << 40,
+                                     int64_t(1) << 32, -(int64_t(1) << 32), int64_t(1) << 31};
+    static const int64_t wild32[] = {INT32_MIN, INT32_MAX, INT32_MIN + 1, INT32_MAX - 1, 1 << 30, -65536, 65536, -2};
+    return type == KVPRIM_I64 ? wild64[below(8)] : wild32[below(8)];
+}
+
+/* In range, padding, past the end, and far out; `distinct`: no row twice. */
+static const void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows,
+                               bool distinct)
+{
+    const size_t width = type == KVPRIM_I64 ? 8 : 4;
+    void *const index = reserve(a, static_cast<size_t>(count) * width, width * below(4));
+    std::vector<int64_t> order(static_cast<size_t>(distinct ? rows : 0));
+    for (size_t i = 0; i < order.size(); i++)
+        order[i] = static_cast<int64_t>(i);
+    for (size_t i = order.size(); i > 1; i--)
+        std::swap(order[i - 1], order[below(i)]);
+    a->index_room = count;
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t kind = below(12);
+        const int64_t row = distinct ? i < rows ? order[static_cast<size_t>(i)] : rows
+                                     : static_cast<int64_t>(below(static_cast<uint64_t>(rows)));
+        int64_t value = base + (kind == 1 ? rows : kind == 2 ? -1 : row);
+        if (kind == 0)
+            value = wild(type);
+        if (distinct && kind == 0 && ruled(value, base, rows) >= 0)
+            value = base + row;
+        if (type == KVPRIM_I64)
+            static_cast<int64_t *>(index)[i] = value;
+        else
+            static_cast<int32_t *>(index)[i] = static_cast<int32_t>(value);
+    }
+    return index;
+}
+
+static const int64_t row_sizes[] = {
+    1,   2,   3,   4,   7,   8,   12,  15,   16,   17,   20,   24,   31,   32,   33,   40,   48,   64,    80,   96,   100,
+    112, 128, 132, 144, 192, 208, 255, 256,  257,  264,  320,  400,  496,  512,  528,  576,  640,  656,   768,  1000, 1024,
+    1040, 1152, 1170, 1536, 2048, 2051, 2064, 2304, 3000, 4096, 4100, 5120, 8192, 9000, 14336, 16400, 20000};
+enum { n_row_sizes = sizeof row_sizes / sizeof *row_sizes };
+static const int64_t bases[] = {0, 1, 1000, -7};
+
+/* ---- the matrix ---- */
+
+struct gather_case {
+    int64_t row_bytes;
+    const layout *dst_layout, *src_layout;
+    size_t dst_align, src_align;
+    int64_t count, src_rows, base;
+    kvprim_index_type type;
+    bool counted;
+};
+
+static void one_gather(arena *a, const gather_case *c)
+{
+    empty(a);
+    const kvprim_table dst = place(a, c->dst_layout, c->count, c->row_bytes, c->dst_align);
+    const kvprim_table src = place(a, c->src_layout, c->src_rows, c->row_bytes, c->src_align);
+    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false);
+    const kvprim_gather_desc d = {dst,     src,     c->row_bytes, index,
+                                  c->type, c->base, c->count,     c->counted ? reserve_counter(a) : nullptr};
+    char what[220];
+    snprintf(what, sizeof what, "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d",
+             static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->dst_layout->name,
+             c->src_layout->name, c->dst_align, c->src_align, static_cast<long long>(c->base),
+             c->type == KVPRIM_I64 ? 64 : 32);
+    CHECK(try_gather(a, &d, what) == RAN);
+}
+
+/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token side by side. INTERLEAVED: caches of
+   [page][K or V][row], inputs apart. */
+enum store_form { K_ONLY, PACKED, APART, INTERLEAVED, n_forms };
+static const char *const form_names[] = {"K only", "packed QKV", "K and V apart", "interleaved caches"};
+
+struct store_case {
+    int64_t k_bytes, v_bytes;
+    const layout *cache_layout, *input_layout;
+    size_t cache_align, input_align;
+    int64_t count, rows, base;
+    kvprim_index_type type;
+    store_form form;
+    bool counted;
+};
+
+static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
+{
+    if (c->form != PACKED) {
+        d->k = place(a, c->input_layout, c->count, c->k_bytes, c->input_align);
+        d->v = place(a, c->input_layout, c->count, c->v_bytes, (c->input_align * 5 + 3) % 16);
+        return;
+    }
+    const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
+    char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input_align));
+    d->k = {qkv + q_bytes, c->count, token, 0, 0, 0, 0};
+    d->v = {qkv + q_bytes + c->k_bytes, c->count, token, 0, 0, 0, 0};
+}
+
+static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
+{
+    if (c->form != INTERLEAVED) {
+        d->k_cache = place(a, c->cache_layout, c->rows, c->k_bytes, c->cache_align);
+        d->v_cache = place(a, c->cache_layout, c->rows, c->v_bytes, (c->cache_align * 3 + 16 - c->input_align) % 16);
+        return;
+    }
+    const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
+    const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
+    char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache_align));
+    d->k_cache = {cache, c->rows, 0, page_rows, page, 0, 0};
+    d->v_cache = {cache + page_rows * c->k_bytes, c->rows, 0, page_rows, page, 0, 0};
+}
+
+static void one_store(arena *a, const store_case *c)
+{
+    empty(a);
+    kvprim_store_desc d = {};
+    place_inputs(a, c, &d);
+    place_caches(a, c, &d);
+    d.k_bytes = c->k_bytes;
+    d.v_bytes = c->v_bytes;
+    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true);
+    d.slot_type = c->type;
+    d.slot_base = c->base;
+    d.count = c->count;
+    d.rejected = c->counted ? reserve_counter(a) : nullptr;
+    if (c->form == K_ONLY) { /* V's fields are not looked at */
+        d.v_cache.data = d.v.data = nullptr;
+        d.v_cache.rows = -3;
+        d.v.stride = -1;
+        d.v_bytes = INT64_MIN;
+    }
+    char what[240];
+    snprintf(what, sizeof what, "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d",
+             static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
+             form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
+             static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32);
+    CHECK(try_store(a, &d, what) == RAN);
+}
+
+/* Which cases of a matrix run: every thin-th. */
+static int thin = 1;
+
+static kvprim_index_type type_of(unsigned n)
+{
+    return n % 2 ? KVPRIM_I64 : KVPRIM_I32;
+}
+
+static int64_t rows_for(int64_t row_bytes)
+{
+    return row_bytes <= 2100 ? 37 : 7;
+}
+
+/* Case n, for which everything that is not given is picked from n. */
+static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
+                            size_t dst_align, size_t src_align)
+{
+    const gather_case c = {row_bytes, &layouts[dst_layout], &layouts[src_layout], dst_align,      src_align,
+                           rows_for(row_bytes), rows_for(row_bytes) - 5, bases[n / 2 % 4], type_of(n), n % 3 != 0};
+    one_gather(a, &c);
+}
+
+/* Every size with every pair of layouts; every size with every pair of alignments. */
+static void gather_matrix(arena *a)
+{
+    const unsigned step = static_cast<unsigned>(thin);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
+            numbered_gather(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
+                            (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned align = s % step; align < 256; align += step)
+            numbered_gather(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5, (align + s) % 3 ? 0 : align % n_layouts,
+                            align % 16, align / 16);
+}
+
+static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_bytes, unsigned cache_layout,
+                           size_t cache_align, size_t input_align)
+{
+    const int64_t count = rows_for(k_bytes > v_bytes ? k_bytes : v_bytes);
+    const store_case c = {k_bytes,     v_bytes, &layouts[cache_layout], &layouts[n / 3 % n_layouts],
+                          cache_align, input_align, count, count + 11, bases[n / 2 % 4],
+                          type_of(n),  static_cast<store_form>(n / 4 % n_forms), n % 3 != 0};
+    one_store(a, &c);
+}
+
+/* The widths of K and V are the same in every other case. */
+static void store_matrix(arena *a)
+{
+    const unsigned step = static_cast<unsigned>(thin);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned l = s % step; l < n_layouts * n_forms * 4; l += step)
+            numbered_store(a, l / n_layouts * 4 + l % 4, row_sizes[s],
+                           row_sizes[l / n_layouts % 2 ? (s + l) % n_row_sizes : s], l % n_layouts,
+                           (l + s) % 3 ? 0 : (l + s) / 3 % 16, (l + s) % 4 ? 0 : (l + s) / 4 % 16);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned align = s % step; align < 256; align += step)
+            numbered_store(a, align * 5 + s, row_sizes[s], row_sizes[align % 2 ? (s + 1) % n_row_sizes : s],
+                           align % 4 ? 0 : align / 4 % n_layouts, align % 16, align / 16);
+}
+
+/* Counts around the sizes of warps and blocks, and more rows than threads. */
+static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, size_t n_counts)
+{
+    static const int64_t sizes[] = {4, 16, 100, 128, 256, 576, 1024, 2048, 4096};
+    for (unsigned s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (unsigned i = 0; i < n_counts; i++) {
+            if (counts[i] * sizes[s] > most_bytes)
+                continue;
+            const int64_t rows = counts[i] + 3;
+            const gather_case g = {sizes[s], &layouts[s % 2 * 4], &layouts[i % 2 * 4], 0, 0, counts[i], rows, 1,
+                                   type_of(s + i), true};
+            const store_case t = {sizes[s], sizes[s] - sizes[s] % 16 / 2, &layouts[i % 2 * 4], &layouts[0], 0, 0,
+                                  counts[i], rows, 0, type_of(s + i), s % 3 ? APART : K_ONLY, true};
+            one_gather(a, &g);
+            one_store(a, &t);
+        }
+}
+
+/* A few of everything, for the options of a launch. */
+static void small_matrix(arena *a)
+{
+    static const int64_t sizes[] = {1, 12, 16, 100, 128, 256, 257, 512, 1000, 1152, 2048, 4096, 8192, 20000};
+    for (unsigned s = 0; s < sizeof sizes / sizeof *sizes; s++)
+        for (unsigned l = 0; l < n_layouts; l++) {
+            numbered_gather(a, l + s, sizes[s], l, (l + s) % n_layouts, l % 2 * s, 0);
+            numbered_store(a, l + s, sizes[s], sizes[(s + l) % 2 ? s : 3], l, 0, l % 3 ? 0 : s);
+        }
+    static const int64_t counts[] = {1, 33, 1000, 5000};
+    count_matrix(a, 1 << 20, counts, 4);
+}
+
+/* ---- descriptors that must be refused ---- */
+
+static kvprim_gather_desc good_gather(arena *a)
+{
+    empty(a);
+    void *const src = reserve(a, 4096, 0), *const dst = reserve(a, 4096, 0);
+    const void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
+    return {{dst, 4, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a)};
+}
+
+static void bad_gathers(arena *a)
+{
+    const kvprim_gather_desc good = good_gather(a);
+    kvprim_gather_desc d = good;
+    CHECK(try_gather(a, &good, "good") == RAN);
+#define BAD(change)                                                                                                    \
+    d = good;                                                                                                          \
+    d.change;                                                                                                          \
+    CHECK(try_gather(a, &d, #change) == REFUSED)
+    BAD(dst.data = nullptr);
+    BAD(src.data = nullptr);
+    BAD(index = nullptr);
+    BAD(count = -1);
+    BAD(count = INT64_MIN);
+    BAD(count = INT64_MAX);
+    BAD(row_bytes = 0);
+    BAD(row_bytes = -128);
+    BAD(row_bytes = INT64_MAX);
+    BAD(src.rows = -2);
+    BAD(dst.rows = 3);
+    BAD(src.stride = 127);
+    BAD(dst.stride = -128);
+    BAD(src.stride = INT64_MIN);
+    BAD(src.stride = INT64_MAX);
+    BAD(src.page_rows = -1);
+    BAD(dst.page_rows = INT64_MIN);
+    BAD(src.page_stride = -1);
+    BAD(src.heads = -1);
+    BAD(src.heads = 3);
+    BAD(dst.heads = INT32_MIN);
+    BAD(src.rows = INT64_MAX);
+    BAD(src.data = static_cast<char *>(good.dst.data) + 511);
+    BAD(dst.data = static_cast<char *>(good.src.data) + 1023);
+    BAD(src.data = good.dst.data);
+#undef BAD
+    d = good;
+    d.src.page_rows = 4;
+    d.src.page_stride = 400;
+    CHECK(try_gather(a, &d, "pages that overlap") == REFUSED);
+    d = good;
+    d.src.heads = 2;
+    d.src.stride = 64;
+    d.src.head_stride = 100;
+    CHECK(try_gather(a, &d, "heads that overlap") == REFUSED);
+    d = {};
+    CHECK(try_gather(a, &d, "count 0") == RAN);
+    d = good;
+    d.src = {nullptr, 0, 0, 0, 0, 4, 0};
+    CHECK(try_gather(a, &d, "an empty table") == RAN);
+}
+
+static kvprim_store_desc good_store(arena *a)
+{
+    empty(a);
+    void *const k_cache = reserve(a, 1024, 0), *const v_cache = reserve(a, 1024, 0);
+    void *const k = reserve(a, 512, 0), *const v = reserve(a, 512, 0);
+    const void *const slot = place_index(a, KVPRIM_I64, 2, 0, 8, true);
+    return {{k_cache, 8, 0, 0, 0, 0, 0}, {v_cache, 8, 0, 0, 0, 0, 0}, {k, 2, 0, 0, 0, 0, 0}, {v, 2, 0, 0, 0, 0, 0}, 64,
+            32, slot, KVPRIM_I64, 0, 2, reserve_counter(a)};
+}
+
+static void bad_stores(arena *a)
+{
+    const kvprim_store_desc good = good_store(a);
+    kvprim_store_desc d = good;
+    CHECK(try_store(a, &good, "good") == RAN);
+#define BAD(change)                                                                                                    \
+    d = good;                                                                                                          \
+    d.change;                                                                                                          \
+    CHECK(try_store(a, &d, #change) == REFUSED)
+    BAD(slot = nullptr);
+    BAD(k_cache.data = nullptr);
+    BAD(k.data = nullptr);
+    BAD(v.data = nullptr);
+    BAD(k_bytes = 0);
+    BAD(v_bytes = 0);
+    BAD(v_bytes = INT64_MIN);
+    BAD(k.rows = 1);
+    BAD(v.rows = 0);
+    BAD(v_cache.rows = 7);
+    BAD(k_cache.rows = INT64_MAX);
+    BAD(v.stride = 31);
+    BAD(k.heads = 7);
+    BAD(v_cache.page_rows = -4);
+    BAD(count = INT64_MIN);
+    BAD(count = INT64_MAX);
+    BAD(v.data = static_cast<char *>(good.k_cache.data) + 100);
+    BAD(k.data = static_cast<char *>(good.v_cache.data) + 100);
+    BAD(k.data = good.k_cache.data);
+    BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
+#undef BAD
+    d = {};
+    CHECK(try_store(a, &d, "count 0") == RAN);
+}
+
+/* An options field out of its range: refused, named, nothing written. */
+static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field)
+{
+    const kvprim_cuda_launch bad = {a->launch ? a->launch->stream : nullptr, pdl, max_sms};
+    for (int store = 0; store < 2; store++) {
+        const kvprim_gather_desc gather = good_gather(a), gather_on = on_device(a, gather);
+        kvprim_store_desc store_on = {};
+        if (store)
+            store_on = on_device(a, good_store(a));
+        memcpy(a->got, a->expected, a->used);
+        (void)kvprim_fail(KVPRIM_OK, "-");
+        before(a);
+        const kvprim_status got = store ? kvprim_cuda_store(&store_on, &bad) : kvprim_cuda_gather(&gather_on, &bad);
+        after(a, false);
+        if (got != KVPRIM_ERROR_ARGUMENT || !strstr(kvprim_last_error(), field))
+            fail("pdl %d, max_sms %d: %s \"%s\"", pdl, max_sms, kvprim_status_name(got), kvprim_last_error());
+        compare(a, "a launch that is refused", nullptr, 0);
+    }
+}
+
+static void bad_launches(arena *a)
+{
+    bad_launch(a, 2, 0, "pdl");
+    bad_launch(a, -1, 0, "pdl");
+    bad_launch(a, 0, -1, "max_sms");
+    bad_launch(a, 1, INT32_MIN, "max_sms");
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    CHECK(kvprim_cuda_gather(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    CHECK(kvprim_cuda_store(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
+}
+
+/* ---- random descriptors ---- */
+
+enum { fuzz_bytes = 1 << 14, fuzz_indices = 80 }; /* bytes of each table's part of the memory */
+
+static bool chance(uint64_t one_in)
+{
+    return below(one_in) == 0;
+}
+
+/* Strides of dimensions that enclose each other in any order, with some padding; or the defaults. */
+static kvprim_table random_table(int64_t rows, int64_t row_bytes)
+{
+    static const int32_t head_counts[] = {0, 1, 2, 3, 4, 8, 16};
+    kvprim_table t = {nullptr, rows, 0, 0, 0, 0, 0};
+    if (chance(2))
+        t.heads = chance(8) ? static_cast<int32_t>(row_bytes) : head_counts[below(7)];
+    if (t.heads > 1 && row_bytes % t.heads && !chance(16))
+        t.heads = 1;
+    t.page_rows = chance(2) ? static_cast<int64_t>(below(18)) : 0;
+    if (chance(3))
+        return t;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
+    const int64_t counts[] = {in_page, t.page_rows ? (rows + in_page - 1) / in_page : 1, heads};
+    int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
+    int64_t extent = row_bytes / heads;
+    const uint64_t first = below(3), step = 1 + below(2), unit = uint64_t(1) << below(5);
+    for (uint64_t i = 0; i < 3; i++) {
+        const uint64_t k = (first + i * step) % 3;
+        const int64_t up = chance(2) ? static_cast<int64_t>((unit - static_cast<uint64_t>(extent) % unit) % unit) : 0;
+        *strides[k] = extent + up + (chance(2) ? static_cast<int64_t>(below(3) * unit) : 0) - chance(64);
+        extent += *strides[k] * (counts[k] > 1 ? counts[k] - 1 : 0);
+    }
+    return t;
+}
+
+static int64_t wild_value()
+{
+    const int64_t near = static_cast<int64_t>(below(5)) - 2;
+    switch (below(4)) {
+    case 0:
+        return static_cast<int64_t>(random_u64());
+    case 1:
+        return near;
+    case 2:
+        return static_cast<int64_t>((uint64_t(1) << below(64)) + static_cast<uint64_t>(near));
+    default:
+        return static_cast<int64_t>(static_cast<uint64_t>(INT64_MAX) + static_cast<uint64_t>(near));
+    }
+}
+
+static void spoil(int64_t *field)
+{
+    if (chance(40))
+        *field = wild_value();
+}
+
+static void spoil_table(kvprim_table *t)
+{
+    int64_t *const fields[] = {&t->rows, &t->stride, &t->page_rows, &t->page_stride, &t->head_stride};
+    for (int64_t *const field : fields)
+        spoil(field);
+    if (chance(40))
+        t->heads = static_cast<int32_t>(wild_value());
+    if (chance(60))
+        t->data = nullptr;
+}
+
+/* Part `part` of the memory, some bytes into it; or anywhere, which may overlap another. */
+static void *random_place(arena *a, uint64_t part)
+{
+    return a->expected + (chance(20) ? below(a->used) : part * fuzz_bytes + (chance(2) ? 16 * below(8) : below(64)));
+}
+
+static const void *random_index(arena *a, kvprim_index_type type, int64_t rows, int64_t base, bool distinct)
+{
+    const uint64_t start = below(64), range = static_cast<uint64_t>(rows) + 3;
+    void *const index = a->expected + 4 * fuzz_bytes + 8 * below(4);
+    a->index_room = fuzz_indices;
+    for (uint64_t i = 0; i < fuzz_indices; i++) {
+        const uint64_t step = distinct ? start + i : random_u64();
+        int64_t value = static_cast<int64_t>(static_cast<uint64_t>(base) + step % range - 1); /* wraps */
+        if (chance(16))
+            value = wild_value();
+        if (type == KVPRIM_I64)
+            static_cast<int64_t *>(index)[i] = value;
+        else
+            static_cast<int32_t *>(index)[i] = static_cast<int32_t>(value);
+    }
+    return index;
+}
+
+static int64_t random_row_bytes()
+{
+    static const int64_t usual[] = {16, 32, 64, 128, 256, 48, 96, 8, 4, 512};
+    return chance(2) ? usual[below(10)] : 1 + static_cast<int64_t>(below(300));
+}
+
+static int64_t random_base()
+{
+    return chance(2) ? 0 : chance(4) ? wild_value() : static_cast<int64_t>(below(2000)) - 1000;
+}
+
+static void start_round(arena *a)
+{
+    empty(a);
+    (void)reserve(a, 4 * fuzz_bytes + 8 * fuzz_indices + 256, 0);
+}
+
+static uint32_t *random_counter(arena *a)
+{
+    void *const counter = a->expected + 4 * fuzz_bytes + 8 * fuzz_indices + 64 + 4 * below(8);
+    return chance(4) ? nullptr : static_cast<uint32_t *>(counter);
+}
+
+static outcome random_gather(arena *a, unsigned round)
+{
+    const int64_t rows = 1 + static_cast<int64_t>(below(40)), count = static_cast<int64_t>(below(fuzz_indices));
+    const int64_t row_bytes = random_row_bytes();
+    start_round(a);
+    kvprim_gather_desc d = {};
+    d.dst = random_table(count + static_cast<int64_t>(below(3)), row_bytes);
+    d.src = random_table(rows, row_bytes);
+    d.dst.data = random_place(a, 0);
+    d.src.data = random_place(a, 2);
+    d.row_bytes = row_bytes;
+    d.index_type = type_of(round);
+    d.index_base = random_base();
+    d.index = random_index(a, d.index_type, rows, d.index_base, false);
+    d.count = count;
+    d.rejected = random_counter(a);
+    spoil_table(&d.dst);
+    spoil_table(&d.src);
+    spoil(&d.row_bytes);
+    spoil(&d.count);
+    char what[40];
+    snprintf(what, sizeof what, "round %u", round);
+    return try_gather(a, &d, what);
+}
+
+static outcome random_store(arena *a, unsigned round)
+{
+    const int64_t rows = 1 + static_cast<int64_t>(below(40)), count = static_cast<int64_t>(below(40));
+    start_round(a);
+    kvprim_store_desc d = {};
+    d.k_bytes = random_row_bytes();
+    d.v_bytes = chance(2) ? d.k_bytes : random_row_bytes();
+    d.k_cache = random_table(rows, d.k_bytes);
+    d.v_cache = random_table(rows, d.v_bytes);
+    d.k = random_table(count + static_cast<int64_t>(below(3)), d.k_bytes);
+    d.v = random_table(count + static_cast<int64_t>(below(3)), d.v_bytes);
+    d.k_cache.data = random_place(a, 0);
+    d.v_cache.data = chance(3) ? nullptr : random_place(a, 1);
+    d.k.data = random_place(a, 2);
+    d.v.data = random_place(a, 3);
+    d.slot_type = type_of(round);
+    d.slot_base = random_base();
+    d.slot = random_index(a, d.slot_type, rows < count ? count : rows, d.slot_base, true);
+    d.count = count;
+    d.rejected = random_counter(a);
+    spoil_table(&d.k_cache);
+    spoil_table(&d.v_cache);
+    spoil_table(&d.k);
+    spoil_table(&d.v);
+    spoil(&d.k_bytes);
+    spoil(&d.v_bytes);
+    spoil(&d.count);
+    char what[40];
+    snprintf(what, sizeof what, "round %u", round);
+    return try_store(a, &d, what);
+}
+
+/* Enough of them must have run and been refused, or the test tests nothing. */
+static void fuzz(arena *a, unsigned rounds, outcome (*one)(arena *, unsigned))
+{
+    unsigned n[3] = {0, 0, 0};
+    for (unsigned round = 0; round < rounds; round++) {
+        random_state = round * 7919 + 1;
+        n[one(a, round)]++;
+    }
+    if (n[RAN] < rounds / 4 || n[REFUSED] < rounds / 10)
+        fail("of %u descriptors only %u ran and %u were refused", rounds, n[RAN], n[REFUSED]);
+}
+
+/* ---- kvprim_warp_copy and kvprim_warp_zero ---- */
+
+enum { warp_alignments = 256, warp_threads = 128, longest_warp_copy = 4200 };
+
+/* Warp w copies from byte 16 + w / 16 of its slot of src to byte 16 + w % 16 of its slot of dst; zero: writes zeros. */
+struct warp_cases {
+    unsigned char *dst;
+    const unsigned char *src;
+    size_t slot, bytes;
+    int32_t zero;
+};
+
+static __global__ void move_by_warps(const warp_cases c)
+{
+    const unsigned thread = blockIdx.x * blockDim.x * blockDim.y + threadIdx.y * blockDim.x + threadIdx.x;
+    const unsigned warp = thread / 32;
+    unsigned char *const dst = c.dst + warp * c.slot + 16 + warp % 16;
+    if (c.zero)
+        kvprim_warp_zero(dst, c.bytes);
+    else
+        kvprim_warp_copy(dst, c.src + warp * c.slot + 16 + warp / 16, c.bytes);
+}
+
+static size_t warp_slot(size_t bytes)
+{
+    return (bytes + 63) / 16 * 16;
+}
+
+/* What the slots of dst should hold, from a copy of what they held. */
+static void expect_warps(unsigned char *slots, const unsigned char *src, size_t bytes, bool zero)
+{
+    for (size_t w = 0; w < warp_alignments; w++) {
+        unsigned char *const dst = slots + w * warp_slot(bytes) + 16 + w % 16;
+        if (zero)
+            memset(dst, 0, bytes);
+        else
+            memcpy(dst, src + w * warp_slot(bytes) + 16 + w / 16, bytes);
+    }
+}
+
+static void compare_warps(const unsigned char *got, const unsigned char *want, size_t bytes, bool zero)
+{
+    const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
+    if (memcmp(got, want, all) == 0)
+        return;
+    size_t bad = 0;
+    while (got[bad] == want[bad])
+        bad++;
+    const size_t warp = bad / slot;
+    fail("%s of %zu bytes, alignments %zu and %zu, byte %lld of them: expected %02x, got %02x",
+         zero ? "zeros" : "copy", bytes, warp % 16, warp / 16,
+         static_cast<long long>(bad % slot) - static_cast<long long>(16 + warp % 16), want[bad], got[bad]);
+}
+
+#endif /* TEST_ROWS_H */
