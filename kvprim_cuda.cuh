@@ -1,43 +1,53 @@
-/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA.
+/* kvprim_cuda.cuh: kvprim's gather and store on the GPU, callable from C. CUDA 12 and newer.
 
-   This version DECLARES these functions and does not implement them yet. Code may be written and compiled against the
-   declarations; it does not link. What is implemented: the same operations on the CPU, in kvprim.h.
+   Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
+       #define KVPRIM_IMPLEMENTATION
        #include "kvprim_cuda.cuh"
 
-       kvprim_status fetch(const kvprim_gather_desc *rows, struct CUstream_st *stream)
+       kvprim_status keep(void *cache, int64_t slots, void *rows, const int32_t *slot, int64_t count,
+                          cudaStream_t stream)
        {
-           kvprim_cuda_launch launch = {0};
+           kvprim_store_desc store = {};
+           store.k_cache.data = cache, store.k_cache.rows = slots;
+           store.k.data = rows, store.k.rows = count;
+           store.k_bytes = 1024, store.slot = slot, store.count = count;
+           kvprim_cuda_launch launch = {};
            launch.stream = stream;
-           return kvprim_cuda_gather(rows, &launch);
+           return kvprim_cuda_store(&store, &launch);
        }
 
    What it does: moves rows in the memory of the current device, by the descriptors of kvprim.h, with the results of the
-   functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: cudaStream_t is a
+   functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: a cudaStream_t is a
    struct CUstream_st *.
 
-   What it does NOT do: allocate, synchronise, create streams or events, print.
+   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: transfer and unpack.
 
    Contents, search for the tag:
        >>config      macros you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>move        the four operations
+       >>move        gather and store
        >>device      device functions, for one's own kernels
+       >>impl        the implementation
 
    Rules that hold for every function here
-       Errors     A descriptor is checked as in kvprim.h before anything is enqueued. KVPRIM_ERROR_CUDA: CUDA refused
-                  the launch; kvprim_last_error() says with what. An error that happens on the GPU is reported by CUDA.
+       Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what. An error that happens
+                  on the GPU (a host pointer in a table, say) is reported by CUDA, later.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
        Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory, or
                   pinned host memory that the device can address. They must stay valid until the work is done.
-                  Descriptors, fragments and the arrays of layer pointers are host memory, free to reuse on return.
+                  Descriptors are host memory, free to reuse on return.
+       Alignment  Any. Fast where bases, strides and row sizes are multiples of 16 bytes. Beside a row's own bytes only
+                  others of the same aligned 16 bytes are ever read, and none are written.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
-   KVPRIM_CUDA_IMPLEMENTATION  in one translation unit: implements this header alone. An error in this version.
-   KVPRIM_IMPLEMENTATION, KVPRIM_STATIC  as in kvprim.h. In this version there is nothing here that they apply to.
+   KVPRIM_CUDA_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
+                               another. Like KVPRIM_IMPLEMENTATION it asks for nvcc.
+   KVPRIM_STATIC               in every translation unit, as in kvprim.h
 */
 #ifndef KVPRIM_CUDA_CUH
 #define KVPRIM_CUDA_CUH
@@ -56,7 +66,8 @@ struct CUstream_st; /* what a cudaStream_t points to */
 typedef struct kvprim_cuda_launch {
     struct CUstream_st *stream; /* NULL: the legacy default stream */
     int32_t pdl;                /* 1: programmatic dependent launch. May start before the kernel ahead of it in the
-                                   stream has ended, and waits for that one's memory before its first access */
+                                   stream has ended, and waits for that one's memory before its first access. Do not
+                                   put it right before a kernel that is launched that way and does not wait */
     int32_t max_sms;            /* leave the rest of the GPU's multiprocessors to others; 0: no limit */
 } kvprim_cuda_launch;
 
@@ -64,14 +75,8 @@ typedef struct kvprim_cuda_launch {
 
    Each as the function of kvprim.h without _cuda in its name: same descriptor, rules, aliasing and errors. launch may
    be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
-extern kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
-extern kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
-extern kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
-
-/* desc->workspace: pinned host memory for batches that exceed a kernel's parameters, at least
-   kvprim_unpack_workspace_bytes(count) of it, not to be touched until the work is done. NULL: such a batch takes
-   several launches. */
-extern kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch);
+KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
+KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
 }
@@ -79,19 +84,639 @@ extern kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kv
 
 /* >>device ---------------------------------------------------------------------------------------------------------
 
-   For one's own kernels, destination first. All 32 threads of a warp call it with the same arguments. Any size and any
-   alignment of either side, which must not overlap. No barrier inside: what was written is visible to the calling
-   thread only, until the kernel synchronises as it needs. */
-#ifdef __CUDACC__
-extern __device__ void kvprim_warp_copy(void *dst, const void *src, size_t bytes);
-extern __device__ void kvprim_warp_zero(void *dst, size_t bytes);
+   For one's own kernels, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
+   with the same arguments. Any size and any alignment of either side, which must not overlap. No barrier inside: what was
+   written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp has lane
+   threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
+#if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
+#define KVPRIM_DEVICE static __device__ __forceinline__
+
+/* Bytes shift to shift + 15 of the 32 bytes low, high. */
+KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
+{
+    const uint32_t bits = shift % 4 * 8;
+    uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    if (shift & 8)
+        for (int k = 0; k < 6; k++)
+            w[k] = w[k + 2];
+    if (shift & 4)
+        for (int k = 0; k < 5; k++)
+            w[k] = w[k + 1];
+    return uint4{__funnelshift_r(w[0], w[1], bits), __funnelshift_r(w[1], w[2], bits),
+                 __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
+}
+
+/* `lanes` threads copy together, as lane 0 to lanes - 1. Thread t writes, of the bytes up to the first 16-byte boundary of
+   dst, the t-th; of the 16-byte words from there every lanes-th from the t-th on; of the bytes behind the last word the
+   t-th. A word whose source is not aligned is read as the two aligned words that it lies in. */
+template <int lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
+{
+    const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
+    for (size_t b = lane; b < head; b += lanes)
+        dst[b] = src[b];
+    dst += head, src += head, bytes -= head;
+    const size_t words = bytes / 16;
+    const uint32_t shift = (uint32_t)((uintptr_t)src % 16);
+    const uint4 *const from = (const uint4 *)(src - shift);
+    uint4 *const to = (uint4 *)dst;
+    size_t w = lane;
+    if (shift == 0)
+        for (; w + 3 * lanes < words; w += 4 * lanes) {
+            const uint4 a = from[w], b = from[w + lanes], c = from[w + 2 * lanes], d = from[w + 3 * lanes];
+            to[w] = a, to[w + lanes] = b, to[w + 2 * lanes] = c, to[w + 3 * lanes] = d;
+        }
+    else
+        for (; w + lanes < words; w += 2 * lanes) {
+            const uint4 a = from[w], b = from[w + 1], c = from[w + lanes], d = from[w + lanes + 1];
+            to[w] = kvpc_window(a, b, shift), to[w + lanes] = kvpc_window(c, d, shift);
+        }
+    for (; w < words; w += lanes)
+        to[w] = shift == 0 ? from[w] : kvpc_window(from[w], from[w + 1], shift);
+    for (size_t b = words * 16 + lane; b < bytes; b += lanes)
+        dst[b] = src[b];
+}
+
+template <int lanes> KVPRIM_DEVICE void kvpc_zero(char *dst, size_t bytes, uint32_t lane)
+{
+    const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
+    const size_t words = (bytes - head) / 16;
+    for (size_t b = lane; b < head; b += lanes)
+        dst[b] = 0;
+    for (size_t w = lane; w < words; w += lanes)
+        ((uint4 *)(dst + head))[w] = uint4{0, 0, 0, 0};
+    for (size_t b = head + words * 16 + lane; b < bytes; b += lanes)
+        dst[b] = 0;
+}
+
+static __device__ inline void kvprim_warp_copy(void *dst, const void *src, size_t bytes)
+{
+    kvpc_copy<32>((char *)dst, (const char *)src, bytes, threadIdx.x % 32);
+}
+
+static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
+{
+    kvpc_zero<32>((char *)dst, bytes, threadIdx.x % 32);
+}
 #endif
 
 #endif /* KVPRIM_CUDA_CUH */
 
-#ifdef KVPRIM_CUDA_IMPLEMENTATION
-#error "kvprim_cuda.cuh only declares its functions in this version: leave KVPRIM_CUDA_IMPLEMENTATION undefined"
+/* Stop here if you only use the library. */
+
+/* >>impl ----------------------------------------------------------------------------------------------------------- */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) && !defined(KVPRIM_CUDA_IMPLEMENTED)
+#define KVPRIM_CUDA_IMPLEMENTED
+
+#if !defined(__CUDACC__) && !defined(KVPRIM_CUDA_EMULATE)
+#error                                                                                                                 \
+    "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
 #endif
+
+#ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
+#include <cuda_runtime.h>
+#endif
+
+/* Names that begin with kvpc_ are internal: static, and free to change. */
+
+/* ---- kernels ---- */
+
+enum { kvpc_bytes_loads = 3 }; /* one more than aligned rows of a power of two need: see kvpc_bytes_kernel */
+
+/* For griddepcontrol: processors before Hopper have none, and there a launch asks for none. */
+KVPRIM_DEVICE void kvpc_pdl_wait(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+KVPRIM_DEVICE void kvpc_pdl_trigger(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+/* One table and the rows beside it: K, or V. */
+typedef struct kvpc_pair {
+    char *dst;
+    const char *src;
+    uint32_t dst_stride, src_stride, row_bytes;
+} kvpc_pair;
+
+/* Rows without pages or heads, small enough for 32-bit arithmetic: see kvpc_is_plain. */
+typedef struct kvpc_plain {
+    kvpc_pair pair[2];
+    const void *index;
+    uint32_t *rejected;
+    uint64_t rows;
+    int64_t base;
+    uint32_t count, parts_shift;  /* 1 << parts_shift groups of threads share a row */
+    int32_t wait, trigger;        /* programmatic dependent launch */
+    int32_t wide, gather, tables; /* for kvpc_bytes_kernel, which has no template for them */
+} kvpc_plain;
+
+/* The index rule. `row` is right if the result is true; otherwise *past tells an index past the end from padding. */
+template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t i, uint32_t *row, bool *past)
+{
+    if (wide) {
+        const int64_t index = ((const int64_t *)p.index)[i];
+        const uint64_t offset = (uint64_t)index - (uint64_t)p.base;
+        *row = (uint32_t)offset;
+        *past = index >= p.base;
+        return offset < p.rows;
+    }
+    const int32_t index = ((const int32_t *)p.index)[i];
+    *row = (uint32_t)index - (uint32_t)p.base;
+    *past = index >= (int32_t)p.base;
+    return *row < (uint32_t)p.rows;
+}
+
+/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row: thread t of the group those at 16 t and, per
+   load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads: with few
+   rows the time is that of the instructions between the launch and the second load. */
+
+template <int lanes, int loads, bool wide, bool pdl>
+static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
+{
+    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
+    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
+    const uint32_t at = 16 * (t % lanes + lanes * loads * part), bytes = p.pair[0].row_bytes;
+    if (pdl && p.trigger)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return;
+    if (pdl)
+        kvpc_pdl_wait();
+    uint4 v[loads];
+#pragma unroll
+    for (int k = 0; k < loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
+    uint32_t row;
+    bool past;
+    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+    const char *const src = p.pair[0].src + (uint64_t)row * p.pair[0].src_stride + at;
+    char *const dst = p.pair[0].dst + (uint64_t)i * p.pair[0].dst_stride + at;
+#pragma unroll
+    for (int k = 0; k < loads; k++)
+        if (inside && at + 16 * lanes * k < bytes)
+            v[k] = *(const uint4 *)(src + 16 * lanes * k);
+#pragma unroll
+    for (int k = 0; k < loads; k++)
+        if (at + 16 * lanes * k < bytes)
+            *(uint4 *)(dst + 16 * lanes * k) = v[k];
+    if (!inside && past && at == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
+}
+
+template <int lanes, int loads, int tables, bool wide, bool pdl>
+static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
+{
+    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
+    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
+    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
+    if (pdl && p.trigger)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return;
+    if (pdl)
+        kvpc_pdl_wait();
+    uint4 v[tables][loads];
+    uint32_t row;
+    bool past;
+    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+#pragma unroll
+    for (int m = 0; m < tables; m++) { /* K and V are on their way before the slot is known */
+        const char *const src = p.pair[m].src + (uint64_t)i * p.pair[m].src_stride + at;
+#pragma unroll
+        for (int k = 0; k < loads; k++)
+            if (at + 16 * lanes * k < p.pair[m].row_bytes)
+                v[m][k] = *(const uint4 *)(src + 16 * lanes * k);
+    }
+#pragma unroll
+    for (int m = 0; m < tables; m++) {
+        char *const dst = p.pair[m].dst + (uint64_t)row * p.pair[m].dst_stride + at;
+#pragma unroll
+        for (int k = 0; k < loads; k++)
+            if (inside && at + 16 * lanes * k < p.pair[m].row_bytes)
+                *(uint4 *)(dst + 16 * lanes * k) = v[m][k];
+    }
+    if (!inside && past && at == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
+}
+
+/* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
+KVPRIM_DEVICE void kvpc_store_some(char *dst, uint4 v, int32_t from, int32_t end)
+{
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int32_t w = 0; w < 4; w++)
+        if (from <= 4 * w && 4 * w + 4 <= end)
+            *(uint32_t *)(dst + 4 * w) = words[w];
+        else
+#pragma unroll
+            for (int32_t b = 0; b < 4; b++)
+                if (from <= 4 * w + b && 4 * w + b < end)
+                    dst[4 * w + b] = (char)(words[w] >> 8 * b);
+}
+
+/* As the two above, for rows of any size and alignment. The words are those of the destination: word w of a row that
+   begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the two
+   aligned words of the source in which it lies, of which one without a byte of the row is not read. */
+template <int lanes>
+static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+{
+    enum { loads = kvpc_bytes_loads };
+    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
+    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
+    const uint32_t first = t % lanes + lanes * loads * part;
+    if (i >= p.count)
+        return;
+    if (p.wait)
+        kvpc_pdl_wait();
+    uint32_t row;
+    bool past;
+    const bool inside = p.wide ? kvpc_find<true>(p, i, &row, &past) : kvpc_find<false>(p, i, &row, &past);
+    if (!inside && past && first == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
+    if (!inside && !p.gather)
+        return;
+    for (int m = 0; m < p.tables; m++) {
+        const kvpc_pair &pair = p.pair[m];
+        const char *const src = pair.src + (uint64_t)(p.gather ? row : i) * pair.src_stride;
+        char *const dst = pair.dst + (uint64_t)(p.gather ? i : row) * pair.dst_stride;
+        const int32_t lead = (int32_t)((uintptr_t)dst % 16), bytes = (int32_t)pair.row_bytes;
+        const int32_t shift = (int32_t)((uintptr_t)(src - lead) % 16);
+        uint4 low[loads], high[loads];
+#pragma unroll
+        for (int k = 0; k < loads; k++) {
+            const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead,
+                          at = from - shift; /* of the aligned word */
+            low[k] = high[k] = uint4{0, 0, 0, 0};
+            if (inside && at + 16 > 0 && at < bytes)
+                low[k] = *(const uint4 *)(src + at);
+            if (inside && shift && at + 16 < bytes)
+                high[k] = *(const uint4 *)(src + at + 16);
+        }
+#pragma unroll
+        for (int k = 0; k < loads; k++) {
+            const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead;
+            const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
+            if (from >= 0 && from + 16 <= bytes)
+                *(uint4 *)(dst + from) = v;
+            else if (from < bytes)
+                kvpc_store_some(dst + from, v, from < 0 ? -from : 0, bytes - from);
+        }
+    }
+}
+
+/* One side of a move with pages, heads, any size and any alignment. */
+typedef struct kvpc_side {
+    char *data;
+    int64_t stride, page_rows, page_stride, head_stride, piece; /* page_rows 0: not paged; piece: bytes of a head */
+} kvpc_side;
+
+typedef struct kvpc_table {
+    kvpc_side dst, src;
+    int64_t row_bytes, chunk_bytes; /* a chunk never crosses the end of a head on either side */
+    int64_t chunks;                 /* of a row */
+} kvpc_table;
+
+typedef struct kvpc_any {
+    kvpc_table table[2];
+    const void *index;
+    uint32_t *rejected;
+    uint64_t rows;
+    int64_t base, count, chunks; /* chunks: of a row, of both tables */
+    int32_t wide, gather, wait;
+} kvpc_any;
+
+KVPRIM_DEVICE char *kvpc_place(const kvpc_side &s, int64_t row, int64_t byte)
+{
+    const int64_t page = s.page_rows ? row / s.page_rows : 0, in_page = row - page * s.page_rows;
+    const int64_t head = byte / s.piece;
+    return s.data + page * s.page_stride + in_page * s.stride + head * s.head_stride + (byte - head * s.piece);
+}
+
+/* A group of `lanes` threads copies one chunk of a row after the other. */
+template <int lanes> static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_constant__ kvpc_any p)
+{
+    const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t groups = (int64_t)gridDim.x * blockDim.x / lanes;
+    const uint32_t lane = threadIdx.x % lanes;
+    if (p.wait)
+        kvpc_pdl_wait();
+    for (int64_t work = thread / lanes; work < p.count * p.chunks; work += groups) {
+        const int64_t i = work / p.chunks, chunk = work - i * p.chunks;
+        const kvpc_table &t = p.table[chunk >= p.table[0].chunks];
+        const int64_t byte = (chunk - (chunk >= p.table[0].chunks ? p.table[0].chunks : 0)) * t.chunk_bytes;
+        const int64_t bytes = t.chunk_bytes < t.row_bytes - byte ? t.chunk_bytes : t.row_bytes - byte;
+        const int64_t index = p.wide ? ((const int64_t *)p.index)[i] : ((const int32_t *)p.index)[i];
+        const int64_t row = (int64_t)((uint64_t)index - (uint64_t)p.base);
+        const bool inside = index >= p.base && (uint64_t)row < p.rows;
+        if (inside)
+            kvpc_copy<lanes>(kvpc_place(t.dst, p.gather ? i : row, byte), kvpc_place(t.src, p.gather ? row : i, byte),
+                             (size_t)bytes, lane);
+        else if (p.gather)
+            kvpc_zero<lanes>(kvpc_place(t.dst, i, byte), (size_t)bytes, lane);
+        if (!inside && index >= p.base && chunk == 0 && lane == 0 && p.rejected)
+            atomicAdd(p.rejected, 1u);
+    }
+}
+
+/* ---- launching ---- */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
+{
+    if (launch && launch->pdl != 0 && launch->pdl != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)launch->pdl);
+    if (launch && launch->max_sms < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
+    return KVPRIM_OK;
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+template <class Params>
+static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params, const kvprim_cuda_launch *launch)
+{
+#ifdef KVPRIM_CUDA_EMULATE
+    (void)function, (void)launch;
+    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
+    return KVPRIM_OK;
+#else
+    cudaLaunchAttribute pdl;
+    cudaLaunchConfig_t config = {};
+    void *args[] = {(void *)&params};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.stream = launch ? launch->stream : NULL;
+    config.attrs = &pdl;
+    config.numAttrs = launch && launch->pdl;
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
+    const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
+    if (error == cudaSuccess)
+        return KVPRIM_OK;
+    (void)cudaGetLastError(); /* it is reported here */
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s: %s", function, cudaGetErrorName(error), cudaGetErrorString(error));
+#endif
+}
+
+/* What a gather and a store have in common, resolved. dst and src as the rows go; the second table is V's. */
+typedef struct kvpc_job {
+    const char *function;
+    const kvprim_table *dst[2], *src[2];
+    int64_t row_bytes[2];
+    int tables, gather;
+    const void *index;
+    kvprim_index_type type;
+    int64_t base, count, rows;
+    uint32_t *rejected;
+    const kvprim_cuda_launch *launch;
+} kvpc_job;
+
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
+static kvprim_table kvpc_simplify(const kvprim_table *table, int64_t row_bytes)
+{
+    kvprim_table t = *table;
+    if (t.heads > 1 && t.head_stride == row_bytes / t.heads)
+        t.heads = 1;
+    if (t.page_rows > 0 && t.page_stride / t.page_rows == t.stride && t.page_stride % t.page_rows == 0)
+        t.page_rows = 0;
+    return t;
+}
+
+/* Whether the kernels without pages and heads can take a side. *bits collects what must be a multiple of the word. */
+static bool kvpc_is_plain_side(const kvprim_table *table, int64_t row_bytes, uint64_t *bits)
+{
+    const kvprim_table t = kvpc_simplify(table, row_bytes);
+    *bits |= (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride | (uint64_t)row_bytes;
+    return t.heads == 1 && t.page_rows == 0 && t.stride <= UINT32_MAX && row_bytes <= 1 << 20;
+}
+
+/* And the whole job: the number of threads fits 32 bits, and an index less the base cannot wrap into the table. */
+static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
+{
+    const int64_t int32_rows = (int64_t)1 << 31, far = (int64_t)1 << 62;
+    *bits = 0;
+    if (job->launch && job->launch->max_sms > 0)
+        return false;
+    for (int m = 0; m < job->tables; m++)
+        if (!kvpc_is_plain_side(job->dst[m], job->row_bytes[m], bits) ||
+            !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) ||
+            job->count > (1 << 24) / (1 + job->row_bytes[m] / 512))
+            return false;
+    if (job->type == KVPRIM_I64)
+        return job->rows <= UINT32_MAX && job->base > -far && job->base < far;
+    return job->base >= 0 && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
+}
+
+enum { kvpc_threads = 128, kvpc_early_bytes = 1 << 20 };
+
+/* Sets how many groups share a row, and returns how many blocks that makes. */
+static uint32_t kvpc_share(kvpc_plain *p, int64_t row_bytes, int lanes, int loads)
+{
+    while ((int64_t)(16 * lanes * loads) << p->parts_shift < row_bytes)
+        p->parts_shift++;
+    const uint64_t threads = ((uint64_t)p->count << p->parts_shift) * (uint64_t)lanes;
+    return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
+}
+
+template <int lanes, int loads, bool wide>
+static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+{
+    const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
+    void (*const kernel)(kvpc_plain) =
+        p->wait ? kvpc_gather_kernel<lanes, loads, wide, true> : kvpc_gather_kernel<lanes, loads, wide, false>;
+    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+}
+
+template <int lanes, int loads, int tables, bool wide>
+static kvprim_status kvpc_start_store(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+{
+    const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
+    void (*const kernel)(kvpc_plain) = p->wait ? kvpc_store_kernel<lanes, loads, tables, wide, true>
+                                               : kvpc_store_kernel<lanes, loads, tables, wide, false>;
+    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+}
+
+static kvprim_status kvpc_start_bytes(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+{
+    const int64_t touched = row_bytes + 15; /* a row may lie in one word more than it fills */
+    const int lanes = touched <= 8 * 16 * kvpc_bytes_loads ? 8 : touched <= 16 * 16 * kvpc_bytes_loads ? 16 : 32;
+    const uint32_t blocks = kvpc_share(p, touched, lanes, kvpc_bytes_loads);
+    void (*const kernel)(kvpc_plain) = lanes == 8    ? kvpc_bytes_kernel<8>
+                                       : lanes == 16 ? kvpc_bytes_kernel<16>
+                                                     : kvpc_bytes_kernel<32>;
+    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+}
+
+template <int tables, bool wide>
+static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+{
+    if (row_bytes <= 128)
+        return kvpc_start_store<8, 1, tables, wide>(job, p, row_bytes);
+    if (row_bytes <= 256)
+        return kvpc_start_store<16, 1, tables, wide>(job, p, row_bytes);
+    if (row_bytes <= 512)
+        return kvpc_start_store<32, 1, tables, wide>(job, p, row_bytes);
+    return kvpc_start_store<32, 2, tables, wide>(job, p, row_bytes);
+}
+
+template <bool wide> static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+{
+    if (row_bytes <= 128 && job->count > 1024)
+        return kvpc_start_gather<4, 2, wide>(job, p, row_bytes);
+    if (row_bytes <= 256)
+        return kvpc_start_gather<8, 2, wide>(job, p, row_bytes);
+    if (row_bytes <= 512)
+        return kvpc_start_gather<16, 2, wide>(job, p, row_bytes);
+    return kvpc_start_gather<32, 2, wide>(job, p, row_bytes);
+}
+
+static kvprim_status kvpc_move_plain(const kvpc_job *job, uint64_t bits)
+{
+    kvpc_plain p = {};
+    int64_t row_bytes = 0, total = 0;
+    for (int m = 0; m < job->tables; m++) {
+        p.pair[m].dst = (char *)job->dst[m]->data;
+        p.pair[m].src = (const char *)job->src[m]->data;
+        p.pair[m].dst_stride = (uint32_t)job->dst[m]->stride;
+        p.pair[m].src_stride = (uint32_t)job->src[m]->stride;
+        p.pair[m].row_bytes = (uint32_t)job->row_bytes[m];
+        row_bytes = job->row_bytes[m] > row_bytes ? job->row_bytes[m] : row_bytes;
+        total += job->row_bytes[m] * job->count;
+    }
+    p.index = job->index;
+    p.rejected = job->rejected;
+    p.rows = (uint64_t)job->rows;
+    p.base = job->base;
+    p.count = (uint32_t)job->count;
+    p.wait = job->launch ? job->launch->pdl : 0;
+    p.trigger =
+        p.wait && total <= kvpc_early_bytes; /* more rows need the processor that the next kernel would sit on */
+    p.wide = job->type == KVPRIM_I64;
+    p.gather = job->gather;
+    p.tables = job->tables;
+    if (bits % 16 != 0)
+        return kvpc_start_bytes(job, &p, row_bytes);
+    if (job->gather)
+        return p.wide ? kvpc_gather_by_size<true>(job, &p, row_bytes) : kvpc_gather_by_size<false>(job, &p, row_bytes);
+    if (job->tables == 1)
+        return p.wide ? kvpc_store_by_size<1, true>(job, &p, row_bytes)
+                      : kvpc_store_by_size<1, false>(job, &p, row_bytes);
+    return p.wide ? kvpc_store_by_size<2, true>(job, &p, row_bytes) : kvpc_store_by_size<2, false>(job, &p, row_bytes);
+}
+
+static kvpc_side kvpc_side_of(const kvprim_table *table, int64_t row_bytes)
+{
+    const kvprim_table t = kvpc_simplify(table, row_bytes);
+    const kvpc_side side = {(char *)t.data, t.stride, t.page_rows, t.page_stride, t.head_stride, row_bytes / t.heads};
+    return side;
+}
+
+static int64_t kvpc_gcd(int64_t a, int64_t b)
+{
+    return b ? kvpc_gcd(b, a % b) : a;
+}
+
+static kvprim_status kvpc_move_any(const kvpc_job *job)
+{
+    enum { most_chunk = 2048, most_blocks = 1 << 20 };
+    kvpc_any p = {};
+    int64_t most_row = 0;
+    for (int m = 0; m < job->tables; m++) {
+        kvpc_table *const t = &p.table[m];
+        t->row_bytes = job->row_bytes[m];
+        t->dst = kvpc_side_of(job->dst[m], t->row_bytes);
+        t->src = kvpc_side_of(job->src[m], t->row_bytes);
+        t->chunk_bytes = t->row_bytes;
+        if (t->dst.piece < t->row_bytes || t->src.piece < t->row_bytes)
+            t->chunk_bytes = kvpc_gcd(t->dst.piece, t->src.piece);
+        else if (t->row_bytes > most_chunk)
+            t->chunk_bytes = most_chunk;
+        t->chunks = (t->row_bytes + t->chunk_bytes - 1) / t->chunk_bytes;
+        p.chunks += t->chunks;
+        most_row = t->chunk_bytes > most_row ? t->chunk_bytes : most_row;
+    }
+    p.index = job->index;
+    p.rejected = job->rejected;
+    p.rows = (uint64_t)job->rows;
+    p.base = job->base;
+    p.count = job->count;
+    p.wide = job->type == KVPRIM_I64;
+    p.gather = job->gather;
+    p.wait = job->launch ? job->launch->pdl : 0;
+    const int lanes = most_row <= 256 ? 8 : 32;
+    const bool limited = job->launch && job->launch->max_sms > 0;
+    const int64_t threads = limited ? 512 : 256,
+                  wanted = (p.count * p.chunks + threads / lanes - 1) / (threads / lanes);
+    const int64_t most = limited ? job->launch->max_sms : (int64_t)most_blocks;
+    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
+    return kvpc_start(job->function, lanes == 8 ? kvpc_any_kernel<8> : kvpc_any_kernel<32>, blocks, (uint32_t)threads,
+                      p, job->launch);
+}
+
+static kvprim_status kvpc_move(const kvpc_job *job)
+{
+    uint64_t bits;
+    return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
+}
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvprim_gather_desc d;
+    kvprim_status status = kvprim_gather_check(desc, &d);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_launch("kvprim_cuda_gather", launch);
+    if (status != KVPRIM_OK || d.count == 0)
+        return status;
+    const kvpc_job job = {
+        "kvprim_cuda_gather", {&d.dst, NULL}, {&d.src, NULL}, {d.row_bytes, 0}, 1,          1,     d.index,
+        d.index_type,         d.index_base,   d.count,        d.src.rows,       d.rejected, launch};
+    return kvpc_move(&job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvprim_store_desc d;
+    kvprim_status status = kvprim_store_check(desc, &d);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_launch("kvprim_cuda_store", launch);
+    if (status != KVPRIM_OK || d.count == 0)
+        return status;
+    const kvpc_job job = {"kvprim_cuda_store",
+                          {&d.k_cache, &d.v_cache},
+                          {&d.k, &d.v},
+                          {d.k_bytes, d.v_bytes},
+                          d.v_cache.data ? 2 : 1,
+                          0,
+                          d.slot,
+                          d.slot_type,
+                          d.slot_base,
+                          d.count,
+                          d.k_cache.rows,
+                          d.rejected,
+                          launch};
+    return kvpc_move(&job);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* implementation */
 
 /* MIT License
 

@@ -31,8 +31,7 @@
 #include <thrust/iterator/transform_iterator.h>
 
 constexpr int64_t MiB = 1 << 20, GiB = 1 << 30;
-constexpr int64_t table_bytes =
-    16 * GiB; /* gather reads rows of it; store reads K from its first half, V from the other */
+constexpr int64_t table_bytes = 16 * GiB; /* of gather; store reads K from its first half, V from the other */
 constexpr int64_t cache_bytes = 8 * GiB;  /* K, and again V; gather writes to K's */
 constexpr int64_t slack = 4096;           /* past the end of each, for misaligned bases */
 constexpr int64_t copy_bytes = 256 * MiB; /* of the cudaMemcpyAsync that large moves are compared with */

@@ -6,8 +6,8 @@ LIBRARY is kvprim as a shared object; ratios are then of one run:
 
     nvcc -arch=native -O3 -shared -Xcompiler -fPIC -DKVPRIM_IMPLEMENTATION -x cu kvprim_cuda.cuh -o build/libkvprim.so
 
-Rows are bf16, tables 8 GiB, 8 sets of distinct random rows, rotating dense buffers, medians of interleaved replays of 64
-launches (24 where one moves more than 64 MB). index_select, embedding and kvprim get int32 indices, index_put_ and
+Rows are bf16, tables 8 GiB, 8 sets of distinct random rows, rotating dense buffers, medians of interleaved replays of
+64 launches (24 where one moves more than 64 MB). index_select, embedding and kvprim get int32 indices, index_put_ and
 index_copy_ the int64 ones that they require. embedding writes where torch's allocator says. A store is K and V: two
 calls of torch, one of kvprim. Every contender's last launch is compared with what it should have moved, in full, before
 it is timed.
@@ -117,7 +117,7 @@ class Contender:
 
     def time(self):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(1000000)  # cycles: the host enqueues the replay meanwhile
+        torch.cuda._sleep(3000000)  # cycles: the host enqueues the replay meanwhile
         start.record()
         self.graph.replay()
         end.record()

@@ -2,12 +2,16 @@
    byte that a contract does not name is out of bounds.
 
        c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/test_cuda_emulated.cpp && ./a.out
-*/
+
+   With the argument `all` three times as many cases. */
 #define KVPRIM_CUDA_EMULATE
 #include "cuda_shim.h"
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
+#if !defined(_WIN32)
+#include <sys/mman.h>
+#endif
 
 #if defined(__SANITIZE_ADDRESS__)
 #define WITH_ASAN 1
@@ -95,6 +99,12 @@ static void test_max_sms()
     memory.launch = nullptr;
 }
 
+static void test_uses()
+{
+    vocabulary_shard(&memory);
+    padding_alone(&memory);
+}
+
 static void test_refused()
 {
     bad_gathers(&memory);
@@ -146,27 +156,52 @@ static void test_warps()
     }
 }
 
-/* Not one row of a source: nothing but the index and the output may be looked at. */
-static void test_all_padding()
+#if !defined(_WIN32)
+/* In memory that is reserved but hardly touched. */
+static void one_large_table(int64_t row_bytes)
 {
-    for (int type = 0; type < 2; type++) {
-        kvprim_gather_desc d = good_gather(&memory);
-        int32_t *const index = static_cast<int32_t *>(const_cast<void *>(d.index));
-        for (int i = 0; i < 4; i++)
-            index[i] = i % 2 ? -1 - i : 8 + i;
-        d.src.data = type ? nullptr : d.src.data;
-        d.src.rows = type ? 0 : 8;
-        CHECK(try_gather(&memory, &d, "padding alone") == RAN);
+    const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
+    void *const table =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == MAP_FAILED) {
+        snprintf(skip_reason, sizeof skip_reason, "%zu bytes of addresses cannot be reserved", bytes);
+        return;
     }
+    alignas(16) unsigned char input[large_count * large_row_most], output[large_count * large_row_most];
+    int64_t slots[large_count];
+    uint32_t rejected = 0;
+    fill(input, sizeof input);
+    fill(output, sizeof output);
+    memcpy(slots, large_slots, sizeof slots);
+    const large_move m = {static_cast<unsigned char *>(table), input, output, slots, &rejected};
+    large_store_and_gather(&m, row_bytes);
+    CHECK(rejected == 2 * large_past);
+    for (int i = 0; i < large_count; i++)
+        check_large_row(i, row_bytes, input, output,
+                        in_large_table(i) ? m.table + large_slots[i] * row_bytes : nullptr);
+    munmap(table, bytes);
 }
 
-int main()
+static void test_large_table()
+{
+    one_large_table(3);
+    one_large_table(16);
+}
+#endif
+
+int main(int argc, char **argv)
 {
 #ifdef WITH_ASAN
     __sanitizer_set_death_callback(say_where);
 #else
     printf("built without AddressSanitizer: accesses out of bounds that change nothing go unseen\n");
 #endif
+    const bool all = argc == 2 && strcmp(argv[1], "all") == 0;
+    if (argc > 2 || (argc == 2 && !all)) {
+        fprintf(stderr, "usage: %s [all]\n", argv[0]);
+        return 2;
+    }
+    thin = all ? 1 : 3;
     memory.capacity = 24 << 20;
     memory.expected = allocate(memory.capacity);
     memory.got = memory.device = allocate(memory.capacity);
@@ -174,10 +209,13 @@ int main()
     run("emulated: store, sizes x layouts, sizes x alignments", test_store);
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl, multiprocessors", test_max_sms);
-    run("emulated: nothing but padding", test_all_padding);
+    run("emulated: vocabulary shard, padding alone", test_uses);
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);
     run("emulated: random stores", test_fuzzed_store);
     run("emulated: warp copy and zero", test_warps);
+#if !defined(_WIN32)
+    run("emulated: past 4 GiB and 2^31", test_large_table);
+#endif
     return finish();
 }

@@ -1,0 +1,749 @@
+/* kvprim_cuda_gather, kvprim_cuda_store and the device functions on a GPU, against the host functions, byte by byte.
+
+       nvcc -arch=native -std=c++17 -O2 -I. tests/test_cuda.cu -o test_cuda && ./test_cuda
+
+   With the argument `quick` about a tenth of the cases, for compute-sanitizer. */
+#define KVPRIM_IMPLEMENTATION
+#include "../kvprim_cuda.cuh"
+#include "test_rows.h"
+#include <cuda_runtime.h>
+#include <thread>
+
+static bool quick;
+
+/* ---- CUDA ---- */
+
+static void check_cuda(cudaError_t error, const char *call, int line)
+{
+    if (error == cudaSuccess)
+        return;
+    printf("FAIL line %d: %s: %s\n", line, call, cudaGetErrorString(error));
+    failed++;
+    exit(finish());
+}
+#define CUDA(call) check_cuda(call, #call, __LINE__)
+
+template <class T> static T *device_memory(size_t count)
+{
+    void *p;
+    CUDA(cudaMalloc(&p, count * sizeof(T)));
+    return static_cast<T *>(p);
+}
+
+/* NULL, and the test is skipped, where there is not that much. */
+static unsigned char *much_device_memory(size_t bytes)
+{
+    void *p = nullptr;
+    const cudaError_t error = cudaMalloc(&p, bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        snprintf(skip_reason, sizeof skip_reason, "%.1f GB of device memory are not free",
+                 static_cast<double>(bytes) / 1e9);
+        return nullptr;
+    }
+    CUDA(error);
+    return static_cast<unsigned char *>(p);
+}
+
+static arena memory; /* of the main thread */
+static kvprim_cuda_launch main_launch;
+
+static cudaStream_t stream_of(const arena *a)
+{
+    return a->launch ? a->launch->stream : nullptr;
+}
+
+static void upload(const arena *a)
+{
+    CUDA(cudaMemcpyAsync(a->device, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
+}
+
+static void download(const arena *a)
+{
+    CUDA(cudaMemcpyAsync(a->got, a->device, a->used, cudaMemcpyDefault, stream_of(a)));
+    CUDA(cudaStreamSynchronize(stream_of(a)));
+}
+
+static void before(arena *a)
+{
+    upload(a);
+}
+
+static void allow(arena *, size_t, size_t)
+{
+}
+
+static void after(arena *a, bool)
+{
+    const cudaError_t left = cudaGetLastError();
+    if (left != cudaSuccess)
+        fail("%s: left behind the error %s", current, cudaGetErrorString(left));
+    download(a);
+}
+
+/* Memory of its own; its descriptors run as `launch` says. */
+static void open_arena(arena *a, size_t capacity, const kvprim_cuda_launch *launch)
+{
+    void *pinned[2];
+    for (void *&p : pinned)
+        CUDA(cudaMallocHost(&p, capacity));
+    a->expected = static_cast<unsigned char *>(pinned[0]);
+    a->got = static_cast<unsigned char *>(pinned[1]);
+    a->device = device_memory<unsigned char>(capacity);
+    a->capacity = capacity;
+    a->launch = launch;
+}
+
+static void close_arena(arena *a)
+{
+    CUDA(cudaFreeHost(a->expected));
+    CUDA(cudaFreeHost(a->got));
+    CUDA(cudaFree(a->device));
+}
+
+/* ---- the same as in emulation ---- */
+
+static void test_gather()
+{
+    gather_matrix(&memory);
+}
+
+static void test_store()
+{
+    store_matrix(&memory);
+}
+
+static void test_counts()
+{
+    static const int64_t counts[] = {0, 1, 31, 32, 33, 1000, 20000, 100000};
+    count_matrix(&memory, quick ? 2 << 20 : 60 << 20, counts, sizeof counts / sizeof *counts);
+}
+
+static void test_options()
+{
+    static const int32_t max_sms[] = {0, 1, 8, 10000};
+    for (int n = 0; n < 8; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        small_matrix(&memory);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
+static void test_null_launch()
+{
+    memory.launch = nullptr;
+    small_matrix(&memory);
+    memory.launch = &main_launch;
+}
+
+static void test_uses()
+{
+    vocabulary_shard(&memory);
+    padding_alone(&memory);
+}
+
+static void test_refused()
+{
+    bad_gathers(&memory);
+    bad_stores(&memory);
+    bad_launches(&memory);
+}
+
+/* What a C caller can pass. */
+static kvprim_index_type type_numbered(int number)
+{
+    kvprim_index_type type;
+    memcpy(&type, &number, sizeof type);
+    return type;
+}
+
+static void test_bad_types()
+{
+    for (int number = -1; number < 8; number += number == -1 ? 3 : 5) {
+        kvprim_gather_desc gather = good_gather(&memory);
+        gather.index_type = type_numbered(number);
+        CHECK(try_gather(&memory, &gather, "index_type") == REFUSED);
+        kvprim_store_desc store = good_store(&memory);
+        store.slot_type = type_numbered(number);
+        CHECK(try_store(&memory, &store, "slot_type") == REFUSED);
+    }
+}
+
+static void test_random_gathers()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_gather);
+}
+
+static void test_random_stores()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_store);
+}
+
+/* ---- memory ---- */
+
+/* All of a move in pinned host memory: tables, indices and counter; then in managed memory. */
+static void test_other_memory()
+{
+    unsigned char *const device = memory.device;
+    const size_t bytes = size_t(24) << 20;
+    void *pinned, *mapped, *managed;
+    CUDA(cudaHostAlloc(&pinned, bytes, cudaHostAllocMapped));
+    CUDA(cudaHostGetDevicePointer(&mapped, pinned, 0));
+    memory.device = static_cast<unsigned char *>(mapped);
+    small_matrix(&memory);
+    CUDA(cudaMallocManaged(&managed, bytes));
+    memory.device = static_cast<unsigned char *>(managed);
+    small_matrix(&memory);
+    memory.device = device;
+    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaFree(managed));
+}
+
+/* Each table in an allocation of its own that ends with its last byte, a source with the 16 bytes which that lies in:
+   for compute-sanitizer, which knows where allocations end. */
+static void exact_gather(int64_t row_bytes)
+{
+    const int64_t rows = 6, count = 9;
+    const size_t src_bytes = static_cast<size_t>(rows * row_bytes), dst_bytes = static_cast<size_t>(count * row_bytes);
+    std::vector<unsigned char> src(src_bytes), dst(dst_bytes), want(dst_bytes);
+    const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1};
+    unsigned char *const src_on = device_memory<unsigned char>((src_bytes + 15) / 16 * 16);
+    unsigned char *const dst_on = device_memory<unsigned char>(dst_bytes);
+    int32_t *const index_on = device_memory<int32_t>(count);
+    fill(src.data(), src_bytes);
+    const kvprim_gather_desc host = {{want.data(), count, 0, 0, 0, 0, 0},
+                                     {src.data(), rows, 0, 0, 0, 0, 0},
+                                     row_bytes,
+                                     index,
+                                     KVPRIM_I32,
+                                     0,
+                                     count,
+                                     nullptr};
+    kvprim_gather_desc on = host;
+    on.src.data = src_on;
+    on.dst.data = dst_on;
+    on.index = index_on;
+    CUDA(cudaMemset(src_on, 0, (src_bytes + 15) / 16 * 16));
+    CUDA(cudaMemset(dst_on, 0xa5, dst_bytes));
+    CUDA(cudaMemcpy(src_on, src.data(), src_bytes, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(index_on, index, sizeof index, cudaMemcpyHostToDevice));
+    CHECK(kvprim_gather(&host) == KVPRIM_OK && kvprim_cuda_gather(&on, nullptr) == KVPRIM_OK);
+    CUDA(cudaMemcpy(dst.data(), dst_on, dst_bytes, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < dst_bytes; i++)
+        if (dst[i] != want[i]) {
+            fail("%lld bytes: row %zu byte %zu: expected %02x, got %02x", static_cast<long long>(row_bytes),
+                 i / static_cast<size_t>(row_bytes), i % static_cast<size_t>(row_bytes), want[i], dst[i]);
+            break;
+        }
+    CUDA(cudaFree(src_on));
+    CUDA(cudaFree(dst_on));
+    CUDA(cudaFree(index_on));
+}
+
+static void test_exact_memory()
+{
+    for (const int64_t row_bytes : row_sizes)
+        exact_gather(row_bytes);
+}
+
+/* ---- large ---- */
+
+static __global__ void count_others(const unsigned char *p, size_t bytes, unsigned char usual,
+                                    unsigned long long *count)
+{
+    unsigned long long n = 0;
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < bytes; i += size_t(gridDim.x) * blockDim.x)
+        n += p[i] != usual;
+    if (n)
+        atomicAdd(count, n);
+}
+
+static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, size_t bytes)
+{
+    unsigned long long *const on = device_memory<unsigned long long>(1), count;
+    CUDA(cudaMemset(on, 0, sizeof *on));
+    count_others<<<2048, 256>>>(p, bytes, usual, on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&count, on, sizeof count, cudaMemcpyDeviceToHost));
+    CUDA(cudaFree(on));
+    return count;
+}
+
+/* Not one byte more than the rows' may have changed. */
+static void one_large_table(int64_t row_bytes)
+{
+    const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
+    unsigned char input[small], output[small], stored[large_row_most];
+    uint32_t rejected;
+    large_move m;
+    m.table = much_device_memory(bytes);
+    if (!m.table)
+        return;
+    m.input = device_memory<unsigned char>(small);
+    m.output = device_memory<unsigned char>(small);
+    m.slots = device_memory<int64_t>(large_count);
+    m.rejected = device_memory<uint32_t>(1);
+    for (size_t i = 0; i < small; i++)
+        input[i] = static_cast<unsigned char>(1 + i); /* never the poison, nor 0 */
+    CUDA(cudaMemset(m.table, 0xa5, bytes));
+    CUDA(cudaMemset(m.output, 0xa5, small));
+    CUDA(cudaMemset(m.rejected, 0, sizeof rejected));
+    CUDA(cudaMemcpy(m.input, input, small, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(m.slots, large_slots, sizeof large_slots, cudaMemcpyHostToDevice));
+    large_store_and_gather(&m, row_bytes);
+    CUDA(cudaMemcpy(output, m.output, small, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(&rejected, m.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
+    CHECK(rejected == 2 * large_past);
+    for (int i = 0; i < large_count; i++) {
+        if (in_large_table(i))
+            CUDA(cudaMemcpy(stored, m.table + large_slots[i] * row_bytes, static_cast<size_t>(row_bytes),
+                            cudaMemcpyDeviceToHost));
+        check_large_row(i, row_bytes, input, output, in_large_table(i) ? stored : nullptr);
+    }
+    CHECK(bytes_other_than(0xa5, m.table, bytes) == static_cast<uint64_t>(large_stored * row_bytes));
+    CUDA(cudaFree(m.table));
+    CUDA(cudaFree(m.input));
+    CUDA(cudaFree(m.output));
+    CUDA(cudaFree(m.slots));
+    CUDA(cudaFree(m.rejected));
+}
+
+static void test_large_table()
+{
+    one_large_table(3);
+    one_large_table(16);
+}
+
+enum { many_rows = 1000 };
+
+/* Index i of a gather of more than 2^31 rows: one in 1,000 is padding, one is past the end. */
+static __device__ int32_t many_index(uint64_t i)
+{
+    return i % 1000 == 0 ? -1 : i % 1000 == 1 ? many_rows : static_cast<int32_t>((i * 2654435761u >> 7) % many_rows);
+}
+
+static __global__ void fill_many(int32_t *index, uint64_t count)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count; i += uint64_t(gridDim.x) * blockDim.x)
+        index[i] = many_index(i);
+}
+
+static __global__ void check_many(const unsigned char *dst, const unsigned char *src, uint64_t count,
+                                  unsigned long long *wrong)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count;
+         i += uint64_t(gridDim.x) * blockDim.x) {
+        const int32_t row = many_index(i);
+        if (dst[i] != (row >= 0 && row < many_rows ? src[row] : 0))
+            atomicAdd(wrong, 1ull);
+    }
+}
+
+static void test_many_rows()
+{
+    const uint64_t count = (uint64_t(1) << 31) + 77, past = (count - 2) / 1000 + 1;
+    unsigned char *const block = much_device_memory(count * 5 + 4096);
+    if (!block)
+        return;
+    int32_t *const index = reinterpret_cast<int32_t *>(block);
+    unsigned char *const dst = block + count * 4, *const src = device_memory<unsigned char>(many_rows + 8);
+    unsigned char table[many_rows];
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    uint32_t *const rejected_on = device_memory<uint32_t>(1), rejected;
+    fill(table, many_rows);
+    CUDA(cudaMemset(dst, 0xa5, count + 4096));
+    CUDA(cudaMemset(src, 0, many_rows + 8));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    CUDA(cudaMemset(rejected_on, 0, sizeof rejected));
+    CUDA(cudaMemcpy(src, table, many_rows, cudaMemcpyHostToDevice));
+    fill_many<<<2048, 256>>>(index, count);
+    CUDA(cudaGetLastError());
+    const int64_t rows = static_cast<int64_t>(count);
+    const kvprim_gather_desc d = {
+        {dst, rows, 0, 0, 0, 0, 0}, {src, many_rows, 0, 0, 0, 0, 0}, 1, index, KVPRIM_I32, 0, rows, rejected_on};
+    if (kvprim_cuda_gather(&d, nullptr) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+    check_many<<<2048, 256>>>(dst, src, count, wrong_on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(&rejected, rejected_on, sizeof rejected, cudaMemcpyDeviceToHost));
+    if (wrong != 0 || rejected != past)
+        fail("%llu of %llu rows are wrong, %u indices rejected, expected %llu", wrong,
+             static_cast<unsigned long long>(count), rejected, static_cast<unsigned long long>(past));
+    CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
+    CUDA(cudaFree(block));
+    CUDA(cudaFree(src));
+    CUDA(cudaFree(wrong_on));
+    CUDA(cudaFree(rejected_on));
+}
+
+/* ---- graphs, chains, streams ---- */
+
+static cudaGraphExec_t end_capture(size_t want_nodes)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    size_t n = 0;
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, nullptr, &n));
+    if (n != want_nodes)
+        fail("the graph has %zu nodes, expected %zu", n, want_nodes);
+    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return exec;
+}
+
+static void begin_capture()
+{
+    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+}
+
+/* Stores and gathers that follow each other, all in one arena. */
+struct chain {
+    std::vector<kvprim_store_desc> stores;
+    std::vector<kvprim_gather_desc> gathers; /* gather i follows store i */
+};
+
+static void chain_on_host(const chain *c)
+{
+    for (size_t i = 0; i < c->stores.size(); i++)
+        CHECK(kvprim_store(&c->stores[i]) == KVPRIM_OK && kvprim_gather(&c->gathers[i]) == KVPRIM_OK);
+}
+
+static void enqueue_chain(const chain *c)
+{
+    for (size_t i = 0; i < c->stores.size(); i++) {
+        const kvprim_store_desc store = on_device(&memory, c->stores[i]);
+        const kvprim_gather_desc gather = on_device(&memory, c->gathers[i]);
+        if (kvprim_cuda_store(&store, &main_launch) != KVPRIM_OK ||
+            kvprim_cuda_gather(&gather, &main_launch) != KVPRIM_OK)
+            fail("link %zu: %s", i, kvprim_last_error());
+    }
+}
+
+static void compare_chain(const chain *c, const char *what)
+{
+    std::vector<named_table> tables;
+    std::vector<kvprim_table> resolved(c->gathers.size() * 3);
+    for (size_t i = 0; i < c->gathers.size(); i++) {
+        const kvprim_gather_desc *const g = &c->gathers[i];
+        const kvprim_store_desc *const s = &c->stores[i];
+        resolved[3 * i] = kvprim_table_resolve(g->dst, g->row_bytes);
+        resolved[3 * i + 1] = kvprim_table_resolve(s->k_cache, s->k_bytes);
+        resolved[3 * i + 2] = kvprim_table_resolve(s->v_cache, s->v_bytes);
+        tables.push_back({"gathered", &resolved[3 * i], g->row_bytes, g->count});
+        tables.push_back({"k_cache", &resolved[3 * i + 1], s->k_bytes, s->k_cache.rows});
+        tables.push_back({"v_cache", &resolved[3 * i + 2], s->v_bytes, s->v_cache.rows});
+    }
+    compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
+}
+
+/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. */
+static chain make_chain(int64_t count, int64_t row_bytes, int depth)
+{
+    const int64_t rows = count + count / 2 + 1;
+    chain c;
+    empty(&memory);
+    kvprim_table cache[4], x = place(&memory, &layouts[0], count, row_bytes, 0);
+    for (int k = 0; k < 4; k++)
+        cache[k] = place(&memory, &layouts[k % 2 * 4], rows, row_bytes, 0);
+    for (int i = 0; i < depth; i++) {
+        kvprim_store_desc store = {};
+        store.k_cache = cache[i % 2 * 2];
+        store.v_cache = cache[i % 2 * 2 + 1];
+        store.k = store.v = x;
+        store.k_bytes = store.v_bytes = row_bytes;
+        store.slot_type = type_of(static_cast<unsigned>(i));
+        store.slot = place_index(&memory, store.slot_type, count, 0, rows, true);
+        store.count = count;
+        store.rejected = reserve_counter(&memory);
+        kvprim_gather_desc gather = {};
+        gather.dst = x = place(&memory, &layouts[0], count, row_bytes, 0);
+        gather.src = store.v_cache;
+        gather.row_bytes = row_bytes;
+        gather.index = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
+        gather.count = count;
+        c.stores.push_back(store);
+        c.gathers.push_back(gather);
+    }
+    return c;
+}
+
+/* From a stream and, where the launches really follow on each other's heels, from a graph. */
+static void one_chain(int64_t count, int64_t row_bytes)
+{
+    const int depth = 50;
+    const chain c = make_chain(count, row_bytes, depth);
+    const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    char what[120];
+    chain_on_host(&c);
+    memcpy(memory.got, start.data(), memory.used);
+    upload(&memory);
+    enqueue_chain(&c);
+    download(&memory);
+    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes, pdl %d", static_cast<long long>(count),
+             static_cast<long long>(row_bytes), main_launch.pdl);
+    compare_chain(&c, what);
+    begin_capture();
+    enqueue_chain(&c);
+    const cudaGraphExec_t exec = end_capture(2 * depth);
+    for (int replay = 0; replay < (quick ? 2 : 10); replay++) {
+        memcpy(memory.got, start.data(), memory.used);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        snprintf(what, sizeof what, "chain in a graph, replay %d: %lld rows of %lld bytes, pdl %d", replay,
+                 static_cast<long long>(count), static_cast<long long>(row_bytes), main_launch.pdl);
+        compare_chain(&c, what);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_chains()
+{
+    static const int64_t counts[] = {1, 8, 64, 64, 1000, 5000, 40}, sizes[] = {4096, 4096, 128, 1024, 256, 100, 20001};
+    for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--)
+        for (int i = 0; i < 7; i++)
+            one_chain(counts[i], sizes[i]);
+    main_launch.pdl = 0;
+}
+
+/* The indices' values change between replays, and everything else too. */
+static void one_graph(int64_t count, int64_t row_bytes)
+{
+    const chain c = make_chain(count, row_bytes, 2);
+    begin_capture();
+    enqueue_chain(&c);
+    const cudaGraphExec_t exec = end_capture(4);
+    for (int replay = 0; replay < 6; replay++) {
+        fill(memory.expected, memory.used);
+        for (size_t i = 0; i < 2; i++) {
+            const kvprim_store_desc *const s = &c.stores[i];
+            const kvprim_gather_desc *const g = &c.gathers[i];
+            fill_index(const_cast<void *>(s->slot), s->slot_type, count, 0, s->k_cache.rows, true);
+            fill_index(const_cast<void *>(g->index), g->index_type, count, 0, g->src.rows, false);
+        }
+        memcpy(memory.got, memory.expected, memory.used);
+        chain_on_host(&c);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare_chain(&c, "replay with other indices");
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_graphs()
+{
+    static const int64_t counts[] = {1, 8, 300, 3000}, sizes[] = {64, 100, 1024, 4096};
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (int i = 0; i < 16; i++)
+            one_graph(counts[i % 4], sizes[i / 4]);
+    main_launch.pdl = 0;
+    kvprim_gather_desc nothing = good_gather(&memory), refused = on_device(&memory, nothing);
+    nothing.count = 0;
+    refused.index = nullptr;
+    begin_capture();
+    CHECK(kvprim_cuda_gather(&nothing, &main_launch) == KVPRIM_OK);
+    CHECK(kvprim_cuda_gather(&refused, &main_launch) == KVPRIM_ERROR_NULL);
+    CUDA(cudaGraphExecDestroy(end_capture(0)));
+}
+
+static void thread_main(unsigned seed)
+{
+    arena a = {};
+    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    random_state = seed;
+    CUDA(cudaStreamCreateWithFlags(&launch.stream, cudaStreamNonBlocking));
+    open_arena(&a, size_t(24) << 20, &launch);
+    for (int round = 0; round < (quick ? 1 : 4); round++) {
+        launch.pdl = round % 2;
+        small_matrix(&a);
+        bad_gathers(&a);
+        bad_stores(&a);
+    }
+    close_arena(&a);
+    CUDA(cudaStreamDestroy(launch.stream));
+}
+
+static void test_threads()
+{
+    std::thread first(thread_main, 1000u), second(thread_main, 2000u);
+    first.join();
+    second.join();
+}
+
+/* ---- duplicate slots ---- */
+
+/* Whether the bytes at `offset` of a cache row are those of one of the rows that went there. */
+static bool is_from_a_token(const kvprim_store_desc *d, const kvprim_table *input, const unsigned char *bytes,
+                            int64_t offset, size_t n, int64_t row)
+{
+    for (int64_t i = 0; i < d->count; i++)
+        if (index_at(d->slot, d->slot_type, i) == row &&
+            memcmp(static_cast<const char *>(input->data) + i * input->stride + offset, bytes, n) == 0)
+            return true;
+    return false;
+}
+
+/* Checks a cache's rows by aligned 16 bytes, and by bytes where a row begins or ends inside such; then accepts them. */
+static void check_duplicates(const kvprim_store_desc *d, const char *name, const kvprim_table *cache,
+                             const kvprim_table *input, int64_t row_bytes)
+{
+    for (int64_t row = 0; row < cache->rows; row++) {
+        const size_t start = offset_of(&memory, cache->data) + static_cast<size_t>(row * cache->stride);
+        for (int64_t b = 0; b < row_bytes;) {
+            const size_t here = start + static_cast<size_t>(b);
+            const size_t n = here % 16 == 0 && b + 16 <= row_bytes ? 16 : 1;
+            if (!is_from_a_token(d, input, memory.got + here, b, n, row))
+                fail("%s row %lld of %lld bytes: %zu bytes at %lld are of no token", name, static_cast<long long>(row),
+                     static_cast<long long>(row_bytes), n, static_cast<long long>(b));
+            b += static_cast<int64_t>(n);
+        }
+        memcpy(memory.expected + start, memory.got + start, static_cast<size_t>(row_bytes));
+    }
+}
+
+static void one_duplicates(int64_t row_bytes, size_t cache_align, size_t input_align)
+{
+    const int64_t count = 3000, rows = 7;
+    empty(&memory);
+    kvprim_store_desc d = {};
+    d.k_cache = place(&memory, &layouts[0], rows, row_bytes, cache_align);
+    d.v_cache = place(&memory, &layouts[0], rows, row_bytes, 0);
+    d.k = place(&memory, &layouts[0], count, row_bytes, input_align);
+    d.v = place(&memory, &layouts[0], count, row_bytes, input_align);
+    d.k_bytes = d.v_bytes = row_bytes;
+    void *const slot = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
+    for (int64_t i = 0; i < count; i++)
+        set_index(slot, KVPRIM_I32, i, i < rows ? i : static_cast<int64_t>(below(uint64_t(rows))));
+    d.slot = slot;
+    d.count = count;
+    memcpy(memory.got, memory.expected, memory.used);
+    upload(&memory);
+    const kvprim_store_desc on = on_device(&memory, d);
+    CHECK(kvprim_cuda_store(&on, &main_launch) == KVPRIM_OK);
+    download(&memory);
+    check_duplicates(&d, "k_cache", &d.k_cache, &d.k, row_bytes);
+    check_duplicates(&d, "v_cache", &d.v_cache, &d.v, row_bytes);
+    compare(&memory, "duplicate slots", nullptr, 0);
+}
+
+static void test_duplicates()
+{
+    static const int64_t sizes[] = {16, 64, 100, 128, 256, 1000, 1152, 2048, 4096};
+    for (const int64_t row_bytes : sizes)
+        for (int round = 0; round < 4; round++) {
+            static const size_t cache[] = {0, 0, 8, 3}, input[] = {0, 5, 8, 12};
+            one_duplicates(row_bytes, cache[round], input[round]);
+        }
+}
+
+/* ---- kvprim_warp_copy and kvprim_warp_zero ---- */
+
+static void one_warp_length(unsigned char *src, unsigned char *src_on, size_t bytes, bool zero, dim3 block)
+{
+    const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
+    const warp_cases c = {memory.device, src_on, slot, bytes, zero};
+    memset(memory.expected, 0xc3, all);
+    memcpy(memory.got, memory.expected, all);
+    expect_warps(memory.expected, src, bytes, zero);
+    memory.used = all;
+    upload(&memory);
+    move_by_warps<<<warp_alignments * 32 / (block.x * block.y), block, 0, main_launch.stream>>>(c);
+    CUDA(cudaGetLastError());
+    download(&memory);
+    compare_warps(memory.got, memory.expected, bytes, zero);
+}
+
+static void test_warps()
+{
+    const size_t most = warp_alignments * warp_slot(longest_warp_copy);
+    std::vector<unsigned char> src(most);
+    unsigned char *const src_on = device_memory<unsigned char>(most);
+    static const dim3 blocks[] = {dim3(128), dim3(32), dim3(256), dim3(32, 4)};
+    fill(src.data(), most);
+    CUDA(cudaMemcpy(src_on, src.data(), most, cudaMemcpyHostToDevice));
+    CUDA(cudaDeviceSynchronize());
+    empty(&memory);
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 17 : 1) {
+        one_warp_length(src.data(), src_on, bytes, false, blocks[bytes % 4]);
+        if (bytes % 3 == 0 || bytes < 300)
+            one_warp_length(src.data(), src_on, bytes, true, blocks[bytes / 3 % 4]);
+    }
+    CUDA(cudaFree(src_on));
+}
+
+/* ---- errors of others ---- */
+
+/* A CUDA call of the caller's that failed before is not taken for ours, and not taken away either. */
+static void test_earlier_error()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    memcpy(memory.got, memory.expected, memory.used);
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    upload(&memory);
+    void *p;
+    const cudaError_t earlier = cudaMalloc(&p, SIZE_MAX / 2);
+    CHECK(earlier != cudaSuccess);
+    if (kvprim_cuda_gather(&on, &main_launch) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+    CHECK(cudaGetLastError() == earlier);
+    download(&memory);
+    compare(&memory, "after an earlier error", nullptr, 0);
+}
+
+static bool find_device()
+{
+    int n = 0;
+    const cudaError_t error = cudaGetDeviceCount(&n);
+    cudaDeviceProp device;
+    if (error != cudaSuccess || n == 0) {
+        printf("skip cuda: no CUDA device (%s)\n", error != cudaSuccess ? cudaGetErrorString(error) : "0 devices");
+        skipped++;
+        return false;
+    }
+    CUDA(cudaGetDeviceProperties(&device, 0));
+    printf("device %s, sm_%d%d%s\n", device.name, device.major, device.minor, quick ? ", quick" : "");
+    return true;
+}
+
+int main(int argc, char **argv)
+{
+    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
+    if (argc > 2 || (argc == 2 && !quick)) {
+        fprintf(stderr, "usage: %s [quick]\n", argv[0]);
+        return 2;
+    }
+    if (!find_device())
+        return finish();
+    thin = quick ? 13 : 1;
+    CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
+    open_arena(&memory, size_t(288) << 20, &main_launch);
+    run("cuda: gather, sizes x layouts, sizes x alignments", test_gather);
+    run("cuda: store, sizes x layouts, sizes x alignments", test_store);
+    run("cuda: counts", test_counts);
+    run("cuda: max_sms, pdl", test_options);
+    run("cuda: no launch options", test_null_launch);
+    run("cuda: vocabulary shard, padding alone", test_uses);
+    run("cuda: bad descriptors", test_refused);
+    run("cuda: bad index types", test_bad_types);
+    run("cuda: random gathers", test_random_gathers);
+    run("cuda: random stores", test_random_stores);
+    run("cuda: duplicate slots", test_duplicates);
+    run("cuda: pinned and managed memory", test_other_memory);
+    run("cuda: allocations that end with the table", test_exact_memory);
+    run("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run("cuda: graphs replayed with other indices", test_graphs);
+    run("cuda: chains of stores and gathers", test_chains);
+    run("cuda: two threads, two streams", test_threads);
+    if (!quick) { /* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows */
+        run("cuda: past 4 GiB and 2^31", test_large_table);
+        run("cuda: an earlier error of the caller's", test_earlier_error);
+        run("cuda: more than 2^31 rows", test_many_rows);
+    }
+    close_arena(&memory);
+    CUDA(cudaStreamDestroy(main_launch.stream));
+    return finish();
+}
