@@ -21,6 +21,10 @@ WARNINGS = -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wun
 COMPILE_C = $(CC) -std=c11 $(WARNINGS) $(CPPFLAGS) $(CFLAGS) -pthread -I.
 COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 
+CUDA_ARCH ?= native
+COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) -std=c++17 \
+    -O3 -arch=$(CUDA_ARCH) -lineinfo -I.
+
 TRACE ?= examples/trace_small.jsonl
 ARGS ?=
 FUZZ_SECONDS ?= 10
@@ -43,6 +47,8 @@ help:
 	@echo 'make check     strict compile matrix, other processors and systems, sanitizers, fuzzers'
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
+	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
+	@echo 'make gpu-bench the benchmark on a GPU, against its opponents, output to tests/results/'
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
 
@@ -59,11 +65,12 @@ test: $(EXAMPLES) $(TESTS)
 	    'test build/test_kvprim_no_simd' \
 	    'exits 01_prefix build/01_prefix' \
 	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
-	    'test sh tests/compile/run.sh callers build/callers'
+	    'test sh tests/compile/run.sh callers build/callers' \
+	    'test sh tests/compile/run.sh emulated build/emulated'
 
 check:
-	@$(ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,matrix symbols systems sanitizers fuzzers,'test sh tests/compile/run.sh $(part) build/$(part)')
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
+	    $(foreach part,matrix symbols kernels systems sanitizers fuzzers,'test sh tests/compile/run.sh $(part) build/$(part)')
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
@@ -72,10 +79,28 @@ bench: build/bench_prefix build/bench_host
 	build/bench_prefix
 	build/bench_host
 
+# On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
+RESULTS = tests/results
+gpu-test: build/test_cuda build/03_kv_store
+	@mkdir -p $(RESULTS)
+	@{ sha256sum kvprim.h kvprim_cuda.cuh; build/03_kv_store; build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
+
+gpu-bench: build/bench_cuda
+	@mkdir -p $(RESULTS)
+	@{ sha256sum kvprim.h kvprim_cuda.cuh; build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
+
+build/03_kv_store: examples/03_kv_store.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) $< -o $@
+
+build/test_cuda build/bench_cuda: build/%: tests/%.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) $< -o $@
+
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench clean FORCE
+.PHONY: help run examples test check fuzz bench gpu-test gpu-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 build/flags: FORCE

@@ -160,7 +160,7 @@ static kvprim_index_type type_numbered(int number)
 
 static void test_bad_types()
 {
-    for (int number = -1; number < 8; number += number == -1 ? 3 : 5) {
+    for (const int number : {-1, 2, 256}) {
         kvprim_gather_desc gather = good_gather(&memory);
         gather.index_type = type_numbered(number);
         CHECK(try_gather(&memory, &gather, "index_type") == REFUSED);
@@ -200,51 +200,60 @@ static void test_other_memory()
     CUDA(cudaFree(managed));
 }
 
-/* Each table in an allocation of its own that ends with its last byte, a source with the 16 bytes which that lies in:
-   for compute-sanitizer, which knows where allocations end. */
-static void exact_gather(int64_t row_bytes)
+/* Compares device memory with what it should hold, in rows. */
+static void check_rows(const char *what, const unsigned char *on_device, const std::vector<unsigned char> &want,
+                       int64_t row_bytes)
 {
-    const int64_t rows = 6, count = 9;
-    const size_t src_bytes = static_cast<size_t>(rows * row_bytes), dst_bytes = static_cast<size_t>(count * row_bytes);
-    std::vector<unsigned char> src(src_bytes), dst(dst_bytes), want(dst_bytes);
-    const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1};
-    unsigned char *const src_on = device_memory<unsigned char>((src_bytes + 15) / 16 * 16);
-    unsigned char *const dst_on = device_memory<unsigned char>(dst_bytes);
-    int32_t *const index_on = device_memory<int32_t>(count);
+    std::vector<unsigned char> got(want.size());
+    CUDA(cudaMemcpy(got.data(), on_device, got.size(), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < got.size(); i++)
+        if (got[i] != want[i]) {
+            fail("%s of %lld bytes: row %zu byte %zu: expected %02x, got %02x", what, static_cast<long long>(row_bytes),
+                 i / static_cast<size_t>(row_bytes), i % static_cast<size_t>(row_bytes), want[i], got[i]);
+            return;
+        }
+}
+
+/* A gather, and a store of its source over its output. Each table has an allocation that ends with its last byte, a
+   source with the aligned 16 bytes which that lies in: compute-sanitizer knows where allocations end. */
+static void exact_moves(int64_t row_bytes)
+{
+    enum { rows = 6, count = 9 };
+    static const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1}, slots[rows] = {8, 0, -1, 9, 3, 1};
+    const kvprim_table none = {nullptr, 0, 0, 0, 0, 0, 0};
+    const size_t src_bytes = static_cast<size_t>(rows * row_bytes), src_room = (src_bytes + 15) / 16 * 16;
+    std::vector<unsigned char> src(src_bytes), want(static_cast<size_t>(count * row_bytes));
+    unsigned char *const src_on = device_memory<unsigned char>(src_room);
+    unsigned char *const dst_on = device_memory<unsigned char>(want.size());
+    int32_t *const index_on = device_memory<int32_t>(count), *const slots_on = device_memory<int32_t>(rows);
     fill(src.data(), src_bytes);
-    const kvprim_gather_desc host = {{want.data(), count, 0, 0, 0, 0, 0},
-                                     {src.data(), rows, 0, 0, 0, 0, 0},
-                                     row_bytes,
-                                     index,
-                                     KVPRIM_I32,
-                                     0,
-                                     count,
-                                     nullptr};
-    kvprim_gather_desc on = host;
-    on.src.data = src_on;
-    on.dst.data = dst_on;
-    on.index = index_on;
-    CUDA(cudaMemset(src_on, 0, (src_bytes + 15) / 16 * 16));
-    CUDA(cudaMemset(dst_on, 0xa5, dst_bytes));
+    CUDA(cudaMemset(src_on, 0, src_room));
+    CUDA(cudaMemset(dst_on, 0xa5, want.size()));
     CUDA(cudaMemcpy(src_on, src.data(), src_bytes, cudaMemcpyHostToDevice));
     CUDA(cudaMemcpy(index_on, index, sizeof index, cudaMemcpyHostToDevice));
-    CHECK(kvprim_gather(&host) == KVPRIM_OK && kvprim_cuda_gather(&on, nullptr) == KVPRIM_OK);
-    CUDA(cudaMemcpy(dst.data(), dst_on, dst_bytes, cudaMemcpyDeviceToHost));
-    for (size_t i = 0; i < dst_bytes; i++)
-        if (dst[i] != want[i]) {
-            fail("%lld bytes: row %zu byte %zu: expected %02x, got %02x", static_cast<long long>(row_bytes),
-                 i / static_cast<size_t>(row_bytes), i % static_cast<size_t>(row_bytes), want[i], dst[i]);
-            break;
-        }
+    CUDA(cudaMemcpy(slots_on, slots, sizeof slots, cudaMemcpyHostToDevice));
+    const kvprim_table src_host = {src.data(), rows, 0, 0, 0, 0, 0}, src_table = {src_on, rows, 0, 0, 0, 0, 0};
+    const kvprim_table dst_host = {want.data(), count, 0, 0, 0, 0, 0}, dst_table = {dst_on, count, 0, 0, 0, 0, 0};
+    const kvprim_gather_desc gather_host = {dst_host, src_host, row_bytes, index, KVPRIM_I32, 0, count, nullptr};
+    const kvprim_gather_desc gather = {dst_table, src_table, row_bytes, index_on, KVPRIM_I32, 0, count, nullptr};
+    CHECK(kvprim_gather(&gather_host) == KVPRIM_OK && kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK);
+    check_rows("gather", dst_on, want, row_bytes);
+    const kvprim_store_desc store_host = {dst_host, none,       src_host, none, row_bytes, 0,
+                                          slots,    KVPRIM_I32, 0,        rows, nullptr};
+    const kvprim_store_desc store = {dst_table, none,       src_table, none, row_bytes, 0,
+                                     slots_on,  KVPRIM_I32, 0,         rows, nullptr};
+    CHECK(kvprim_store(&store_host) == KVPRIM_OK && kvprim_cuda_store(&store, nullptr) == KVPRIM_OK);
+    check_rows("store", dst_on, want, row_bytes);
     CUDA(cudaFree(src_on));
     CUDA(cudaFree(dst_on));
     CUDA(cudaFree(index_on));
+    CUDA(cudaFree(slots_on));
 }
 
 static void test_exact_memory()
 {
     for (const int64_t row_bytes : row_sizes)
-        exact_gather(row_bytes);
+        exact_moves(row_bytes);
 }
 
 /* ---- large ---- */
@@ -439,15 +448,16 @@ static void compare_chain(const chain *c, const char *what)
     compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
 }
 
-/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. */
-static chain make_chain(int64_t count, int64_t row_bytes, int depth)
+/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. `last`
+   is the layout of the second pair's V: with heads another kernel moves that pair than the first. */
+static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, int depth)
 {
     const int64_t rows = count + count / 2 + 1;
     chain c;
     empty(&memory);
     kvprim_table cache[4], x = place(&memory, &layouts[0], count, row_bytes, 0);
     for (int k = 0; k < 4; k++)
-        cache[k] = place(&memory, &layouts[k % 2 * 4], rows, row_bytes, 0);
+        cache[k] = place(&memory, k == 3 ? last : &layouts[0], rows, row_bytes, 0);
     for (int i = 0; i < depth; i++) {
         kvprim_store_desc store = {};
         store.k_cache = cache[i % 2 * 2];
@@ -471,10 +481,10 @@ static chain make_chain(int64_t count, int64_t row_bytes, int depth)
 }
 
 /* From a stream and, where the launches really follow on each other's heels, from a graph. */
-static void one_chain(int64_t count, int64_t row_bytes)
+static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
 {
     const int depth = 50;
-    const chain c = make_chain(count, row_bytes, depth);
+    const chain c = make_chain(count, row_bytes, last, depth);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
     char what[120];
     chain_on_host(&c);
@@ -504,15 +514,15 @@ static void test_chains()
 {
     static const int64_t counts[] = {1, 8, 64, 64, 1000, 5000, 40}, sizes[] = {4096, 4096, 128, 1024, 256, 100, 20001};
     for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--)
-        for (int i = 0; i < 7; i++)
-            one_chain(counts[i], sizes[i]);
+        for (int i = 0; i < 14; i++)
+            one_chain(counts[i / 2], sizes[i / 2], &layouts[i % 2 * 8]);
     main_launch.pdl = 0;
 }
 
 /* The indices' values change between replays, and everything else too. */
 static void one_graph(int64_t count, int64_t row_bytes)
 {
-    const chain c = make_chain(count, row_bytes, 2);
+    const chain c = make_chain(count, row_bytes, &layouts[4], 2);
     begin_capture();
     enqueue_chain(&c);
     const cudaGraphExec_t exec = end_capture(4);

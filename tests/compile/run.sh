@@ -2,6 +2,8 @@
 # usage: tests/compile/run.sh PART BUILD_DIR      from the top folder; `make test` and `make check` call it
 #
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
+#     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
+#     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
 #     systems       the tests as a program compiled for this very processor, on AArch64 under qemu, for Windows
@@ -100,7 +102,7 @@ write_units()
             for c in $headers; do
                 [ "$a" != "$b" ] && [ "$b" != "$c" ] && [ "$a" != "$c" ] || continue
                 name=order_${a#kvprim}_${b#kvprim}_${c#kvprim}
-                unit "$name" "$implement" "#include \"$a\"" "#include \"$b\"" "#include \"$c\""
+                unit "$name" '#define KVPRIM_CORE_IMPLEMENTATION' "#include \"$a\"" "#include \"$b\"" "#include \"$c\""
                 units="$units $name"
             done
         done
@@ -167,32 +169,32 @@ macros_left()
          }' "$build/macros"
 }
 
-# refuses UNIT COMPILER...: with the #error that says why, and not for another reason.
+# refuses UNIT WHY COMPILER...: with the #error that says why, and not for another reason.
 refuses()
 {
-    source=$build/$1.c
-    shift
-    "$@" -I. -c "$source" -o "$build/unit.o" 2>&1 | grep 'only declares its functions'
+    source=$build/$1.c why=$2
+    shift 2
+    "$@" -I. -c "$source" -o "$build/unit.o" 2>&1 | grep "$why"
 }
 
 symbols()
 {
     write_units
-    unit macros "$implement" "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"'
+    unit macros '#define KVPRIM_CORE_IMPLEMENTATION' "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"'
     unit refused_cuda '#include "kvprim_cuda.cuh"' '#define KVPRIM_CUDA_IMPLEMENTATION' '#include "kvprim_cuda.cuh"'
     unit refused_nccl '#include "kvprim_nccl.h"' '#define KVPRIM_NCCL_IMPLEMENTATION' '#include "kvprim_nccl.h"'
     for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17' 'clang++ -x c++ -std=c++17'; do
         has "${compiler%% *}" || continue
         cell "macros, $compiler" macros_left $compiler
         cell "macros with KVPRIM_STATIC, $compiler" macros_left $compiler -DKVPRIM_STATIC
-        cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda $compiler
-        cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl $compiler
+        cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda 'is implemented by nvcc' $compiler
+        cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'only declares its functions' $compiler
         has nm || continue
         for level in -O0 -O2; do
             cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' "$build/implemented.c" \
                 $compiler $level
             cell "KVPRIM_STATIC exports nothing, $compiler $level" exports_only '^caller$' tests/compile/use.c \
-                $compiler $level -DKVPRIM_STATIC -DKVPRIM_IMPLEMENTATION
+                $compiler $level -DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION
         done
     done
     has nm || skip 'exported symbols: no nm'
@@ -212,13 +214,13 @@ linked()
 callers()
 {
     use=tests/compile/use.c c="$CC -std=c11 -O1 -I." cxx="$CXX -x c++ -std=c++17 -O1 -I."
-    static='-DKVPRIM_STATIC -DKVPRIM_IMPLEMENTATION'
+    static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
     unit implemented "$implement" "$include"
     cell 'main in C' $c -c tests/compile/main.c -o "$build/main.o"
     cell 'implementation in C' $c -c "$build/implemented.c" -o "$build/implemented_c.o"
     cell 'caller in C' $c -c $use -o "$build/caller_c.o"
     linked two_units "$CC" "$build/main.o" "$build/caller_c.o" "$build/implemented_c.o"
-    cell 'macro from the command line' $c -DKVPRIM_IMPLEMENTATION -c $use -o "$build/caller_one.o"
+    cell 'macro from the command line' $c -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_one.o"
     linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
     cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
     linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
@@ -258,6 +260,63 @@ callers()
         group "declarations next to $NCCL_INCLUDE/nccl.h"
     else
         skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
+    fi
+}
+
+emulated()
+{
+    if [ -z "$CXX" ] || ! has "$CXX"; then
+        skip 'kernels emulated on the CPU: no C++ compiler'
+        return
+    fi
+    unit empty 'int main(void) { return 0; }'
+    checks=$address
+    "$CXX" -x c++ $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && "$build/empty" || checks=-O1
+    cell "test_cuda_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. tests/test_cuda_emulated.cpp \
+        -o "$build/test_cuda_emulated"
+    group "test_cuda_emulated compiled, $CXX $checks"
+    program 'test_cuda_emulated' "$build/test_cuda_emulated"
+}
+
+# frugal ARCH: compiles the kernels, and none of them uses the stack.
+frugal()
+{
+    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. -cubin "$build/kernels.cu" \
+        -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
+    grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
+    ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
+}
+
+# wide CUBIN: its plain kernels load and store 16 bytes at a time, and less only for indices and counters.
+wide()
+{
+    "$cuobjdump" -sass "$1" >"$build/sass" || return 1
+    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store)_kernel/; kernels += plain }
+         plain && /LDG/ { loads += /LDG\.E\.128/ }
+         plain && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
+         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow " narrower stores"
+               exit kernels == 0 || loads < kernels || stores < kernels || narrow > 0 }' "$build/sass"
+}
+
+kernels()
+{
+    if [ -z "$NVCC" ]; then
+        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        return
+    fi
+    printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
+    for arch in 75 80 86 89 90 100 120; do
+        cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+    done
+    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode arch=compute_120,code=compute_120 -I. \
+        -c "$build/kernels.cu" -o "$build/unit.o"
+    group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+    cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
+    if [ -n "$cuobjdump" ]; then
+        cell 'SASS for sm_90' wide "$build/kernels_sm_90.cubin"
+        group "SASS: $(cat "$build/log")"
+    else
+        skip 'SASS of the kernels: no cuobjdump'
     fi
 }
 
@@ -367,7 +426,7 @@ fuzzers()
 }
 
 case $part in
-callers | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
+callers | emulated | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
 *)
     echo "tests/compile/run.sh: no part is called '$part'" >&2
     exit 2
