@@ -53,7 +53,7 @@ help:
 	@echo 'make clean     remove build/'
 
 run: build/02_kv_replay
-	build/02_kv_replay $(ARGS) $(TRACE)
+	build/02_kv_replay $(ARGS) '$(TRACE)'
 
 examples: $(EXAMPLES)
 

@@ -20,7 +20,7 @@
    to cache) and unpack (fragments of a receive buffer to their places). These functions are also the reference for
    kvprim_cuda.cuh, which takes the same descriptors.
 
-   What it does NOT do: own or allocate memory, start threads, print, keep state, do arithmetic on what it moves.
+   What it does NOT do: own or allocate memory, start threads, print, do arithmetic on what it moves.
 
    Contents, search for the tag:
        >>config      macros you may define
@@ -36,8 +36,9 @@
                   not KVPRIM_OK, and kvprim_last_error() names the field and the values. count == 0 is KVPRIM_OK and
                   looks at nothing else.
        Threads    Every function may be called from any number of threads at once. The bytes are the caller's to share.
-       Alignment  Any. Rows of any number of bytes >= 1.
-       Aliasing   What is written must not overlap what is read, from the first byte of a table to its last.
+       Alignment  Rows: any, of any number of bytes >= 1. Tokens, indices and counters: as their C types.
+       Aliasing   What is written must not overlap what is read, from the first byte of a table to its last; neither
+                  rows nor indices, fragments, layer arrays or descriptors. Checked, but for the last two.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
@@ -68,8 +69,9 @@
 
 /* Which variants of the prefix compare exist here. Other compilers and processors use the scalar one. */
 #if !defined(KVPRIM_NO_SIMD) && (defined(__GNUC__) || defined(__clang__))
-#if defined(__x86_64__) && !defined(__ILP32__) && (!defined(_WIN32) || defined(__clang__))
-#define KVPRIM_X86 1 /* gcc on Windows misaligns vectors on the stack (its bug 54412) */
+#if defined(__x86_64__) && !defined(__ILP32__) &&                                                                      \
+    !defined(_WIN32) /* gcc misaligns vectors on Windows' stack: bug 54412 */
+#define KVPRIM_X86 1
 #elif defined(__aarch64__) && !defined(__AARCH64EB__)
 #define KVPRIM_NEON 1
 #endif
@@ -166,8 +168,7 @@ typedef struct kvprim_table {
     int64_t page_rows;   /* rows per page; 0: not paged */
     int64_t page_stride; /* page to page; 0: packed. Rows must not overlap each other. */
     int32_t heads;       /* a row lies in this many equal pieces, and divides by it; 0 or 1: in one */
-    int64_t
-        head_stride; /* piece to piece; 0: packed, that is all rows of the page (or table) of one head, then the next */
+    int64_t head_stride; /* piece to piece; 0: packed, all rows of the page (or table) of one head, then the next */
 } kvprim_table;
 
 typedef enum kvprim_index_type { KVPRIM_I32 = 0, KVPRIM_I64 = 1 } kvprim_index_type;
@@ -187,7 +188,8 @@ typedef struct kvprim_gather_desc {
     const void *index; /* count int32 or int64, naturally aligned */
     kvprim_index_type index_type;
     int64_t index_base, count;
-    uint32_t *rejected; /* optional; indices past src.rows are added to it. Memory that the executing side can write */
+    uint32_t *rejected; /* optional; indices past src.rows are added to it. Memory that the executing side can write; on
+                           the CPU not atomically: one per thread */
 } kvprim_gather_desc;
 
 /* Aliasing: dst must not overlap src. Repeated indices are fine.
@@ -198,7 +200,7 @@ KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
    k_cache row (slot[i] - slot_base) = k row i, and likewise v, for i in [0, count); other slots: the index rule. */
 typedef struct kvprim_store_desc {
-    kvprim_table k_cache, v_cache, k, v; /* v_cache.data NULL: K only, v and v_bytes are not looked at (MLA) */
+    kvprim_table k_cache, v_cache, k, v; /* v_cache.data NULL: K only, whatever v and v_bytes are (MLA) */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
     const void *slot;                    /* count int32 or int64, naturally aligned */
     kvprim_index_type slot_type;
@@ -207,14 +209,16 @@ typedef struct kvprim_store_desc {
 } kvprim_store_desc;
 
 /* The caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
-   tensor (packed QKV). Duplicate slots: one of the rows is kept per 16 bytes, unspecified which.
+   tensor (packed QKV). Duplicate slots: of each aligned 16 bytes inside the row, and of each byte at its edges, one of
+   the rows is kept, unspecified which. That no K row overlaps a V row is checked for row 0 only.
    Aliasing: no cache overlaps an input. Errors: as kvprim_gather. */
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc);
 
 /* >>transfer -------------------------------------------------------------------------------------------------------
 
    In every layer: dst row dst_index[i] = src row src_index[i], for i in [0, count). Whole pages are rows too: give
-   row_bytes = a page. K and V caches are two layers each. dst and src may differ in every field of their geometry. */
+   row_bytes = a page. With K and V caches pass twice the layers: K and V of each. dst and src may differ in every field
+   of their geometry. */
 typedef struct kvprim_transfer_desc {
     kvprim_table dst, src;   /* geometry, and layer 0's memory */
     void *const *dst_layers; /* optional host arrays of `layers` base pointers, instead of dst.data ... */
@@ -229,7 +233,7 @@ typedef struct kvprim_transfer_desc {
 } kvprim_transfer_desc;
 
 /* A row moves if both of its indices are in range. Repeated dst indices: as duplicate slots.
-   Aliasing: no layer of dst overlaps a layer of src. Errors: as kvprim_gather. */
+   Aliasing: no layer of dst overlaps a layer of src (checked) or of dst (not checked). Errors: as kvprim_gather. */
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
@@ -251,7 +255,7 @@ typedef struct kvprim_unpack_desc {
 } kvprim_unpack_desc;
 
 /* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified.
-   Aliasing: [dst, dst + dst_bytes) and [src, src + src_bytes) must not overlap.
+   Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
    Errors: NULL, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
@@ -308,6 +312,14 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 
 /* Names that begin with kvpi_ are internal: static, and free to change. */
 
+#if defined(__SANITIZE_ADDRESS__)
+#define KVPRIM_SANITIZED
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define KVPRIM_SANITIZED
+#endif
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
@@ -355,10 +367,12 @@ KVPRIM_API const char *kvprim_last_error(void)
 
 KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
 {
+    char text[sizeof kvpi_error_text]; /* an argument may be the text of before */
     va_list args;
     va_start(args, format);
-    (void)vsnprintf(kvpi_error_text, sizeof kvpi_error_text, format, args);
+    (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    memcpy(kvpi_error_text, text, sizeof text);
     return status;
 }
 
@@ -408,8 +422,8 @@ KVPRIM_API size_t kvprim_prefix_i32_scalar(const int32_t *a, size_t a_len, const
     }
 KVPRIM_PREFIX_I64(kvprim_prefix_i64_scalar, kvprim_prefix_i32_scalar)
 
-static size_t kvpi_many_any(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
-                            size_t keys_count, size_t *out_len)
+static size_t kvpi_many_each(const int32_t *query, size_t query_len, const int32_t *const *keys, const size_t *key_lens,
+                             size_t keys_count, size_t *out_len)
 {
     size_t best = 0, best_len = 0;
     for (size_t i = 0; i < keys_count; i++) {
@@ -554,6 +568,13 @@ static inline int kvpi_near_page_end(const void *p)
     return ((uintptr_t)p & 4095) > 4096 - 64;
 }
 
+/* Whether a vector of `bytes` from here may leave its page. Also true of NULL, which is seen to later, and of a page's
+   first byte, which is then only slower. */
+static inline int kvpi_near_page_end_or_null(const void *p, uintptr_t bytes)
+{
+    return (((uintptr_t)p - 1) & 4095) >= 4096 - bytes;
+}
+
 KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int32_t *b, size_t n)
 {
     if (kvpi_near_page_end(a) || kvpi_near_page_end(b))
@@ -610,7 +631,7 @@ KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_
     for (size_t i = 0; i < keys_count; i++) {
         const size_t n = kvpi_min(query_len, key_lens[i]), n16 = kvpi_min(n, 16);
         const __mmask16 lanes = (__mmask16)_bzhi_u32(0xffff, (uint32_t)n16);
-        const int near_end = kvpi_near_page_end(keys[i]);
+        const int near_end = kvpi_near_page_end_or_null(keys[i], 64); /* NULL is a key of length 0 */
         size_t len = n;
         if (KVPRIM_LIKELY(!near_end)) {
             const __m512i key = _mm512_maskz_loadu_epi32(lanes, keys[i]);
@@ -723,10 +744,21 @@ static size_t kvpi_prefix_resolve(const int32_t *a, size_t a_len, const int32_t 
     return kvpi_prefix_resolved()(a, a_len, b, b_len);
 }
 
+/* The same choice, for what is not a prefix compare. */
+static int kvpi_has_avx512(void)
+{
+    return kvpi_prefix_resolved() == kvprim_prefix_i32_avx512;
+}
+
+static int kvpi_has_avx2(void)
+{
+    return kvpi_prefix_resolved() != kvprim_prefix_i32_scalar;
+}
+
 /* The kvpi_inline_ functions are assembly because a function compiled for AVX-512 is never inlined into one that must
    also run without it, and a jump there and its vzeroupper would cost a third of a short compare. zmm16 and up need no
-   vzeroupper: nothing older shares them. A compiler that was not told of AVX-512 knows none of these registers, has
-   nothing in them to lose, and refuses their names. */
+   vzeroupper: nothing older shares them. A compiler that was not told of AVX-512 refuses the names of these registers,
+   so the functions they end up in must be real calls for every caller: KVPRIM_HOT. The calling convention says the rest. */
 #ifdef __AVX512F__
 #define KVPRIM_CLOBBERS "cc", "memory", "k1", "k2", "xmm16", "xmm17"
 #else
@@ -744,7 +776,7 @@ static inline size_t kvpi_inline16(const int32_t *a, const int32_t *b, size_t n)
             "kmovd %%k1, %k0\n\t"
             "bts %k3, %k0\n\t"
             "tzcnt %k0, %k0"
-            : "=&a"(first), "+r"(lanes)
+            : "=&a"(first), "+&r"(lanes)
             : "r"(a), "r"(n), "r"(b)
             : KVPRIM_CLOBBERS);
     return first;
@@ -765,7 +797,7 @@ static inline size_t kvpi_inline32(const int32_t *a, const int32_t *b, size_t n)
             "kmovd %%k1, %k0\n\t"
             "bts %3, %0\n\t"
             "tzcnt %0, %0"
-            : "=&a"(first), "+r"(lanes)
+            : "=&a"(first), "+&r"(lanes)
             : "r"(a), "r"(n), "r"(b)
             : KVPRIM_CLOBBERS);
     return first;
@@ -813,13 +845,6 @@ static inline size_t kvpi_inline_first(uint64_t low, uint64_t high, size_t shift
     return first;
 }
 
-/* Whether a vector of `bytes` from here may leave its page. Also true of NULL, which is seen to later, and of a page's
-   first byte, which is then only slower. */
-static inline int kvpi_near_page_end_or_null(const void *p, uintptr_t bytes)
-{
-    return (((uintptr_t)p - 1) & 4095) >= 4096 - bytes;
-}
-
 /* Neither pointer is NULL: one branch for two, as no address of a program on x86-64 has the top bit set. */
 static inline int kvpi_both_set(const void *a, const void *b)
 {
@@ -827,10 +852,16 @@ static inline int kvpi_both_set(const void *a, const void *b)
 }
 
 /* The plain names are these few lines: inlined, as what they cost is measured in cycles. `words` int32 are a token. */
-KVPRIM_INLINE size_t kvpi_prefix_any(const char *function, const int32_t *a, size_t a_len, const int32_t *b,
-                                     size_t b_len, size_t words)
+KVPRIM_INLINE size_t kvpi_prefix_inline(const char *function, const int32_t *a, size_t a_len, const int32_t *b,
+                                        size_t b_len, size_t words)
 {
     const size_t tokens = kvpi_min(a_len, b_len), n = words * tokens;
+#ifdef KVPRIM_SANITIZED /* which sees neither assembly nor masked loads: show it both ends */
+    if (n && a && b) {
+        (void)*(const volatile int32_t *)(a + n - 1);
+        (void)*(const volatile int32_t *)(b + n - 1);
+    }
+#endif
     const size_t inline_end = __atomic_load_n(&kvpi_inline_end, __ATOMIC_RELAXED);
     if (KVPRIM_LIKELY(tokens < inline_end))
         if (KVPRIM_LIKELY(!kvpi_near_page_end_or_null(a, 64 * words)) &&
@@ -848,7 +879,11 @@ KVPRIM_INLINE size_t kvpi_prefix_any(const char *function, const int32_t *a, siz
     }
     return kvpi_long_avx512(a, b, n);
 }
-#define KVPRIM_HOT __attribute__((aligned(64)))
+#if defined(__clang__) || __GNUC__ < 8
+#define KVPRIM_HOT __attribute__((aligned(64), noinline))
+#else
+#define KVPRIM_HOT __attribute__((aligned(64), noipa))
+#endif
 
 #else /* one variant: nothing to pick */
 #ifdef KVPRIM_NEON
@@ -856,8 +891,8 @@ KVPRIM_INLINE size_t kvpi_prefix_any(const char *function, const int32_t *a, siz
 #else
 #define KVPRIM_PREFIX_ONLY kvprim_prefix_i32_scalar
 #endif
-KVPRIM_INLINE size_t kvpi_prefix_any(const char *function, const int32_t *a, size_t a_len, const int32_t *b,
-                                     size_t b_len, size_t words)
+KVPRIM_INLINE size_t kvpi_prefix_inline(const char *function, const int32_t *a, size_t a_len, const int32_t *b,
+                                        size_t b_len, size_t words)
 {
     const size_t n = words * kvpi_min(a_len, b_len);
     return a && b ? KVPRIM_PREFIX_ONLY(a, n, b, n) : kvpi_prefix_null(function, a, a_len, b, b_len);
@@ -867,13 +902,13 @@ KVPRIM_INLINE size_t kvpi_prefix_any(const char *function, const int32_t *a, siz
 
 KVPRIM_API KVPRIM_HOT size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
 {
-    return kvpi_prefix_any("kvprim_prefix_i32", a, a_len, b, b_len, 1);
+    return kvpi_prefix_inline("kvprim_prefix_i32", a, a_len, b, b_len, 1);
 }
 
 KVPRIM_API KVPRIM_HOT size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
 {
-    return kvpi_prefix_any("kvprim_prefix_i64", (const int32_t *)(const void *)a, a_len,
-                           (const int32_t *)(const void *)b, b_len, 2) /
+    return kvpi_prefix_inline("kvprim_prefix_i64", (const int32_t *)(const void *)a, a_len,
+                              (const int32_t *)(const void *)b, b_len, 2) /
            2;
 }
 
@@ -911,17 +946,16 @@ KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len,
     if (!query)
         query = none; /* of length 0 */
 #ifdef KVPRIM_X86
-    if (kvpi_prefix_resolved() == kvprim_prefix_i32_avx512)
+    if (kvpi_has_avx512())
         return kvpi_many_avx512(query, query_len, keys, key_lens, keys_count, out_len);
 #endif
-    return kvpi_many_any(query, query_len, keys, key_lens, keys_count, out_len);
+    return kvpi_many_each(query, query_len, keys, key_lens, keys_count, out_len);
 }
 
 KVPRIM_API const char *kvprim_isa(void)
 {
 #ifdef KVPRIM_X86
-    kvpi_prefix_fn *const pick = kvpi_prefix_resolved();
-    return pick == kvprim_prefix_i32_avx512 ? "avx512" : pick == kvprim_prefix_i32_avx2 ? "avx2" : "scalar";
+    return kvpi_has_avx512() ? "avx512" : kvpi_has_avx2() ? "avx2" : "scalar";
 #elif defined(KVPRIM_NEON)
     return "neon";
 #else
@@ -939,7 +973,8 @@ KVPRIM_API const char *kvprim_isa(void)
             return try_status;                                                                                         \
     } while (0)
 
-static const uint64_t kvpi_too_large = (uint64_t)1 << 62; /* bytes of a table; far above any address space */
+/* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
+static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
 
 /* Products and sums of sizes that stay at kvpi_too_large instead of wrapping. */
 static uint64_t kvpi_mul(uint64_t a, uint64_t b)
@@ -989,7 +1024,8 @@ typedef struct kvpi_side {
 
 static kvprim_status kvpi_bad(const kvpi_side *side, const char *field, int64_t value, const char *why, uint64_t other)
 {
-    return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.%s is %lld, %s %llu", side->function, side->name, field,
+    const char *const joint = strcmp(field, "layer_stride") == 0 ? "_" : "."; /* src_layer_stride is no field of src */
+    return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s%s%s is %lld, %s %llu", side->function, side->name, joint, field,
                        (long long)value, why, (unsigned long long)other);
 }
 
@@ -1019,8 +1055,7 @@ static kvprim_status kvpi_check_fields(const kvpi_side *side)
     if (t->head_stride < 0 || (heads > 1 && t->head_stride && t->head_stride < piece))
         return kvpi_bad(side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
     if (side->layer_stride < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_layer_stride is %lld, less than 0", side->function, side->name,
-                           (long long)side->layer_stride);
+        return kvpi_bad(side, "layer_stride", side->layer_stride, "less than", 0);
     return KVPRIM_OK;
 }
 
@@ -1088,8 +1123,10 @@ static kvprim_status kvpi_check_side(kvpi_side *side)
     KVPRIM_TRY(kvpi_check_fields(side));
     kvprim_table *const t = side->table;
     *t = kvprim_table_resolve(*t, side->row_bytes);
-    if (t->rows == 0)
-        return KVPRIM_OK; /* nothing of it is ever touched */
+    if (t->rows == 0) {
+        side->layer_stride = 0; /* nothing of it is ever touched */
+        return KVPRIM_OK;
+    }
     const uint64_t rows = (uint64_t)t->rows, page_rows = t->page_rows ? (uint64_t)t->page_rows : rows;
     kvpi_dim dims[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
                         {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
@@ -1130,7 +1167,21 @@ static kvprim_status kvpi_check_index(const char *function, const char *field, c
     if (type != KVPRIM_I32 && type != KVPRIM_I64)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
                            field, (int)type);
+    if ((uintptr_t)index % (type == KVPRIM_I64 ? 8 : 4) != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, field, index);
     return KVPRIM_OK;
+}
+
+/* The indices do not lie in what is written. */
+static kvprim_status kvpi_check_index_apart(const kvpi_side *dst, const char *field, const void *index,
+                                            kvprim_index_type type, int64_t count)
+{
+    const uint64_t bytes = kvpi_mul((uint64_t)count, type == KVPRIM_I64 ? 8 : 4);
+    if (!index || !kvpi_overlap(dst->table->data, dst->bytes, index, bytes))
+        return KVPRIM_OK;
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)", dst->function,
+                       field, index, (unsigned long long)bytes, dst->name, dst->table->data,
+                       (unsigned long long)dst->bytes);
 }
 
 static kvprim_status kvpi_check_count(const char *function, int64_t count)
@@ -1158,6 +1209,7 @@ KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvp
         KVPRIM_TRY(kvpi_check_side(&dst));
         KVPRIM_TRY(kvpi_check_side(&src));
         KVPRIM_TRY(kvpi_check_apart(&dst, &src));
+        KVPRIM_TRY(kvpi_check_index_apart(&dst, "index", d.index, d.index_type, d.count));
     }
     if (resolved)
         *resolved = d;
@@ -1185,8 +1237,10 @@ KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvpri
         kvpi_side v = {function, "v", &d.v, "v_bytes", d.v_bytes, d.count, 1, 0, 0};
         KVPRIM_TRY(kvpi_check_index(function, "slot", d.slot, d.slot_type));
         KVPRIM_TRY(kvpi_check_store_pair(&k_cache, &k));
+        KVPRIM_TRY(kvpi_check_index_apart(&k_cache, "slot", d.slot, d.slot_type, d.count));
         if (d.v_cache.data) {
             KVPRIM_TRY(kvpi_check_store_pair(&v_cache, &v));
+            KVPRIM_TRY(kvpi_check_index_apart(&v_cache, "slot", d.slot, d.slot_type, d.count));
             KVPRIM_TRY(kvpi_check_apart(&k_cache, &v));
             KVPRIM_TRY(kvpi_check_apart(&v_cache, &k));
             if (d.v_cache.rows != d.k_cache.rows)
@@ -1281,11 +1335,21 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
         kvpi_side src = {function, "src", &d.src, "row_bytes", d.row_bytes, src_used, d.layers, d.src_layer_stride, 0};
         if (d.dst_index || d.src_index)
             KVPRIM_TRY(kvpi_check_index(function, "index", d.dst_index ? d.dst_index : d.src_index, d.index_type));
+        if (d.dst_index && d.src_index)
+            KVPRIM_TRY(kvpi_check_index(function, "index", d.src_index, d.index_type));
         KVPRIM_TRY(kvpi_check_transfer_side(&dst, d.dst_layers));
         KVPRIM_TRY(kvpi_check_transfer_side(&src, d.src_layers));
         d.dst_layer_stride = dst.layer_stride;
         d.src_layer_stride = src.layer_stride;
         KVPRIM_TRY(kvpi_check_layers_apart(&d, &dst, &src));
+        for (int32_t l = 0; l < d.layers; l++) {
+            kvprim_table layer = d.dst;
+            kvpi_side side = dst;
+            layer.data = kvpi_side_layer(&dst, d.dst_layers, l);
+            side.table = &layer;
+            KVPRIM_TRY(kvpi_check_index_apart(&side, "dst_index", d.dst_index, d.index_type, d.count));
+            KVPRIM_TRY(kvpi_check_index_apart(&side, "src_index", d.src_index, d.index_type, d.count));
+        }
     }
     if (resolved)
         *resolved = d;
@@ -1469,10 +1533,14 @@ static void kvpi_move_special(const kvpi_job *job, char *dst, const char *src)
         memset(dst, 0, (size_t)job->row_bytes);
 }
 
-KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
+/* The lines of a row, or of as many of its pieces as that makes. */
+KVPRIM_INLINE void kvpi_prefetch(const kvpi_rows *r, const char *row, int64_t row_bytes)
 {
-    for (size_t b = 0; b < bytes; b += 64)
-        KVPRIM_PREFETCH(row + b);
+    const int64_t bytes = row_bytes < kvpi_prefetch_bytes ? row_bytes : (int64_t)kvpi_prefetch_bytes;
+    const int64_t piece = bytes < r->piece ? bytes : r->piece;
+    for (int64_t done = 0; done < bytes; done += piece, row += r->head_stride)
+        for (const char *line = row - (uintptr_t)row % 64; line < row + piece; line += 64)
+            KVPRIM_PREFETCH(line);
 }
 
 /* The commonest moves, for which the compiler may leave out the rest: int32 indices on one side, no pages or heads. */
@@ -1487,14 +1555,15 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
         j.type = KVPRIM_I32;
         j.dst.page_rows = j.src.page_rows = 0;
         j.dst.heads = j.src.heads = 1;
+        j.dst.piece = j.src.piece = j.row_bytes;
         j.zero = shape == kvpi_shape_gather;
         *(shape == kvpi_shape_gather ? &j.dst.index : &j.src.index) = NULL;
     }
     const size_t row_bytes = (size_t)j.row_bytes;
-    const size_t ahead_bytes = row_bytes < (size_t)kvpi_prefetch_bytes ? row_bytes : (size_t)kvpi_prefetch_bytes;
     const int whole = j.dst.heads == 1 && j.src.heads == 1;
     char *dst_at[kvpi_ring], *src_at[kvpi_ring]; /* row i at i % kvpi_ring. dst NULL: nothing to do; src NULL: zeros */
-    size_t run = 0;                              /* bytes of the rows before row i that move with it */
+    size_t run =
+        0; /* bytes of the rows before row i that move with it: not 0 only if row i is whole and follows them */
     for (int64_t i = -kvpi_ahead; i < j.count; i++) {
         const int64_t ahead = i + kvpi_ahead;
         if (KVPRIM_LIKELY(ahead < j.count)) {
@@ -1506,9 +1575,9 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
             if (!KVPRIM_LIKELY(src) && !j.zero)
                 dst = NULL;
             if (src && j.src.index)
-                kvpi_prefetch(src, ahead_bytes);
+                kvpi_prefetch(&j.src, src, j.row_bytes);
             if (dst && j.dst.index && !j.stream)
-                kvpi_prefetch(dst, ahead_bytes);
+                kvpi_prefetch(&j.dst, dst, j.row_bytes);
             dst_at[ahead % kvpi_ring] = dst;
             src_at[ahead % kvpi_ring] = src;
         }
@@ -1531,7 +1600,7 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
     }
 }
 
-static void kvpi_move_any(const kvpi_job *job)
+static void kvpi_move_portable(const kvpi_job *job)
 {
     kvpi_move_by(job, kvpi_copy, kvpi_shape_any);
 }
@@ -1573,14 +1642,13 @@ static void kvpi_move(kvpi_job *job)
 {
     job->stream = job->count >= kvpi_stream_bytes / job->row_bytes && kvpi_in_lines(&job->dst, job->row_bytes);
 #ifdef KVPRIM_X86
-    kvpi_prefix_fn *const pick = kvpi_prefix_resolved();
-    if (pick == kvprim_prefix_i32_avx512)
+    if (kvpi_has_avx512())
         kvpi_move_avx512(job);
-    else if (pick == kvprim_prefix_i32_avx2)
+    else if (kvpi_has_avx2())
         kvpi_move_avx2(job);
     else
 #endif
-        kvpi_move_any(job);
+        kvpi_move_portable(job);
 }
 
 KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
@@ -1667,6 +1735,13 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
                                                              : NULL;
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
+                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
+    const uint64_t fragments_bytes = kvpi_mul(desc->count, sizeof(kvprim_fragment));
+    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
+                           desc->dst, (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
     if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps src (%p, %llu bytes)", function,
                            desc->dst, (unsigned long long)desc->dst_bytes, desc->src,
@@ -1702,6 +1777,7 @@ KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count)
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512
 #undef KVPRIM_LIKELY
+#undef KVPRIM_SANITIZED
 #undef KVPRIM_HOT
 #undef KVPRIM_CLOBBERS
 #undef KVPRIM_MOVE

@@ -65,7 +65,8 @@ struct CUstream_st; /* what a cudaStream_t points to */
 /* Zero-initialise, then set what differs. A NULL launch is one of zeros. */
 typedef struct kvprim_cuda_launch {
     struct CUstream_st *stream; /* NULL: the legacy default stream */
-    int32_t pdl;                /* 1: programmatic dependent launch. May start before the kernel ahead of it in the
+    int32_t pdl;                /* 1: programmatic dependent launch, where all of the implementing file's architectures
+                                   are sm_90 or newer (elsewhere no difference). May start before the kernel ahead of it in the
                                    stream has ended, and waits for that one's memory before its first access. Do not
                                    put it right before a kernel that is launched that way and does not wait */
     int32_t max_sms;            /* leave the rest of the GPU's multiprocessors to others; 0: no limit */
@@ -90,6 +91,11 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
    threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
+#ifdef __CUDACC__
+#define KVPRIM_UNROLL _Pragma("unroll")
+#else
+#define KVPRIM_UNROLL
+#endif
 
 /* Bytes shift to shift + 15 of the 32 bytes low, high. */
 KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
@@ -109,7 +115,7 @@ KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
 /* `lanes` threads copy together, as lane 0 to lanes - 1. Thread t writes, of the bytes up to the first 16-byte boundary of
    dst, the t-th; of the 16-byte words from there every lanes-th from the t-th on; of the bytes behind the last word the
    t-th. A word whose source is not aligned is read as the two aligned words that it lies in. */
-template <int lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
+template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
 {
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
     for (size_t b = lane; b < head; b += lanes)
@@ -136,7 +142,7 @@ template <int lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, si
         dst[b] = src[b];
 }
 
-template <int lanes> KVPRIM_DEVICE void kvpc_zero(char *dst, size_t bytes, uint32_t lane)
+template <uint32_t lanes> KVPRIM_DEVICE void kvpc_zero(char *dst, size_t bytes, uint32_t lane)
 {
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
     const size_t words = (bytes - head) / 16;
@@ -182,7 +188,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 enum { kvpc_bytes_loads = 3 }; /* one more than aligned rows of a power of two need: see kvpc_bytes_kernel */
 
-/* For griddepcontrol: processors before Hopper have none, and there a launch asks for none. */
+/* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -236,7 +242,7 @@ template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t 
    load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads: with few
    rows the time is that of the instructions between the launch and the second load. */
 
-template <int lanes, int loads, bool wide, bool pdl>
+template <uint32_t lanes, uint32_t loads, bool wide, bool pdl>
 static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
@@ -249,27 +255,28 @@ static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_co
     if (pdl)
         kvpc_pdl_wait();
     uint4 v[loads];
-#pragma unroll
-    for (int k = 0; k < loads; k++)
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
         v[k] = uint4{0, 0, 0, 0};
     uint32_t row;
     bool past;
     const bool inside = kvpc_find<wide>(p, i, &row, &past);
-    const char *const src = p.pair[0].src + (uint64_t)row * p.pair[0].src_stride + at;
+    const uintptr_t src =
+        (uintptr_t)p.pair[0].src + (uint64_t)row * p.pair[0].src_stride + at; /* a number until used */
     char *const dst = p.pair[0].dst + (uint64_t)i * p.pair[0].dst_stride + at;
-#pragma unroll
-    for (int k = 0; k < loads; k++)
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
         if (inside && at + 16 * lanes * k < bytes)
             v[k] = *(const uint4 *)(src + 16 * lanes * k);
-#pragma unroll
-    for (int k = 0; k < loads; k++)
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
         if (at + 16 * lanes * k < bytes)
             *(uint4 *)(dst + 16 * lanes * k) = v[k];
     if (!inside && past && at == 0 && p.rejected)
         atomicAdd(p.rejected, 1u);
 }
 
-template <int lanes, int loads, int tables, bool wide, bool pdl>
+template <uint32_t lanes, uint32_t loads, uint32_t tables, bool wide, bool pdl>
 static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
@@ -285,19 +292,19 @@ static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_con
     uint32_t row;
     bool past;
     const bool inside = kvpc_find<wide>(p, i, &row, &past);
-#pragma unroll
-    for (int m = 0; m < tables; m++) { /* K and V are on their way before the slot is known */
+    KVPRIM_UNROLL
+    for (uint32_t m = 0; m < tables; m++) { /* K and V are on their way before the slot is known */
         const char *const src = p.pair[m].src + (uint64_t)i * p.pair[m].src_stride + at;
-#pragma unroll
-        for (int k = 0; k < loads; k++)
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
             if (at + 16 * lanes * k < p.pair[m].row_bytes)
                 v[m][k] = *(const uint4 *)(src + 16 * lanes * k);
     }
-#pragma unroll
-    for (int m = 0; m < tables; m++) {
-        char *const dst = p.pair[m].dst + (uint64_t)row * p.pair[m].dst_stride + at;
-#pragma unroll
-        for (int k = 0; k < loads; k++)
+    KVPRIM_UNROLL
+    for (uint32_t m = 0; m < tables; m++) {
+        const uintptr_t dst = (uintptr_t)p.pair[m].dst + (uint64_t)row * p.pair[m].dst_stride + at;
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
             if (inside && at + 16 * lanes * k < p.pair[m].row_bytes)
                 *(uint4 *)(dst + 16 * lanes * k) = v[m][k];
     }
@@ -309,24 +316,24 @@ static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_con
 KVPRIM_DEVICE void kvpc_store_some(char *dst, uint4 v, int32_t from, int32_t end)
 {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
+    KVPRIM_UNROLL
     for (int32_t w = 0; w < 4; w++)
         if (from <= 4 * w && 4 * w + 4 <= end)
             *(uint32_t *)(dst + 4 * w) = words[w];
         else
-#pragma unroll
-            for (int32_t b = 0; b < 4; b++)
-                if (from <= 4 * w + b && 4 * w + b < end)
-                    dst[4 * w + b] = (char)(words[w] >> 8 * b);
+            KVPRIM_UNROLL
+    for (int32_t b = 0; b < 4; b++)
+        if (from <= 4 * w + b && 4 * w + b < end)
+            dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
 /* As the two above, for rows of any size and alignment. The words are those of the destination: word w of a row that
    begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the two
    aligned words of the source in which it lies, of which one without a byte of the row is not read. */
-template <int lanes>
+template <uint32_t lanes>
 static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
-    enum { loads = kvpc_bytes_loads };
+    const uint32_t loads = kvpc_bytes_loads;
     const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
     const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
     const uint32_t first = t % lanes + lanes * loads * part;
@@ -348,8 +355,8 @@ static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_con
         const int32_t lead = (int32_t)((uintptr_t)dst % 16), bytes = (int32_t)pair.row_bytes;
         const int32_t shift = (int32_t)((uintptr_t)(src - lead) % 16);
         uint4 low[loads], high[loads];
-#pragma unroll
-        for (int k = 0; k < loads; k++) {
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++) {
             const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead,
                           at = from - shift; /* of the aligned word */
             low[k] = high[k] = uint4{0, 0, 0, 0};
@@ -358,8 +365,8 @@ static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_con
             if (inside && shift && at + 16 < bytes)
                 high[k] = *(const uint4 *)(src + at + 16);
         }
-#pragma unroll
-        for (int k = 0; k < loads; k++) {
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++) {
             const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead;
             const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
             if (from >= 0 && from + 16 <= bytes)
@@ -399,7 +406,8 @@ KVPRIM_DEVICE char *kvpc_place(const kvpc_side &s, int64_t row, int64_t byte)
 }
 
 /* A group of `lanes` threads copies one chunk of a row after the other. */
-template <int lanes> static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_constant__ kvpc_any p)
+template <uint32_t lanes>
+static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_constant__ kvpc_any p)
 {
     const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int64_t groups = (int64_t)gridDim.x * blockDim.x / lanes;
@@ -443,6 +451,18 @@ static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_l
 }
 #endif
 
+#ifndef KVPRIM_CUDA_EMULATE
+/* Whether every kernel here waits when it is asked to, whichever of this file's architectures the driver picks. */
+static bool kvpc_has_pdl(void)
+{
+    const int architectures[] = {__CUDA_ARCH_LIST__};
+    for (int architecture : architectures)
+        if (architecture < 900)
+            return false;
+    return true;
+}
+#endif
+
 template <class Params>
 static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params, const kvprim_cuda_launch *launch)
@@ -459,7 +479,7 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     config.blockDim = dim3(threads);
     config.stream = launch ? launch->stream : NULL;
     config.attrs = &pdl;
-    config.numAttrs = launch && launch->pdl;
+    config.numAttrs = launch && launch->pdl && kvpc_has_pdl();
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
@@ -530,7 +550,7 @@ static uint32_t kvpc_share(kvpc_plain *p, int64_t row_bytes, int lanes, int load
     return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
 }
 
-template <int lanes, int loads, bool wide>
+template <uint32_t lanes, uint32_t loads, bool wide>
 static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
 {
     const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
@@ -539,7 +559,7 @@ static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p, int64
     return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
 }
 
-template <int lanes, int loads, int tables, bool wide>
+template <uint32_t lanes, uint32_t loads, uint32_t tables, bool wide>
 static kvprim_status kvpc_start_store(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
 {
     const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
@@ -559,7 +579,7 @@ static kvprim_status kvpc_start_bytes(const kvpc_job *job, kvpc_plain *p, int64_
     return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
 }
 
-template <int tables, bool wide>
+template <uint32_t tables, bool wide>
 static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
 {
     if (row_bytes <= 128)

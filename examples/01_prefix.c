@@ -1,4 +1,4 @@
-/* How much of a prompt is already cached? The program from the top of kvprim.h; it checks its own answer.
+/* How much of a prompt is already cached? The program at the top of kvprim.h, which checks its answer.
 
        cc -O2 -I. examples/01_prefix.c -o 01_prefix && ./01_prefix
 */

@@ -768,7 +768,7 @@ static int replay_all(replay *r)
         status = finish_oldest(r);
     r->t.all = seconds() - start;
     if (terminal)
-        fprintf(stderr, "\r%60s\r", "");
+        fprintf(stderr, "\r%79s\r", "");
     return status;
 }
 
@@ -861,6 +861,8 @@ int main(int argc, char **argv)
     if (!status && (status = make_replay(&r)) == 0 && (status = replay_all(&r)) == 0) {
         print_table(&r);
         status = r.t.mismatched_rows || r.rejected ? EXIT_MISMATCH : 0;
+        if (fflush(stdout) != 0 || ferror(stdout))
+            status = refuse("the table could not be written");
     }
     free(r.o.texts);
     free_replay(&r);

@@ -41,7 +41,6 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
-static int kvprim_emulate_sms = 4;       /* multiprocessors of the GPU that is played */
 static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
 static unsigned kvprim_emulate_launches; /* so far */
 

@@ -448,8 +448,8 @@ static void compare_chain(const chain *c, const char *what)
     compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
 }
 
-/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. `last`
-   is the layout of the second pair's V: with heads another kernel moves that pair than the first. */
+/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. The
+   second pair's V has the layout `last`: with heads another kernel moves that pair than the first. */
 static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, int depth)
 {
     const int64_t rows = count + count / 2 + 1;

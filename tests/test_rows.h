@@ -499,7 +499,8 @@ static void one_gather(arena *a, const gather_case *c)
 
 /* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token side by side. INTERLEAVED: caches of
    [page][K or V][row], inputs apart. */
-enum store_form { K_ONLY, PACKED, APART, INTERLEAVED, n_forms };
+enum store_form { K_ONLY, PACKED, APART, INTERLEAVED };
+static const unsigned n_forms = 4;
 static const char *const form_names[] = {"K only", "packed QKV", "K and V apart", "interleaved caches"};
 
 struct store_case {
