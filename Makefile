@@ -76,8 +76,8 @@ fuzz:
 	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
-	build/bench_prefix
-	build/bench_host
+	@mkdir -p $(RESULTS)
+	@{ build/bench_prefix; build/bench_host; } | tee $(RESULTS)/bench.txt
 
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results

@@ -585,6 +585,34 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
     return (size_t)_tzcnt_u32(diff | ~(uint32_t)lanes);
 }
 
+/* Where a + i begins a line and b + i does not, every load of b would straddle two. This loads b's lines whole and takes
+   each vector from two of them. Returns i, advanced by the blocks of 64 tokens that are equal. */
+KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
+{
+    const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;
+    const __m512i count = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i window = _mm512_add_epi32(count, _mm512_set1_epi32((int)shift));
+    const int32_t *lines = b + i - shift;
+    __m512i line0 = _mm512_loadu_si512(lines);
+    for (; i + 80 <= n; i += 64, lines += 64) { /* reads b to the end of the line after the block */
+        __m512i line1 = _mm512_loadu_si512(lines + 16), line2 = _mm512_loadu_si512(lines + 32);
+        __m512i line3 = _mm512_loadu_si512(lines + 48), line4 = _mm512_loadu_si512(lines + 64);
+        __asm__(""
+                : "+v"(line1), "+v"(line2), "+v"(line3), "+v"(line4)); /* keeps gcc from loading each of them twice */
+        __m512i x = _mm512_xor_si512(_mm512_loadu_si512(a + i), _mm512_permutex2var_epi32(line0, window, line1));
+        x = _mm512_ternarylogic_epi32(x, _mm512_loadu_si512(a + i + 16),
+                                      _mm512_permutex2var_epi32(line1, window, line2), 0xf6);
+        x = _mm512_ternarylogic_epi32(x, _mm512_loadu_si512(a + i + 32),
+                                      _mm512_permutex2var_epi32(line2, window, line3), 0xf6);
+        x = _mm512_ternarylogic_epi32(x, _mm512_loadu_si512(a + i + 48),
+                                      _mm512_permutex2var_epi32(line3, window, line4), 0xf6);
+        if (_mm512_test_epi32_mask(x, x) != 0)
+            break;
+        line0 = line4;
+    }
+    return i;
+}
+
 /* More than 16 tokens, or few that end near their page. */
 KVPRIM_AVX512 __attribute__((aligned(64))) static size_t kvpi_long_avx512(const int32_t *a, const int32_t *b, size_t n)
 {
@@ -598,6 +626,8 @@ KVPRIM_AVX512 __attribute__((aligned(64))) static size_t kvpi_long_avx512(const 
     if (!kvpi_same64_avx512(a, b))
         return (size_t)_tzcnt_u64(kvpi_diff64_avx512(a, b));
     size_t i = 64 - ((uintptr_t)a >> 2) % 16; /* from here a is aligned to 64 bytes */
+    if (n >= 512 && (uintptr_t)(b + i) % 64 != 0 && (((uintptr_t)a | (uintptr_t)b) & 3) == 0)
+        i = kvpi_shifted_avx512(a, b, i, n);
     while (i + 128 <= n && kvpi_same128_avx512(a + i, b + i))
         i += 128;
     for (; i + 64 <= n; i += 64)
@@ -758,7 +788,7 @@ static int kvpi_has_avx2(void)
 /* The kvpi_inline_ functions are assembly because a function compiled for AVX-512 is never inlined into one that must
    also run without it, and a jump there and its vzeroupper would cost a third of a short compare. zmm16 and up need no
    vzeroupper: nothing older shares them. A compiler that was not told of AVX-512 refuses the names of these registers,
-   so the functions they end up in must be real calls for every caller: KVPRIM_HOT. The calling convention says the rest. */
+   so the functions they end up in must be real calls for every caller: KVPRIM_HOT, and the calling convention. */
 #ifdef __AVX512F__
 #define KVPRIM_CLOBBERS "cc", "memory", "k1", "k2", "xmm16", "xmm17"
 #else
@@ -1533,14 +1563,19 @@ static void kvpi_move_special(const kvpi_job *job, char *dst, const char *src)
         memset(dst, 0, (size_t)job->row_bytes);
 }
 
-/* The lines of a row, or of as many of its pieces as that makes. */
-KVPRIM_INLINE void kvpi_prefetch(const kvpi_rows *r, const char *row, int64_t row_bytes)
+/* A row that begins inside a line ends in one more: to ask for that one too costs more than it brings. */
+KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
-    const int64_t bytes = row_bytes < kvpi_prefetch_bytes ? row_bytes : (int64_t)kvpi_prefetch_bytes;
-    const int64_t piece = bytes < r->piece ? bytes : r->piece;
-    for (int64_t done = 0; done < bytes; done += piece, row += r->head_stride)
-        for (const char *line = row - (uintptr_t)row % 64; line < row + piece; line += 64)
-            KVPRIM_PREFETCH(line);
+    for (size_t b = 0; b < bytes; b += 64)
+        KVPRIM_PREFETCH(row + b);
+}
+
+/* The same for a row in pieces. */
+static void kvpi_prefetch_pieces(const kvpi_rows *r, const char *row, size_t bytes)
+{
+    const size_t piece = (size_t)r->piece;
+    for (size_t done = 0; done < bytes; done += piece, row += r->head_stride)
+        kvpi_prefetch(row, piece < bytes - done ? piece : bytes - done);
 }
 
 /* The commonest moves, for which the compiler may leave out the rest: int32 indices on one side, no pages or heads. */
@@ -1555,11 +1590,11 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
         j.type = KVPRIM_I32;
         j.dst.page_rows = j.src.page_rows = 0;
         j.dst.heads = j.src.heads = 1;
-        j.dst.piece = j.src.piece = j.row_bytes;
         j.zero = shape == kvpi_shape_gather;
         *(shape == kvpi_shape_gather ? &j.dst.index : &j.src.index) = NULL;
     }
     const size_t row_bytes = (size_t)j.row_bytes;
+    const size_t most_ahead = kvpi_prefetch_bytes, ahead_bytes = row_bytes < most_ahead ? row_bytes : most_ahead;
     const int whole = j.dst.heads == 1 && j.src.heads == 1;
     char *dst_at[kvpi_ring], *src_at[kvpi_ring]; /* row i at i % kvpi_ring. dst NULL: nothing to do; src NULL: zeros */
     size_t run =
@@ -1574,10 +1609,14 @@ KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_sh
                 ++*j.rejected;
             if (!KVPRIM_LIKELY(src) && !j.zero)
                 dst = NULL;
-            if (src && j.src.index)
-                kvpi_prefetch(&j.src, src, j.row_bytes);
-            if (dst && j.dst.index && !j.stream)
-                kvpi_prefetch(&j.dst, dst, j.row_bytes);
+            if (src && j.src.index && KVPRIM_LIKELY(j.src.heads == 1))
+                kvpi_prefetch(src, ahead_bytes);
+            else if (src && j.src.index)
+                kvpi_prefetch_pieces(&job->src, src, ahead_bytes);
+            if (dst && j.dst.index && !j.stream && KVPRIM_LIKELY(j.dst.heads == 1))
+                kvpi_prefetch(dst, ahead_bytes);
+            else if (dst && j.dst.index && !j.stream)
+                kvpi_prefetch_pieces(&job->dst, dst, ahead_bytes);
             dst_at[ahead % kvpi_ring] = dst;
             src_at[ahead % kvpi_ring] = src;
         }

@@ -264,35 +264,6 @@ static void test_prefix_many(void)
     }
 }
 
-#if defined(KVPRIM_X86)
-/* A caller compiled for AVX-512 that holds more in registers than a call may leave it: the compiler must know of them. */
-__attribute__((target("avx512f,avx512bw,avx512vl"), noinline)) static int keeps_registers(const int32_t *a, size_t n)
-{
-    __m512i held[24];
-    __mmask16 masks[4];
-    for (int i = 0; i < 24; i++)
-        held[i] = _mm512_set1_epi32(a[i % 16] + i);
-    for (int i = 0; i < 4; i++)
-        masks[i] = _mm512_cmpgt_epi32_mask(held[i], held[23 - i]);
-    const size_t first = kvprim_prefix_i32(a, n, a, n);
-    int wrong = first != n;
-    for (int i = 0; i < 24; i++)
-        wrong |= _mm512_cmpneq_epi32_mask(held[i], _mm512_set1_epi32(a[i % 16] + i)) != 0;
-    for (int i = 0; i < 4; i++)
-        wrong |= masks[i] != _mm512_cmpgt_epi32_mask(held[i], held[23 - i]);
-    return wrong;
-}
-
-static void test_registers(void)
-{
-    static int32_t a[64];
-    for (int i = 0; i < 64; i++)
-        a[i] = (int32_t)random_u64() / 2;
-    for (size_t n = 1; n <= 64 && strcmp(kvprim_isa(), "avx512") == 0; n++)
-        CHECK(!keeps_registers(a, n));
-}
-#endif
-
 #if !defined(_WIN32)
 /* `pages` readable pages between two that are not. */
 static char *guarded(size_t pages)
@@ -1058,7 +1029,6 @@ int main(void)
     run("unpack: bad descriptors", test_unpack_errors);
     run_for_isa();
 #ifdef KVPRIM_X86
-    run("registers of an AVX-512 caller", test_registers);
     if (kvpi_has_avx512()) { /* and as on a processor with less */
         kvpi_inline_end = 0;
         kvpi_prefix = kvprim_prefix_i32_avx2;
