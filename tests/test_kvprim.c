@@ -166,6 +166,33 @@ static void test_prefix_everywhere(void)
     }
 }
 
+/* The same where whole blocks are compared: lengths around their ends, places sampled. */
+static void test_prefix_blocks(void)
+{
+    enum { most = 720 };
+    static const size_t lengths[] = {400, 511, 512, 513, 575, 576, 577, 591, 592, 593, 608, 640, 655, 656, 700, most};
+    variant v[8];
+    const int n_variants = variants(v);
+    static int32_t a_memory[most + 64], b_memory[most + 64];
+    for (size_t align = 0; align < step_i32 * step_i32; align++) {
+        int32_t *const a = a_memory + align % step_i32, *const b = b_memory + align / step_i32;
+        for (size_t i = 0; i < most; i++)
+            a[i] = b[i] = (int32_t)random_u64();
+        for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++)
+            for (size_t bad = (align + l) % 11; bad <= lengths[l] + 11; bad += 11) {
+                const size_t n = lengths[l], want = bad < n ? bad : n;
+                const int32_t flip = bad < n ? (int32_t)(1u << bad % 32) : 0;
+                b[want] ^= flip;
+                for (int k = 0; k < n_variants; k++) {
+                    const size_t got = v[k].i32(a, n, b, n);
+                    if (got != want)
+                        FAIL("%s: length %zu, alignment %zu, differs at %zu: %zu", v[k].name, n, align, want, got);
+                }
+                b[want] ^= flip;
+            }
+    }
+}
+
 static void test_prefix_lengths_and_i64(void)
 {
     variant v[8];
@@ -287,9 +314,9 @@ static void test_prefix_guard_pages(void)
     size_t out;
     for (size_t i = 0; i < bytes / 4; i++)
         ((int32_t *)(void *)a)[i] = ((int32_t *)(void *)b)[i] = 7;
-    for (size_t n = 0; n <= longest; n++)
-        for (size_t gap = 0; gap <= 68;
-             gap += 4) { /* a ends `gap` before its page, or starts so far behind it; b: next */
+    /* a ends `gap` before its page's end, or starts so far behind its start; b ends with its page */
+    for (size_t n = 0; n <= 700; n += n < longest ? 1 : 13)
+        for (size_t gap = 0; gap <= 68; gap += 4) {
             const int32_t *const a_end = (const int32_t *)(const void *)(a + bytes - gap) - n;
             const int32_t *const b_end = (const int32_t *)(const void *)(b + bytes) - n;
             const int32_t *const a_start = (const int32_t *)(const void *)(a + gap);
@@ -298,8 +325,9 @@ static void test_prefix_guard_pages(void)
                 check_i32(&v[k], a_start, n, b_end, n);
                 check_i32(&v[k], (const int32_t *)(const void *)b, n, a_end, n);
                 check_i32(&v[k], a_end, n, (const int32_t *)(const void *)b, bytes / 4);
-                check_i64(&v[k], (const int64_t *)(const void *)(a + bytes - 8 * n), n,
-                          (const int64_t *)(const void *)b, n);
+                if (8 * n <= bytes)
+                    check_i64(&v[k], (const int64_t *)(const void *)(a + bytes - 8 * n), n,
+                              (const int64_t *)(const void *)b, n);
             }
             CHECK(kvprim_prefix_many_i32(a_end, n, &b_end, &n, 1, &out) == 0 && out == n);
         }
@@ -996,6 +1024,7 @@ static void run_for_isa(void)
 {
     printf("on %s:\n", kvprim_isa());
     run("prefix: lengths x alignments x places", test_prefix_everywhere);
+    run("prefix: blocks", test_prefix_blocks);
     run("prefix: unequal lengths, int64", test_prefix_lengths_and_i64);
     run("prefix: long arrays", test_prefix_large);
     run("prefix: NULL, pages", test_prefix_null_and_pages);
