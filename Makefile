@@ -83,12 +83,12 @@ bench: build/bench_prefix build/bench_host
 RESULTS = tests/results
 gpu-test: build/test_cuda build/03_kv_store
 	@mkdir -p $(RESULTS)
-	@{ sha256sum kvprim.h kvprim_cuda.cuh; build/03_kv_store; build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	@{ sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h; build/03_kv_store; build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
 gpu-bench: build/bench_cuda
 	@mkdir -p $(RESULTS)
-	@{ sha256sum kvprim.h kvprim_cuda.cuh; build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	@{ sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h; build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
 
 build/03_kv_store: examples/03_kv_store.cu $(HEADERS) build/flags

@@ -300,8 +300,23 @@ wide()
                exit kernels == 0 || loads < kernels || stores < kernels || narrow > 0 }' "$build/sass"
 }
 
+# What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
+results()
+{
+    has sha256sum || return
+    for result in gpu_test gpu_bench; do
+        if head -n 3 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
+            cell "tests/results/$result.txt is of these headers" true
+        else
+            skip "tests/results/$result.txt: of other headers than these (make ${result%_*}-${result#*_} on a GPU)"
+        fi
+    done
+    group 'results of the GPU are of these headers'
+}
+
 kernels()
 {
+    results
     if [ -z "$NVCC" ]; then
         skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
         return
