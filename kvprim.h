@@ -250,7 +250,7 @@ typedef struct kvprim_unpack_desc {
     uint64_t dst_bytes; /* the same */
     const kvprim_fragment *fragments;
     size_t count;    /* host memory, free to reuse when the call returns */
-    void *workspace; /* for kvprim_cuda_unpack only: see kvprim_unpack_workspace_bytes */
+    void *workspace; /* not looked at on the CPU: see kvprim_unpack_workspace_bytes */
     size_t workspace_bytes;
 } kvprim_unpack_desc;
 
@@ -259,8 +259,8 @@ typedef struct kvprim_unpack_desc {
    Errors: NULL, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
-/* Bytes of pinned host memory with which kvprim_cuda_unpack takes any batch of `count` fragments in one launch. The CPU
-   needs none. Saturates at SIZE_MAX. */
+/* Bytes of pinned host memory that hold the descriptors of `count` fragments for a GPU, which this version does not unpack
+   on. The CPU needs none. Saturates at SIZE_MAX. */
 KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
 /* >>check ----------------------------------------------------------------------------------------------------------

@@ -539,7 +539,7 @@ static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
     return job->base >= 0 && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
 }
 
-enum { kvpc_threads = 128, kvpc_early_bytes = 1 << 20 };
+enum { kvpc_threads = 128, kvpc_early_bytes = 1 << 20, kvpc_few_bytes = 128 << 10 };
 
 /* Sets how many groups share a row, and returns how many blocks that makes. */
 static uint32_t kvpc_share(kvpc_plain *p, int64_t row_bytes, int lanes, int loads)
@@ -586,7 +586,7 @@ static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p, int6
         return kvpc_start_store<8, 1, tables, wide>(job, p, row_bytes);
     if (row_bytes <= 256)
         return kvpc_start_store<16, 1, tables, wide>(job, p, row_bytes);
-    if (row_bytes <= 512)
+    if (row_bytes <= 512 || job->count * row_bytes <= kvpc_few_bytes) /* few rows: as many warps as there are */
         return kvpc_start_store<32, 1, tables, wide>(job, p, row_bytes);
     return kvpc_start_store<32, 2, tables, wide>(job, p, row_bytes);
 }
