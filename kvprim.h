@@ -256,11 +256,11 @@ typedef struct kvprim_unpack_desc {
 
 /* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified.
    Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
-   Errors: NULL, OVERLAP, BOUNDS (names the fragment). */
+   Errors: NULL, SIZE, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
-/* Bytes of pinned host memory that hold the descriptors of `count` fragments for a GPU, which this version does not unpack
-   on. The CPU needs none. Saturates at SIZE_MAX. */
+/* Bytes of pinned host memory that hold the descriptors of `count` fragments for a GPU, which this version does not
+   unpack on. The CPU needs none. Saturates at SIZE_MAX. */
 KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
@@ -585,8 +585,8 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
     return (size_t)_tzcnt_u32(diff | ~(uint32_t)lanes);
 }
 
-/* Where a + i begins a line and b + i does not, every load of b would straddle two. This loads b's lines whole and takes
-   each vector from two of them. Returns i, advanced by the blocks of 64 tokens that are equal. */
+/* Where a + i begins a line and b + i does not, every load of b would straddle two. This loads b's lines whole and
+   takes each vector from two of them. Returns i, advanced by the blocks of 64 tokens that are equal. */
 KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
 {
     const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;

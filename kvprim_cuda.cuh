@@ -66,9 +66,10 @@ struct CUstream_st; /* what a cudaStream_t points to */
 typedef struct kvprim_cuda_launch {
     struct CUstream_st *stream; /* NULL: the legacy default stream */
     int32_t pdl;                /* 1: programmatic dependent launch, where all of the implementing file's architectures
-                                   are sm_90 or newer (elsewhere no difference). May start before the kernel ahead of it in the
-                                   stream has ended, and waits for that one's memory before its first access. Do not
-                                   put it right before a kernel that is launched that way and does not wait */
+                                   are sm_90 or newer (elsewhere no difference). May start before the kernel ahead of
+                                   it in the stream has ended, and waits for that one's memory before its first
+                                   access. Do not put it right before a kernel that is launched that way and does not
+                                   wait */
     int32_t max_sms;            /* leave the rest of the GPU's multiprocessors to others; 0: no limit */
 } kvprim_cuda_launch;
 
@@ -86,9 +87,9 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
 /* >>device ---------------------------------------------------------------------------------------------------------
 
    For one's own kernels, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
-   with the same arguments. Any size and any alignment of either side, which must not overlap. No barrier inside: what was
-   written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp has lane
-   threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
+   with the same arguments. Any size and any alignment of either side, which must not overlap. No barrier inside: what
+   was written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp
+   has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
 #ifdef __CUDACC__
@@ -112,9 +113,9 @@ KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
                  __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
 }
 
-/* `lanes` threads copy together, as lane 0 to lanes - 1. Thread t writes, of the bytes up to the first 16-byte boundary of
-   dst, the t-th; of the 16-byte words from there every lanes-th from the t-th on; of the bytes behind the last word the
-   t-th. A word whose source is not aligned is read as the two aligned words that it lies in. */
+/* `lanes` threads copy together, as lane 0 to lanes - 1. Thread t writes, of the bytes up to the first 16-byte
+   boundary of dst, the t-th; of the 16-byte words from there every lanes-th from the t-th on; of the bytes behind the
+   last word the t-th. A word whose source is not aligned is read as the two aligned words that it lies in. */
 template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
 {
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
@@ -238,9 +239,9 @@ template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t 
     return *row < (uint32_t)p.rows;
 }
 
-/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row: thread t of the group those at 16 t and, per
-   load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads: with few
-   rows the time is that of the instructions between the launch and the second load. */
+/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row: thread t of the group those at 16 t and,
+   per load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads:
+   with few rows the time is that of the instructions between the launch and the second load. */
 
 template <uint32_t lanes, uint32_t loads, bool wide, bool pdl>
 static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
@@ -328,8 +329,8 @@ KVPRIM_DEVICE void kvpc_store_some(char *dst, uint4 v, int32_t from, int32_t end
 }
 
 /* As the two above, for rows of any size and alignment. The words are those of the destination: word w of a row that
-   begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the two
-   aligned words of the source in which it lies, of which one without a byte of the row is not read. */
+   begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the
+   two aligned words of the source in which it lies, of which one without a byte of the row is not read. */
 template <uint32_t lanes>
 static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
