@@ -239,6 +239,17 @@ template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t 
     return *row < (uint32_t)p.rows;
 }
 
+/* An address that is only used if the row is inside its table. (The emulation's sanitizer objects to forming others; a
+   GPU's compiler must see a pointer's origin, or it falls back to generic accesses.) */
+KVPRIM_DEVICE const char *kvpc_far(const char *data, uint64_t offset)
+{
+#ifdef KVPRIM_CUDA_EMULATE
+    return (const char *)((uintptr_t)data + offset);
+#else
+    return data + offset;
+#endif
+}
+
 /* A group of `lanes` threads moves lanes * loads times 16 bytes of one row: thread t of the group those at 16 t and,
    per load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads:
    with few rows the time is that of the instructions between the launch and the second load. */
@@ -262,8 +273,7 @@ static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_co
     uint32_t row;
     bool past;
     const bool inside = kvpc_find<wide>(p, i, &row, &past);
-    const uintptr_t src =
-        (uintptr_t)p.pair[0].src + (uint64_t)row * p.pair[0].src_stride + at; /* a number until used */
+    const char *const src = kvpc_far(p.pair[0].src, (uint64_t)row * p.pair[0].src_stride + at);
     char *const dst = p.pair[0].dst + (uint64_t)i * p.pair[0].dst_stride + at;
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
@@ -303,7 +313,7 @@ static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_con
     }
     KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
-        const uintptr_t dst = (uintptr_t)p.pair[m].dst + (uint64_t)row * p.pair[m].dst_stride + at;
+        char *const dst = (char *)kvpc_far(p.pair[m].dst, (uint64_t)row * p.pair[m].dst_stride + at);
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < loads; k++)
             if (inside && at + 16 * lanes * k < p.pair[m].row_bytes)
