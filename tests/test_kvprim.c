@@ -153,7 +153,7 @@ static void test_prefix_everywhere(void)
         for (size_t i = 0; i < longest; i++)
             a[i] = b[i] = (int32_t)random_u64();
         for (size_t n = 0; n <= longest; n++)
-            for (size_t bad = (align * 7 + n) % 3; bad <= n; bad += 3) { /* each place in a third of the alignments */
+            for (size_t bad = 0; bad <= n; bad++) {
                 const int32_t was = b[bad];
                 b[bad] ^= bad < n ? (int32_t)(1u << (align + bad) % 32) : 0;
                 for (int k = 0; k < n_variants; k++) {
