@@ -77,18 +77,19 @@ fuzz:
 
 bench: build/bench_prefix build/bench_host
 	@mkdir -p $(RESULTS)
-	@{ build/bench_prefix; build/bench_host; } | tee $(RESULTS)/bench.txt
+	@{ build/bench_prefix && build/bench_host; } >$(RESULTS)/bench.txt 2>&1; code=$$?; cat $(RESULTS)/bench.txt; exit $$code
 
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
+CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
 gpu-test: build/test_cuda build/03_kv_store
 	@mkdir -p $(RESULTS)
-	@{ sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h; build/03_kv_store; build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/03_kv_store && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
 gpu-bench: build/bench_cuda
 	@mkdir -p $(RESULTS)
-	@{ sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h; build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
 
 build/03_kv_store: examples/03_kv_store.cu $(HEADERS) build/flags

@@ -1,5 +1,6 @@
-/* The host's gather, store and unpack against the C library's memcpy, on one core: random rows of a table of 1 GB. The
-   opponents: one memcpy of as many bytes (rows that lie together), and a plain loop of one memcpy per row. */
+/* The host's gather and store against the C library's memcpy, on one core: random rows of a table of 1 GB. The opponents:
+   one memcpy of as many bytes (rows that lie together), and a plain loop of one memcpy per row. In huge pages where the
+   system gives them; with KVPRIM_BENCH_SMALL_PAGES set, in small ones. */
 #define _GNU_SOURCE /* madvise */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"

@@ -206,7 +206,7 @@ int main(int argc, char **argv)
     run("emulated: gather, sizes x layouts, sizes x alignments", test_gather);
     run("emulated: store, sizes x layouts, sizes x alignments", test_store);
     run("emulated: counts", test_counts);
-    run("emulated: max_sms, pdl, multiprocessors", test_max_sms);
+    run("emulated: max_sms, pdl", test_max_sms);
     run("emulated: vocabulary shard, padding alone", test_uses);
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);

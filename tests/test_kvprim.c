@@ -158,7 +158,7 @@ static void test_prefix_everywhere(void)
                 b[bad] ^= bad < n ? (int32_t)(1u << (align + bad) % 32) : 0;
                 for (int k = 0; k < n_variants; k++) {
                     const size_t got = v[k].i32(a, n, b, n);
-                    if (got != bad && !(bad == n && got == n))
+                    if (got != bad)
                         FAIL("%s: length %zu, differs at %zu: %zu", v[k].name, n, bad, got);
                 }
                 b[bad] = was;

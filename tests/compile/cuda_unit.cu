@@ -1,4 +1,4 @@
-// A CUDA unit that implements kvprim.h and declares what the other two have, next to CUDA's own headers.
+// A CUDA unit that implements kvprim.h and kvprim_cuda.cuh, next to CUDA's own headers.
 #define KVPRIM_IMPLEMENTATION
 #include "use.c"
 #include <cuda_runtime.h>
