@@ -13,19 +13,11 @@
    +PDL    waits for the kernel before it first, lets the next one start last */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
-#include <algorithm>
-#include <chrono>
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
+#include "bench_gpu.h"
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <string>
 #include <type_traits>
-#include <vector>
 #include <cub/device/device_memcpy.cuh>
-#include <cuda_runtime.h>
 #include <thrust/iterator/constant_iterator.h>
 #include <thrust/iterator/counting_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
@@ -38,30 +30,9 @@ constexpr int64_t copy_bytes = 256 * MiB; /* of the cudaMemcpyAsync that large m
 constexpr int64_t most_output = 2 * GiB;
 constexpr int index_sets_count = 8;
 
-static cudaStream_t stream;
-static cudaEvent_t start_event, end_event;
 static char *table_memory, *cache_memory[2], *cub_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB;
-static bool quick;
 static const char *only = "";
-
-#define CUDA(call) check_cuda(call, #call, __LINE__)
-
-static void check_cuda(cudaError_t error, const char *call, int line)
-{
-    if (error == cudaSuccess)
-        return;
-    fprintf(stderr, "bench_cuda.cu:%d: %s: %s\n", line, call, cudaGetErrorString(error));
-    exit(2);
-}
-
-static void check_kvprim(kvprim_status status)
-{
-    if (status == KVPRIM_OK)
-        return;
-    fprintf(stderr, "bench_cuda: %s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(2);
-}
 
 /* The table's 8 bytes number `word`; also the source of random numbers. splitmix64. */
 __host__ __device__ static uint64_t hash(uint64_t word)
@@ -141,11 +112,6 @@ static int64_t indexed_rows(operation op, int64_t stride)
 static int64_t output_bytes(const shape &s)
 {
     return s.rows * s.row_bytes * (s.op == store ? 2 : 1);
-}
-
-static double gb_per_s(const shape &s, double us)
-{
-    return 2e-3 * double(output_bytes(s)) / us;
 }
 
 /* Where launch number i of a graph reads and writes: K, then V of a store. */
@@ -288,10 +254,6 @@ __global__ static void __launch_bounds__(block_threads) store_split(const __grid
     pdl_launch<PDL>();
 }
 
-__global__ static void empty_kernel()
-{
-}
-
 static cudaLaunchConfig_t launch_config(unsigned blocks, cudaLaunchAttribute *pdl)
 {
     pdl->id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -335,7 +297,7 @@ template <int row_bytes, bool PDL> static void enqueue_store_split(const shape &
     launch(store_split<row_bytes, PDL>, store_params_of(s, i, parts_of<row_bytes>), PDL);
 }
 
-static void enqueue_copy(const shape &, int i)
+static void enqueue_copy(int i)
 {
     const int64_t at = i % (cache_bytes / copy_bytes) * copy_bytes;
     CUDA(
@@ -377,7 +339,7 @@ static void enqueue_cub(const shape &s, int i)
     CUDA(cub::DeviceMemcpy::Batched(cub_memory, bytes, from, to, sizes, s.rows, stream));
 }
 
-template <bool PDL> static void enqueue_empty(const shape &, int)
+template <bool PDL> static void enqueue_empty(int)
 {
     cudaLaunchAttribute attribute;
     cudaLaunchConfig_t config = launch_config(1, &attribute);
@@ -496,174 +458,25 @@ static void verify_samples(const char *name, const shape &s, int i)
             verify_row(name, s, a, kv, sample_row(s, sample));
 }
 
-/* ---- timing ---- */
+/* ---- contenders ---- */
 
 typedef void enqueue_fn(const shape &, int i);
 
-struct contender {
-    const char *name;
-    shape s; /* no rows: nothing to verify */
-    enqueue_fn *enqueue;
-    int launches;   /* in a replay */
-    bool plain;     /* launched one by one, not from a graph */
-    double us;      /* the result: of one launch */
-    double spin_us; /* how long the GPU is kept busy while the host enqueues a replay */
-    cudaGraphExec_t graph;
-};
-
-static int launches_for(double bytes_moved)
-{
-    return bytes_moved > 64e6 ? 24 : 64;
-}
-
 static contender contend(const char *name, const shape &s, enqueue_fn *enqueue)
 {
-    return {name, s, enqueue, launches_for(2.0 * double(output_bytes(s))), false, 0, 50, nullptr};
+    contender c = {};
+    c.name = name;
+    c.bytes_moved = 2.0 * double(output_bytes(s));
+    c.enqueue = [s, enqueue](int i) { enqueue(s, i); };
+    c.poison = [s](int i) { poison_samples(s, i); };
+    c.verify = [s, name](int i) { verify_samples(name, s, i); };
+    c.launches = c.bytes_moved > 64e6 ? 24 : 64;
+    return c;
 }
-
-static double median(std::vector<double> values)
-{
-    std::sort(values.begin(), values.end());
-    return values[values.size() / 2];
-}
-
-static void enqueue_all(const contender &c)
-{
-    for (int i = 0; i < c.launches; i++)
-        c.enqueue(c.s, i);
-}
-
-static void replay(const contender &c)
-{
-    if (c.plain)
-        enqueue_all(c);
-    else
-        CUDA(cudaGraphLaunch(c.graph, stream));
-}
-
-static void prepare(contender &c)
-{
-    c.enqueue(c.s, 0); /* kernels are loaded at their first launch, which should not be a captured one */
-    CUDA(cudaStreamSynchronize(stream));
-    if (!c.plain) {
-        cudaGraph_t graph;
-        CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-        enqueue_all(c);
-        CUDA(cudaStreamEndCapture(stream, &graph));
-        CUDA(cudaGraphInstantiate(&c.graph, graph, 0));
-        CUDA(cudaGraphDestroy(graph));
-    }
-    if (c.s.rows)
-        poison_samples(c.s, c.launches - 1);
-    replay(c);
-    if (c.s.rows)
-        verify_samples(c.name, c.s, c.launches - 1);
-    CUDA(cudaStreamSynchronize(stream));
-}
-
-__global__ static void spin(uint64_t ns)
-{
-    uint64_t start, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
-    do
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (now - start < ns);
-}
-
-/* Microseconds of a launch in one replay. The GPU spins until all is enqueued: the host's time must not show. */
-static double time_replay(contender &c)
-{
-    for (;; c.spin_us *= 2) {
-        spin<<<1, 1, 0, stream>>>(uint64_t(1000 * c.spin_us));
-        CUDA(cudaGetLastError());
-        CUDA(cudaEventRecord(start_event, stream));
-        replay(c);
-        CUDA(cudaEventRecord(end_event, stream));
-        const cudaError_t started = cudaEventQuery(start_event);
-        if (started == cudaErrorNotReady)
-            (void)cudaGetLastError(); /* clears it */
-        else
-            CUDA(started);
-        CUDA(cudaEventSynchronize(end_event));
-        if (started == cudaErrorNotReady || c.spin_us > 50000) {
-            float ms;
-            CUDA(cudaEventElapsedTime(&ms, start_event, end_event));
-            return 1000.0 * double(ms) / c.launches;
-        }
-    }
-}
-
-/* Sets every contender's .us. */
-static void measure(std::vector<contender> &all)
-{
-    const int n = int(all.size()), repetitions = quick ? 5 : all[0].launches == 64 ? 15 : 9;
-    std::vector<std::vector<double>> us(all.size());
-    for (contender &c : all)
-        prepare(c);
-    for (int r = 0; r < repetitions; r++)
-        for (int k = 0; k < n; k++) { /* to and fro, so that none always runs after the same other */
-            const size_t who = size_t(r % 2 ? n - 1 - k : k);
-            us[who].push_back(time_replay(all[who]));
-        }
-    for (size_t k = 0; k < all.size(); k++) {
-        all[k].us = median(us[k]);
-        if (all[k].graph)
-            CUDA(cudaGraphExecDestroy(all[k].graph));
-    }
-}
-
-/* ---- figures and targets ---- */
-
-struct figure {
-    double value;
-    std::string where;
-};
-
-static int met, missed;
 
 static std::string place(int64_t row_bytes, int64_t rows)
 {
     return std::to_string(row_bytes) + " B x " + std::to_string(rows);
-}
-
-static void judge(const std::string &what, double got, char relation, double limit, const std::string &note)
-{
-    const bool ok = relation == '>' ? got >= limit : got <= limit;
-    met += ok;
-    missed += !ok;
-    printf("  %-6s  %-58s %7.3f, target %c= %-5g %s\n", ok ? "ok" : "MISSED", what.c_str(), got, relation, limit,
-           note.c_str());
-}
-
-/* The worst figure, and where the three worst are. */
-static void judge_worst(const std::string &what, std::vector<figure> f, char relation, double limit)
-{
-    if (f.empty())
-        return;
-    std::sort(f.begin(), f.end(), [relation](const figure &a, const figure &b) {
-        return relation == '>' ? a.value < b.value : a.value > b.value;
-    });
-    const auto misses = std::count_if(f.begin(), f.end(), [relation, limit](const figure &a) {
-        return !(relation == '>' ? a.value >= limit : a.value <= limit);
-    });
-    std::string note = std::to_string(misses) + " of " + std::to_string(f.size()) + " miss; worst";
-    for (size_t k = 0; k < f.size() && k < 3; k++) {
-        char value[32];
-        snprintf(value, sizeof value, " %.3f", f[k].value);
-        note += (k ? ", " : " ") + f[k].where + value;
-    }
-    judge(what, f[0].value, relation, limit, note);
-}
-
-static void judge_mean(const std::string &what, const std::vector<figure> &f, double limit)
-{
-    if (f.empty())
-        return;
-    double sum = 0;
-    for (const figure &a : f)
-        sum += std::log(a.value);
-    judge(what, std::exp(sum / double(f.size())), '<', limit,
-          "geometric mean of " + std::to_string(f.size()) + " points");
 }
 
 /* ---- the grid ---- */
@@ -707,7 +520,7 @@ static void print_point(const point &p, const std::vector<contender> &c)
             printf(" %9.3f", c[k].us);
         printf(" %6.3f %s", p.kvprim[pdl] / p.best[pdl], pdl ? "" : "|");
     }
-    printf("| %7.3f %6.0f\n", p.kvprim[1] / p.kvprim[0], gb_per_s(c[0].s, p.kvprim[0]));
+    printf("| %7.3f %6.0f\n", p.kvprim[1] / p.kvprim[0], gb_per_s(c[0]));
 }
 
 static void measure_point(const shape &s, const opponent &o)
@@ -860,9 +673,18 @@ static void others()
 
 /* ---- large moves against one large copy ---- */
 
+/* A job without rows to verify. */
+static contender contend_simply(const char *name, void (*enqueue)(int))
+{
+    contender c = {};
+    c.name = name;
+    c.enqueue = enqueue;
+    return c;
+}
+
 static contender contend_copy(bool plain)
 {
-    contender c = contend("copy", shape{}, enqueue_copy);
+    contender c = contend_simply("copy", enqueue_copy);
     c.launches = 24;
     c.plain = plain;
     return c;
@@ -884,7 +706,7 @@ static void large_point(const shape &s)
 {
     std::vector<contender> c = {contend("kvprim", s, enqueue_kvprim<false>), contend_copy(false), contend_copy(true)};
     measure(c);
-    const double got = gb_per_s(s, c[0].us), copy = copy_gb_per_s(c[1], c[2]);
+    const double got = gb_per_s(c[0]), copy = copy_gb_per_s(c[1], c[2]);
     printf("%6s %6lld %8lld %9.2f %9.0f %9.0f %7.3f\n", s.op == gather ? "gather" : "store", (long long)s.row_bytes,
            (long long)s.rows, c[0].us, got, copy, got / copy);
     for (large_figures &l : large_rows)
@@ -945,8 +767,8 @@ static void odd_point(operation op, int64_t row_bytes, int64_t rows)
     measure(c);
     printf("%6s %6lld %7lld", op == gather ? "gather" : "store", (long long)row_bytes, (long long)rows);
     for (const contender &k : c)
-        printf(" %9.0f", gb_per_s(k.s, k.us));
-    const double ratio = gb_per_s(c[1].s, c[1].us) / gb_per_s(c[3].s, c[3].us);
+        printf(" %9.0f", gb_per_s(k));
+    const double ratio = gb_per_s(c[1]) / gb_per_s(c[3]);
     printf(" %7.3f\n", ratio);
     if (rows == 262144)
         odd_figures[op].push_back({ratio, place(row_bytes, rows)});
@@ -1031,11 +853,6 @@ struct host_call {
 };
 static std::vector<host_call> host_calls;
 
-static double now_us()
-{
-    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 /* Batches small enough for the launch queue, which is empty when one begins. */
 static void time_host_calls()
 {
@@ -1108,27 +925,7 @@ static char *allocate(int64_t bytes)
 
 static void open_machine()
 {
-    int driver, runtime;
-    size_t free_bytes, total_bytes;
-    cudaDeviceProp device;
-    const size_t needed = size_t(table_bytes + 2 * cache_bytes + GiB);
-    CUDA(cudaDriverGetVersion(&driver));
-    CUDA(cudaRuntimeGetVersion(&runtime));
-    CUDA(cudaGetDeviceProperties(&device, 0));
-    CUDA(cudaSetDevice(0));
-    printf("%s, %d SMs, compute capability %d.%d; CUDA driver %d.%d, runtime %d.%d\n", device.name,
-           device.multiProcessorCount, device.major, device.minor, driver / 1000, driver % 1000 / 10, runtime / 1000,
-           runtime % 1000 / 10);
-    CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
-    if (device.major < 9 || free_bytes < needed) {
-        fprintf(stderr,
-                "bench_cuda: needs compute capability 9.0 (for PDL) and %zu MiB of free GPU memory, found %zu\n",
-                needed >> 20, free_bytes >> 20);
-        exit(2);
-    }
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CUDA(cudaEventCreate(&start_event));
-    CUDA(cudaEventCreate(&end_event));
+    open_gpu(table_bytes + 2 * cache_bytes + GiB);
     table_memory = allocate(table_bytes);
     for (char *&cache : cache_memory)
         cache = allocate(cache_bytes);
@@ -1142,17 +939,15 @@ static void close_machine()
     for (char *cache : cache_memory)
         CUDA(cudaFree(cache));
     CUDA(cudaFree(table_memory));
-    CUDA(cudaEventDestroy(end_event));
-    CUDA(cudaEventDestroy(start_event));
-    CUDA(cudaStreamDestroy(stream));
+    close_gpu();
 }
 
 static void limits()
 {
     std::vector<contender> copies = {contend_copy(false), contend_copy(true)};
     measure(copies);
-    std::vector<contender> kernels = {contend("empty", shape{}, enqueue_empty<false>),
-                                      contend("empty+PDL", shape{}, enqueue_empty<true>)};
+    std::vector<contender> kernels = {contend_simply("empty", enqueue_empty<false>),
+                                      contend_simply("empty+PDL", enqueue_empty<true>)};
     measure(kernels);
     printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n",
            2e-3 * double(copy_bytes) / copies[0].us, 2e-3 * double(copy_bytes) / copies[1].us);
