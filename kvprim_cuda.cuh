@@ -79,6 +79,7 @@ typedef struct kvprim_cuda_launch {
    be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
+KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
 }
@@ -443,6 +444,191 @@ static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_const
     }
 }
 
+/* ---- unpack: kernels ---- */
+
+enum {
+    kvpc_lent = 2, /* "capacity" of parameters whose words lie in the caller's workspace */
+    kvpc_small_fragments = 4
+};
+
+/* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i times the
+   step on a side where all are that far apart, and elsewhere at its word times the step. */
+typedef struct kvpc_unpack {
+    char *dst;
+    const char *src;
+    uint64_t dst_step, src_step;
+    const uint32_t *words; /* NULL: in the parameters */
+    uint32_t count, pieces, parts;
+    uint32_t bytes, last_bytes;
+    uint32_t dst_words, src_words;                  /* of a fragment: 0 or 1 on each side */
+    uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_uneven_kernel */
+    int32_t wait, trigger, wait_last;               /* programmatic dependent launch */
+} kvpc_unpack;
+
+template <uint32_t capacity> struct kvpc_unpack_params {
+    kvpc_unpack head;
+    uint32_t words[capacity];
+};
+
+/* Word `at`. Those of a workspace come over the bus, which wants whole lines: each warp reads all of the line that its
+   word lies in. */
+template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
+{
+    if (capacity != kvpc_lent)
+        return p.words[at];
+    const uint32_t near = at / 32 * 32 + threadIdx.x % 32, word = p.head.words[near];
+    return near == at ? word : p.head.words[at];
+}
+
+/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3 where
+   they are not aligned, one more than fragments of a power of two need), from the first-th on, `step` apart. Word w of a
+   fragment that begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. */
+template <bool aligned>
+KVPRIM_DEVICE void kvpc_copy_piece(char *dst, const char *src, int32_t bytes, uint32_t first, uint32_t step)
+{
+    const uint32_t loads = aligned ? 4 : 3;
+    uint4 low[loads], high[loads];
+    if (aligned) {
+        const uint32_t from = 16 * first;
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            if (from + 16 * step * k < (uint32_t)bytes)
+                low[k] = *(const uint4 *)(src + from + 16 * step * k);
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            if (from + 16 * step * k < (uint32_t)bytes)
+                *(uint4 *)(dst + from + 16 * step * k) = low[k];
+        return;
+    }
+    const int32_t lead = (int32_t)((uintptr_t)dst % 16), shift = (int32_t)((uintptr_t)(src - lead) % 16);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        const int32_t from = (int32_t)(16 * (first + step * k)) - lead, at = from - shift; /* of the aligned word */
+        low[k] = high[k] = uint4{0, 0, 0, 0};
+        if (at + 16 > 0 && at < bytes)
+            low[k] = *(const uint4 *)(src + at);
+        if (shift && at + 16 < bytes)
+            high[k] = *(const uint4 *)(src + at + 16);
+    }
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
+        const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
+        if (from >= 0 && from + 16 <= bytes)
+            *(uint4 *)(dst + from) = v;
+        else if (from < bytes)
+            kvpc_store_some(dst + from, v, from < 0 ? -from : 0, bytes - from);
+    }
+}
+
+KVPRIM_DEVICE void kvpc_unpack_begin(const kvpc_unpack &h)
+{
+    if (h.wait)
+        kvpc_pdl_wait();
+    if (h.trigger)
+        kvpc_pdl_trigger();
+}
+
+/* What the step of fragment i of an even batch is multiplied by. */
+template <uint32_t capacity>
+KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t at = i * (h.src_words + h.dst_words);
+    return uint2{h.src_words ? kvpc_word(p, at) : i, h.dst_words ? kvpc_word(p, at + h.src_words) : i};
+}
+
+/* Pieces are numbered through the fragments: fragment i has the `parts` pieces from i * parts on. */
+template <bool aligned, uint32_t capacity>
+static __global__ void __launch_bounds__(512) kvpc_even_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x >> h.lanes_shift;
+    const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3;
+    kvpc_unpack_begin(h);
+    for (uint32_t piece = t >> h.lanes_shift; piece < h.pieces; piece += groups) {
+        const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
+        const uint2 place = kvpc_even_fragment(p, i);
+        kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, place.y * h.dst_step), kvpc_far(h.src, place.x * h.src_step),
+                                 (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
+                                 (part * loads << h.lanes_shift) + t % step, step);
+    }
+    if (h.wait_last)
+        kvpc_pdl_wait();
+}
+
+/* Aligned fragments of so few bytes that each thread of a group has one word of each. A group copies several, as far
+   apart as there are groups in a block. */
+template <uint32_t capacity>
+static __global__ void __launch_bounds__(512) kvpc_small_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t apart = blockDim.x >> h.lanes_shift, at = 16 * (threadIdx.x % (1u << h.lanes_shift));
+    const uint32_t all = kvpc_small_fragments * apart;
+    kvpc_unpack_begin(h);
+    for (uint32_t i = blockIdx.x * all + (threadIdx.x >> h.lanes_shift); i < h.count; i += gridDim.x * all) {
+        uint2 place[kvpc_small_fragments];
+        uint4 v[kvpc_small_fragments];
+        bool mine[kvpc_small_fragments];
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
+            const uint32_t one = i + k * apart;
+            mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : h.bytes);
+            if (one < h.count)
+                place[k] = kvpc_even_fragment(p, one);
+        }
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+            if (mine[k])
+                v[k] = *(const uint4 *)(kvpc_far(h.src, place[k].x * h.src_step) + at);
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+            if (mine[k])
+                *(uint4 *)((char *)kvpc_far(h.dst, place[k].y * h.dst_step) + at) = v[k];
+    }
+    if (h.wait_last)
+        kvpc_pdl_wait();
+}
+
+/* The fragment of a piece of an uneven batch: word table + k is that of piece k << table_shift, the last word of the
+   table the last fragment. */
+template <uint32_t capacity>
+KVPRIM_DEVICE uint32_t kvpc_fragment_of(const kvpc_unpack_params<capacity> &p, uint32_t piece, uint32_t each)
+{
+    const uint32_t near = p.head.table + (piece >> p.head.table_shift);
+    uint32_t i = kvpc_word(p, near), last = kvpc_word(p, near + 1);
+    while (i < last) {
+        const uint32_t middle = (i + last + 1) / 2;
+        if (kvpc_word(p, middle * each + 3) <= piece)
+            i = middle;
+        else
+            last = middle - 1;
+    }
+    return i;
+}
+
+/* Fragments of any size, described by four words each: source and destination offset, bytes, number of the first piece;
+   wide ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
+template <bool aligned, uint32_t capacity>
+static __global__ void __launch_bounds__(512) kvpc_uneven_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x >> h.lanes_shift;
+    const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3, each = h.wide ? 6 : 4;
+    kvpc_unpack_begin(h);
+    for (uint32_t piece = t >> h.lanes_shift; piece < h.pieces; piece += groups) {
+        const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
+        const uint64_t src_high = h.wide ? kvpc_word(p, at + 4) : 0, dst_high = h.wide ? kvpc_word(p, at + 5) : 0;
+        const uint64_t from = (src_high << 32 | kvpc_word(p, at)) * h.src_step;
+        const uint64_t to = (dst_high << 32 | kvpc_word(p, at + 1)) * h.dst_step;
+        const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
+        kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, to), kvpc_far(h.src, from), (int32_t)bytes,
+                                 (part * loads << h.lanes_shift) + t % step, step);
+    }
+    if (h.wait_last)
+        kvpc_pdl_wait();
+}
+
 /* ---- launching ---- */
 
 #ifdef __cplusplus
@@ -702,6 +888,422 @@ static kvprim_status kvpc_move(const kvpc_job *job)
     return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
 }
 
+#ifndef KVPC_SHARE
+#define KVPC_SHARE 16
+#endif
+#ifndef KVPC_LENT_BYTES
+#define KVPC_LENT_BYTES 4096
+#endif
+/* ---- unpack: host side ---- */
+
+static const uint64_t kvpc_most_run = (uint64_t)1 << 30; /* bytes that move as one fragment: fits 32 bits */
+
+/* Goes through a batch's fragments. Merging, it puts adjacent ones together, leaves out empty ones and cuts long ones. */
+typedef struct kvpc_cursor {
+    const kvprim_fragment *next, *end;
+    kvprim_fragment rest; /* what was cut off */
+} kvpc_cursor;
+
+template <bool merge> static inline bool kvpc_next(kvpc_cursor *c, kvprim_fragment *run)
+{
+    if (!merge) {
+        if (c->next == c->end)
+            return false;
+        *run = *c->next++;
+        return true;
+    }
+    kvprim_fragment r = c->rest;
+    for (; c->next != c->end && r.bytes < kvpc_most_run; c->next++) {
+        const kvprim_fragment f = *c->next;
+        if (r.bytes == 0)
+            r = f;
+        else if (f.bytes == 0 || (f.src_offset - r.src_offset == r.bytes && f.dst_offset - r.dst_offset == r.bytes))
+            r.bytes += f.bytes;
+        else
+            break;
+    }
+    *run = r;
+    run->bytes = r.bytes < kvpc_most_run ? r.bytes : kvpc_most_run;
+    c->rest.src_offset = r.src_offset + run->bytes;
+    c->rest.dst_offset = r.dst_offset + run->bytes;
+    c->rest.bytes = r.bytes - run->bytes;
+    return run->bytes != 0;
+}
+
+/* What the fragments' offsets on one side have in common. */
+typedef struct kvpc_offsets {
+    uint64_t first, step;
+    uint64_t differ;    /* bits in which any differs from the first */
+    uint64_t irregular; /* 0: each is `step` more than the one before */
+} kvpc_offsets;
+
+typedef struct kvpc_survey {
+    kvpc_offsets src, dst;
+    uint64_t count, bytes, last_bytes, total_bytes;
+    uint64_t any_bytes;   /* bits that are set in any size */
+    uint64_t other_bytes; /* 0: all but the last have `bytes` bytes */
+    uint64_t joins;       /* fragments that are empty or follow the one before */
+} kvpc_survey;
+
+/* The loop's sums are variables of their own: a compiler keeps them in registers. */
+template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
+{
+    kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}}, ahead;
+    kvprim_fragment first, last, next = {0, 0, 0};
+    kvpc_survey s = {};
+    if (!kvpc_next<merge>(&cursor, &first))
+        return s;
+    ahead = cursor;
+    const bool several = kvpc_next<merge>(&ahead, &next);
+    const uint64_t src_step = several ? next.src_offset - first.src_offset : 0;
+    const uint64_t dst_step = several ? next.dst_offset - first.dst_offset : 0;
+    uint64_t src_differ = 0, dst_differ = 0, src_irregular = 0, dst_irregular = 0, other = 0;
+    uint64_t count = 1, joins = first.bytes == 0, any = first.bytes, total = first.bytes;
+    for (last = first; kvpc_next<merge>(&cursor, &next); last = next) {
+        const uint64_t from_src = next.src_offset - last.src_offset, from_dst = next.dst_offset - last.dst_offset;
+        src_differ |= next.src_offset ^ first.src_offset;
+        dst_differ |= next.dst_offset ^ first.dst_offset;
+        src_irregular |= from_src ^ src_step;
+        dst_irregular |= from_dst ^ dst_step;
+        joins += (((from_src ^ last.bytes) | (from_dst ^ last.bytes)) == 0) | (next.bytes == 0);
+        other |= last.bytes ^ first.bytes;
+        any |= next.bytes;
+        total += next.bytes;
+        count += merge;
+    }
+    const kvpc_offsets src = {first.src_offset, src_step, src_differ, src_irregular};
+    const kvpc_offsets dst = {first.dst_offset, dst_step, dst_differ, dst_irregular};
+    const kvpc_survey seen = {src,   dst, merge ? count : d->count, first.bytes, last.bytes, total, any, other, joins};
+    return seen;
+}
+
+/* How far offsets may be shifted right without loss. */
+static uint32_t kvpc_common_shift(const kvpc_offsets *o)
+{
+    uint32_t shift = 0;
+    while (shift < 31 && (o->differ >> shift & 1) == 0)
+        shift++;
+    return shift;
+}
+
+static bool kvpc_fits_word(const kvpc_offsets *o, uint64_t buffer_bytes)
+{
+    return buffer_bytes >> kvpc_common_shift(o) <= UINT32_MAX;
+}
+
+/* A batch on its way: what is not launched yet, and where its words may go. */
+typedef struct kvpc_unpack_job {
+    const kvprim_unpack_desc *desc;
+    const kvprim_cuda_launch *launch;
+    kvpc_survey survey;
+    kvpc_cursor cursor;
+    kvpc_unpack head;
+    uint64_t left;                 /* fragments */
+    uint32_t dst_shift, src_shift; /* from an offset to its word */
+    uint32_t *space;
+    uint64_t space_words;
+    bool merge, even, small, aligned;
+    bool direct;           /* no fragment has more than one piece */
+    bool started, overlap; /* a launch is under way; the next ones may run beside it */
+} kvpc_unpack_job;
+
+/* Whether the fragments may be taken as an even batch. */
+static bool kvpc_is_even(const kvpc_unpack_job *job)
+{
+    const kvpc_survey *const s = &job->survey;
+    return s->other_bytes == 0 && s->bytes <= kvpc_most_run && s->last_bytes > 0 && s->last_bytes <= s->bytes &&
+           (s->src.irregular == 0 || kvpc_fits_word(&s->src, job->desc->src_bytes)) &&
+           (s->dst.irregular == 0 || kvpc_fits_word(&s->dst, job->desc->dst_bytes));
+}
+
+enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = KVPC_SHARE }; /* a word of the table for so many fragments */
+
+/* 16-byte words of a piece. */
+static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
+{
+    return (uint64_t)(job->aligned ? 4 : 3) << job->head.lanes_shift;
+}
+
+/* Pieces of so many 16-byte words. */
+static uint64_t kvpc_pieces_of(const kvpc_unpack_job *job, uint64_t words)
+{
+    const uint32_t rows = (uint32_t)((words + (1u << job->head.lanes_shift) - 1) >> job->head.lanes_shift);
+    return job->aligned ? (rows + 3) / 4 : (rows + 2) / 3;
+}
+
+static uint64_t kvpc_fragment_words(const kvpc_unpack_job *job)
+{
+    return job->even ? job->head.src_words + job->head.dst_words : job->head.wide ? 6 : 4;
+}
+
+/* Words that describe `count` fragments; and how many fragments so many words describe. */
+static uint64_t kvpc_words_for(const kvpc_unpack_job *job, uint64_t count)
+{
+    return count * kvpc_fragment_words(job) + (job->even || job->direct ? 0 : count / kvpc_table_share + 2);
+}
+
+static uint64_t kvpc_fragments_in(const kvpc_unpack_job *job, uint64_t words)
+{
+    const uint64_t each = kvpc_fragment_words(job);
+    if (each == 0)
+        return job->left;
+    return job->even || job->direct ? words / each : (words - 2) * kvpc_table_share / (each * kvpc_table_share + 1);
+}
+
+/* Returns what to add to the side's address. */
+static uint64_t kvpc_plan_side(const kvpc_offsets *o, bool words, uint32_t *shift, uint64_t *step)
+{
+    *shift = words ? kvpc_common_shift(o) : 0;
+    *step = words ? (uint64_t)1 << *shift : o->step;
+    return words ? o->first % *step : o->first;
+}
+
+static void kvpc_plan_offsets(kvpc_unpack_job *job)
+{
+    const kvprim_unpack_desc *const d = job->desc;
+    const kvpc_survey *const s = &job->survey;
+    kvpc_unpack *const h = &job->head;
+    uint64_t dst_base = 0, src_base = 0;
+    h->dst_step = h->src_step = 1;
+    h->dst_words = !job->even || s->dst.irregular;
+    h->src_words = !job->even || s->src.irregular;
+    h->wide = !job->even && !(kvpc_fits_word(&s->dst, d->dst_bytes) && kvpc_fits_word(&s->src, d->src_bytes));
+    if (!h->wide) {
+        dst_base = kvpc_plan_side(&s->dst, h->dst_words, &job->dst_shift, &h->dst_step);
+        src_base = kvpc_plan_side(&s->src, h->src_words, &job->src_shift, &h->src_step);
+    }
+    h->dst = (char *)d->dst + dst_base;
+    h->src = (const char *)d->src + src_base;
+    h->bytes = (uint32_t)s->bytes;
+}
+
+/* The fewest threads for a fragment that can copy it at once. */
+static void kvpc_plan_pieces(kvpc_unpack_job *job)
+{
+    const kvpc_survey *const s = &job->survey;
+    kvpc_unpack *const h = &job->head;
+    const uint64_t dst_lead = ((uint64_t)(uintptr_t)job->desc->dst + s->dst.first) % 16;
+    const uint64_t src_lead = ((uint64_t)(uintptr_t)job->desc->src + s->src.first) % 16;
+    job->aligned = (dst_lead | src_lead | s->dst.differ | s->src.differ | s->any_bytes) % 16 == 0;
+    const uint64_t lead = s->dst.differ % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
+    const uint64_t most = (lead + (job->even ? s->bytes : s->any_bytes) + 15) / 16;
+    const uint64_t usual = (lead + s->total_bytes / s->count + 15) / 16;
+    h->lanes_shift = 5;
+    job->direct = most <= kvpc_piece_words(job);
+    job->small = job->even && job->aligned && most <= 32;
+    const uint64_t words = job->small ? 4 * most : job->direct ? most : usual;
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < words;)
+        h->lanes_shift++;
+    h->parts = (uint32_t)kvpc_pieces_of(job, most);
+}
+
+template <bool merge> static void kvpc_encode_even(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+{
+    kvpc_unpack *const h = &job->head;
+    const uint32_t src_shift = job->src_shift, dst_shift = job->dst_shift;
+    const uint64_t most = kvpc_most_pieces / h->parts;
+    kvprim_fragment run;
+    count = count < most ? count : most;
+    uint32_t *const end = words + count * kvpc_fragment_words(job);
+    if (h->src_words && h->dst_words)
+        for (; words != end && kvpc_next<merge>(&job->cursor, &run); words += 2) {
+            words[0] = (uint32_t)(run.src_offset >> src_shift);
+            words[1] = (uint32_t)(run.dst_offset >> dst_shift);
+        }
+    else if (h->src_words)
+        while (words != end && kvpc_next<merge>(&job->cursor, &run))
+            *words++ = (uint32_t)(run.src_offset >> src_shift);
+    else
+        while (words != end && kvpc_next<merge>(&job->cursor, &run))
+            *words++ = (uint32_t)(run.dst_offset >> dst_shift);
+    h->count = (uint32_t)count;
+    h->pieces = (uint32_t)count * h->parts;
+    job->left -= count;
+    h->last_bytes = (uint32_t)(job->left ? job->survey.bytes : job->survey.last_bytes);
+}
+
+/* Behind the words of an uneven batch its table. */
+static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
+{
+    uint32_t *table = words + h->count * each;
+    h->table = h->count * each;
+    h->table_shift = 0;
+    while (h->pieces >> h->table_shift > h->count / kvpc_table_share)
+        h->table_shift++;
+    uint64_t place = 0;
+    for (uint32_t i = 0; i < h->count; i++) {
+        const uint32_t end = i + 1 < h->count ? words[(i + 1) * each + 3] : h->pieces;
+        for (; place << h->table_shift < end; place++)
+            *table++ = i;
+    }
+    *table = h->count - 1;
+}
+
+template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+{
+    kvpc_unpack *const h = &job->head;
+    const uint32_t each = h->wide ? 6 : 4;
+    const uint64_t dst = (uint64_t)(uintptr_t)job->desc->dst;
+    const uint32_t *const end = words + count * each;
+    uint32_t *w = words;
+    uint64_t pieces = 0;
+    kvprim_fragment run;
+    for (; w != end && pieces < kvpc_most_pieces && kvpc_next<merge>(&job->cursor, &run); w += each) {
+        w[0] = (uint32_t)(run.src_offset >> job->src_shift);
+        w[1] = (uint32_t)(run.dst_offset >> job->dst_shift);
+        w[2] = (uint32_t)run.bytes;
+        w[3] = (uint32_t)pieces;
+        if (each == 6) {
+            w[4] = (uint32_t)(run.src_offset >> 32);
+            w[5] = (uint32_t)(run.dst_offset >> 32);
+        }
+        pieces += kvpc_pieces_of(job, ((dst + run.dst_offset) % 16 + run.bytes + 15) / 16);
+    }
+    h->count = (uint32_t)((w - words) / each);
+    h->pieces = (uint32_t)pieces;
+    job->left -= h->count;
+    if (!job->direct)
+        kvpc_encode_table(h, words, each);
+}
+
+template <bool merge> static void kvpc_encode(kvpc_unpack_job *job, uint32_t *words, uint64_t room)
+{
+    const uint64_t most = kvpc_fragments_in(job, room), count = most < job->left ? most : job->left;
+    if (job->even)
+        kvpc_encode_even<merge>(job, words, count);
+    else
+        kvpc_encode_uneven<merge>(job, words, count);
+}
+
+template <uint32_t capacity> static void (*kvpc_unpack_kernel(const kvpc_unpack_job *job))(kvpc_unpack_params<capacity>)
+{
+    if (job->small)
+        return kvpc_small_kernel<capacity>;
+    if (job->even)
+        return job->aligned ? kvpc_even_kernel<true, capacity> : kvpc_even_kernel<false, capacity>;
+    return job->aligned ? kvpc_uneven_kernel<true, capacity> : kvpc_uneven_kernel<false, capacity>;
+}
+
+static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, uint32_t threads, int32_t max_sms)
+{
+    enum { many_blocks = 768 }; /* from here on each works twice: fewer starts */
+    const uint32_t in_block = (threads >> job->head.lanes_shift) * (job->small ? (uint32_t)kvpc_small_fragments : 1);
+    const uint32_t wanted = ((job->small ? job->head.count : job->head.pieces) + in_block - 1) / in_block;
+    if (max_sms > 0)
+        return wanted < (uint32_t)max_sms ? wanted : (uint32_t)max_sms;
+    return wanted < many_blocks || job->small ? wanted : (wanted + 1) / 2;
+}
+
+/* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from the
+   second on each starts when the one before it has, and ends after it. So what follows in the stream follows all. */
+template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
+{
+    kvpc_unpack_params<capacity> p;
+    kvpc_unpack *const h = &job->head;
+    const bool lent = capacity == kvpc_lent;
+    if (job->merge)
+        kvpc_encode<true>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
+    else
+        kvpc_encode<false>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
+    kvprim_cuda_launch launch = {};
+    if (job->launch)
+        launch = *job->launch;
+    h->wait = !job->started && launch.pdl;
+    h->wait_last = job->started && job->overlap;
+    h->trigger = job->left ? job->overlap : launch.pdl && job->survey.total_bytes <= kvpc_early_bytes;
+    h->words = lent ? job->space : NULL;
+    p.head = *h;
+    launch.pdl = job->started ? job->overlap : launch.pdl;
+    h->dst += h->dst_words ? 0 : h->count * h->dst_step;
+    h->src += h->src_words ? 0 : h->count * h->src_step;
+    job->started = true;
+    const uint32_t threads = launch.max_sms > 0 ? 512 : 256;
+    return kvpc_start("kvprim_cuda_unpack", kvpc_unpack_kernel<capacity>(job),
+                      kvpc_unpack_blocks(job, threads, launch.max_sms), threads, p, &launch);
+}
+
+#ifdef KVPRIM_CUDA_EMULATE
+static bool kvpc_may_overlap(void)
+{
+    return false;
+}
+#else
+static bool kvpc_may_overlap(void)
+{
+    return kvpc_has_pdl();
+}
+#endif
+
+enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes since 12.1 (before: 4,096 bytes) */
+    kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
+#if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
+    kvpc_more_words = (8192 - (int)sizeof(kvpc_unpack)) / 4,
+    kvpc_most_words = (32764 - (int)sizeof(kvpc_unpack)) / 4 & ~1,
+#else
+    kvpc_more_words = kvpc_few_words,
+    kvpc_most_words = kvpc_few_words,
+#endif
+    kvpc_lent_bytes = KVPC_LENT_BYTES
+};
+
+/* A workspace is for batches that need several launches otherwise, and whose words are read about once: the bus is slow,
+   and no cache of the GPU keeps what comes from there. */
+static bool kvpc_is_lent(const kvpc_unpack_job *job)
+{
+    const uint64_t words = kvpc_words_for(job, job->left);
+    return words > kvpc_most_words && words <= job->space_words &&
+           (job->even ? job->survey.bytes <= kvpc_lent_bytes : job->direct);
+}
+
+static kvprim_status kvpc_unpack_all(kvpc_unpack_job *job)
+{
+    kvprim_status status = KVPRIM_OK;
+    job->overlap = kvpc_may_overlap() && !(job->launch && job->launch->max_sms > 0);
+    if (kvpc_is_lent(job))
+        status = kvpc_unpack_some<kvpc_lent>(job);
+    while (status == KVPRIM_OK && job->left > 0) {
+        const uint64_t words = kvpc_words_for(job, job->left);
+        status = words <= kvpc_few_words    ? kvpc_unpack_some<kvpc_few_words>(job)
+                 : words <= kvpc_more_words ? kvpc_unpack_some<kvpc_more_words>(job)
+                                            : kvpc_unpack_some<kvpc_most_words>(job);
+    }
+    return status;
+}
+
+/* The workspace's whole lines. */
+static void kvpc_borrow(kvpc_unpack_job *job)
+{
+    const uint64_t line = 128, address = (uint64_t)(uintptr_t)job->desc->workspace, skip = (line - address % line) % line;
+    if (!job->desc->workspace || job->desc->workspace_bytes < skip)
+        return;
+    job->space = (uint32_t *)((char *)job->desc->workspace + skip);
+    job->space_words = (job->desc->workspace_bytes - skip) / line * (line / 4);
+}
+
+static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvpc_unpack_job job = {};
+    job.desc = desc;
+    job.launch = launch;
+    job.survey = kvpc_look<false>(desc);
+    job.even = kvpc_is_even(&job);
+    /* Merging a few of many even fragments would only make them uneven. */
+    job.merge = job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0);
+    if (job.merge) {
+        job.survey = kvpc_look<true>(desc);
+        job.even = kvpc_is_even(&job);
+    }
+    if (job.survey.count == 0)
+        return KVPRIM_OK;
+    job.left = job.survey.count;
+    job.cursor.next = desc->fragments;
+    job.cursor.end = desc->fragments + desc->count;
+    kvpc_borrow(&job);
+    kvpc_plan_offsets(&job);
+    kvpc_plan_pieces(&job);
+    return kvpc_unpack_all(&job);
+}
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -742,6 +1344,16 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
                           d.rejected,
                           launch};
     return kvpc_move(&job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvprim_status status = kvprim_unpack_check(desc);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_launch("kvprim_cuda_unpack", launch);
+    if (status != KVPRIM_OK || desc->count == 0)
+        return status;
+    return kvpc_unpack_checked(desc, launch);
 }
 
 #ifdef __cplusplus

@@ -6,6 +6,7 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
+#include "test_fragments.h"
 #include <cuda_runtime.h>
 #include <thread>
 
@@ -178,6 +179,65 @@ static void test_random_gathers()
 static void test_random_stores()
 {
     fuzz(&memory, quick ? 300 : 5000, random_store);
+}
+
+/* ---- unpack ---- */
+
+static thread_local void *lent_memory;
+static thread_local size_t lent_bytes;
+
+static void *lend(size_t bytes)
+{
+    if (bytes > lent_bytes) {
+        CUDA(cudaFreeHost(lent_memory));
+        CUDA(cudaMallocHost(&lent_memory, bytes));
+        lent_bytes = bytes;
+    }
+    return lent_memory;
+}
+
+static void test_unpack()
+{
+    batch_matrix(&memory, quick ? 1 << 20 : 8 << 20);
+}
+
+static void test_unpack_lengths()
+{
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 37 : 1) {
+        one_length(&memory, bytes, false);
+        if (bytes % 3 == 0)
+            one_length(&memory, bytes, true);
+    }
+}
+
+static void test_unpack_counts()
+{
+    static const size_t counts[] = {1023, 2100, 9000, 100000};
+    large_batches(&memory, counts, quick ? 3 : 4);
+}
+
+static void test_unpack_options()
+{
+    static const int32_t max_sms[] = {0, 1, 8, 10000};
+    for (int n = 0; n < 8; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        small_batches(&memory);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
+    memory.launch = nullptr;
+    small_batches(&memory);
+    memory.launch = &main_launch;
+}
+
+static void test_bad_unpacks()
+{
+    bad_unpacks(&memory);
+}
+
+static void test_random_unpacks()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_unpack);
 }
 
 /* ---- memory ---- */
@@ -560,6 +620,167 @@ static void test_graphs()
     CUDA(cudaGraphExecDestroy(end_capture(0)));
 }
 
+/* Unpacks that follow each other: each moves what the one before it has left, of two buffers, to the other. */
+struct relay {
+    std::vector<std::vector<kvprim_fragment>> batches;
+    unsigned char *side[2];
+    size_t bytes;
+};
+
+static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
+{
+    relay r;
+    for (size_t s = 0; s < steps; s++) {
+        const batch_case c = {count, bytes, kind, SHUFFLED, ANYWHERE, s % 2 ? 16u : 1u, 0, 0, 1, false};
+        std::vector<kvprim_fragment> f(count);
+        for (size_t i = 0; i < count; i++)
+            f[i].bytes = size_of(&c, i);
+        const uint64_t dst_bytes = place_side(&c, c.dst, &f, &kvprim_fragment::dst_offset);
+        const uint64_t src_bytes = place_side(&c, c.src, &f, &kvprim_fragment::src_offset);
+        r.bytes = std::max({s ? r.bytes : 0, size_t(dst_bytes), size_t(src_bytes)});
+        r.batches.push_back(f);
+    }
+    empty(&memory);
+    for (unsigned char *&side : r.side)
+        side = static_cast<unsigned char *>(reserve(&memory, r.bytes, 0));
+    return r;
+}
+
+static kvprim_unpack_desc step_of(const relay *r, size_t s)
+{
+    return {r->side[s % 2], r->bytes,     r->side[1 - s % 2], r->bytes, r->batches[s].data(), r->batches[s].size(),
+            nullptr,        0};
+}
+
+static void enqueue_relay(const relay *r, bool workspace)
+{
+    const size_t room = workspace ? kvprim_unpack_workspace_bytes(r->batches[0].size()) : 0;
+    for (size_t s = 0; s < r->batches.size(); s++) {
+        kvprim_unpack_desc d = step_of(r, s);
+        d.src = on_device(&memory, d.src);
+        d.dst = on_device(&memory, d.dst);
+        if (workspace) {
+            d.workspace = static_cast<char *>(lend(room * r->batches.size())) + s * room;
+            d.workspace_bytes = room;
+        }
+        if (kvprim_cuda_unpack(&d, &main_launch) != KVPRIM_OK)
+            fail("step %zu: %s", s, kvprim_last_error());
+    }
+}
+
+static void compare_relay(const char *what, size_t count, uint64_t bytes, int round)
+{
+    snprintf(current, sizeof current, "%s: %zu fragments of %llu bytes, pdl %d, round %d", what, count,
+             static_cast<unsigned long long>(bytes), main_launch.pdl, round);
+    compare(&memory, current, nullptr, 0);
+}
+
+static void one_relay(size_t count, uint64_t bytes, sizes kind, bool workspace)
+{
+    relay r = make_relay(count, bytes, kind, 8);
+    const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    for (size_t s = 0; s < r.batches.size(); s++) {
+        const kvprim_unpack_desc d = step_of(&r, s);
+        CHECK(kvprim_unpack(&d) == KVPRIM_OK);
+    }
+    memcpy(memory.got, start.data(), memory.used);
+    upload(&memory);
+    enqueue_relay(&r, workspace);
+    download(&memory);
+    compare_relay("relay", count, bytes, 0);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    begin_capture();
+    enqueue_relay(&r, workspace);
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    for (std::vector<kvprim_fragment> &f : r.batches)
+        memset(f.data(), 0xff, f.size() * sizeof f[0]);
+    for (int replay = 1; replay < (quick ? 3 : 6); replay++) {
+        memcpy(memory.got, start.data(), memory.used);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare_relay("relay in a graph", count, bytes, replay);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+/* Batches of one launch and of several, which overlap. */
+static void test_unpack_relays()
+{
+    for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--) {
+        one_relay(100, 4096, EVEN, false);
+        one_relay(20000, 64, EVEN, false);
+        one_relay(20000, 64, EVEN, true);
+        one_relay(20000, 1000, EVEN, false);
+        one_relay(6000, 300, LOGARITHMIC, false);
+        one_relay(6000, 300, LOGARITHMIC, true);
+        one_relay(3000, 100, ONE_LARGE, false);
+    }
+    main_launch.pdl = 0;
+}
+
+/* A source byte, never the poison. */
+static __device__ unsigned char far_byte(uint64_t at)
+{
+    return static_cast<unsigned char>(1 + (at * 0x9e3779b97f4a7c15u >> 40) % 100);
+}
+
+static __global__ void fill_far(unsigned char *src)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < far_bytes;
+         i += uint64_t(gridDim.x) * blockDim.x)
+        src[i] = far_byte(i);
+}
+
+static __global__ void check_far(const unsigned char *dst, const kvprim_fragment *f, unsigned long long *wrong)
+{
+    const kvprim_fragment one = f[blockIdx.x];
+    for (uint64_t b = blockIdx.y * uint64_t(blockDim.x) + threadIdx.x; b < one.bytes; b += gridDim.y * blockDim.x)
+        if (dst[one.dst_offset + b] != far_byte(one.src_offset + b))
+            atomicAdd(wrong, 1ull);
+}
+
+static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned char *src, bool workspace)
+{
+    const std::vector<kvprim_fragment> f = far_fragments(c);
+    kvprim_fragment *const on = device_memory<kvprim_fragment>(f.size());
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    uint64_t total = 0;
+    for (const kvprim_fragment &one : f)
+        total += one.bytes;
+    CUDA(cudaMemset(dst, 0xa5, far_bytes));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    CUDA(cudaMemcpy(on, f.data(), f.size() * sizeof f[0], cudaMemcpyHostToDevice));
+    unpack_far(c, f, dst, src, workspace, nullptr);
+    check_far<<<dim3(unsigned(f.size()), c->count < 10 ? 1024 : 1), 256>>>(dst, on, wrong_on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+    if (wrong != 0 || bytes_other_than(0xa5, dst, far_bytes) != total)
+        fail("%s: %llu bytes are wrong, or others were written", current, wrong);
+    CUDA(cudaFree(on));
+    CUDA(cudaFree(wrong_on));
+}
+
+/* The last case's fragments are cut and make more than 4 GiB; then one of 4 GiB. */
+static void test_far_fragments()
+{
+    static const far_case whole = {1, uint64_t(1) << 32, 1, true};
+    unsigned char *const both = much_device_memory(2 * far_bytes);
+    if (!both)
+        return;
+    fill_far<<<2048, 256>>>(both);
+    CUDA(cudaGetLastError());
+    for (const far_case &c : far_cases) {
+        one_far_batch(&c, both + far_bytes, both, false);
+        one_far_batch(&c, both + far_bytes, both, true);
+    }
+    one_far_batch(&whole, both + far_bytes, both, false);
+    CUDA(cudaFree(both));
+}
+
 static void thread_main(unsigned seed)
 {
     arena a = {};
@@ -572,7 +793,10 @@ static void thread_main(unsigned seed)
         small_matrix(&a);
         bad_gathers(&a);
         bad_stores(&a);
+        small_batches(&a);
+        bad_unpacks(&a);
     }
+    CUDA(cudaFreeHost(lent_memory));
     close_arena(&a);
     CUDA(cudaStreamDestroy(launch.stream));
 }
@@ -747,12 +971,21 @@ int main(int argc, char **argv)
     run("cuda: warp copy and zero, lengths x alignments", test_warps);
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: chains of stores and gathers", test_chains);
+    run("cuda: unpack, sizes x kinds x orders", test_unpack);
+    run("cuda: unpack, lengths x alignments", test_unpack_lengths);
+    run("cuda: unpack, counts, with and without a workspace", test_unpack_counts);
+    run("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run("cuda: unpack, bad descriptors", test_bad_unpacks);
+    run("cuda: random unpacks", test_random_unpacks);
+    run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
     run("cuda: two threads, two streams", test_threads);
     if (!quick) { /* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows */
         run("cuda: past 4 GiB and 2^31", test_large_table);
         run("cuda: an earlier error of the caller's", test_earlier_error);
         run("cuda: more than 2^31 rows", test_many_rows);
+        run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
     }
+    CUDA(cudaFreeHost(lent_memory));
     close_arena(&memory);
     CUDA(cudaStreamDestroy(main_launch.stream));
     return finish();

@@ -9,6 +9,7 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
+#include "test_fragments.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -120,6 +121,53 @@ static void test_fuzzed_store()
     fuzz(&memory, 6000, random_store);
 }
 
+/* Of exactly this size, rounded up to lines: the sanitizer sees what lies beyond. */
+static void *lend(size_t bytes)
+{
+    static unsigned char *block;
+    free(block);
+    block = static_cast<unsigned char *>(malloc(bytes));
+    return block;
+}
+
+static void test_unpack()
+{
+    batch_matrix(&memory, 700000);
+}
+
+static void test_unpack_lengths()
+{
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61)
+        one_length(&memory, bytes, bytes % 2 != 0);
+}
+
+static void test_unpack_counts()
+{
+    static const size_t counts[] = {243, 244, 1000, 1023, 2100, 9000};
+    large_batches(&memory, counts, sizeof counts / sizeof *counts);
+}
+
+static void test_unpack_options()
+{
+    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
+        launch.pdl = launch.max_sms % 2;
+        small_batches(&memory);
+    }
+    memory.launch = nullptr;
+}
+
+static void test_bad_unpacks()
+{
+    bad_unpacks(&memory);
+}
+
+static void test_random_unpacks()
+{
+    fuzz(&memory, 6000, random_unpack);
+}
+
 static void one_warp_length(unsigned char *src, unsigned char *got, unsigned char *want, size_t bytes, bool zero)
 {
     const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
@@ -185,6 +233,43 @@ static void test_large_table()
     one_large_table(3);
     one_large_table(16);
 }
+
+static unsigned char *reserve_addresses(uint64_t bytes)
+{
+    void *const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p != MAP_FAILED)
+        return static_cast<unsigned char *>(p);
+    snprintf(skip_reason, sizeof skip_reason, "%llu bytes of addresses cannot be reserved",
+             static_cast<unsigned long long>(bytes));
+    return nullptr;
+}
+
+/* The bytes around a fragment are zero before and after. */
+static void one_far_batch(const far_case *c, bool workspace)
+{
+    const std::vector<kvprim_fragment> f = far_fragments(c);
+    unsigned char *const src = reserve_addresses(far_bytes), *const dst = reserve_addresses(far_bytes);
+    if (!src || !dst)
+        return;
+    for (const kvprim_fragment &one : f)
+        fill(src + one.src_offset, one.bytes);
+    unpack_far(c, f, dst, src, workspace, nullptr);
+    for (const kvprim_fragment &one : f)
+        if (memcmp(dst + one.dst_offset, src + one.src_offset, one.bytes) != 0 || dst[one.dst_offset + one.bytes] ||
+            (one.dst_offset && dst[one.dst_offset - 1]))
+            fail("%s: fragment %zu is wrong", current, static_cast<size_t>(&one - f.data()));
+    munmap(src, far_bytes);
+    munmap(dst, far_bytes);
+}
+
+static void test_far_fragments()
+{
+    for (const far_case &c : far_cases)
+        if (c.bytes < 1 << 20) { /* longer ones are for a GPU */
+            one_far_batch(&c, false);
+            one_far_batch(&c, true);
+        }
+}
 #endif
 
 int main(int argc, char **argv)
@@ -211,9 +296,16 @@ int main(int argc, char **argv)
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);
     run("emulated: random stores", test_fuzzed_store);
+    run("emulated: unpack, sizes x kinds x orders", test_unpack);
+    run("emulated: unpack, lengths x alignments", test_unpack_lengths);
+    run("emulated: unpack, counts, with and without a workspace", test_unpack_counts);
+    run("emulated: unpack, max_sms, pdl", test_unpack_options);
+    run("emulated: unpack, bad descriptors", test_bad_unpacks);
+    run("emulated: random unpacks", test_random_unpacks);
     run("emulated: warp copy and zero", test_warps);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
+    run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
 #endif
     return finish();
 }

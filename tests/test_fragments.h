@@ -1,0 +1,430 @@
+/* What test_cuda.cu and test_cuda_emulated.cpp share for kvprim_cuda_unpack: batches of fragments in the memory of
+   test_rows.h, unpacked once by kvprim_unpack and once on the GPU, and compared byte by byte. Included after
+   test_rows.h; the includer defines lend. */
+#ifndef TEST_FRAGMENTS_H
+#define TEST_FRAGMENTS_H
+
+#include <algorithm>
+
+/* Memory for a batch's workspace: some that a GPU can read, at least this much. */
+static void *lend(size_t bytes);
+
+/* ---- one batch, by the host function and by the code under test ---- */
+
+/* Allows access to a batch's bytes, as the contract states it. False where they lie outside the memory, or where
+   destinations overlap: their bytes are unspecified. */
+static bool visit_unpack(arena *a, const kvprim_unpack_desc *d)
+{
+    a->allowed.clear();
+    a->taken.assign(a->used, 0);
+    for (size_t i = 0; i < d->count; i++) {
+        const kvprim_fragment f = d->fragments[i];
+        if (f.bytes == 0)
+            continue;
+        const size_t src = offset_of(a, d->src) + f.src_offset, dst = offset_of(a, d->dst) + f.dst_offset;
+        if (f.bytes > a->used || src > a->used - f.bytes || dst > a->used - f.bytes ||
+            memchr(&a->taken[dst], 1, f.bytes))
+            return false;
+        memset(&a->taken[dst], 1, f.bytes);
+        a->allowed.push_back({dst, f.bytes});
+        a->allowed.push_back({src / 16 * 16, (src + f.bytes + 15) / 16 * 16 - src / 16 * 16});
+    }
+    return true;
+}
+
+static bool any_bytes(const kvprim_unpack_desc *d)
+{
+    for (size_t i = 0; i < d->count; i++)
+        if (d->fragments[i].bytes)
+            return true;
+    return false;
+}
+
+/* As try_gather. The code under test gets a copy of the fragments, which is gone before it can have run. */
+static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *what)
+{
+    std::vector<kvprim_fragment> fragments;
+    kvprim_unpack_desc on = *desc;
+    char want_text[512];
+    on.dst = on_device(a, desc->dst);
+    on.src = on_device(a, desc->src);
+    if (desc->fragments) {
+        fragments.assign(desc->fragments, desc->fragments + desc->count);
+        fragments.push_back({0, 0, 0}); /* so that there is an address */
+        on.fragments = fragments.data();
+    }
+    snprintf(current, sizeof current, "unpack: %s", what);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    const kvprim_status want = kvprim_unpack_check(&on);
+    snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
+    const bool runs = want == KVPRIM_OK && desc->count > 0;
+    if (runs && (kvprim_unpack_check(desc) != KVPRIM_OK || !visit_unpack(a, desc)))
+        return OUTSIDE;
+    memcpy(a->got, a->expected, a->used);
+    if (want == KVPRIM_OK)
+        CHECK(kvprim_unpack(desc) == KVPRIM_OK);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    before(a);
+    for (size_t i = 0; runs && i < a->allowed.size(); i++)
+        allow(a, a->allowed[i].first, a->allowed[i].second);
+    const kvprim_status got = kvprim_cuda_unpack(&on, a->launch);
+    if (!fragments.empty())
+        memset(fragments.data(), 0xff, fragments.size() * sizeof fragments[0]);
+    after(a, runs && any_bytes(desc));
+    check_status(current, got, want, kvprim_last_error(), want_text);
+    if (memcmp(a->expected, a->got, a->used) != 0) {
+        size_t bad = 0;
+        while (a->expected[bad] == a->got[bad])
+            bad++;
+        const long long in_dst = static_cast<long long>(bad) - static_cast<long long>(offset_of(a, desc->dst));
+        fail("%s: byte %lld of dst: expected %02x, got %02x", current, in_dst, a->expected[bad], a->got[bad]);
+    }
+    return want == KVPRIM_OK ? RAN : REFUSED;
+}
+
+/* ---- batches ---- */
+
+enum sizes { EVEN, SHORT_LAST, LOGARITHMIC, ONE_LARGE, SOME_EMPTY, n_sizes };
+static const char *const sizes_names[] = {"even", "short last", "64-fold", "one large", "some empty"};
+enum order { IN_ORDER, SPACED, REVERSED, SHUFFLED, ANYWHERE, n_orders }; /* ANYWHERE: sources alone, they may overlap */
+static const char *const order_names[] = {"in order", "spaced", "reversed", "shuffled", "anywhere"};
+
+struct batch_case {
+    size_t count;
+    uint64_t bytes; /* of a fragment, or about so many */
+    sizes kind;
+    order dst, src;
+    uint64_t unit;        /* what offsets are multiples of, where they are not packed */
+    size_t dst_align, src_align;
+    size_t run;           /* so many fragments at a time keep together */
+    bool workspace;
+};
+
+static uint64_t size_of(const batch_case *c, size_t i)
+{
+    switch (c->kind) {
+    case SHORT_LAST:
+        return i + 1 == c->count ? c->bytes / 3 : c->bytes;
+    case LOGARITHMIC:
+        return 1 + (c->bytes / 8 + below(c->bytes)) * (uint64_t(1) << below(4)) / 8;
+    case ONE_LARGE:
+        return i == c->count * 2 / 3 ? c->bytes * 300 + 7 : c->bytes;
+    case SOME_EMPTY:
+        return chance(4) ? 0 : c->bytes;
+    default:
+        return c->bytes;
+    }
+}
+
+/* Gives one side's fragments their offsets; returns the bytes that this side needs. */
+static uint64_t place_side(const batch_case *c, order how, std::vector<kvprim_fragment> *f,
+                           uint64_t kvprim_fragment::*offset)
+{
+    const size_t runs = (c->count + c->run - 1) / c->run;
+    std::vector<int64_t> turn = shuffled(static_cast<int64_t>(runs));
+    uint64_t at = 0, end = 0;
+    for (size_t k = 0; k < runs; k++) {
+        const size_t r = how == SHUFFLED ? static_cast<size_t>(turn[k]) : how == REVERSED ? runs - 1 - k : k;
+        if (how != IN_ORDER)
+            at = (at + c->unit - 1) / c->unit * c->unit;
+        for (size_t i = r * c->run; i < c->count && i < (r + 1) * c->run; i++) {
+            (*f)[i].*offset = at;
+            at += (*f)[i].bytes;
+        }
+        end = at;
+        if (how == SPACED || how == SHUFFLED)
+            at += c->unit;
+    }
+    if (how == ANYWHERE)
+        for (kvprim_fragment &one : *f)
+            one.*offset = below((end - one.bytes) / c->unit + 1) * c->unit;
+    return end;
+}
+
+static void one_batch(arena *a, const batch_case *c)
+{
+    std::vector<kvprim_fragment> f(c->count);
+    kvprim_unpack_desc d = {};
+    char what[240];
+    for (size_t i = 0; i < c->count; i++)
+        f[i].bytes = size_of(c, i);
+    d.dst_bytes = place_side(c, c->dst, &f, &kvprim_fragment::dst_offset);
+    d.src_bytes = place_side(c, c->src, &f, &kvprim_fragment::src_offset);
+    empty(a);
+    d.dst = reserve(a, d.dst_bytes, c->dst_align);
+    d.src = reserve(a, d.src_bytes, c->src_align);
+    d.fragments = f.data();
+    d.count = c->count;
+    if (c->workspace) {
+        d.workspace_bytes = kvprim_unpack_workspace_bytes(c->count);
+        d.workspace = lend(d.workspace_bytes);
+    }
+    snprintf(what, sizeof what, "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu%s",
+             c->count, static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst],
+             order_names[c->src], static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run,
+             c->workspace ? ", workspace" : "");
+    CHECK(try_unpack(a, &d, what) == RAN);
+}
+
+static const uint64_t fragment_sizes[] = {1,   2,   8,   15,  16,   17,   48,   64,   100,  127,  128,  256,   257,
+                                          383, 512, 513, 576, 1000, 1024, 1152, 1536, 2048, 2049, 4096, 10007, 65536};
+
+/* Every size, kind and order; alignments, runs and counts as they come. */
+static void batch_matrix(arena *a, uint64_t most_bytes)
+{
+    static const size_t counts[] = {1, 2, 3, 7, 33, 100, 330}, runs[] = {1, 1, 1, 2, 5};
+    static const uint64_t units[] = {1, 16, 1, 256, 4};
+    unsigned n = 0;
+    for (const uint64_t bytes : fragment_sizes)
+        for (int kind = 0; kind < n_sizes; kind++)
+            for (int dst = 0; dst < ANYWHERE; dst++)
+                for (int src = 0; src < n_orders; src++, n++) {
+                    const size_t count = counts[n % 7];
+                    if (n % static_cast<unsigned>(thin) || (count + (kind == ONE_LARGE ? 300 : 0)) * bytes > most_bytes)
+                        continue;
+                    const bool odd = n / 3 % 2;
+                    const batch_case c = {count,
+                                          bytes,
+                                          static_cast<sizes>(kind),
+                                          static_cast<order>(dst),
+                                          static_cast<order>(src),
+                                          units[n / 2 % 5],
+                                          odd ? n / 6 % 16 : 0,
+                                          odd ? n / 96 % 16 : 0,
+                                          runs[n / 4 % 5],
+                                          n / 5 % 2 != 0};
+                    one_batch(a, &c);
+                }
+}
+
+/* More fragments than fit the parameters of a launch, with and without a workspace. */
+static void large_batches(arena *a, const size_t *counts, size_t n_counts)
+{
+    unsigned n = 0;
+    for (size_t i = 0; i < n_counts; i++)
+        for (int kind = 0; kind < n_sizes; kind++)
+            for (int order_of = 0; order_of < 4; order_of++, n++) {
+                static const order dst[] = {IN_ORDER, SHUFFLED, SHUFFLED, REVERSED};
+                static const order src[] = {SHUFFLED, IN_ORDER, ANYWHERE, SPACED};
+                const uint64_t bytes = kind == EVEN ? 64 : 40;
+                batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of],
+                                16,        n % 2 * 3, n % 2 * 8,                n % 3 ? 1u : 2u, false};
+                one_batch(a, &c);
+                c.workspace = true;
+                one_batch(a, &c);
+            }
+}
+
+/* Fragments of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
+static void one_length(arena *a, size_t bytes, bool vary)
+{
+    const size_t slot = (bytes + 64 + 15) / 16 * 16;
+    std::vector<kvprim_fragment> f(256);
+    kvprim_unpack_desc d = {};
+    char what[80];
+    empty(a);
+    d.src_bytes = d.dst_bytes = slot * f.size();
+    d.dst = reserve(a, d.dst_bytes, 0);
+    d.src = reserve(a, d.src_bytes, 0);
+    for (size_t i = 0; i < f.size(); i++)
+        f[i] = {(i * 7 + 3) % f.size() * slot + 16 + i / 16, i * slot + 16 + i % 16, bytes + (vary ? i * 5 % 4 : 0)};
+    d.fragments = f.data();
+    d.count = f.size();
+    snprintf(what, sizeof what, "%zu%s bytes at all alignments", bytes, vary ? " to 3 more" : "");
+    CHECK(try_unpack(a, &d, what) == RAN);
+}
+
+/* A few of everything, for the options of a launch. */
+static void small_batches(arena *a)
+{
+    static const uint64_t sizes_of[] = {16, 100, 256, 1024, 4096, 10007};
+    unsigned n = 0;
+    for (const uint64_t bytes : sizes_of)
+        for (int kind = 0; kind < n_sizes; kind++, n++) {
+            const batch_case c = {bytes < 1000 ? 2500u : 150u,     bytes,     static_cast<sizes>(kind),
+                                  n % 2 ? SHUFFLED : IN_ORDER,       SHUFFLED,  16,
+                                  n % 3 == 2 ? size_t(n % 16) : 0, 0,         1,
+                                  n % 5 == 0};
+            one_batch(a, &c);
+        }
+}
+
+/* ---- bad descriptors ---- */
+
+struct good_batch {
+    kvprim_fragment f[3];
+    kvprim_unpack_desc d;
+};
+
+static void make_good(arena *a, good_batch *g)
+{
+    empty(a);
+    memset(&g->d, 0, sizeof g->d);
+    g->d.src_bytes = g->d.dst_bytes = 3000;
+    g->d.dst = reserve(a, 3000, 0);
+    g->d.src = reserve(a, 3000, 0);
+    g->f[0] = {0, 0, 1000};
+    g->f[1] = {100, 1000, 900};
+    g->f[2] = {2000, 2000, 1000};
+    g->d.fragments = g->f;
+    g->d.count = 3;
+}
+
+static void refuse(arena *a, good_batch *g, kvprim_status want, const char *text)
+{
+    CHECK(try_unpack(a, &g->d, text) == REFUSED);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    kvprim_unpack_desc on = g->d;
+    on.dst = on_device(a, on.dst);
+    on.src = on_device(a, on.src);
+    const kvprim_status got = kvprim_cuda_unpack(&on, a->launch);
+    if (got != want || !strstr(kvprim_last_error(), text))
+        fail("expected %s with '%s', got %s, '%s'", kvprim_status_name(want), text, kvprim_status_name(got),
+             kvprim_last_error());
+    make_good(a, g);
+}
+
+static void bad_unpacks(arena *a)
+{
+    good_batch g;
+    make_good(a, &g);
+    CHECK(try_unpack(a, &g.d, "good") == RAN);
+    for (int side = 0; side < 2; side++)
+        for (int i = 0; i < 3; i++) {
+            uint64_t kvprim_fragment::*const offset = side ? &kvprim_fragment::src_offset : &kvprim_fragment::dst_offset;
+            const char *const field = side ? "src_offset" : "dst_offset";
+            char text[40];
+            snprintf(text, sizeof text, "fragments[%d]", i);
+            g.f[i].*offset = 3000 - g.f[i].bytes + 1;
+            refuse(a, &g, KVPRIM_ERROR_BOUNDS, field);
+            g.f[i].*offset = UINT64_MAX - 5;
+            refuse(a, &g, KVPRIM_ERROR_BOUNDS, text);
+            g.f[i].*offset = UINT64_MAX - 5;
+            g.f[i].bytes = 8; /* their sum wraps */
+            refuse(a, &g, KVPRIM_ERROR_BOUNDS, text);
+        }
+    g.d.src_bytes = 2999;
+    refuse(a, &g, KVPRIM_ERROR_BOUNDS, "src_bytes 2999");
+    g.d.dst_bytes = 2999;
+    refuse(a, &g, KVPRIM_ERROR_BOUNDS, "dst_bytes 2999");
+    g.d.src = nullptr;
+    refuse(a, &g, KVPRIM_ERROR_NULL, "src is NULL");
+    g.d.dst = nullptr;
+    refuse(a, &g, KVPRIM_ERROR_NULL, "dst is NULL");
+    g.d.fragments = nullptr;
+    refuse(a, &g, KVPRIM_ERROR_NULL, "fragments is NULL");
+    g.d.src = static_cast<unsigned char *>(g.d.dst) + 2999;
+    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "overlaps src");
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    CHECK(kvprim_cuda_unpack(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
+    g.d.count = 0;
+    g.d.fragments = nullptr;
+    CHECK(try_unpack(a, &g.d, "no fragments") == RAN);
+    make_good(a, &g);
+    for (kvprim_fragment &f : g.f)
+        f.bytes = 0;
+    CHECK(try_unpack(a, &g.d, "empty fragments") == RAN);
+    make_good(a, &g);
+    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0}, {nullptr, 0, -1}};
+    for (const kvprim_cuda_launch &launch : bad)
+        CHECK(kvprim_cuda_unpack(&g.d, &launch) == KVPRIM_ERROR_ARGUMENT);
+#ifdef KVPRIM_DEBUG
+    g.f[2].dst_offset = 1899;
+    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "fragments[1] and fragments[2]");
+    g.f[0].dst_offset = 1500; /* not in order */
+    g.f[1].dst_offset = 600;
+    refuse(a, &g, KVPRIM_ERROR_OVERLAP, "fragments[");
+#endif
+}
+
+/* ---- random descriptors ---- */
+
+static uint64_t random_offset(uint64_t limit)
+{
+    return chance(60) ? static_cast<uint64_t>(wild_value()) : below(limit + 1);
+}
+
+static outcome random_unpack(arena *a, unsigned round)
+{
+    const uint64_t room = below(20) == 0 ? 40 : 1 + below(30000), even = below(2) ? 1 + below(600) : 0;
+    std::vector<kvprim_fragment> f;
+    kvprim_unpack_desc d = {};
+    empty(a);
+    d.dst_bytes = d.src_bytes = room;
+    d.dst = reserve(a, room, below(64));
+    d.src = reserve(a, room, below(64));
+    uint64_t dst = below(20);
+    const uint64_t count = below(60), unit = below(2) ? 16 : 1, wild_round = below(8);
+    while (f.size() < count) {
+        kvprim_fragment one = {0, dst, even ? even : below(chance(8) ? 5000 : 200)};
+        if (one.bytes > room || dst > room - one.bytes)
+            break;
+        one.src_offset = random_offset((room - one.bytes) / unit) * unit;
+        if (!f.empty() && chance(3) && f.back().src_offset + f.back().bytes + one.bytes <= room)
+            one.src_offset = f.back().src_offset + f.back().bytes;
+        if (wild_round == 0 && chance(30))
+            one.bytes = random_offset(room);
+        dst += one.bytes + (chance(3) ? below(40) * unit : 0);
+        f.push_back(one);
+    }
+    if (chance(3))
+        for (size_t i = f.size(); i > 1; i--)
+            std::swap(f[i - 1], f[below(i)]);
+    d.fragments = f.data();
+    d.count = f.size();
+    if (chance(50))
+        d.src_bytes = random_offset(room);
+    if (chance(50))
+        d.dst_bytes = random_offset(room);
+    if (chance(3)) { /* some have too little room */
+        d.workspace_bytes = below(kvprim_unpack_workspace_bytes(d.count) + 1);
+        d.workspace = lend(d.workspace_bytes);
+    }
+    char what[40];
+    snprintf(what, sizeof what, "random batch %u", round);
+    return try_unpack(a, &d, what);
+}
+
+/* ---- offsets past 4 GiB ---- */
+
+static const uint64_t far_bytes = (uint64_t(5) << 30) + 4096; /* of each side */
+
+struct far_case {
+    size_t count;
+    uint64_t bytes, unit; /* what all offsets are multiples of */
+    bool vary;            /* every third fragment is a byte longer */
+};
+
+/* Words hold the first's offsets, and not the second's. The others have more words than a launch's parameters. */
+static const far_case far_cases[] = {{300, 1000, 16, false}, {300, 1000, 1, false}, {300, 1000, 16, true},
+                                     {9000, 100, 4, false},  {9000, 100, 1, true},  {2, uint64_t(5) << 29, 1, true}};
+
+static std::vector<kvprim_fragment> far_fragments(const far_case *c)
+{
+    std::vector<kvprim_fragment> f(c->count);
+    const uint64_t slot = far_bytes / c->count / 16 * 16;
+    const std::vector<int64_t> turn = shuffled(static_cast<int64_t>(c->count));
+    for (size_t i = 0; i < c->count; i++) {
+        const uint64_t room = slot - c->bytes - 1;
+        f[i].src_offset = (static_cast<uint64_t>(turn[i]) * slot + below(room)) / c->unit * c->unit;
+        f[i].dst_offset = (i * slot + below(room)) / c->unit * c->unit;
+        f[i].bytes = c->bytes + (c->vary && i % 3 == 0);
+    }
+    return f;
+}
+
+static void unpack_far(const far_case *c, const std::vector<kvprim_fragment> &f, void *dst, const void *src,
+                       bool workspace, const kvprim_cuda_launch *launch)
+{
+    kvprim_unpack_desc d = {src, far_bytes, dst, far_bytes, f.data(), f.size(), nullptr, 0};
+    if (workspace) {
+        d.workspace_bytes = kvprim_unpack_workspace_bytes(c->count);
+        d.workspace = lend(d.workspace_bytes);
+    }
+    snprintf(current, sizeof current, "unpack: %zu fragments of %llu bytes in 5 GiB, unit %llu", c->count,
+             static_cast<unsigned long long>(c->bytes), static_cast<unsigned long long>(c->unit));
+    if (kvprim_cuda_unpack(&d, launch) != KVPRIM_OK)
+        fail("%s: %s", current, kvprim_last_error());
+}
+
+#endif /* TEST_FRAGMENTS_H */
