@@ -452,7 +452,7 @@ enum {
 };
 
 /* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i times the
-   step on a side where all are that far apart, and elsewhere at its word times the step. */
+   step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
 typedef struct kvpc_unpack {
     char *dst;
     const char *src;
@@ -460,7 +460,7 @@ typedef struct kvpc_unpack {
     const uint32_t *words; /* NULL: in the parameters */
     uint32_t count, pieces, parts;
     uint32_t bytes, last_bytes;
-    uint32_t dst_words, src_words;                  /* of a fragment: 0 or 1 on each side */
+    uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
     uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_uneven_kernel */
     int32_t wait, trigger, wait_last;               /* programmatic dependent launch */
 } kvpc_unpack;
@@ -470,14 +470,26 @@ template <uint32_t capacity> struct kvpc_unpack_params {
     uint32_t words[capacity];
 };
 
-/* Word `at`. Those of a workspace come over the bus, which wants whole lines: each warp reads all of the line that its
+/* A load that stays where it is. */
+KVPRIM_DEVICE uint32_t kvpc_load(const uint32_t *word)
+{
+#ifdef __CUDA_ARCH__
+    uint32_t value;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(word));
+    return value;
+#else
+    return *word;
+#endif
+}
+
+/* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line that its
    word lies in. */
 template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
 {
     if (capacity != kvpc_lent)
         return p.words[at];
-    const uint32_t near = at / 32 * 32 + threadIdx.x % 32, word = p.head.words[near];
-    return near == at ? word : p.head.words[at];
+    const uint32_t near = at / 32 * 32 + threadIdx.x % 32, word = kvpc_load(p.head.words + near);
+    return near == at ? word : kvpc_load(p.head.words + at);
 }
 
 /* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3 where
@@ -529,13 +541,18 @@ KVPRIM_DEVICE void kvpc_unpack_begin(const kvpc_unpack &h)
         kvpc_pdl_trigger();
 }
 
-/* What the step of fragment i of an even batch is multiplied by. */
+template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpack_params<capacity> &p, uint32_t at)
+{
+    return p.head.halves ? kvpc_word(p, at / 2) >> at % 2 * 16 & 0xffff : kvpc_word(p, at);
+}
+
+/* What the steps of source and destination are multiplied by for fragment i of an even batch. */
 template <uint32_t capacity>
 KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t at = i * (h.src_words + h.dst_words);
-    return uint2{h.src_words ? kvpc_word(p, at) : i, h.dst_words ? kvpc_word(p, at + h.src_words) : i};
+    return uint2{h.src_words ? kvpc_number(p, at) : i, h.dst_words ? kvpc_number(p, at + h.src_words) : i};
 }
 
 /* Pieces are numbered through the fragments: fragment i has the `parts` pieces from i * parts on. */
@@ -930,65 +947,82 @@ template <bool merge> static inline bool kvpc_next(kvpc_cursor *c, kvprim_fragme
     return run->bytes != 0;
 }
 
-/* What the fragments' offsets on one side have in common. */
+/* How the fragments' offsets on one side go on from one to the next. */
 typedef struct kvpc_offsets {
-    uint64_t first, step;
-    uint64_t differ;    /* bits in which any differs from the first */
-    uint64_t irregular; /* 0: each is `step` more than the one before */
+    uint64_t first, any; /* any: bits that are set in any of the steps */
+    bool regular;        /* all steps are the same */
 } kvpc_offsets;
 
 typedef struct kvpc_survey {
     kvpc_offsets src, dst;
     uint64_t count, bytes, last_bytes, total_bytes;
-    uint64_t any_bytes;   /* bits that are set in any size */
-    uint64_t other_bytes; /* 0: all but the last have `bytes` bytes */
-    uint64_t joins;       /* fragments that are empty or follow the one before */
+    uint64_t any_bytes; /* bits that are set in any size */
+    uint64_t joins;     /* at least as many as follow the one before or are empty */
+    bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
 } kvpc_survey;
 
-/* The loop's sums are variables of their own: a compiler keeps them in registers. */
+/* The rest, where the sizes differ. */
+template <bool merge> static void kvpc_sum(kvpc_cursor cursor, kvpc_survey *s)
+{
+    uint64_t total = s->bytes, less_one = s->bytes - 1;
+    for (kvprim_fragment next; kvpc_next<merge>(&cursor, &next);) {
+        total += next.bytes;
+        less_one |= next.bytes - 1; /* its highest bit: one is empty */
+    }
+    s->total_bytes = total;
+    s->joins = less_one >> 63 ? s->count : s->joins;
+}
+
+/* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it is in
+   the first, or where one differs from the first. */
 template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
 {
-    kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}}, ahead;
-    kvprim_fragment first, last, next = {0, 0, 0};
+    kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}};
+    kvprim_fragment first, last, next;
     kvpc_survey s = {};
     if (!kvpc_next<merge>(&cursor, &first))
         return s;
-    ahead = cursor;
-    const bool several = kvpc_next<merge>(&ahead, &next);
-    const uint64_t src_step = several ? next.src_offset - first.src_offset : 0;
-    const uint64_t dst_step = several ? next.dst_offset - first.dst_offset : 0;
-    uint64_t src_differ = 0, dst_differ = 0, src_irregular = 0, dst_irregular = 0, other = 0;
-    uint64_t count = 1, joins = first.bytes == 0, any = first.bytes, total = first.bytes;
+    const kvpc_cursor second = cursor;
+    kvpc_cursor ahead = cursor;
+    next = first;
+    (void)kvpc_next<merge>(&ahead, &next);
+    const uint64_t src_step = next.src_offset - first.src_offset, dst_step = next.dst_offset - first.dst_offset;
+    uint64_t src_differ = 0, dst_differ = 0, bytes_differ = 0, joins = 0, count = 1;
     for (last = first; kvpc_next<merge>(&cursor, &next); last = next) {
         const uint64_t from_src = next.src_offset - last.src_offset, from_dst = next.dst_offset - last.dst_offset;
-        src_differ |= next.src_offset ^ first.src_offset;
-        dst_differ |= next.dst_offset ^ first.dst_offset;
-        src_irregular |= from_src ^ src_step;
-        dst_irregular |= from_dst ^ dst_step;
-        joins += (((from_src ^ last.bytes) | (from_dst ^ last.bytes)) == 0) | (next.bytes == 0);
-        other |= last.bytes ^ first.bytes;
-        any |= next.bytes;
-        total += next.bytes;
+        src_differ |= from_src ^ src_step;
+        dst_differ |= from_dst ^ dst_step;
+        bytes_differ |= last.bytes ^ first.bytes;
+        joins += from_src == from_dst;
         count += merge;
     }
-    const kvpc_offsets src = {first.src_offset, src_step, src_differ, src_irregular};
-    const kvpc_offsets dst = {first.dst_offset, dst_step, dst_differ, dst_irregular};
-    const kvpc_survey seen = {src,   dst, merge ? count : d->count, first.bytes, last.bytes, total, any, other, joins};
-    return seen;
+    s.src = kvpc_offsets{first.src_offset, src_step | src_differ, src_differ == 0};
+    s.dst = kvpc_offsets{first.dst_offset, dst_step | dst_differ, dst_differ == 0};
+    s.count = merge ? count : d->count;
+    s.bytes = first.bytes;
+    s.last_bytes = last.bytes;
+    s.any_bytes = first.bytes | bytes_differ | last.bytes;
+    s.joins = joins;
+    s.same_bytes = bytes_differ == 0 && last.bytes > 0 && last.bytes <= first.bytes;
+    s.total_bytes = first.bytes * (s.count - 1) + last.bytes;
+    if (!s.same_bytes)
+        kvpc_sum<merge>(second, &s);
+    return s;
 }
 
-/* How far offsets may be shifted right without loss. */
+/* How far numbers for the offsets may be shifted right without loss. */
 static uint32_t kvpc_common_shift(const kvpc_offsets *o)
 {
     uint32_t shift = 0;
-    while (shift < 31 && (o->differ >> shift & 1) == 0)
+    while (shift < 31 && (o->any >> shift & 1) == 0)
         shift++;
     return shift;
 }
 
-static bool kvpc_fits_word(const kvpc_offsets *o, uint64_t buffer_bytes)
+/* Whether numbers for offsets in a buffer are at most `most`. */
+static bool kvpc_fits(const kvpc_offsets *o, uint64_t buffer_bytes, uint64_t most)
 {
-    return buffer_bytes >> kvpc_common_shift(o) <= UINT32_MAX;
+    return (buffer_bytes - 1) >> kvpc_common_shift(o) <= most;
 }
 
 /* A batch on its way: what is not launched yet, and where its words may go. */
@@ -1011,9 +1045,9 @@ typedef struct kvpc_unpack_job {
 static bool kvpc_is_even(const kvpc_unpack_job *job)
 {
     const kvpc_survey *const s = &job->survey;
-    return s->other_bytes == 0 && s->bytes <= kvpc_most_run && s->last_bytes > 0 && s->last_bytes <= s->bytes &&
-           (s->src.irregular == 0 || kvpc_fits_word(&s->src, job->desc->src_bytes)) &&
-           (s->dst.irregular == 0 || kvpc_fits_word(&s->dst, job->desc->dst_bytes));
+    return s->same_bytes && s->bytes <= kvpc_most_run &&
+           (s->src.regular || kvpc_fits(&s->src, job->desc->src_bytes, UINT32_MAX)) &&
+           (s->dst.regular || kvpc_fits(&s->dst, job->desc->dst_bytes, UINT32_MAX));
 }
 
 enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = KVPC_SHARE }; /* a word of the table for so many fragments */
@@ -1024,37 +1058,42 @@ static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
     return (uint64_t)(job->aligned ? 4 : 3) << job->head.lanes_shift;
 }
 
-/* Pieces of so many 16-byte words. */
-static uint64_t kvpc_pieces_of(const kvpc_unpack_job *job, uint64_t words)
+/* Pieces of so many bytes, from a 16-byte boundary on. */
+static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, uint32_t loads)
 {
-    const uint32_t rows = (uint32_t)((words + (1u << job->head.lanes_shift) - 1) >> job->head.lanes_shift);
-    return job->aligned ? (rows + 3) / 4 : (rows + 2) / 3;
+    const uint32_t rows = ((bytes - 1) >> (4 + lanes_shift)) + 1; /* words for each thread */
+    return loads == 4 ? (rows + 3) / 4 : (rows + 2) / 3;
 }
 
-static uint64_t kvpc_fragment_words(const kvpc_unpack_job *job)
+/* Halves of words that describe one fragment. */
+static uint64_t kvpc_fragment_halves(const kvpc_unpack_job *job)
 {
-    return job->even ? job->head.src_words + job->head.dst_words : job->head.wide ? 6 : 4;
+    if (job->even)
+        return (uint64_t)(job->head.src_words + job->head.dst_words) << (job->head.halves ? 0 : 1);
+    return job->head.wide ? 12 : 8;
 }
 
-/* Words that describe `count` fragments; and how many fragments so many words describe. */
+/* Words that describe `count` fragments. */
 static uint64_t kvpc_words_for(const kvpc_unpack_job *job, uint64_t count)
 {
-    return count * kvpc_fragment_words(job) + (job->even || job->direct ? 0 : count / kvpc_table_share + 2);
+    const uint64_t table = job->even || job->direct ? 0 : count / kvpc_table_share + 2;
+    return (count * kvpc_fragment_halves(job) + 1) / 2 + table;
 }
 
+/* How many fragments so many words describe. */
 static uint64_t kvpc_fragments_in(const kvpc_unpack_job *job, uint64_t words)
 {
-    const uint64_t each = kvpc_fragment_words(job);
+    const uint64_t each = kvpc_fragment_halves(job), share = kvpc_table_share;
     if (each == 0)
         return job->left;
-    return job->even || job->direct ? words / each : (words - 2) * kvpc_table_share / (each * kvpc_table_share + 1);
+    return job->even || job->direct ? 2 * words / each : (words - 2) * share / (each / 2 * share + 1);
 }
 
 /* Returns what to add to the side's address. */
 static uint64_t kvpc_plan_side(const kvpc_offsets *o, bool words, uint32_t *shift, uint64_t *step)
 {
     *shift = words ? kvpc_common_shift(o) : 0;
-    *step = words ? (uint64_t)1 << *shift : o->step;
+    *step = words ? (uint64_t)1 << *shift : o->any;
     return words ? o->first % *step : o->first;
 }
 
@@ -1065,9 +1104,12 @@ static void kvpc_plan_offsets(kvpc_unpack_job *job)
     kvpc_unpack *const h = &job->head;
     uint64_t dst_base = 0, src_base = 0;
     h->dst_step = h->src_step = 1;
-    h->dst_words = !job->even || s->dst.irregular;
-    h->src_words = !job->even || s->src.irregular;
-    h->wide = !job->even && !(kvpc_fits_word(&s->dst, d->dst_bytes) && kvpc_fits_word(&s->src, d->src_bytes));
+    h->dst_words = !job->even || !s->dst.regular;
+    h->src_words = !job->even || !s->src.regular;
+    h->halves = job->even && (!h->dst_words || kvpc_fits(&s->dst, d->dst_bytes, UINT16_MAX)) &&
+                (!h->src_words || kvpc_fits(&s->src, d->src_bytes, UINT16_MAX));
+    h->wide = !job->even &&
+              !(kvpc_fits(&s->dst, d->dst_bytes, UINT32_MAX) && kvpc_fits(&s->src, d->src_bytes, UINT32_MAX));
     if (!h->wide) {
         dst_base = kvpc_plan_side(&s->dst, h->dst_words, &job->dst_shift, &h->dst_step);
         src_base = kvpc_plan_side(&s->src, h->src_words, &job->src_shift, &h->src_step);
@@ -1084,8 +1126,8 @@ static void kvpc_plan_pieces(kvpc_unpack_job *job)
     kvpc_unpack *const h = &job->head;
     const uint64_t dst_lead = ((uint64_t)(uintptr_t)job->desc->dst + s->dst.first) % 16;
     const uint64_t src_lead = ((uint64_t)(uintptr_t)job->desc->src + s->src.first) % 16;
-    job->aligned = (dst_lead | src_lead | s->dst.differ | s->src.differ | s->any_bytes) % 16 == 0;
-    const uint64_t lead = s->dst.differ % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
+    job->aligned = (dst_lead | src_lead | s->dst.any | s->src.any | s->any_bytes) % 16 == 0;
+    const uint64_t lead = s->dst.any % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
     const uint64_t most = (lead + (job->even ? s->bytes : s->any_bytes) + 15) / 16;
     const uint64_t usual = (lead + s->total_bytes / s->count + 15) / 16;
     h->lanes_shift = 5;
@@ -1094,28 +1136,48 @@ static void kvpc_plan_pieces(kvpc_unpack_job *job)
     const uint64_t words = job->small ? 4 * most : job->direct ? most : usual;
     for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < words;)
         h->lanes_shift++;
-    h->parts = (uint32_t)kvpc_pieces_of(job, most);
+    h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned ? 4 : 3);
+}
+
+/* Numbers of one side, two to a word. */
+template <bool merge>
+static void kvpc_encode_halves(kvpc_cursor *from, uint32_t *words, uint64_t count, uint64_t kvprim_fragment::*offset,
+                               uint32_t shift)
+{
+    kvpc_cursor cursor = *from;
+    kvprim_fragment a, b;
+    for (uint32_t *const end = words + count / 2;
+         words != end && kvpc_next<merge>(&cursor, &a) && kvpc_next<merge>(&cursor, &b); words++)
+        *words = (uint32_t)(a.*offset >> shift) | (uint32_t)(b.*offset >> shift) << 16;
+    if (count % 2 && kvpc_next<merge>(&cursor, &a))
+        *words = (uint32_t)(a.*offset >> shift);
+    *from = cursor;
 }
 
 template <bool merge> static void kvpc_encode_even(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
 {
     kvpc_unpack *const h = &job->head;
-    const uint32_t src_shift = job->src_shift, dst_shift = job->dst_shift;
+    const uint32_t src_shift = job->src_shift, dst_shift = job->dst_shift, halves = h->halves;
     const uint64_t most = kvpc_most_pieces / h->parts;
     kvprim_fragment run;
     count = count < most ? count : most;
-    uint32_t *const end = words + count * kvpc_fragment_words(job);
     if (h->src_words && h->dst_words)
-        for (; words != end && kvpc_next<merge>(&job->cursor, &run); words += 2) {
-            words[0] = (uint32_t)(run.src_offset >> src_shift);
-            words[1] = (uint32_t)(run.dst_offset >> dst_shift);
+        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++) {
+            const uint32_t src = (uint32_t)(run.src_offset >> src_shift), dst = (uint32_t)(run.dst_offset >> dst_shift);
+            *words++ = halves ? src | dst << 16 : src;
+            if (!halves)
+                *words++ = dst;
         }
+    else if (halves && h->src_words)
+        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::src_offset, src_shift);
+    else if (halves && h->dst_words)
+        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::dst_offset, dst_shift);
     else if (h->src_words)
-        while (words != end && kvpc_next<merge>(&job->cursor, &run))
-            *words++ = (uint32_t)(run.src_offset >> src_shift);
-    else
-        while (words != end && kvpc_next<merge>(&job->cursor, &run))
-            *words++ = (uint32_t)(run.dst_offset >> dst_shift);
+        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
+            words[i] = (uint32_t)(run.src_offset >> src_shift);
+    else if (h->dst_words)
+        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
+            words[i] = (uint32_t)(run.dst_offset >> dst_shift);
     h->count = (uint32_t)count;
     h->pieces = (uint32_t)count * h->parts;
     job->left -= count;
@@ -1130,37 +1192,38 @@ static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
     h->table_shift = 0;
     while (h->pieces >> h->table_shift > h->count / kvpc_table_share)
         h->table_shift++;
-    uint64_t place = 0;
-    for (uint32_t i = 0; i < h->count; i++) {
-        const uint32_t end = i + 1 < h->count ? words[(i + 1) * each + 3] : h->pieces;
-        for (; place << h->table_shift < end; place++)
+    const uint32_t shift = h->table_shift, count = h->count;
+    uint32_t place = 0;
+    for (uint32_t i = 0; i < count; i++) {
+        const uint32_t end = i + 1 < count ? words[(i + 1) * each + 3] : h->pieces;
+        for (; place << shift < end; place++)
             *table++ = i;
     }
-    *table = h->count - 1;
+    *table = count - 1;
 }
 
 template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
 {
     kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->wide ? 6 : 4;
-    const uint64_t dst = (uint64_t)(uintptr_t)job->desc->dst;
-    const uint32_t *const end = words + count * each;
-    uint32_t *w = words;
-    uint64_t pieces = 0;
+    const uint32_t each = h->wide ? 6 : 4, src_shift = job->src_shift, dst_shift = job->dst_shift;
+    const uint32_t lanes_shift = h->lanes_shift, loads = job->aligned ? 4 : 3, dst = (uint32_t)(uintptr_t)job->desc->dst;
+    kvpc_cursor cursor = job->cursor;
     kvprim_fragment run;
-    for (; w != end && pieces < kvpc_most_pieces && kvpc_next<merge>(&job->cursor, &run); w += each) {
-        w[0] = (uint32_t)(run.src_offset >> job->src_shift);
-        w[1] = (uint32_t)(run.dst_offset >> job->dst_shift);
+    uint32_t *w = words, pieces = 0;
+    for (uint64_t i = 0; i < count && pieces < kvpc_most_pieces && kvpc_next<merge>(&cursor, &run); i++, w += each) {
+        w[0] = (uint32_t)(run.src_offset >> src_shift);
+        w[1] = (uint32_t)(run.dst_offset >> dst_shift);
         w[2] = (uint32_t)run.bytes;
-        w[3] = (uint32_t)pieces;
+        w[3] = pieces;
         if (each == 6) {
             w[4] = (uint32_t)(run.src_offset >> 32);
             w[5] = (uint32_t)(run.dst_offset >> 32);
         }
-        pieces += kvpc_pieces_of(job, ((dst + run.dst_offset) % 16 + run.bytes + 15) / 16);
+        pieces += kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, lanes_shift, loads);
     }
+    job->cursor = cursor;
     h->count = (uint32_t)((w - words) / each);
-    h->pieces = (uint32_t)pieces;
+    h->pieces = pieces;
     job->left -= h->count;
     if (!job->direct)
         kvpc_encode_table(h, words, each);
@@ -1287,14 +1350,14 @@ static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const k
     job.launch = launch;
     job.survey = kvpc_look<false>(desc);
     job.even = kvpc_is_even(&job);
-    /* Merging a few of many even fragments would only make them uneven. */
-    job.merge = job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0);
-    if (job.merge) {
-        job.survey = kvpc_look<true>(desc);
+    if (job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0)) {
+        const kvpc_survey merged = kvpc_look<true>(desc);
+        if (merged.count == 0)
+            return KVPRIM_OK;
+        job.merge = !job.even || merged.count <= job.survey.count / 2; /* fewer joins could make even ones uneven */
+        job.survey = job.merge ? merged : job.survey;
         job.even = kvpc_is_even(&job);
     }
-    if (job.survey.count == 0)
-        return KVPRIM_OK;
     job.left = job.survey.count;
     job.cursor.next = desc->fragments;
     job.cursor.end = desc->fragments + desc->count;
