@@ -444,6 +444,9 @@ static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_const
     }
 }
 
+#ifndef KVPC_NC
+#define KVPC_NC ""
+#endif
 /* ---- unpack: kernels ---- */
 
 enum {
@@ -458,7 +461,7 @@ typedef struct kvpc_unpack {
     const char *src;
     uint64_t dst_step, src_step;
     const uint32_t *words; /* NULL: in the parameters */
-    uint32_t count, pieces, parts;
+    uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
     uint32_t bytes, last_bytes;
     uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
     uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_uneven_kernel */
@@ -475,7 +478,7 @@ KVPRIM_DEVICE uint32_t kvpc_load(const uint32_t *word)
 {
 #ifdef __CUDA_ARCH__
     uint32_t value;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(word));
+    asm volatile("ld.global" KVPC_NC ".u32 %0, [%1];" : "=r"(value) : "l"(word));
     return value;
 #else
     return *word;
@@ -533,14 +536,6 @@ KVPRIM_DEVICE void kvpc_copy_piece(char *dst, const char *src, int32_t bytes, ui
     }
 }
 
-KVPRIM_DEVICE void kvpc_unpack_begin(const kvpc_unpack &h)
-{
-    if (h.wait)
-        kvpc_pdl_wait();
-    if (h.trigger)
-        kvpc_pdl_trigger();
-}
-
 template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpack_params<capacity> &p, uint32_t at)
 {
     return p.head.halves ? kvpc_word(p, at / 2) >> at % 2 * 16 & 0xffff : kvpc_word(p, at);
@@ -557,54 +552,41 @@ KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, ui
 
 /* Pieces are numbered through the fragments: fragment i has the `parts` pieces from i * parts on. */
 template <bool aligned, uint32_t capacity>
-static __global__ void __launch_bounds__(512) kvpc_even_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_t piece)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x >> h.lanes_shift;
     const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3;
-    kvpc_unpack_begin(h);
-    for (uint32_t piece = t >> h.lanes_shift; piece < h.pieces; piece += groups) {
-        const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
-        const uint2 place = kvpc_even_fragment(p, i);
-        kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, place.y * h.dst_step), kvpc_far(h.src, place.x * h.src_step),
-                                 (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
-                                 (part * loads << h.lanes_shift) + t % step, step);
-    }
-    if (h.wait_last)
-        kvpc_pdl_wait();
+    const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
+    const uint2 place = kvpc_even_fragment(p, i);
+    kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, place.y * h.dst_step), kvpc_far(h.src, place.x * h.src_step),
+                             (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
+                             (part * loads << h.lanes_shift) + threadIdx.x % step, step);
 }
 
-/* Aligned fragments of so few bytes that each thread of a group has one word of each. A group copies several, as far
-   apart as there are groups in a block. */
+/* Aligned fragments of so few bytes that each thread of a group has one word of each: several at once, `apart` apart. */
 template <uint32_t capacity>
-static __global__ void __launch_bounds__(512) kvpc_small_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+KVPRIM_DEVICE void kvpc_copy_small(const kvpc_unpack_params<capacity> &p, uint32_t i, uint32_t apart)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t apart = blockDim.x >> h.lanes_shift, at = 16 * (threadIdx.x % (1u << h.lanes_shift));
-    const uint32_t all = kvpc_small_fragments * apart;
-    kvpc_unpack_begin(h);
-    for (uint32_t i = blockIdx.x * all + (threadIdx.x >> h.lanes_shift); i < h.count; i += gridDim.x * all) {
-        uint2 place[kvpc_small_fragments];
-        uint4 v[kvpc_small_fragments];
-        bool mine[kvpc_small_fragments];
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
-            const uint32_t one = i + k * apart;
-            mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : h.bytes);
-            if (one < h.count)
-                place[k] = kvpc_even_fragment(p, one);
-        }
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-            if (mine[k])
-                v[k] = *(const uint4 *)(kvpc_far(h.src, place[k].x * h.src_step) + at);
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-            if (mine[k])
-                *(uint4 *)((char *)kvpc_far(h.dst, place[k].y * h.dst_step) + at) = v[k];
+    const uint32_t at = 16 * (threadIdx.x % (1u << h.lanes_shift));
+    uint2 place[kvpc_small_fragments];
+    uint4 v[kvpc_small_fragments];
+    bool mine[kvpc_small_fragments];
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
+        const uint32_t one = i + k * apart;
+        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : h.bytes);
+        if (one < h.count)
+            place[k] = kvpc_even_fragment(p, one);
     }
-    if (h.wait_last)
-        kvpc_pdl_wait();
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+        if (mine[k])
+            v[k] = *(const uint4 *)(kvpc_far(h.src, place[k].x * h.src_step) + at);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+        if (mine[k])
+            *(uint4 *)((char *)kvpc_far(h.dst, place[k].y * h.dst_step) + at) = v[k];
 }
 
 /* The fragment of a piece of an uneven batch: word table + k is that of piece k << table_shift, the last word of the
@@ -627,20 +609,41 @@ KVPRIM_DEVICE uint32_t kvpc_fragment_of(const kvpc_unpack_params<capacity> &p, u
 /* Fragments of any size, described by four words each: source and destination offset, bytes, number of the first piece;
    wide ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
 template <bool aligned, uint32_t capacity>
-static __global__ void __launch_bounds__(512) kvpc_uneven_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint32_t piece)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, groups = gridDim.x * blockDim.x >> h.lanes_shift;
     const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3, each = h.wide ? 6 : 4;
-    kvpc_unpack_begin(h);
-    for (uint32_t piece = t >> h.lanes_shift; piece < h.pieces; piece += groups) {
-        const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
-        const uint64_t src_high = h.wide ? kvpc_word(p, at + 4) : 0, dst_high = h.wide ? kvpc_word(p, at + 5) : 0;
-        const uint64_t from = (src_high << 32 | kvpc_word(p, at)) * h.src_step;
-        const uint64_t to = (dst_high << 32 | kvpc_word(p, at + 1)) * h.dst_step;
-        const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
+    const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
+    const uint64_t src_high = h.wide ? kvpc_word(p, at + 4) : 0, dst_high = h.wide ? kvpc_word(p, at + 5) : 0;
+    const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
+    const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
+    if (bytes)
         kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, to), kvpc_far(h.src, from), (int32_t)bytes,
-                                 (part * loads << h.lanes_shift) + t % step, step);
+                                 (part * loads << h.lanes_shift) + threadIdx.x % step, step);
+}
+
+enum kvpc_unpack_kind { kvpc_even, kvpc_small, kvpc_uneven };
+
+/* Each block copies one span after the other, `span` pieces that follow each other. */
+template <kvpc_unpack_kind kind, bool aligned, uint32_t capacity>
+static __global__ void __launch_bounds__(512) kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t groups = blockDim.x >> h.lanes_shift, all = kind == kvpc_small ? h.count : h.pieces;
+    if (h.wait)
+        kvpc_pdl_wait();
+    if (h.trigger)
+        kvpc_pdl_trigger();
+    for (uint32_t span = blockIdx.x * h.span; span < all; span += gridDim.x * h.span) {
+        const uint32_t end = all - span < h.span ? all : span + h.span;
+        for (uint32_t piece = span + (threadIdx.x >> h.lanes_shift); piece < end;
+             piece += kind == kvpc_small ? kvpc_small_fragments * groups : groups)
+            if (kind == kvpc_small)
+                kvpc_copy_small(p, piece, groups);
+            else if (kind == kvpc_even)
+                kvpc_copy_even<aligned>(p, piece);
+            else
+                kvpc_copy_uneven<aligned>(p, piece);
     }
     if (h.wait_last)
         kvpc_pdl_wait();
@@ -908,6 +911,9 @@ static kvprim_status kvpc_move(const kvpc_job *job)
 #ifndef KVPC_SHARE
 #define KVPC_SHARE 16
 #endif
+#ifndef KVPC_THREADS
+#define KVPC_THREADS 256
+#endif
 #ifndef KVPC_LENT_BYTES
 #define KVPC_LENT_BYTES 4096
 #endif
@@ -955,23 +961,11 @@ typedef struct kvpc_offsets {
 
 typedef struct kvpc_survey {
     kvpc_offsets src, dst;
-    uint64_t count, bytes, last_bytes, total_bytes;
+    uint64_t count, bytes, last_bytes;
     uint64_t any_bytes; /* bits that are set in any size */
-    uint64_t joins;     /* at least as many as follow the one before or are empty */
+    uint64_t joins;     /* at least as many as follow the one before */
     bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
 } kvpc_survey;
-
-/* The rest, where the sizes differ. */
-template <bool merge> static void kvpc_sum(kvpc_cursor cursor, kvpc_survey *s)
-{
-    uint64_t total = s->bytes, less_one = s->bytes - 1;
-    for (kvprim_fragment next; kvpc_next<merge>(&cursor, &next);) {
-        total += next.bytes;
-        less_one |= next.bytes - 1; /* its highest bit: one is empty */
-    }
-    s->total_bytes = total;
-    s->joins = less_one >> 63 ? s->count : s->joins;
-}
 
 /* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it is in
    the first, or where one differs from the first. */
@@ -982,7 +976,6 @@ template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
     kvpc_survey s = {};
     if (!kvpc_next<merge>(&cursor, &first))
         return s;
-    const kvpc_cursor second = cursor;
     kvpc_cursor ahead = cursor;
     next = first;
     (void)kvpc_next<merge>(&ahead, &next);
@@ -1004,9 +997,6 @@ template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
     s.any_bytes = first.bytes | bytes_differ | last.bytes;
     s.joins = joins;
     s.same_bytes = bytes_differ == 0 && last.bytes > 0 && last.bytes <= first.bytes;
-    s.total_bytes = first.bytes * (s.count - 1) + last.bytes;
-    if (!s.same_bytes)
-        kvpc_sum<merge>(second, &s);
     return s;
 }
 
@@ -1089,12 +1079,13 @@ static uint64_t kvpc_fragments_in(const kvpc_unpack_job *job, uint64_t words)
     return job->even || job->direct ? 2 * words / each : (words - 2) * share / (each / 2 * share + 1);
 }
 
-/* Returns what to add to the side's address. */
-static uint64_t kvpc_plan_side(const kvpc_offsets *o, bool words, uint32_t *shift, uint64_t *step)
+/* Sets what an even batch's numbers on one side are multiplied by, and returns what is added to the side's address. */
+static uint64_t kvpc_plan_side(const kvpc_offsets *o, uint32_t *words, uint32_t *shift, uint64_t *step)
 {
-    *shift = words ? kvpc_common_shift(o) : 0;
-    *step = words ? (uint64_t)1 << *shift : o->any;
-    return words ? o->first % *step : o->first;
+    *words = !o->regular;
+    *shift = *words ? kvpc_common_shift(o) : 0;
+    *step = *words ? (uint64_t)1 << *shift : o->any;
+    return *words ? o->first % *step : o->first;
 }
 
 static void kvpc_plan_offsets(kvpc_unpack_job *job)
@@ -1102,24 +1093,19 @@ static void kvpc_plan_offsets(kvpc_unpack_job *job)
     const kvprim_unpack_desc *const d = job->desc;
     const kvpc_survey *const s = &job->survey;
     kvpc_unpack *const h = &job->head;
-    uint64_t dst_base = 0, src_base = 0;
-    h->dst_step = h->src_step = 1;
-    h->dst_words = !job->even || !s->dst.regular;
-    h->src_words = !job->even || !s->src.regular;
-    h->halves = job->even && (!h->dst_words || kvpc_fits(&s->dst, d->dst_bytes, UINT16_MAX)) &&
+    h->dst = (char *)d->dst;
+    h->src = (const char *)d->src;
+    h->wide = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
+    if (!job->even)
+        return;
+    h->dst += kvpc_plan_side(&s->dst, &h->dst_words, &job->dst_shift, &h->dst_step);
+    h->src += kvpc_plan_side(&s->src, &h->src_words, &job->src_shift, &h->src_step);
+    h->halves = (!h->dst_words || kvpc_fits(&s->dst, d->dst_bytes, UINT16_MAX)) &&
                 (!h->src_words || kvpc_fits(&s->src, d->src_bytes, UINT16_MAX));
-    h->wide = !job->even &&
-              !(kvpc_fits(&s->dst, d->dst_bytes, UINT32_MAX) && kvpc_fits(&s->src, d->src_bytes, UINT32_MAX));
-    if (!h->wide) {
-        dst_base = kvpc_plan_side(&s->dst, h->dst_words, &job->dst_shift, &h->dst_step);
-        src_base = kvpc_plan_side(&s->src, h->src_words, &job->src_shift, &h->src_step);
-    }
-    h->dst = (char *)d->dst + dst_base;
-    h->src = (const char *)d->src + src_base;
     h->bytes = (uint32_t)s->bytes;
 }
 
-/* The fewest threads for a fragment that can copy it at once. */
+/* The fewest threads that can copy a fragment at once, or a warp. */
 static void kvpc_plan_pieces(kvpc_unpack_job *job)
 {
     const kvpc_survey *const s = &job->survey;
@@ -1129,13 +1115,10 @@ static void kvpc_plan_pieces(kvpc_unpack_job *job)
     job->aligned = (dst_lead | src_lead | s->dst.any | s->src.any | s->any_bytes) % 16 == 0;
     const uint64_t lead = s->dst.any % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
     const uint64_t most = (lead + (job->even ? s->bytes : s->any_bytes) + 15) / 16;
-    const uint64_t usual = (lead + s->total_bytes / s->count + 15) / 16;
-    h->lanes_shift = 5;
-    job->direct = most <= kvpc_piece_words(job);
     job->small = job->even && job->aligned && most <= 32;
-    const uint64_t words = job->small ? 4 * most : job->direct ? most : usual;
-    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < words;)
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < (job->small ? 4 * most : most);)
         h->lanes_shift++;
+    job->direct = most <= kvpc_piece_words(job);
     h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned ? 4 : 3);
 }
 
@@ -1205,21 +1188,23 @@ static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
 template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
 {
     kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->wide ? 6 : 4, src_shift = job->src_shift, dst_shift = job->dst_shift;
-    const uint32_t lanes_shift = h->lanes_shift, loads = job->aligned ? 4 : 3, dst = (uint32_t)(uintptr_t)job->desc->dst;
+    const uint32_t each = h->wide ? 6 : 4, loads = job->aligned ? 4 : 3, dst = (uint32_t)(uintptr_t)job->desc->dst;
+    const bool direct = job->direct;
     kvpc_cursor cursor = job->cursor;
     kvprim_fragment run;
     uint32_t *w = words, pieces = 0;
     for (uint64_t i = 0; i < count && pieces < kvpc_most_pieces && kvpc_next<merge>(&cursor, &run); i++, w += each) {
-        w[0] = (uint32_t)(run.src_offset >> src_shift);
-        w[1] = (uint32_t)(run.dst_offset >> dst_shift);
+        w[0] = (uint32_t)run.src_offset;
+        w[1] = (uint32_t)run.dst_offset;
         w[2] = (uint32_t)run.bytes;
         w[3] = pieces;
         if (each == 6) {
             w[4] = (uint32_t)(run.src_offset >> 32);
             w[5] = (uint32_t)(run.dst_offset >> 32);
         }
-        pieces += kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, lanes_shift, loads);
+        pieces += direct      ? 1
+                  : run.bytes ? kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, 5, loads)
+                              : 0;
     }
     job->cursor = cursor;
     h->count = (uint32_t)((w - words) / each);
@@ -1238,23 +1223,33 @@ template <bool merge> static void kvpc_encode(kvpc_unpack_job *job, uint32_t *wo
         kvpc_encode_uneven<merge>(job, words, count);
 }
 
-template <uint32_t capacity> static void (*kvpc_unpack_kernel(const kvpc_unpack_job *job))(kvpc_unpack_params<capacity>)
+template <uint32_t capacity> static void (*kvpc_pick_kernel(const kvpc_unpack_job *job))(kvpc_unpack_params<capacity>)
 {
     if (job->small)
-        return kvpc_small_kernel<capacity>;
+        return kvpc_unpack_kernel<kvpc_small, true, capacity>;
     if (job->even)
-        return job->aligned ? kvpc_even_kernel<true, capacity> : kvpc_even_kernel<false, capacity>;
-    return job->aligned ? kvpc_uneven_kernel<true, capacity> : kvpc_uneven_kernel<false, capacity>;
+        return job->aligned ? kvpc_unpack_kernel<kvpc_even, true, capacity>
+                            : kvpc_unpack_kernel<kvpc_even, false, capacity>;
+    return job->aligned ? kvpc_unpack_kernel<kvpc_uneven, true, capacity>
+                        : kvpc_unpack_kernel<kvpc_uneven, false, capacity>;
 }
 
-static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, uint32_t threads, int32_t max_sms)
+/* Sets how many pieces a block copies before it goes on, and returns how many blocks that makes. Of a workspace's words
+   a block takes a line: it waits for the bus once. */
+static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool lent, int32_t max_sms)
 {
-    enum { many_blocks = 768 }; /* from here on each works twice: fewer starts */
-    const uint32_t in_block = (threads >> job->head.lanes_shift) * (job->small ? (uint32_t)kvpc_small_fragments : 1);
-    const uint32_t wanted = ((job->small ? job->head.count : job->head.pieces) + in_block - 1) / in_block;
-    if (max_sms > 0)
-        return wanted < (uint32_t)max_sms ? wanted : (uint32_t)max_sms;
-    return wanted < many_blocks || job->small ? wanted : (wanted + 1) / 2;
+    enum { many_blocks = 768, line_halves = 64 };
+    kvpc_unpack *const h = &job->head;
+    const uint32_t groups = threads >> h->lanes_shift, all = job->small ? h->count : h->pieces;
+    const uint64_t halves = kvpc_fragment_halves(job);
+    uint64_t span = job->small ? kvpc_small_fragments * groups : groups;
+    if (lent && line_halves / halves * h->parts > span)
+        span = line_halves / halves * h->parts;
+    else if (!lent && !job->small && max_sms == 0 && all / span >= many_blocks)
+        span *= 2; /* fewer starts of blocks */
+    h->span = (uint32_t)span;
+    const uint32_t blocks = (uint32_t)((all + span - 1) / span);
+    return max_sms > 0 && blocks > (uint32_t)max_sms ? (uint32_t)max_sms : blocks;
 }
 
 /* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from the
@@ -1273,16 +1268,18 @@ template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_j
         launch = *job->launch;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
-    h->trigger = job->left ? job->overlap : launch.pdl && job->survey.total_bytes <= kvpc_early_bytes;
+    h->trigger = job->left ? job->overlap : launch.pdl && job->survey.count * job->survey.any_bytes <= kvpc_early_bytes;
     h->words = lent ? job->space : NULL;
-    p.head = *h;
+    const uint32_t threads = launch.max_sms > 0 ? 512 : KVPC_THREADS;
+    const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
-    h->dst += h->dst_words ? 0 : h->count * h->dst_step;
-    h->src += h->src_words ? 0 : h->count * h->src_step;
+    p.head = *h;
+    if (job->even) { /* a step goes on from fragment to fragment */
+        h->dst += h->dst_words ? 0 : h->count * h->dst_step;
+        h->src += h->src_words ? 0 : h->count * h->src_step;
+    }
     job->started = true;
-    const uint32_t threads = launch.max_sms > 0 ? 512 : 256;
-    return kvpc_start("kvprim_cuda_unpack", kvpc_unpack_kernel<capacity>(job),
-                      kvpc_unpack_blocks(job, threads, launch.max_sms), threads, p, &launch);
+    return kvpc_start("kvprim_cuda_unpack", kvpc_pick_kernel<capacity>(job), blocks, threads, p, &launch);
 }
 
 #ifdef KVPRIM_CUDA_EMULATE
@@ -1300,7 +1297,7 @@ static bool kvpc_may_overlap(void)
 enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes since 12.1 (before: 4,096 bytes) */
     kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
 #if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
-    kvpc_more_words = (8192 - (int)sizeof(kvpc_unpack)) / 4,
+    kvpc_more_words = (16800 - (int)sizeof(kvpc_unpack)) / 4,
     kvpc_most_words = (32764 - (int)sizeof(kvpc_unpack)) / 4 & ~1,
 #else
     kvpc_more_words = kvpc_few_words,
@@ -1349,11 +1346,11 @@ static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const k
     job.desc = desc;
     job.launch = launch;
     job.survey = kvpc_look<false>(desc);
+    if (job.survey.any_bytes == 0)
+        return KVPRIM_OK;
     job.even = kvpc_is_even(&job);
     if (job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0)) {
         const kvpc_survey merged = kvpc_look<true>(desc);
-        if (merged.count == 0)
-            return KVPRIM_OK;
         job.merge = !job.even || merged.count <= job.survey.count / 2; /* fewer joins could make even ones uneven */
         job.survey = job.merge ? merged : job.survey;
         job.even = kvpc_is_even(&job);
