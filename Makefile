@@ -82,20 +82,20 @@ bench: build/bench_prefix build/bench_host
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
-gpu-test: build/test_cuda build/03_kv_store
+gpu-test: build/test_cuda build/03_kv_store build/04_unpack
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/03_kv_store && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/03_kv_store && build/04_unpack && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
-gpu-bench: build/bench_cuda
+gpu-bench: build/bench_cuda build/bench_unpack
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/bench_cuda && build/bench_unpack; } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
 
-build/03_kv_store: examples/03_kv_store.cu $(HEADERS) build/flags
+build/03_kv_store build/04_unpack: build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-build/test_cuda build/bench_cuda: build/%: tests/%.cu $(HEADERS) build/flags
+build/test_cuda build/bench_cuda build/bench_unpack: build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 clean:
@@ -115,7 +115,7 @@ build/test_kvprim build/bench_host: build/%: tests/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/test_kvprim_no_simd: tests/test_kvprim.c $(HEADERS) build/flags
-	$(COMPILE_C) -DKVPRIM_NO_SIMD $< -o $@ $(LDFLAGS)
+	$(COMPILE_C) -DKVPRIM_NO_SIMD -DKVPRIM_DEBUG $< -o $@ $(LDFLAGS)
 
 build/bench_prefix: tests/bench_prefix.c build/bench_mismatch.o $(HEADERS) build/flags
 	$(COMPILE_C) $< build/bench_mismatch.o -o $@ $(LDFLAGS)

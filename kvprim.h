@@ -48,6 +48,8 @@
    KVPRIM_STATIC               in every translation unit that uses this copy: all functions are static to the unit,
                                which must implement them too. Lets two vendored copies live in one program.
    KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
+   KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. Quadratic
+                               in their number, unless they come in the order of their destinations
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -254,13 +256,14 @@ typedef struct kvprim_unpack_desc {
     size_t workspace_bytes;
 } kvprim_unpack_desc;
 
-/* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified.
+/* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified (with KVPRIM_DEBUG:
+   KVPRIM_ERROR_OVERLAP).
    Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
    Errors: NULL, SIZE, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
-/* Bytes of pinned host memory that hold the descriptors of `count` fragments for a GPU, which this version does not
-   unpack on. The CPU needs none. Saturates at SIZE_MAX. */
+/* Bytes of pinned host memory in which kvprim_cuda_unpack can describe any `count` fragments to the GPU: see there. The
+   CPU needs none. Saturates at SIZE_MAX. */
 KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
@@ -1777,6 +1780,24 @@ static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
     return bits >> 63 == 0;
 }
 
+#ifdef KVPRIM_DEBUG
+static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
+{
+    size_t in_order = 1; /* so many, and none of them overlaps another */
+    const kvprim_fragment *const f = d->fragments;
+    while (in_order < d->count && f[in_order].dst_offset >= f[in_order - 1].dst_offset + f[in_order - 1].bytes)
+        in_order++;
+    for (size_t i = in_order; i < d->count; i++)
+        for (size_t k = 0; k < i; k++)
+            if (f[i].dst_offset < f[k].dst_offset + f[k].bytes && f[k].dst_offset < f[i].dst_offset + f[i].bytes &&
+                f[i].bytes && f[k].bytes)
+                return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                                   "kvprim_unpack: fragments[%llu] and fragments[%llu] overlap in dst",
+                                   (unsigned long long)k, (unsigned long long)i);
+    return KVPRIM_OK;
+}
+#endif
+
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
@@ -1800,10 +1821,12 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps src (%p, %llu bytes)", function,
                            desc->dst, (unsigned long long)desc->dst_bytes, desc->src,
                            (unsigned long long)desc->src_bytes);
-    if (kvpi_fragments_fit(desc))
-        return KVPRIM_OK;
-    for (size_t i = 0; i < desc->count; i++)
-        KVPRIM_TRY(kvpi_check_fragment(desc, i));
+    if (!kvpi_fragments_fit(desc))
+        for (size_t i = 0; i < desc->count; i++)
+            KVPRIM_TRY(kvpi_check_fragment(desc, i));
+#ifdef KVPRIM_DEBUG
+    KVPRIM_TRY(kvpi_check_fragments_apart(desc));
+#endif
     return KVPRIM_OK;
 }
 
@@ -1820,8 +1843,8 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 
 KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count)
 {
-    const size_t most = (SIZE_MAX - 64) / 32; /* 32 bytes a fragment, and a line of head */
-    return count > most ? SIZE_MAX : 64 + 32 * count;
+    const size_t most = (SIZE_MAX - 256) / 24; /* 24 bytes a fragment, and the rest of a line at either end */
+    return count > most ? SIZE_MAX : 256 + 24 * count;
 }
 
 #ifdef __cplusplus

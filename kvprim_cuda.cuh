@@ -1,4 +1,4 @@
-/* kvprim_cuda.cuh: kvprim's gather and store on the GPU, callable from C. CUDA 12 and newer.
+/* kvprim_cuda.cuh: kvprim's gather, store and unpack on the GPU, callable from C. CUDA 12 and newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -21,12 +21,12 @@
    functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: a cudaStream_t is a
    struct CUstream_st *.
 
-   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: transfer and unpack.
+   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: transfer.
 
    Contents, search for the tag:
        >>config      macros you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>move        gather and store
+       >>move        gather, store and unpack
        >>device      device functions, for one's own kernels
        >>impl        the implementation
 
@@ -79,6 +79,19 @@ typedef struct kvprim_cuda_launch {
    be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
+
+/* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
+   (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
+   equally far apart; of several sizes 16 bytes, or 24 if a buffer has 4 GiB or more. Adjacent fragments move as one. A
+   batch that needs more than 32,760 bytes, all that CUDA takes (4,000 before 12.1), goes out in several launches. These
+   overlap where all of the implementing file's architectures are sm_90 or newer and max_sms is 0; what follows in the
+   stream follows them all.
+   Workspace: optional pinned host memory that the GPU can address, kvprim_unpack_workspace_bytes(count) bytes or more;
+   one that is too small is not used. Its contents do not matter. With it a large batch of small fragments (of one size
+   up to 4 KiB, or of sizes below about 1 KiB) takes one launch, whose kernel reads the workspace: that spares the host
+   some microseconds for each launch, and the GPU none. It is the call's own until the work is done; of a captured call,
+   as long as the graph is in use.
+   Aliasing: the workspace must not overlap src, dst or the fragments: not checked. */
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
@@ -444,23 +457,20 @@ static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_const
     }
 }
 
-#ifndef KVPC_NC
-#define KVPC_NC ""
-#endif
 /* ---- unpack: kernels ---- */
 
 enum {
-    kvpc_lent = 2, /* "capacity" of parameters whose words lie in the caller's workspace */
-    kvpc_small_fragments = 4
+    kvpc_lent = 2,           /* "capacity" of parameters whose words lie in the caller's workspace */
+    kvpc_small_fragments = 2 /* at once; with more a processor holds fewer threads: slower */
 };
 
-/* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i times the
-   step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
+/* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i
+   times the step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
 typedef struct kvpc_unpack {
     char *dst;
     const char *src;
     uint64_t dst_step, src_step;
-    const uint32_t *words; /* NULL: in the parameters */
+    const uint32_t *words;               /* NULL: in the parameters */
     uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
     uint32_t bytes, last_bytes;
     uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
@@ -478,15 +488,15 @@ KVPRIM_DEVICE uint32_t kvpc_load(const uint32_t *word)
 {
 #ifdef __CUDA_ARCH__
     uint32_t value;
-    asm volatile("ld.global" KVPC_NC ".u32 %0, [%1];" : "=r"(value) : "l"(word));
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(word));
     return value;
 #else
     return *word;
 #endif
 }
 
-/* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line that its
-   word lies in. */
+/* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line
+   that its word lies in. */
 template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
 {
     if (capacity != kvpc_lent)
@@ -495,9 +505,10 @@ template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_
     return near == at ? word : kvpc_load(p.head.words + at);
 }
 
-/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3 where
-   they are not aligned, one more than fragments of a power of two need), from the first-th on, `step` apart. Word w of a
-   fragment that begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. */
+/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3
+   where they are not aligned, one more than fragments of a power of two need), from the first-th on, `step` apart.
+   Word w of a fragment that begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead
+   + 15. */
 template <bool aligned>
 KVPRIM_DEVICE void kvpc_copy_piece(char *dst, const char *src, int32_t bytes, uint32_t first, uint32_t step)
 {
@@ -542,8 +553,7 @@ template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpac
 }
 
 /* What the steps of source and destination are multiplied by for fragment i of an even batch. */
-template <uint32_t capacity>
-KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
+template <uint32_t capacity> KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t at = i * (h.src_words + h.dst_words);
@@ -563,7 +573,8 @@ KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_
                              (part * loads << h.lanes_shift) + threadIdx.x % step, step);
 }
 
-/* Aligned fragments of so few bytes that each thread of a group has one word of each: several at once, `apart` apart. */
+/* Aligned fragments of so few bytes that each thread of a group has one word of each: several at once, `apart`
+   apart. */
 template <uint32_t capacity>
 KVPRIM_DEVICE void kvpc_copy_small(const kvpc_unpack_params<capacity> &p, uint32_t i, uint32_t apart)
 {
@@ -908,20 +919,12 @@ static kvprim_status kvpc_move(const kvpc_job *job)
     return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
 }
 
-#ifndef KVPC_SHARE
-#define KVPC_SHARE 16
-#endif
-#ifndef KVPC_THREADS
-#define KVPC_THREADS 256
-#endif
-#ifndef KVPC_LENT_BYTES
-#define KVPC_LENT_BYTES 4096
-#endif
 /* ---- unpack: host side ---- */
 
 static const uint64_t kvpc_most_run = (uint64_t)1 << 30; /* bytes that move as one fragment: fits 32 bits */
 
-/* Goes through a batch's fragments. Merging, it puts adjacent ones together, leaves out empty ones and cuts long ones. */
+/* Goes through a batch's fragments. Merging, it puts adjacent ones together, leaves out empty ones and cuts long
+   ones. */
 typedef struct kvpc_cursor {
     const kvprim_fragment *next, *end;
     kvprim_fragment rest; /* what was cut off */
@@ -967,8 +970,8 @@ typedef struct kvpc_survey {
     bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
 } kvpc_survey;
 
-/* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it is in
-   the first, or where one differs from the first. */
+/* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it
+   is in the first, or where one differs from the first. */
 template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
 {
     kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}};
@@ -1040,7 +1043,7 @@ static bool kvpc_is_even(const kvpc_unpack_job *job)
            (s->dst.regular || kvpc_fits(&s->dst, job->desc->dst_bytes, UINT32_MAX));
 }
 
-enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = KVPC_SHARE }; /* a word of the table for so many fragments */
+enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = 16 }; /* a word of the table for so many fragments */
 
 /* 16-byte words of a piece. */
 static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
@@ -1245,15 +1248,16 @@ static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool le
     uint64_t span = job->small ? kvpc_small_fragments * groups : groups;
     if (lent && line_halves / halves * h->parts > span)
         span = line_halves / halves * h->parts;
-    else if (!lent && !job->small && max_sms == 0 && all / span >= many_blocks)
-        span *= 2; /* fewer starts of blocks */
     h->span = (uint32_t)span;
     const uint32_t blocks = (uint32_t)((all + span - 1) / span);
-    return max_sms > 0 && blocks > (uint32_t)max_sms ? (uint32_t)max_sms : blocks;
+    if (max_sms > 0)
+        return blocks < (uint32_t)max_sms ? blocks : (uint32_t)max_sms;
+    return lent || job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2; /* fewer starts of blocks */
 }
 
-/* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from the
-   second on each starts when the one before it has, and ends after it. So what follows in the stream follows all. */
+/* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from
+   the second on each starts when the one before it has, and ends after it. So what follows in the stream follows
+   all. */
 template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
 {
     kvpc_unpack_params<capacity> p;
@@ -1270,7 +1274,7 @@ template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_j
     h->wait_last = job->started && job->overlap;
     h->trigger = job->left ? job->overlap : launch.pdl && job->survey.count * job->survey.any_bytes <= kvpc_early_bytes;
     h->words = lent ? job->space : NULL;
-    const uint32_t threads = launch.max_sms > 0 ? 512 : KVPC_THREADS;
+    const uint32_t threads = launch.max_sms > 0 ? 512 : 256;
     const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
     p.head = *h;
@@ -1294,24 +1298,24 @@ static bool kvpc_may_overlap(void)
 }
 #endif
 
-enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes since 12.1 (before: 4,096 bytes) */
-    kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
+enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes (before 12.1: 4,096 bytes) */
+       kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
 #if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
-    kvpc_more_words = (16800 - (int)sizeof(kvpc_unpack)) / 4,
-    kvpc_most_words = (32764 - (int)sizeof(kvpc_unpack)) / 4 & ~1,
+       kvpc_more_words = (16800 - (int)sizeof(kvpc_unpack)) / 4,
+       kvpc_most_words = (32760 - (int)sizeof(kvpc_unpack)) / 4,
 #else
-    kvpc_more_words = kvpc_few_words,
-    kvpc_most_words = kvpc_few_words,
+       kvpc_more_words = kvpc_few_words,
+       kvpc_most_words = kvpc_few_words,
 #endif
-    kvpc_lent_bytes = KVPC_LENT_BYTES
+       kvpc_lent_bytes = 4096
 };
 
-/* A workspace is for batches that need several launches otherwise, and whose words are read about once: the bus is slow,
-   and no cache of the GPU keeps what comes from there. */
+/* A workspace is for batches that need several launches otherwise, and whose words are read about once: the bus is
+   slow, and no cache of the GPU keeps what comes from there. */
 static bool kvpc_is_lent(const kvpc_unpack_job *job)
 {
     const uint64_t words = kvpc_words_for(job, job->left);
-    return words > kvpc_most_words && words <= job->space_words &&
+    return words > kvpc_most_words && words <= job->space_words && words <= kvpc_most_pieces &&
            (job->even ? job->survey.bytes <= kvpc_lent_bytes : job->direct);
 }
 
@@ -1333,7 +1337,8 @@ static kvprim_status kvpc_unpack_all(kvpc_unpack_job *job)
 /* The workspace's whole lines. */
 static void kvpc_borrow(kvpc_unpack_job *job)
 {
-    const uint64_t line = 128, address = (uint64_t)(uintptr_t)job->desc->workspace, skip = (line - address % line) % line;
+    const uint64_t line = 128, address = (uint64_t)(uintptr_t)job->desc->workspace,
+                   skip = (line - address % line) % line;
     if (!job->desc->workspace || job->desc->workspace_bytes < skip)
         return;
     job->space = (uint32_t *)((char *)job->desc->workspace + skip);

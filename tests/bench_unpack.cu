@@ -255,7 +255,7 @@ static contender contend(const char *name, const batch &b, std::function<void(in
         unsigned long long wrong;
         CUDA(cudaMemsetAsync(wrong_on_device, 0, sizeof wrong, stream));
         check_fragments<<<unsigned(b.fragments.size()), 256, 0, stream>>>(b.dst(i), b.src(i), b.on_device,
-                                                                         wrong_on_device);
+                                                                          wrong_on_device);
         CUDA(cudaGetLastError());
         CUDA(cudaMemcpyAsync(&wrong, wrong_on_device, sizeof wrong, cudaMemcpyDeviceToHost, stream));
         CUDA(cudaStreamSynchronize(stream));
@@ -415,7 +415,8 @@ static void document_case()
 {
     pipelined_us = time_case(false);
     synchronised_us = time_case(true);
-    printf("\n8 chunks of 512 KB, 4 KB fragments, us per chunk: %.3f pipelined (%.0f GB/s), %.3f with a synchronise per 8\n",
+    printf("\n8 chunks of 512 KB, 4 KB fragments, us per chunk: %.3f pipelined (%.0f GB/s), %.3f with a synchronise "
+           "per 8\n",
            pipelined_us, 2e-3 * double(chunk_bytes) / pipelined_us, synchronised_us);
 }
 

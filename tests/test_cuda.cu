@@ -214,6 +214,8 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {1023, 2100, 9000, 100000};
     large_batches(&memory, counts, quick ? 3 : 4);
+    for (const batch_case &c : lent_cases)
+        one_batch(&memory, &c);
 }
 
 static void test_unpack_options()
@@ -648,7 +650,7 @@ static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
 
 static kvprim_unpack_desc step_of(const relay *r, size_t s)
 {
-    return {r->side[s % 2], r->bytes,     r->side[1 - s % 2], r->bytes, r->batches[s].data(), r->batches[s].size(),
+    return {r->side[s % 2], r->bytes, r->side[1 - s % 2], r->bytes, r->batches[s].data(), r->batches[s].size(),
             nullptr,        0};
 }
 

@@ -5,6 +5,7 @@
 
    With the argument `all` three times as many cases. */
 #define KVPRIM_CUDA_EMULATE
+#define KVPRIM_DEBUG
 #include "cuda_shim.h"
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
@@ -143,8 +144,24 @@ static void test_unpack_lengths()
 
 static void test_unpack_counts()
 {
-    static const size_t counts[] = {243, 244, 1000, 1023, 2100, 9000};
+    static const size_t counts[] = {243, 244, 1023, 2100};
     large_batches(&memory, counts, sizeof counts / sizeof *counts);
+}
+
+static unsigned launches_of(batch_case c, bool workspace)
+{
+    const unsigned first = kvprim_emulate_launches;
+    c.workspace = workspace;
+    one_batch(&memory, &c);
+    return kvprim_emulate_launches - first;
+}
+
+static void test_unpack_workspace()
+{
+    for (const batch_case &c : lent_cases) {
+        CHECK(launches_of(c, true) == 1);
+        CHECK(launches_of(c, false) > 1);
+    }
 }
 
 static void test_unpack_options()
@@ -299,6 +316,7 @@ int main(int argc, char **argv)
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
     run("emulated: unpack, counts, with and without a workspace", test_unpack_counts);
+    run("emulated: unpack, one launch with a workspace", test_unpack_workspace);
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
     run("emulated: unpack, bad descriptors", test_bad_unpacks);
     run("emulated: random unpacks", test_random_unpacks);

@@ -94,9 +94,9 @@ struct batch_case {
     uint64_t bytes; /* of a fragment, or about so many */
     sizes kind;
     order dst, src;
-    uint64_t unit;        /* what offsets are multiples of, where they are not packed */
+    uint64_t unit; /* what offsets are multiples of, where they are not packed */
     size_t dst_align, src_align;
-    size_t run;           /* so many fragments at a time keep together */
+    size_t run; /* so many fragments at a time keep together */
     bool workspace;
 };
 
@@ -159,9 +159,10 @@ static void one_batch(arena *a, const batch_case *c)
         d.workspace_bytes = kvprim_unpack_workspace_bytes(c->count);
         d.workspace = lend(d.workspace_bytes);
     }
-    snprintf(what, sizeof what, "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu%s",
-             c->count, static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst],
-             order_names[c->src], static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run,
+    snprintf(what, sizeof what,
+             "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu%s", c->count,
+             static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst], order_names[c->src],
+             static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run,
              c->workspace ? ", workspace" : "");
     CHECK(try_unpack(a, &d, what) == RAN);
 }
@@ -207,13 +208,24 @@ static void large_batches(arena *a, const size_t *counts, size_t n_counts)
                 static const order dst[] = {IN_ORDER, SHUFFLED, SHUFFLED, REVERSED};
                 static const order src[] = {SHUFFLED, IN_ORDER, ANYWHERE, SPACED};
                 const uint64_t bytes = kind == EVEN ? 64 : 40;
-                batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of],
-                                16,        n % 2 * 3, n % 2 * 8,                n % 3 ? 1u : 2u, false};
+                batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of], 16,
+                                n % 2 * 3, n % 2 * 8, n % 3 ? 1u : 2u,          false};
                 one_batch(a, &c);
                 c.workspace = true;
                 one_batch(a, &c);
             }
 }
+
+/* Batches that go out in one launch with a workspace, and in several without. */
+static const batch_case lent_cases[] = {{20000, 64, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1, true},
+                                        {20000, 320, SHORT_LAST, IN_ORDER, SHUFFLED, 16, 0, 0, 1, true},
+                                        {20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1, true},
+                                        {20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1, true},
+                                        {9000, 100, SHORT_LAST, REVERSED, SHUFFLED, 1, 5, 5, 1, true},
+                                        {4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1, true},
+                                        {4200, 1024, EVEN, SHUFFLED, SHUFFLED, 16, 0, 0, 1, true},
+                                        {5000, 40, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1, true},
+                                        {5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1, true}};
 
 /* Fragments of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
 static void one_length(arena *a, size_t bytes, bool vary)
@@ -241,9 +253,15 @@ static void small_batches(arena *a)
     unsigned n = 0;
     for (const uint64_t bytes : sizes_of)
         for (int kind = 0; kind < n_sizes; kind++, n++) {
-            const batch_case c = {bytes < 1000 ? 2500u : 150u,     bytes,     static_cast<sizes>(kind),
-                                  n % 2 ? SHUFFLED : IN_ORDER,       SHUFFLED,  16,
-                                  n % 3 == 2 ? size_t(n % 16) : 0, 0,         1,
+            const batch_case c = {bytes < 1000 ? 2500u : 150u,
+                                  bytes,
+                                  static_cast<sizes>(kind),
+                                  n % 2 ? SHUFFLED : IN_ORDER,
+                                  SHUFFLED,
+                                  16,
+                                  n % 3 == 2 ? size_t(n % 16) : 0,
+                                  0,
+                                  1,
                                   n % 5 == 0};
             one_batch(a, &c);
         }
@@ -291,7 +309,7 @@ static void bad_unpacks(arena *a)
     CHECK(try_unpack(a, &g.d, "good") == RAN);
     for (int side = 0; side < 2; side++)
         for (int i = 0; i < 3; i++) {
-            uint64_t kvprim_fragment::*const offset = side ? &kvprim_fragment::src_offset : &kvprim_fragment::dst_offset;
+            const auto offset = side ? &kvprim_fragment::src_offset : &kvprim_fragment::dst_offset;
             const char *const field = side ? "src_offset" : "dst_offset";
             char text[40];
             snprintf(text, sizeof text, "fragments[%d]", i);

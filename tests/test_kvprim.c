@@ -734,6 +734,17 @@ static void test_unpack_errors(void)
     f[1] = (kvprim_fragment){8, UINT64_MAX - 7, 8};
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
+    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* no bit beyond, but their sum */
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
+    CHECK(memcmp(dst, want, sizeof dst) == 0);
+#ifdef KVPRIM_DEBUG
+    f[1] = (kvprim_fragment){0, 7, 8};
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
+    f[0].dst_offset = 14;
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
+    f[0].dst_offset = 15;
+    CHECK(kvprim_unpack(&d) == KVPRIM_OK);
+#endif
     d.dst = src + 63;
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
     d.dst = f;
