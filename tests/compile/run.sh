@@ -289,15 +289,18 @@ frugal()
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
 
-# wide CUBIN: its plain kernels load and store 16 bytes at a time, and less only for indices and counters.
+# wide CUBIN: its kernels for rows of whole words (template parameter `exact`) load and store 16 bytes at a time, and less
+# only for indices and counters; no kernel for plain rows has generic accesses.
 wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
-    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store)_kernel/; kernels += plain }
-         plain && /LDG/ { loads += /LDG\.E\.128/ }
-         plain && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
-         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow " narrower stores"
-               exit kernels == 0 || loads < kernels || stores < kernels || narrow > 0 }' "$build/sass"
+    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store|bytes)_kernel/
+                        exact = $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/; kernels += exact }
+         plain && / (LD|ST)\.E/ { generic++ }
+         exact && /LDG/ { loads += /LDG\.E\.128/ }
+         exact && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
+         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow + 0 " narrower stores, " generic + 0 " generic"
+               exit kernels == 0 || loads < kernels || stores < kernels || narrow + generic > 0 }' "$build/sass"
 }
 
 # What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
