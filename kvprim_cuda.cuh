@@ -32,8 +32,9 @@
 
    Rules that hold for every function here
        Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
-                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what. An error that happens
-                  on the GPU (a host pointer in a table, say) is reported by CUDA, later.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was work
+                  enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say) is
+                  reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
        Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory, or
@@ -611,6 +612,29 @@ static bool kvpc_has_pdl(void)
 }
 #endif
 
+#ifndef KVPRIM_CUDA_EMULATE
+/* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
+static bool kvpc_is_earlier(cudaError_t error)
+{
+    switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+        return true;
+    default:
+        return false;
+    }
+}
+#endif
+
 template <class Params>
 static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params, const kvprim_cuda_launch *launch)
@@ -634,7 +658,9 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     if (error == cudaSuccess)
         return KVPRIM_OK;
     (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s: %s", function, cudaGetErrorName(error), cudaGetErrorString(error));
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function,
+                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
 #endif
 }
 

@@ -330,7 +330,9 @@ kernels()
     done
     cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode arch=compute_120,code=compute_120 -I. \
         -c "$build/kernels.cu" -o "$build/unit.o"
+    cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+    program 'test_cuda, here or without a GPU' "$build/test_cuda"
     cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
     if [ -n "$cuobjdump" ]; then
         cell 'SASS for sm_90' wide "$build/kernels_sm_90.cubin"
