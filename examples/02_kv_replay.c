@@ -432,8 +432,7 @@ static int make_cache(replay *r)
     if (pages > SLOTS_MAX / r->o.page)
         return refuse("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
     const uint64_t slots = pages * r->o.page, token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^31, 2^34 */
-    const bool on_host = r->device.kind == &kv_cpu_kind;
-    if (slots > (SIZE_MAX >> 1) / token_bytes || (on_host && !machine_has(slots * token_bytes)))
+    if (slots > (SIZE_MAX >> 1) / token_bytes || (!r->device.kind->gpu && !machine_has(slots * token_bytes)))
         return refuse("%" PRIu64 " slots of %" PRIu64
                       " bytes are more than this machine's memory: set --slots or a smaller "
                       "--kv-bytes",
@@ -827,17 +826,17 @@ static void print_times(const replay *r)
 {
     const totals *const t = &r->t;
     const kv_device *const d = &r->device;
-    const bool gpu = d->kind->overlaps;
+    const bool gpu = d->kind->gpu;
     print_time("time in prefix", t->prefix, "");
-    print_time("time in store", d->store, gpu ? "   of the GPU, its launches included" : "");
-    print_time("time in gather", d->gather, gpu ? "   likewise" : "");
+    print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
+    print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
     if (gpu) {
-        print_time("time in copies", d->copies, "   likewise: slots and rows to the GPU, rows back");
-        print_time("time in waiting", d->waiting, "   of the host for the GPU");
+        print_time("time in copies", d->copies, "   on the GPU: slots and rows there, rows back");
+        print_time("time in waiting", d->waiting, "   the host, for the GPU");
     }
     print_time("time in tree", t->tree, "   insert, evict");
     print_time("time in the rest", t->all - t->prefix - t->tree - (gpu ? d->waiting : d->store + d->gather),
-               "   make tokens and rows, compare");
+               gpu ? "   make tokens and rows, launch, compare" : "   make tokens and rows, compare");
 }
 
 static void print_table(const replay *r)

@@ -70,7 +70,7 @@ typedef struct kv_device {
 
 typedef struct kv_device_kind {
     const char *name;
-    bool overlaps; /* works while the host goes on */
+    bool gpu; /* has memory of its own, and works while the host goes on */
     size_t batches;
     size_t batch_bytes, batch_rows; /* K rows, or V rows, of a batch: at most */
     bool (*allocate)(kv_device *d, size_t cache_bytes);
@@ -184,15 +184,16 @@ static inline bool kv_cpu_rejected(kv_device *d, uint32_t *rejected)
 
 static inline void kv_cpu_close(kv_device *d)
 {
-    free(d->batches[0].here.memory);
+    for (size_t i = 0; i < d->kind->batches; i++)
+        free(d->batches[i].here.memory);
     free(d->rejected);
     free(d->cache);
 }
 
-/* One batch, of what stays in a core's cache. */
+/* Batches that stay in a core's cache. Two: rows must not be gathered to where the same rows were stored from. */
 static const kv_device_kind kv_cpu_kind = {
     .name = "cpu",
-    .batches = 1,
+    .batches = 2,
     .batch_bytes = (size_t)128 << 10,
     .batch_rows = 4096,
     .allocate = kv_cpu_allocate,
@@ -330,7 +331,7 @@ static inline bool kv_cuda_rejected(kv_device *d, uint32_t *rejected)
 /* Batches large enough that copies and kernels, not their launches, take the time. */
 static const kv_device_kind kv_cuda_kind = {
     .name = "cuda",
-    .overlaps = true,
+    .gpu = true,
     .batches = KV_BATCHES_MAX,
     .batch_bytes = (size_t)4 << 20,
     .batch_rows = 1 << 16,
