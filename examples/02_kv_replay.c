@@ -514,24 +514,26 @@ static int store_rows(replay *r, kv_batch *b, size_t layer)
     return kv_device_store(&r->device, b, &desc) ? 0 : refuse("%s", r->device.error);
 }
 
+static kvprim_gather_desc gather_desc(const replay *r, const kv_batch *b, size_t layer, bool v)
+{
+    const kvprim_gather_desc desc = {
+        .dst = {.data = v ? b->there.v : b->there.k, .rows = (int64_t)b->count},
+        .src = cache_table(r, layer, v),
+        .row_bytes = (int64_t)r->cache.row_bytes,
+        .index = b->there.slots,
+        .index_type = KVPRIM_I32,
+        .count = (int64_t)b->count,
+        .rejected = r->device.rejected,
+    };
+    return desc;
+}
+
 /* The rows in a batch's slots to the batch. */
 static int gather_rows(replay *r, kv_batch *b, size_t layer)
 {
-    kvprim_gather_desc desc[2];
-    for (int v = 0; v < 2; v++) {
-        const kvprim_gather_desc half = {
-            .dst = {.data = v ? b->there.v : b->there.k, .rows = (int64_t)b->count},
-            .src = cache_table(r, layer, v),
-            .row_bytes = (int64_t)r->cache.row_bytes,
-            .index = b->there.slots,
-            .index_type = KVPRIM_I32,
-            .count = (int64_t)b->count,
-            .rejected = r->device.rejected,
-        };
-        desc[v] = half;
-    }
+    const kvprim_gather_desc k = gather_desc(r, b, layer, false), v = gather_desc(r, b, layer, true);
     r->t.gathered_bytes += 2 * b->count * r->cache.row_bytes;
-    return kv_device_gather(&r->device, b, &desc[0], &desc[1]) ? 0 : refuse("%s", r->device.error);
+    return kv_device_gather(&r->device, b, &k, &v) ? 0 : refuse("%s", r->device.error);
 }
 
 static void show_mismatch(replay *r, const active *run, size_t token, size_t layer, bool v, int32_t slot,
@@ -547,7 +549,7 @@ static void show_mismatch(replay *r, const active *run, size_t token, size_t lay
             layer, v ? 'V' : 'K', slot, byte, got[byte], expected[byte]);
 }
 
-/* Are `got`, a batch's K rows or V rows, those in r->expected? */
+/* A batch's K rows, or V rows, with those in r->expected. */
 static void compare_rows(replay *r, const active *run, const kv_batch *b, bool v)
 {
     const size_t row_bytes = r->cache.row_bytes;
@@ -571,8 +573,10 @@ static int finish_batch(replay *r, const active *run, kv_batch *b)
             return refuse("%s", r->device.error);
         compare_rows(r, run, b, v);
     }
+    if (!kv_device_wait(&r->device, b))
+        return refuse("%s", r->device.error);
     b->gathered = false;
-    return kv_device_wait(&r->device, b) ? 0 : refuse("%s", r->device.error);
+    return 0;
 }
 
 /* The slots of a run's tokens first .. first + count. */

@@ -334,6 +334,10 @@ else
     same_on_both "a late GPU, $sanitizers"
     name="a GPU where there is one"
     runs "$name" 0 "$trace" --requests 3 && counts "$name" device cuda && ok "$name"
+    name="times without verification"
+    if runs "$name" 0 "$trace" --requests 3 --verify 0; then
+        grep -q ' 0\.00 GB/s' out && fail "$name" "none for $(grep ' 0\.00 GB/s' out)" || ok "$name"
+    fi
 
     # Whichever of CUDA's calls fails: the reason, and nothing leaks. Without the first three there is no GPU.
     failing_calls() {
