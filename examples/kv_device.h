@@ -82,7 +82,7 @@ typedef struct kv_device_kind {
     void (*close)(kv_device *d);
 } kv_device_kind;
 
-/* wanted: "cpu", "cuda", or NULL: a GPU if one can be had, otherwise the CPU. kv_device_close is due after false too. */
+/* wanted: "cpu", "cuda", or NULL: a GPU if one can be had, else the CPU. kv_device_close is due after false too. */
 static inline bool kv_device_open(kv_device *d, const char *wanted);
 static inline void kv_device_close(kv_device *d);
 
@@ -328,8 +328,8 @@ static inline bool kv_cuda_rejected(kv_device *d, uint32_t *rejected)
            kv_cuda(d, cudaMemcpy(rejected, d->rejected, sizeof *rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
 }
 
-/* Of 512 KiB, 1 MiB and 4 MiB the second took the least time in all (H200): smaller batches are more launches, and those
-   that leave the core's cache take the host longer to make and to compare. */
+/* Of 512 KiB, 1 MiB and 4 MiB the second took the least time in all (H200): smaller batches are more launches, and
+   those that leave the core's cache take the host longer to make and to compare. */
 static const kv_device_kind kv_cuda_kind = {
     .name = "cuda",
     .gpu = true,
