@@ -605,10 +605,9 @@ enum {
 /* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i
    times the step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
 typedef struct kvpc_unpack {
-    char *dst;
-    const char *src;
+    uint64_t dst, src;
     uint64_t dst_step, src_step;
-    const uint32_t *words;               /* NULL: in the parameters */
+    uint64_t words;                      /* of a workspace */
     uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
     uint32_t bytes, last_bytes;
     uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
@@ -621,26 +620,15 @@ template <uint32_t capacity> struct kvpc_unpack_params {
     uint32_t words[capacity];
 };
 
-/* A load that stays where it is. */
-KVPRIM_DEVICE uint32_t kvpc_load(const uint32_t *word)
-{
-#ifdef __CUDA_ARCH__
-    uint32_t value;
-    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(word));
-    return value;
-#else
-    return *word;
-#endif
-}
-
 /* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line
    that its word lies in. */
 template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
 {
     if (capacity != kvpc_lent)
         return p.words[at];
-    const uint32_t near = at / 32 * 32 + threadIdx.x % 32, word = kvpc_load(p.head.words + near);
-    return near == at ? word : kvpc_load(p.head.words + at);
+    const uint32_t near = at / 32 * 32 + threadIdx.x % 32;
+    const uint32_t word = (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)near * 4);
+    return near == at ? word : (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)at * 4);
 }
 
 /* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3
@@ -648,7 +636,7 @@ template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_
    Word w of a fragment that begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead
    + 15. */
 template <bool aligned>
-KVPRIM_DEVICE void kvpc_copy_piece(char *dst, const char *src, int32_t bytes, uint32_t first, uint32_t step)
+KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, uint32_t first, uint32_t step)
 {
     const uint32_t loads = aligned ? 4 : 3;
     uint4 low[loads], high[loads];
@@ -657,31 +645,31 @@ KVPRIM_DEVICE void kvpc_copy_piece(char *dst, const char *src, int32_t bytes, ui
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < loads; k++)
             if (from + 16 * step * k < (uint32_t)bytes)
-                low[k] = *(const uint4 *)(src + from + 16 * step * k);
+                low[k] = kvpc_load16(src + from + 16 * step * k);
         KVPRIM_UNROLL
         for (uint32_t k = 0; k < loads; k++)
             if (from + 16 * step * k < (uint32_t)bytes)
-                *(uint4 *)(dst + from + 16 * step * k) = low[k];
+                kvpc_store16(dst + from + 16 * step * k, low[k]);
         return;
     }
-    const int32_t lead = (int32_t)((uintptr_t)dst % 16), shift = (int32_t)((uintptr_t)(src - lead) % 16);
+    const int32_t lead = (int32_t)(dst % 16), shift = (int32_t)((src - (uint64_t)lead) % 16);
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead, at = from - shift; /* of the aligned word */
         low[k] = high[k] = uint4{0, 0, 0, 0};
         if (at + 16 > 0 && at < bytes)
-            low[k] = *(const uint4 *)(src + at);
+            low[k] = kvpc_load16(src + (uint64_t)(int64_t)at);
         if (shift && at + 16 < bytes)
-            high[k] = *(const uint4 *)(src + at + 16);
+            high[k] = kvpc_load16(src + (uint64_t)(int64_t)(at + 16));
     }
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
         const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
         if (from >= 0 && from + 16 <= bytes)
-            *(uint4 *)(dst + from) = v;
+            kvpc_store16(dst + (uint64_t)from, v);
         else if (from < bytes)
-            kvpc_store_some(dst + from, v, from < 0 ? -from : 0, bytes - from);
+            kvpc_store_some(dst + (uint64_t)(int64_t)from, v, from < 0 ? -from : 0, bytes - from);
     }
 }
 
@@ -706,7 +694,7 @@ KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_
     const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3;
     const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
     const uint2 place = kvpc_even_fragment(p, i);
-    kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, place.y * h.dst_step), kvpc_far(h.src, place.x * h.src_step),
+    kvpc_copy_piece<aligned>(h.dst + place.y * h.dst_step, h.src + place.x * h.src_step,
                              (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
                              (part * loads << h.lanes_shift) + threadIdx.x % step, step);
 }
@@ -731,11 +719,11 @@ KVPRIM_DEVICE void kvpc_copy_small(const kvpc_unpack_params<capacity> &p, uint32
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
-            v[k] = *(const uint4 *)(kvpc_far(h.src, place[k].x * h.src_step) + at);
+            v[k] = kvpc_load16(h.src + place[k].x * h.src_step + at);
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
-            *(uint4 *)((char *)kvpc_far(h.dst, place[k].y * h.dst_step) + at) = v[k];
+            kvpc_store16(h.dst + place[k].y * h.dst_step + at, v[k]);
 }
 
 /* The fragment of a piece of an uneven batch: word table + k is that of piece k << table_shift, the last word of the
@@ -767,7 +755,7 @@ KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint3
     const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
     const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
     if (bytes)
-        kvpc_copy_piece<aligned>((char *)kvpc_far(h.dst, to), kvpc_far(h.src, from), (int32_t)bytes,
+        kvpc_copy_piece<aligned>(h.dst + to, h.src + from, (int32_t)bytes,
                                  (part * loads << h.lanes_shift) + threadIdx.x % step, step);
 }
 
@@ -1293,8 +1281,8 @@ static void kvpc_plan_offsets(kvpc_unpack_job *job)
     const kvprim_unpack_desc *const d = job->desc;
     const kvpc_survey *const s = &job->survey;
     kvpc_unpack *const h = &job->head;
-    h->dst = (char *)d->dst;
-    h->src = (const char *)d->src;
+    h->dst = (uint64_t)(uintptr_t)d->dst;
+    h->src = (uint64_t)(uintptr_t)d->src;
     h->wide = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
     if (!job->even)
         return;
@@ -1469,8 +1457,8 @@ template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_j
         launch = *job->launch;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
-    h->trigger = job->left ? job->overlap : launch.pdl && job->survey.count * job->survey.any_bytes <= kvpc_early_bytes;
-    h->words = lent ? job->space : NULL;
+    h->trigger = job->left ? job->overlap : launch.pdl;
+    h->words = (uint64_t)(uintptr_t)job->space;
     const uint32_t threads = launch.max_sms > 0 ? 512 : 256;
     const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
