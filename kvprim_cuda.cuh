@@ -611,7 +611,7 @@ typedef struct kvpc_unpack {
     uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
     uint32_t bytes, last_bytes;
     uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
-    uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_uneven_kernel */
+    uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_copy_uneven */
     int32_t wait, trigger, wait_last;               /* programmatic dependent launch */
 } kvpc_unpack;
 

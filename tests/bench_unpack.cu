@@ -1,11 +1,12 @@
 /* kvprim_cuda_unpack against other ways of copying fragments, on one GPU, ratios within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench_unpack.cu -o build/bench_unpack
-       build/bench_unpack [--quick] [--only batches|shifts|case|host]
+       build/bench_unpack [--quick] [--alone] [--only batches|shifts|case|host]
 
    Sources lie in random order in slots of a receive buffer, destinations follow each other. GB/s counts bytes read plus
    bytes written. Times are microseconds per call inside a replayed CUDA graph of several over rotating buffers, medians
    of repetitions in which the contenders take turns; what the last call wrote is compared with its source before.
+   With --alone kvprim's functions without the others.
 
    lent      kvprim_cuda_unpack with a workspace      params    without one
    cub       cub::DeviceMemcpy::Batched               warp      one warp per descriptor, descriptors in device memory
@@ -461,7 +462,6 @@ static void host()
                   {"kvprim_cuda_unpack, even", [&] { unpack(even, 0, false); }, {}},
                   {"misaligned", [&] { unpack(packed, 0, false); }, {}},
                   {"uneven", [&] { unpack(uneven, 0, false); }, {}},
-                  {"uneven, workspace", [&] { unpack(uneven, 0, true); }, {}},
                   {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }, {}}};
     time_host_calls();
     printf("\nhost time of a call with 1,024 fragments, us\n");
