@@ -1,4 +1,4 @@
-/* kvprim_cuda.cuh: kvprim's gather and store on the GPU, callable from C. CUDA 12 and newer.
+/* kvprim_cuda.cuh: kvprim's gather, store and transfer on the GPU, callable from C. CUDA 12 and newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -21,12 +21,12 @@
    functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: a cudaStream_t is a
    struct CUstream_st *.
 
-   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: transfer and unpack.
+   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: unpack.
 
    Contents, search for the tag:
        >>config      macros you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>move        gather and store
+       >>move        gather, store and transfer
        >>device      device functions, for one's own kernels
        >>impl        the implementation
 
@@ -36,8 +36,9 @@
                   on the GPU (a host pointer in a table, say) is reported by CUDA, later.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
-       Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory, or
-                  pinned host memory that the device can address. They must stay valid until the work is done.
+       Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
+                  pinned host memory that the device can address, or another GPU's memory that it has peer access to or
+                  a mapped window of. They must stay valid until the work is done.
                   Descriptors are host memory, free to reuse on return.
        Alignment  Any. Fast where bases, strides and row sizes are multiples of 16 bytes. Beside a row's own bytes only
                   others of the same aligned 16 bytes are ever read, and none are written.
@@ -79,6 +80,11 @@ typedef struct kvprim_cuda_launch {
    be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
+
+/* Of all layers in one launch, up to 220; of more in several. Each side in any of the memories above: for pinned host
+   memory max_sms of 8 reaches the link's speed and leaves the other multiprocessors free, as measured on an H200 with
+   rows of 4 KB and more. The arrays of layers are free to reuse on return. */
+KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
 }
@@ -388,58 +394,166 @@ static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_con
     }
 }
 
-/* One side of a move with pages, heads, any size and any alignment. */
-typedef struct kvpc_side {
-    char *data;
-    int64_t stride, page_rows, page_stride, head_stride, piece; /* page_rows 0: not paged; piece: bytes of a head */
-} kvpc_side;
+/* ---- moves with pages, heads, layers or few multiprocessors ---- */
 
-typedef struct kvpc_table {
-    kvpc_side dst, src;
-    int64_t row_bytes, chunk_bytes; /* a chunk never crosses the end of a head on either side */
-    int64_t chunks;                 /* of a row */
-} kvpc_table;
+/* Divides what is below 2^31 by one multiplication, the rest as it comes. Anything by 0 is 0. */
+typedef struct kvpc_divisor {
+    uint64_t by;
+    uint32_t magic, shift;
+} kvpc_divisor;
 
-typedef struct kvpc_any {
-    kvpc_table table[2];
-    const void *index;
-    uint32_t *rejected;
-    uint64_t rows;
-    int64_t base, count, chunks; /* chunks: of a row, of both tables */
-    int32_t wide, gather, wait;
-} kvpc_any;
-
-KVPRIM_DEVICE char *kvpc_place(const kvpc_side &s, int64_t row, int64_t byte)
+KVPRIM_DEVICE uint32_t kvpc_divide(uint32_t n, const kvpc_divisor &d)
 {
-    const int64_t page = s.page_rows ? row / s.page_rows : 0, in_page = row - page * s.page_rows;
-    const int64_t head = byte / s.piece;
-    return s.data + page * s.page_stride + in_page * s.stride + head * s.head_stride + (byte - head * s.piece);
+    return __umulhi(2 * n, d.magic) >> d.shift;
 }
 
-/* A group of `lanes` threads copies one chunk of a row after the other. */
-template <uint32_t lanes>
-static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_constant__ kvpc_any p)
+KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 {
-    const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    const int64_t groups = (int64_t)gridDim.x * blockDim.x / lanes;
-    const uint32_t lane = threadIdx.x % lanes;
+    return d.by ? n / d.by : 0;
+}
+
+typedef struct kvpc_side {
+    int64_t stride, page_stride, head_stride;
+    kvpc_divisor page, head; /* rows of a page, 0: not paged; units of a head, 0: one head */
+} kvpc_side;
+
+/* A unit is what is contiguous on both sides: a row, or as much of it as lies in one head of either. */
+typedef struct kvpc_shape {
+    kvpc_side dst, src;
+    uint64_t unit_bytes, chunks; /* chunks of a row */
+    kvpc_divisor parts;          /* chunks of a unit */
+} kvpc_shape;
+
+typedef struct kvpc_layer {
+    char *dst;
+    const char *src;
+} kvpc_layer;
+
+enum { kvpc_layers = 220 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
+
+typedef struct kvpc_batch {
+    const void *dst_index, *src_index;  /* NULL: row i */
+    uint64_t dst_rows, src_rows, total; /* total: of chunks */
+    int64_t base;
+    uint32_t *rejected;
+    kvpc_divisor chunks, count; /* chunks of a row, where shapes differ of the longer one */
+    uint32_t part_bytes;
+    int32_t wide, zero, wait, shapes; /* shapes: 2 if layer 1 has one of its own; zero: rows without a source */
+    kvpc_shape shape[2];
+    kvpc_layer layer[kvpc_layers];
+} kvpc_batch;
+
+/* A pointer of which the compiler cannot see that it is no shared memory's. */
+KVPRIM_DEVICE const char *kvpc_global(const char *p)
+{
+#ifdef __CUDA_ARCH__
+    __builtin_assume(__isGlobal(p));
+#endif
+    return p;
+}
+
+/* What a group of threads moves at once. */
+typedef struct kvpc_chunk {
+    char *dst;
+    const char *src;
+    uint32_t bytes; /* 0: nothing to do */
+    bool zero;
+} kvpc_chunk;
+
+/* The index rule, for one side. */
+template <class number>
+KVPRIM_DEVICE bool kvpc_row(const kvpc_batch &p, const void *index, uint64_t rows, number i, number *row, bool *past)
+{
+    *row = i;
+    if (!index)
+        return true;
+    const int64_t value = p.wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
+    const uint64_t offset = (uint64_t)value - (uint64_t)p.base;
+    *row = (number)offset;
+    *past |= value >= p.base && offset >= rows;
+    return value >= p.base && offset < rows;
+}
+
+template <class number>
+KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_side &s, number row, number unit, uint64_t unit_bytes)
+{
+    const number page = kvpc_divide(row, s.page), head = kvpc_divide(unit, s.head);
+    return (uint64_t)page * (uint64_t)s.page_stride + (row - page * (number)s.page.by) * (uint64_t)s.stride +
+           (uint64_t)head * (uint64_t)s.head_stride + (unit - head * (number)s.head.by) * unit_bytes;
+}
+
+/* Chunk `work` of all: of each layer every row, of each row every unit, of each unit every part. Parts begin at 16-byte
+   boundaries of dst; `aligned`: as units do. */
+template <bool aligned, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch &p, number work, bool first_lane)
+{
+    const number row = kvpc_divide(work, p.chunks), chunk = work - row * (number)p.chunks.by;
+    const number layer = kvpc_divide(row, p.count), i = row - layer * (number)p.count.by;
+    const kvpc_shape &s = p.shape[p.shapes == 2 ? layer : 0];
+    const number unit = kvpc_divide(chunk, s.parts), part = chunk - unit * (number)s.parts.by;
+    number dst_row, src_row;
+    bool past = false;
+    const bool to = kvpc_row(p, p.dst_index, p.dst_rows, i, &dst_row, &past);
+    const bool from = kvpc_row(p, p.src_index, p.src_rows, i, &src_row, &past);
+    kvpc_chunk c;
+    c.dst = (char *)kvpc_far(kvpc_global(p.layer[layer].dst), kvpc_place(s.dst, dst_row, unit, s.unit_bytes));
+    c.src = kvpc_far(kvpc_global(p.layer[layer].src), kvpc_place(s.src, src_row, unit, s.unit_bytes));
+    c.zero = !from;
+    const uint64_t lead = aligned ? 0 : (uintptr_t)c.dst % 16, begin = (uint64_t)part * p.part_bytes;
+    const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
+    const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
+    c.dst = (char *)kvpc_far(c.dst, at);
+    c.src = kvpc_far(c.src, at);
+    c.bytes = to && (from || p.zero) && chunk < s.chunks && at < before ? (uint32_t)(before - at) : 0;
+    if (past && layer == 0 && chunk == 0 && first_lane && p.rejected)
+        atomicAdd(p.rejected, 1u);
+    return c;
+}
+
+/* A group of `lanes` threads moves one chunk after the other, each of up to lanes * loads times 16 bytes: thread t those
+   at 16 t and, per load, a group further. All loads of a chunk stand before its stores, and between them the next chunk
+   is found: its indices travel together with the bytes. */
+template <uint32_t lanes, uint32_t loads>
+static __global__ void __launch_bounds__(1024) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
+    uint4 v[loads];
+    kvpc_chunk c = {NULL, NULL, 0, false};
     if (p.wait)
         kvpc_pdl_wait();
-    for (int64_t work = thread / lanes; work < p.count * p.chunks; work += groups) {
-        const int64_t i = work / p.chunks, chunk = work - i * p.chunks;
-        const kvpc_table &t = p.table[chunk >= p.table[0].chunks];
-        const int64_t byte = (chunk - (chunk >= p.table[0].chunks ? p.table[0].chunks : 0)) * t.chunk_bytes;
-        const int64_t bytes = t.chunk_bytes < t.row_bytes - byte ? t.chunk_bytes : t.row_bytes - byte;
-        const int64_t index = p.wide ? ((const int64_t *)p.index)[i] : ((const int32_t *)p.index)[i];
-        const int64_t row = (int64_t)((uint64_t)index - (uint64_t)p.base);
-        const bool inside = index >= p.base && (uint64_t)row < p.rows;
-        if (inside)
-            kvpc_copy<lanes>(kvpc_place(t.dst, p.gather ? i : row, byte), kvpc_place(t.src, p.gather ? row : i, byte),
-                             (size_t)bytes, lane);
-        else if (p.gather)
-            kvpc_zero<lanes>(kvpc_place(t.dst, i, byte), (size_t)bytes, lane);
-        if (!inside && index >= p.base && chunk == 0 && lane == 0 && p.rejected)
-            atomicAdd(p.rejected, 1u);
+    for (uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (uint32_t)p.total; work += groups) {
+        const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            if (at + 16 * lanes * k < c.bytes)
+                *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+        c = next;
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            v[k] = c.zero || at + 16 * lanes * k >= c.bytes ? uint4{0, 0, 0, 0}
+                                                            : *(const uint4 *)(c.src + at + 16 * lanes * k);
+    }
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (at + 16 * lanes * k < c.bytes)
+            *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+}
+
+/* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
+template <uint32_t lanes, class number>
+static __global__ void __launch_bounds__(512) kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t lane = threadIdx.x % lanes;
+    const number groups = (number)gridDim.x * (blockDim.x / lanes);
+    if (p.wait)
+        kvpc_pdl_wait();
+    for (number work = ((number)blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (number)p.total;
+         work += groups) {
+        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
+        if (c.bytes > 0 && c.zero)
+            kvpc_zero<lanes>(c.dst, c.bytes, lane);
+        else if (c.bytes > 0)
+            kvpc_copy<lanes>(c.dst, c.src, c.bytes, lane);
     }
 }
 
@@ -647,11 +761,16 @@ static kvprim_status kvpc_move_plain(const kvpc_job *job, uint64_t bits)
     return p.wide ? kvpc_store_by_size<2, true>(job, &p, row_bytes) : kvpc_store_by_size<2, false>(job, &p, row_bytes);
 }
 
-static kvpc_side kvpc_side_of(const kvprim_table *table, int64_t row_bytes)
+static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
-    const kvprim_table t = kvpc_simplify(table, row_bytes);
-    const kvpc_side side = {(char *)t.data, t.stride, t.page_rows, t.page_stride, t.head_stride, row_bytes / t.heads};
-    return side;
+    const int64_t most = (int64_t)1 << 31;
+    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    if (by < 1 || by > most) /* then whatever is below 2^31 is less */
+        return d;
+    while ((int64_t)1 << d.shift < by)
+        d.shift++;
+    d.magic = (uint32_t)((((uint64_t)1 << (31 + d.shift)) + d.by - 1) / d.by);
+    return d;
 }
 
 static int64_t kvpc_gcd(int64_t a, int64_t b)
@@ -659,47 +778,160 @@ static int64_t kvpc_gcd(int64_t a, int64_t b)
     return b ? kvpc_gcd(b, a % b) : a;
 }
 
+/* *bits collects what must be a multiple of 16 for the kernel of aligned chunks. */
+static kvpc_side kvpc_side_of(const kvprim_table *t, int64_t row_bytes, int64_t unit, uint64_t *bits)
+{
+    const int64_t piece = row_bytes / t->heads;
+    const kvpc_side side = {t->stride, t->page_rows ? t->page_stride : 0, t->heads > 1 ? t->head_stride : 0,
+                            kvpc_divisor_of(t->page_rows), kvpc_divisor_of(t->heads > 1 ? piece / unit : 0)};
+    *bits |= (uint64_t)side.stride | (uint64_t)side.page_stride | (uint64_t)side.head_stride | (uint64_t)unit;
+    return side;
+}
+
+static void kvpc_set_shape(kvpc_shape *s, const kvprim_table *dst, const kvprim_table *src, int64_t row_bytes,
+                           uint64_t *bits)
+{
+    const kvprim_table to = kvpc_simplify(dst, row_bytes), from = kvpc_simplify(src, row_bytes);
+    const int64_t unit = kvpc_gcd(row_bytes / to.heads, row_bytes / from.heads);
+    s->dst = kvpc_side_of(&to, row_bytes, unit, bits);
+    s->src = kvpc_side_of(&from, row_bytes, unit, bits);
+    s->unit_bytes = (uint64_t)unit;
+    s->chunks = (uint64_t)(row_bytes / unit); /* units, until the chunks are known */
+}
+
+/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is by as much longer. */
+static void kvpc_cut(kvpc_batch *p, uint32_t part_bytes, bool aligned, int32_t layers)
+{
+    uint64_t most = 0;
+    p->part_bytes = aligned ? part_bytes : part_bytes + 16;
+    for (int m = 0; m < p->shapes; m++) {
+        kvpc_shape *const s = &p->shape[m];
+        const uint64_t touched = aligned ? s->unit_bytes : s->unit_bytes + 15;
+        s->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
+        s->chunks *= s->parts.by;
+        most = s->chunks > most ? s->chunks : most;
+    }
+    p->chunks = kvpc_divisor_of((int64_t)most);
+    p->total = most * p->count.by * (uint64_t)layers;
+}
+
+/* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
+static kvprim_status kvpc_start_groups(const char *function, void (*kernel)(kvpc_batch), uint32_t most_threads,
+                                       uint32_t lanes, const kvpc_batch *p, const kvprim_cuda_launch *launch)
+{
+    const uint64_t limit = launch && launch->max_sms > 0 ? (uint64_t)launch->max_sms : 0;
+    uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
+    while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
+        threads /= 2;
+    const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
+    return kvpc_start(function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, launch);
+}
+
+/* Starts a move of some layers; the rows' shapes are not cut yet. */
+static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_t layers, uint64_t bits,
+                                     const kvprim_cuda_launch *launch)
+{
+    const uint64_t most = (uint64_t)1 << 31;
+    uint64_t unit = 0, chunks = 0;
+    for (int m = 0; m < p->shapes; m++) {
+        const uint64_t upper = p->shape[m].chunks * (p->shape[m].unit_bytes / 256 + 1);
+        unit = p->shape[m].unit_bytes > unit ? p->shape[m].unit_bytes : unit;
+        chunks = upper > chunks ? upper : chunks;
+    }
+    for (int l = 0; l < layers; l++)
+        bits |= (uint64_t)(uintptr_t)p->layer[l].dst | (uint64_t)(uintptr_t)p->layer[l].src;
+    const bool aligned = bits % 16 == 0;
+    p->wait = launch ? launch->pdl : 0;
+    if (p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers) {
+        kvpc_cut(p, 2048, false, layers);
+        return kvpc_start_groups(function, kvpc_move_bytes_kernel<32, uint64_t>, 512, 32, p, launch);
+    }
+    const uint32_t lanes = unit <= 256 ? 8 : unit <= 512 && aligned ? 16 : 32;
+    kvpc_cut(p, lanes == 32 ? 2048 : 32 * lanes, aligned, layers);
+    if (!aligned)
+        return kvpc_start_groups(
+            function, lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t> : kvpc_move_bytes_kernel<32, uint32_t>, 512,
+            lanes, p, launch);
+    void (*const kernel)(kvpc_batch) = lanes == 8    ? kvpc_move_kernel<8, 2>
+                                       : lanes == 16 ? kvpc_move_kernel<16, 2>
+                                                     : kvpc_move_kernel<32, 4>;
+    return kvpc_start_groups(function, kernel, 1024, lanes, p, launch);
+}
+
 static kvprim_status kvpc_move_any(const kvpc_job *job)
 {
-    enum { most_chunk = 2048, most_blocks = 1 << 20 };
-    kvpc_any p = {};
-    int64_t most_row = 0;
+    kvpc_batch p;
+    uint64_t bits = 0;
     for (int m = 0; m < job->tables; m++) {
-        kvpc_table *const t = &p.table[m];
-        t->row_bytes = job->row_bytes[m];
-        t->dst = kvpc_side_of(job->dst[m], t->row_bytes);
-        t->src = kvpc_side_of(job->src[m], t->row_bytes);
-        t->chunk_bytes = t->row_bytes;
-        if (t->dst.piece < t->row_bytes || t->src.piece < t->row_bytes)
-            t->chunk_bytes = kvpc_gcd(t->dst.piece, t->src.piece);
-        else if (t->row_bytes > most_chunk)
-            t->chunk_bytes = most_chunk;
-        t->chunks = (t->row_bytes + t->chunk_bytes - 1) / t->chunk_bytes;
-        p.chunks += t->chunks;
-        most_row = t->chunk_bytes > most_row ? t->chunk_bytes : most_row;
+        kvpc_set_shape(&p.shape[m], job->dst[m], job->src[m], job->row_bytes[m], &bits);
+        p.layer[m].dst = (char *)job->dst[m]->data;
+        p.layer[m].src = (const char *)job->src[m]->data;
     }
-    p.index = job->index;
-    p.rejected = job->rejected;
-    p.rows = (uint64_t)job->rows;
+    p.dst_index = job->gather ? NULL : job->index;
+    p.src_index = job->gather ? job->index : NULL;
+    p.dst_rows = (uint64_t)job->dst[0]->rows;
+    p.src_rows = (uint64_t)job->src[0]->rows;
     p.base = job->base;
-    p.count = job->count;
+    p.count = kvpc_divisor_of(job->count);
+    p.rejected = job->rejected;
     p.wide = job->type == KVPRIM_I64;
-    p.gather = job->gather;
-    p.wait = job->launch ? job->launch->pdl : 0;
-    const int lanes = most_row <= 256 ? 8 : 32;
-    const bool limited = job->launch && job->launch->max_sms > 0;
-    const int64_t threads = limited ? 512 : 256,
-                  wanted = (p.count * p.chunks + threads / lanes - 1) / (threads / lanes);
-    const int64_t most = limited ? job->launch->max_sms : (int64_t)most_blocks;
-    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
-    return kvpc_start(job->function, lanes == 8 ? kvpc_any_kernel<8> : kvpc_any_kernel<32>, blocks, (uint32_t)threads,
-                      p, job->launch);
+    p.zero = job->gather;
+    p.shapes = job->tables;
+    return kvpc_start_move(job->function, &p, job->tables, bits, job->launch);
 }
 
 static kvprim_status kvpc_move(const kvpc_job *job)
 {
     uint64_t bits;
     return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
+}
+
+/* Where neither side is indexed, rows that follow each other without a gap on both sides become one. */
+static void kvpc_join_rows(kvprim_transfer_desc *d)
+{
+    const kvprim_table dst = kvpc_simplify(&d->dst, d->row_bytes), src = kvpc_simplify(&d->src, d->row_bytes);
+    const int64_t rows = kvpc_gcd(kvpc_gcd(dst.page_rows, src.page_rows), d->count);
+    if (d->dst_index || d->src_index || dst.heads > 1 || src.heads > 1 || dst.stride != d->row_bytes ||
+        src.stride != d->row_bytes)
+        return;
+    d->dst = dst, d->src = src;
+    d->dst.stride = d->src.stride = d->row_bytes *= rows;
+    d->dst.page_rows /= rows, d->src.page_rows /= rows;
+    d->dst.rows = d->src.rows = d->count /= rows;
+}
+
+static char *kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int32_t l)
+{
+    return layers ? (char *)layers[l] : (char *)table->data + l * layer_stride;
+}
+
+/* As many layers at a time as a launch's parameters hold. */
+static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_launch *launch)
+{
+    kvprim_status status = KVPRIM_OK;
+    kvpc_join_rows(d);
+    for (int32_t first = 0; first < d->layers && status == KVPRIM_OK; first += kvpc_layers) {
+        const int32_t left = d->layers - first, layers = left < kvpc_layers ? left : kvpc_layers;
+        uint64_t bits = 0;
+        kvpc_batch p;
+        kvpc_set_shape(&p.shape[0], &d->dst, &d->src, d->row_bytes, &bits);
+        for (int32_t l = 0; l < layers; l++) {
+            p.layer[l].dst = kvpc_layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, first + l);
+            p.layer[l].src = kvpc_layer_of(&d->src, d->src_layers, d->src_layer_stride, first + l);
+        }
+        p.dst_index = d->dst_index;
+        p.src_index = d->src_index;
+        p.dst_rows = (uint64_t)d->dst.rows;
+        p.src_rows = (uint64_t)d->src.rows;
+        p.base = 0;
+        p.count = kvpc_divisor_of(d->count);
+        p.rejected = first == 0 ? d->rejected : NULL;
+        p.wide = d->index_type == KVPRIM_I64;
+        p.zero = 0;
+        p.shapes = 1;
+        status = kvpc_start_move("kvprim_cuda_transfer", &p, layers, bits, launch);
+    }
+    return status;
 }
 
 #ifdef __cplusplus
@@ -742,6 +974,15 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
                           d.rejected,
                           launch};
     return kvpc_move(&job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvprim_transfer_desc d;
+    kvprim_status status = kvprim_transfer_check(desc, &d);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_launch("kvprim_cuda_transfer", launch);
+    return status != KVPRIM_OK || d.count == 0 ? status : kvpc_transfer(&d, launch);
 }
 
 #ifdef __cplusplus
