@@ -81,7 +81,7 @@ typedef struct kvprim_cuda_launch {
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
 
-/* Of all layers in one launch, up to 220; of more in several. Each side in any of the memories above: for pinned host
+/* Of all layers in one launch, up to 216; of more in several. Each side in any of the memories above: for pinned host
    memory max_sms of 8 reaches the link's speed and leaves the other multiprocessors free, as measured on an H200 with
    rows of 4 KB and more. The arrays of layers are free to reuse on return. */
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
@@ -185,6 +185,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
     "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
 #endif
 
+#include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
 #include <cuda_runtime.h>
 #endif
@@ -412,16 +413,17 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
     return d.by ? n / d.by : 0;
 }
 
+/* The start of unit u of row r: r * stride + page of r * page_step + head of u * head_step, and u * unit_bytes. */
 typedef struct kvpc_side {
-    int64_t stride, page_stride, head_stride;
+    int64_t stride, page_step, head_step;
     kvpc_divisor page, head; /* rows of a page, 0: not paged; units of a head, 0: one head */
 } kvpc_side;
 
 /* A unit is what is contiguous on both sides: a row, or as much of it as lies in one head of either. */
 typedef struct kvpc_shape {
     kvpc_side dst, src;
-    uint64_t unit_bytes, chunks; /* chunks of a row */
-    kvpc_divisor parts;          /* chunks of a unit */
+    uint64_t unit_bytes, units, chunks; /* units and chunks of a row */
+    kvpc_divisor parts;                 /* chunks of a unit */
 } kvpc_shape;
 
 typedef struct kvpc_layer {
@@ -429,16 +431,16 @@ typedef struct kvpc_layer {
     const char *src;
 } kvpc_layer;
 
-enum { kvpc_layers = 220 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
+enum { kvpc_layers = 216 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
 
 typedef struct kvpc_batch {
     const void *dst_index, *src_index;  /* NULL: row i */
+    int64_t dst_base, src_base;         /* 0 where there is no index */
     uint64_t dst_rows, src_rows, total; /* total: of chunks */
-    int64_t base;
     uint32_t *rejected;
     kvpc_divisor chunks, count; /* chunks of a row, where shapes differ of the longer one */
     uint32_t part_bytes;
-    int32_t wide, zero, wait, shapes; /* shapes: 2 if layer 1 has one of its own; zero: rows without a source */
+    int32_t wide, zero, wait, shapes; /* zero: rows without a source; shapes: 2 if layer 1 has one of its own */
     kvpc_shape shape[2];
     kvpc_layer layer[kvpc_layers];
 } kvpc_batch;
@@ -460,61 +462,110 @@ typedef struct kvpc_chunk {
     bool zero;
 } kvpc_chunk;
 
-/* The index rule, for one side. */
-template <class number>
-KVPRIM_DEVICE bool kvpc_row(const kvpc_batch &p, const void *index, uint64_t rows, number i, number *row, bool *past)
+/* The rows of both sides that i stands for: one load after the other, and no wait between them. */
+template <class number> KVPRIM_DEVICE void kvpc_load_indices(const kvpc_batch &p, number i, int64_t *to, int64_t *from)
 {
-    *row = i;
-    if (!index)
-        return true;
-    const int64_t value = p.wide ? ((const int64_t *)index)[i] : ((const int32_t *)index)[i];
-    const uint64_t offset = (uint64_t)value - (uint64_t)p.base;
-    *row = (number)offset;
-    *past |= value >= p.base && offset >= rows;
-    return value >= p.base && offset < rows;
+    *to = *from = (int64_t)i;
+    if (p.wide) {
+        if (p.dst_index)
+            *to = ((const int64_t *)p.dst_index)[i];
+        if (p.src_index)
+            *from = ((const int64_t *)p.src_index)[i];
+        return;
+    }
+    int32_t to32 = (int32_t)i, from32 = (int32_t)i;
+    if (p.dst_index)
+        to32 = ((const int32_t *)p.dst_index)[i];
+    if (p.src_index)
+        from32 = ((const int32_t *)p.src_index)[i];
+    *to = p.dst_index ? to32 : *to;
+    *from = p.src_index ? from32 : *from;
 }
 
-template <class number>
-KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_side &s, number row, number unit, uint64_t unit_bytes)
+template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_side &s, number row)
 {
-    const number page = kvpc_divide(row, s.page), head = kvpc_divide(unit, s.head);
-    return (uint64_t)page * (uint64_t)s.page_stride + (row - page * (number)s.page.by) * (uint64_t)s.stride +
-           (uint64_t)head * (uint64_t)s.head_stride + (unit - head * (number)s.head.by) * unit_bytes;
+    return row * (uint64_t)s.stride + kvpc_divide(row, s.page) * (uint64_t)s.page_step;
 }
 
 /* Chunk `work` of all: of each layer every row, of each row every unit, of each unit every part. Parts begin at 16-byte
    boundaries of dst; `aligned`: as units do. */
-template <bool aligned, class number>
+template <bool aligned, bool one_shape, class number>
 KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch &p, number work, bool first_lane)
 {
-    const number row = kvpc_divide(work, p.chunks), chunk = work - row * (number)p.chunks.by;
-    const number layer = kvpc_divide(row, p.count), i = row - layer * (number)p.count.by;
-    const kvpc_shape &s = p.shape[p.shapes == 2 ? layer : 0];
-    const number unit = kvpc_divide(chunk, s.parts), part = chunk - unit * (number)s.parts.by;
-    number dst_row, src_row;
-    bool past = false;
-    const bool to = kvpc_row(p, p.dst_index, p.dst_rows, i, &dst_row, &past);
-    const bool from = kvpc_row(p, p.src_index, p.src_rows, i, &src_row, &past);
+    const number layer_row = kvpc_divide(work, p.chunks), chunk = work - layer_row * (number)p.chunks.by;
+    const number layer = kvpc_divide(layer_row, p.count), i = layer_row - layer * (number)p.count.by;
+    const kvpc_shape &s = p.shape[one_shape ? 0 : layer];
+    int64_t to, from;
+    kvpc_load_indices(p, i, &to, &from);
+    number part = chunk;
+    uint64_t dst_unit = 0, src_unit = 0;
+    if (s.units > 1) {
+        const number unit = kvpc_divide(chunk, s.parts);
+        part = chunk - unit * (number)s.parts.by;
+        dst_unit = unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
+        src_unit = unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    }
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)p.dst_base, src_row = (uint64_t)from - (uint64_t)p.src_base;
+    const bool dst_inside = to >= p.dst_base && dst_row < p.dst_rows;
+    const bool src_inside = from >= p.src_base && src_row < p.src_rows;
     kvpc_chunk c;
-    c.dst = (char *)kvpc_far(kvpc_global(p.layer[layer].dst), kvpc_place(s.dst, dst_row, unit, s.unit_bytes));
-    c.src = kvpc_far(kvpc_global(p.layer[layer].src), kvpc_place(s.src, src_row, unit, s.unit_bytes));
-    c.zero = !from;
+    c.dst = (char *)kvpc_far(kvpc_global(p.layer[layer].dst), kvpc_place(s.dst, (number)dst_row) + dst_unit);
+    c.src = kvpc_far(kvpc_global(p.layer[layer].src), kvpc_place(s.src, (number)src_row) + src_unit);
+    c.zero = !src_inside;
     const uint64_t lead = aligned ? 0 : (uintptr_t)c.dst % 16, begin = (uint64_t)part * p.part_bytes;
     const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
     const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
+    const bool moves = dst_inside && (src_inside || p.zero) && at < before && (one_shape || chunk < s.chunks);
     c.dst = (char *)kvpc_far(c.dst, at);
     c.src = kvpc_far(c.src, at);
-    c.bytes = to && (from || p.zero) && chunk < s.chunks && at < before ? (uint32_t)(before - at) : 0;
-    if (past && layer == 0 && chunk == 0 && first_lane && p.rejected)
-        atomicAdd(p.rejected, 1u);
+    c.bytes = moves ? (uint32_t)(before - at) : 0;
+    if (!dst_inside || !src_inside) {
+        const bool past = (!dst_inside && to >= p.dst_base) || (!src_inside && from >= p.src_base);
+        if (past && layer == 0 && chunk == 0 && first_lane && p.rejected)
+            atomicAdd(p.rejected, 1u);
+    }
     return c;
 }
 
-/* A group of `lanes` threads moves one chunk after the other, each of up to lanes * loads times 16 bytes: thread t those
-   at 16 t and, per load, a group further. All loads of a chunk stand before its stores, and between them the next chunk
-   is found: its indices travel together with the bytes. */
+/* A group of `lanes` threads moves a chunk of up to lanes * loads times 16 bytes: thread t of the group those at 16 t
+   and, per load, a group further. */
+template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        v[k] = uint4{0, 0, 0, 0};
+        if (!c.zero && at + 16 * lanes * k < c.bytes)
+            v[k] = *(const uint4 *)(c.src + at + 16 * lanes * k);
+    }
+}
+
 template <uint32_t lanes, uint32_t loads>
-static __global__ void __launch_bounds__(1024) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_t at)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (at + 16 * lanes * k < c.bytes)
+            *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+}
+
+/* On the whole GPU: a group for each chunk. */
+template <uint32_t lanes, uint32_t loads, bool one_shape>
+static __global__ void __launch_bounds__(128) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, at = 16 * (threadIdx.x % lanes);
+    if (work >= (uint32_t)p.total)
+        return;
+    if (p.wait)
+        kvpc_pdl_wait();
+    const kvpc_chunk c = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+    uint4 v[loads];
+    kvpc_load_chunk<lanes, loads>(v, c, at);
+    kvpc_store_chunk<lanes, loads>(v, c, at);
+}
+
+/* On few multiprocessors: one chunk after the other. While one is on its way the next is found. */
+template <uint32_t lanes, uint32_t loads, bool one_shape>
+static __global__ void __launch_bounds__(1024) kvpc_move_few_kernel(const __grid_constant__ kvpc_batch p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
     uint4 v[loads];
@@ -522,21 +573,12 @@ static __global__ void __launch_bounds__(1024) kvpc_move_kernel(const __grid_con
     if (p.wait)
         kvpc_pdl_wait();
     for (uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (uint32_t)p.total; work += groups) {
-        const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (at + 16 * lanes * k < c.bytes)
-                *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+        const kvpc_chunk next = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+        kvpc_store_chunk<lanes, loads>(v, c, at);
         c = next;
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            v[k] = c.zero || at + 16 * lanes * k >= c.bytes ? uint4{0, 0, 0, 0}
-                                                            : *(const uint4 *)(c.src + at + 16 * lanes * k);
+        kvpc_load_chunk<lanes, loads>(v, c, at);
     }
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < c.bytes)
-            *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+    kvpc_store_chunk<lanes, loads>(v, c, at);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -549,7 +591,8 @@ static __global__ void __launch_bounds__(512) kvpc_move_bytes_kernel(const __gri
         kvpc_pdl_wait();
     for (number work = ((number)blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (number)p.total;
          work += groups) {
-        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
+        const kvpc_chunk c = p.shapes == 1 ? kvpc_find_chunk<false, true>(p, work, lane == 0)
+                                           : kvpc_find_chunk<false, false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
             kvpc_zero<lanes>(c.dst, c.bytes, lane);
         else if (c.bytes > 0)
@@ -781,11 +824,16 @@ static int64_t kvpc_gcd(int64_t a, int64_t b)
 /* *bits collects what must be a multiple of 16 for the kernel of aligned chunks. */
 static kvpc_side kvpc_side_of(const kvprim_table *t, int64_t row_bytes, int64_t unit, uint64_t *bits)
 {
-    const int64_t piece = row_bytes / t->heads;
-    const kvpc_side side = {t->stride, t->page_rows ? t->page_stride : 0, t->heads > 1 ? t->head_stride : 0,
-                            kvpc_divisor_of(t->page_rows), kvpc_divisor_of(t->heads > 1 ? piece / unit : 0)};
-    *bits |= (uint64_t)side.stride | (uint64_t)side.page_stride | (uint64_t)side.head_stride | (uint64_t)unit;
-    return side;
+    kvpc_side s = {t->stride, 0, 0, kvpc_divisor_of(t->page_rows), kvpc_divisor_of(0)};
+    if (t->page_rows > 0)
+        s.page_step = (int64_t)((uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride);
+    if (t->heads > 1) {
+        const int64_t piece = row_bytes / t->heads;
+        s.head = kvpc_divisor_of(piece / unit);
+        s.head_step = t->head_stride - piece;
+    }
+    *bits |= (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step | (uint64_t)unit;
+    return s;
 }
 
 static void kvpc_set_shape(kvpc_shape *s, const kvprim_table *dst, const kvprim_table *src, int64_t row_bytes,
@@ -796,7 +844,7 @@ static void kvpc_set_shape(kvpc_shape *s, const kvprim_table *dst, const kvprim_
     s->dst = kvpc_side_of(&to, row_bytes, unit, bits);
     s->src = kvpc_side_of(&from, row_bytes, unit, bits);
     s->unit_bytes = (uint64_t)unit;
-    s->chunks = (uint64_t)(row_bytes / unit); /* units, until the chunks are known */
+    s->units = (uint64_t)(row_bytes / unit);
 }
 
 /* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is by as much longer. */
@@ -808,16 +856,18 @@ static void kvpc_cut(kvpc_batch *p, uint32_t part_bytes, bool aligned, int32_t l
         kvpc_shape *const s = &p->shape[m];
         const uint64_t touched = aligned ? s->unit_bytes : s->unit_bytes + 15;
         s->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
-        s->chunks *= s->parts.by;
+        s->chunks = s->units * s->parts.by;
         most = s->chunks > most ? s->chunks : most;
     }
     p->chunks = kvpc_divisor_of((int64_t)most);
     p->total = most * p->count.by * (uint64_t)layers;
 }
 
+typedef void kvpc_kernel(kvpc_batch);
+
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
-static kvprim_status kvpc_start_groups(const char *function, void (*kernel)(kvpc_batch), uint32_t most_threads,
-                                       uint32_t lanes, const kvpc_batch *p, const kvprim_cuda_launch *launch)
+static kvprim_status kvpc_start_groups(const char *function, kvpc_kernel *kernel, uint32_t most_threads, uint32_t lanes,
+                                       const kvpc_batch *p, const kvprim_cuda_launch *launch)
 {
     const uint64_t limit = launch && launch->max_sms > 0 ? (uint64_t)launch->max_sms : 0;
     uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
@@ -827,6 +877,35 @@ static kvprim_status kvpc_start_groups(const char *function, void (*kernel)(kvpc
     return kvpc_start(function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, launch);
 }
 
+/* Chunks that nothing begins or ends in the middle of 16 bytes of. */
+template <bool one_shape>
+static kvprim_status kvpc_start_words(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
+                                      const kvprim_cuda_launch *launch)
+{
+    const bool few = launch && launch->max_sms > 0;
+    const uint32_t lanes = unit <= (few ? 512 : 256) ? 8 : unit <= 512 ? 16 : 32;
+    kvpc_cut(p, 16 * lanes * (few ? 4 : 2), true, layers);
+    if (few)
+        return kvpc_start_groups(
+            function, lanes == 8 ? kvpc_move_few_kernel<8, 4, one_shape> : kvpc_move_few_kernel<32, 4, one_shape>, 1024,
+            lanes, p, launch);
+    kvpc_kernel *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, one_shape>
+                                : lanes == 16 ? kvpc_move_kernel<16, 2, one_shape>
+                                              : kvpc_move_kernel<32, 2, one_shape>;
+    return kvpc_start_groups(function, kernel, kvpc_threads, lanes, p, launch);
+}
+
+static kvprim_status kvpc_start_bytes_of(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit, bool large,
+                                         const kvprim_cuda_launch *launch)
+{
+    const uint32_t lanes = large || unit > 256 ? 32 : 8;
+    kvpc_kernel *const kernel = large        ? kvpc_move_bytes_kernel<32, uint64_t>
+                                : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t>
+                                             : kvpc_move_bytes_kernel<32, uint32_t>;
+    kvpc_cut(p, lanes == 8 ? 256 : 2048, false, layers);
+    return kvpc_start_groups(function, kernel, 512, lanes, p, launch);
+}
+
 /* Starts a move of some layers; the rows' shapes are not cut yet. */
 static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_t layers, uint64_t bits,
                                      const kvprim_cuda_launch *launch)
@@ -834,28 +913,18 @@ static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_
     const uint64_t most = (uint64_t)1 << 31;
     uint64_t unit = 0, chunks = 0;
     for (int m = 0; m < p->shapes; m++) {
-        const uint64_t upper = p->shape[m].chunks * (p->shape[m].unit_bytes / 256 + 1);
+        const uint64_t upper = p->shape[m].units * (p->shape[m].unit_bytes / 256 + 1);
         unit = p->shape[m].unit_bytes > unit ? p->shape[m].unit_bytes : unit;
         chunks = upper > chunks ? upper : chunks;
     }
     for (int l = 0; l < layers; l++)
         bits |= (uint64_t)(uintptr_t)p->layer[l].dst | (uint64_t)(uintptr_t)p->layer[l].src;
-    const bool aligned = bits % 16 == 0;
     p->wait = launch ? launch->pdl : 0;
-    if (p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers) {
-        kvpc_cut(p, 2048, false, layers);
-        return kvpc_start_groups(function, kvpc_move_bytes_kernel<32, uint64_t>, 512, 32, p, launch);
-    }
-    const uint32_t lanes = unit <= 256 ? 8 : unit <= 512 && aligned ? 16 : 32;
-    kvpc_cut(p, lanes == 32 ? 2048 : 32 * lanes, aligned, layers);
-    if (!aligned)
-        return kvpc_start_groups(
-            function, lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t> : kvpc_move_bytes_kernel<32, uint32_t>, 512,
-            lanes, p, launch);
-    void (*const kernel)(kvpc_batch) = lanes == 8    ? kvpc_move_kernel<8, 2>
-                                       : lanes == 16 ? kvpc_move_kernel<16, 2>
-                                                     : kvpc_move_kernel<32, 4>;
-    return kvpc_start_groups(function, kernel, 1024, lanes, p, launch);
+    const bool large = p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers;
+    if (large || bits % 16 != 0)
+        return kvpc_start_bytes_of(function, p, layers, unit, large, launch);
+    return p->shapes == 1 ? kvpc_start_words<true>(function, p, layers, unit, launch)
+                          : kvpc_start_words<false>(function, p, layers, unit, launch);
 }
 
 static kvprim_status kvpc_move_any(const kvpc_job *job)
@@ -869,14 +938,15 @@ static kvprim_status kvpc_move_any(const kvpc_job *job)
     }
     p.dst_index = job->gather ? NULL : job->index;
     p.src_index = job->gather ? job->index : NULL;
-    p.dst_rows = (uint64_t)job->dst[0]->rows;
-    p.src_rows = (uint64_t)job->src[0]->rows;
-    p.base = job->base;
+    p.dst_rows = (uint64_t)(job->gather ? job->count : job->rows);
+    p.src_rows = (uint64_t)(job->gather ? job->rows : job->count);
+    p.dst_base = job->gather ? 0 : job->base;
+    p.src_base = job->gather ? job->base : 0;
     p.count = kvpc_divisor_of(job->count);
     p.rejected = job->rejected;
     p.wide = job->type == KVPRIM_I64;
     p.zero = job->gather;
-    p.shapes = job->tables;
+    p.shapes = job->tables == 2 && memcmp(&p.shape[0], &p.shape[1], offsetof(kvpc_shape, chunks)) != 0 ? 2 : 1;
     return kvpc_start_move(job->function, &p, job->tables, bits, job->launch);
 }
 
@@ -897,7 +967,7 @@ static void kvpc_join_rows(kvprim_transfer_desc *d)
     d->dst = dst, d->src = src;
     d->dst.stride = d->src.stride = d->row_bytes *= rows;
     d->dst.page_rows /= rows, d->src.page_rows /= rows;
-    d->dst.rows = d->src.rows = d->count /= rows;
+    d->count /= rows;
 }
 
 static char *kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int32_t l)
@@ -921,9 +991,9 @@ static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_la
         }
         p.dst_index = d->dst_index;
         p.src_index = d->src_index;
-        p.dst_rows = (uint64_t)d->dst.rows;
-        p.src_rows = (uint64_t)d->src.rows;
-        p.base = 0;
+        p.dst_rows = (uint64_t)(d->dst_index ? d->dst.rows : d->count);
+        p.src_rows = (uint64_t)(d->src_index ? d->src.rows : d->count);
+        p.dst_base = p.src_base = 0;
         p.count = kvpc_divisor_of(d->count);
         p.rejected = first == 0 ? d->rejected : NULL;
         p.wide = d->index_type == KVPRIM_I64;

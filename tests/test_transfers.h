@@ -219,7 +219,7 @@ static void transfer_matrix(arena *a)
 /* 1 to 128 layers, and around and past what one launch takes. */
 static void layer_matrix(arena *a)
 {
-    static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 219, 220, 221, 300};
+    static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 215, 216, 217, 300};
     static const int64_t sizes[] = {16, 100, 576, 2048};
     unsigned n = 0;
     for (const int32_t layers : counts)
