@@ -48,7 +48,7 @@ help:
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
-	@echo 'make gpu-bench the benchmark on a GPU, against its opponents, output to tests/results/'
+	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
 
@@ -82,20 +82,20 @@ bench: build/bench_prefix build/bench_host
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
-gpu-test: build/test_cuda build/03_kv_store
+gpu-test: build/test_cuda build/03_kv_store build/05_offload
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/03_kv_store && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/03_kv_store && build/05_offload && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
-gpu-bench: build/bench_cuda
+gpu-bench: build/bench_cuda build/bench_transfer
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/bench_cuda && build/bench_transfer; } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
 
-build/03_kv_store: examples/03_kv_store.cu $(HEADERS) build/flags
+build/03_kv_store build/05_offload: build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-build/test_cuda build/bench_cuda: build/%: tests/%.cu $(HEADERS) build/flags
+build/test_cuda build/bench_cuda build/bench_transfer: build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 clean:
