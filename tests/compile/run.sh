@@ -293,7 +293,7 @@ frugal()
 wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
-    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store)_kernel/; kernels += plain }
+    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store|move|move_few)_kernel/; kernels += plain }
          plain && /LDG/ { loads += /LDG\.E\.128/ }
          plain && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
          END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow " narrower stores"
