@@ -877,10 +877,10 @@ static kvprim_status kvpc_start_groups(const char *function, kvpc_kernel *kernel
     return kvpc_start(function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, launch);
 }
 
-/* Chunks that nothing begins or ends in the middle of 16 bytes of. */
+/* Rows that begin and end at multiples of 16 bytes. */
 template <bool one_shape>
-static kvprim_status kvpc_start_words(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
-                                      const kvprim_cuda_launch *launch)
+static kvprim_status kvpc_start_aligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
+                                        const kvprim_cuda_launch *launch)
 {
     const bool few = launch && launch->max_sms > 0;
     const uint32_t lanes = unit <= (few ? 512 : 256) ? 8 : unit <= 512 ? 16 : 32;
@@ -895,8 +895,9 @@ static kvprim_status kvpc_start_words(const char *function, kvpc_batch *p, int32
     return kvpc_start_groups(function, kernel, kvpc_threads, lanes, p, launch);
 }
 
-static kvprim_status kvpc_start_bytes_of(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit, bool large,
-                                         const kvprim_cuda_launch *launch)
+/* Any rows. large: more rows or chunks than the other kernels count. */
+static kvprim_status kvpc_start_unaligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
+                                          bool large, const kvprim_cuda_launch *launch)
 {
     const uint32_t lanes = large || unit > 256 ? 32 : 8;
     kvpc_kernel *const kernel = large        ? kvpc_move_bytes_kernel<32, uint64_t>
@@ -922,9 +923,9 @@ static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_
     p->wait = launch ? launch->pdl : 0;
     const bool large = p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers;
     if (large || bits % 16 != 0)
-        return kvpc_start_bytes_of(function, p, layers, unit, large, launch);
-    return p->shapes == 1 ? kvpc_start_words<true>(function, p, layers, unit, launch)
-                          : kvpc_start_words<false>(function, p, layers, unit, launch);
+        return kvpc_start_unaligned(function, p, layers, unit, large, launch);
+    return p->shapes == 1 ? kvpc_start_aligned<true>(function, p, layers, unit, launch)
+                          : kvpc_start_aligned<false>(function, p, layers, unit, launch);
 }
 
 static kvprim_status kvpc_move_any(const kvpc_job *job)
@@ -970,7 +971,7 @@ static void kvpc_join_rows(kvprim_transfer_desc *d)
     d->count /= rows;
 }
 
-static char *kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int32_t l)
+static char *kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int64_t l)
 {
     return layers ? (char *)layers[l] : (char *)table->data + l * layer_stride;
 }
@@ -980,8 +981,8 @@ static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_la
 {
     kvprim_status status = KVPRIM_OK;
     kvpc_join_rows(d);
-    for (int32_t first = 0; first < d->layers && status == KVPRIM_OK; first += kvpc_layers) {
-        const int32_t left = d->layers - first, layers = left < kvpc_layers ? left : kvpc_layers;
+    for (int64_t first = 0; first < d->layers && status == KVPRIM_OK; first += kvpc_layers) {
+        const int32_t left = (int32_t)(d->layers - first), layers = left < kvpc_layers ? left : kvpc_layers;
         uint64_t bits = 0;
         kvpc_batch p;
         kvpc_set_shape(&p.shape[0], &d->dst, &d->src, d->row_bytes, &bits);

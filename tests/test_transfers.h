@@ -142,9 +142,9 @@ struct transfer_case {
     bool counted;
 };
 
-/* Layers of one side, the pointers to them in `bases`, those apart in the opposite order. */
+/* Layers of one side, the pointers to them in `starts`, those apart in the opposite order. */
 static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align,
-                                 int32_t layers, bool apart, void **bases, int64_t *layer_stride)
+                                 int32_t layers, bool apart, void **starts, int64_t *layer_stride)
 {
     size_t span;
     kvprim_table t = lay_out(l, rows, row_bytes, &span);
@@ -152,7 +152,7 @@ static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_
     *layer_stride = apart ? INT64_MIN : static_cast<int64_t>(step); /* not looked at where there are pointers */
     char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
     for (int32_t n = 0; n < layers; n++)
-        bases[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + static_cast<size_t>(n) * step;
+        starts[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + static_cast<size_t>(n) * step;
     t.data = apart ? nullptr : block;
     return t;
 }
@@ -280,14 +280,14 @@ static void small_transfers(arena *a)
 /* Half of the rows, in random order, are copied over the other half; some of them twice, and some are padding. */
 static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const layout *l, size_t align)
 {
-    static thread_local void *bases[most_layers];
+    static thread_local void *starts[most_layers];
     const int64_t rows = 40, count = rows / 2;
     const kvprim_index_type type = type_of(n);
     empty(a);
     kvprim_transfer_desc d = {};
     d.layers = 1 + static_cast<int32_t>(n % 3);
-    d.dst = place_layers(a, l, rows, row_bytes, align, d.layers, n % 2, bases, &d.dst_layer_stride);
-    d.dst_layers = n % 2 ? bases : nullptr;
+    d.dst = place_layers(a, l, rows, row_bytes, align, d.layers, n % 2, starts, &d.dst_layer_stride);
+    d.dst_layers = n % 2 ? starts : nullptr;
     d.src = d.dst;
     d.src_layers = d.dst_layers;
     d.src_layer_stride = d.dst_layer_stride;
