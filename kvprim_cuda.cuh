@@ -883,16 +883,15 @@ static kvprim_status kvpc_start_aligned(const char *function, kvpc_batch *p, int
                                         const kvprim_cuda_launch *launch)
 {
     const bool few = launch && launch->max_sms > 0;
-    const uint32_t lanes = unit <= (few ? 512 : 256) ? 8 : unit <= 512 ? 16 : 32;
-    kvpc_cut(p, 16 * lanes * (few ? 4 : 2), true, layers);
-    if (few)
-        return kvpc_start_groups(
-            function, lanes == 8 ? kvpc_move_few_kernel<8, 4, one_shape> : kvpc_move_few_kernel<32, 4, one_shape>, 1024,
-            lanes, p, launch);
+    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
+    kvpc_kernel *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, one_shape>
+                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, one_shape>
+                                                  : kvpc_move_few_kernel<32, 4, one_shape>;
     kvpc_kernel *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, one_shape>
                                 : lanes == 16 ? kvpc_move_kernel<16, 2, one_shape>
                                               : kvpc_move_kernel<32, 2, one_shape>;
-    return kvpc_start_groups(function, kernel, kvpc_threads, lanes, p, launch);
+    kvpc_cut(p, 16 * lanes * loads, true, layers);
+    return kvpc_start_groups(function, few ? few_kernel : kernel, 1024, lanes, p, launch);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */

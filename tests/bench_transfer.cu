@@ -364,7 +364,7 @@ static void peer()
             std::vector<contender> c;
             for (const int32_t n : {0, 8, 16, 32, 64})
                 c.push_back(contend_kvprim(j, n));
-            c.push_back(contend_copy(j.dst, j.src, false));
+            c.push_back(contend_copy(j.dst, j.src, true));
             c.back().enqueue = [dst, src, from_peer](int) {
                 CUDA(cudaMemcpyPeerAsync(dst, from_peer ? 0 : 1, src, from_peer ? 1 : 0, size_t(copy_bytes), stream));
             };
