@@ -88,9 +88,9 @@ bench: build/bench_prefix build/bench_host
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
 GPU_EXAMPLES = build/03_kv_store build/05_offload
-gpu-test: build/test_cuda $(GPU_EXAMPLES) build/02_kv_replay_cuda
+gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_replay_cuda
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && \
+	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && build/test_cuda_debug quick && \
 	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
@@ -111,6 +111,9 @@ build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
 build/02_kv_replay_cuda: examples/02_kv_replay.c build/kvprim_cuda.o $(HEADERS) build/flags
 	$(COMPILE_C) $(CUDA_INCLUDE:%=-isystem %) -DKV_REPLAY_CUDA -c $< -o $@.o
 	$(NVCC) $@.o build/kvprim_cuda.o -o $@ $(LDFLAGS)
+
+build/test_cuda_debug: tests/test_cuda.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) -DKVPRIM_DEBUG $< -o $@
 
 build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@

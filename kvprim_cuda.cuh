@@ -32,9 +32,9 @@
 
    Rules that hold for every function here
        Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
-                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was work
-                  enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say) is
-                  reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was
+                  work enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say)
+                  is reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
        Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
@@ -50,6 +50,8 @@
    KVPRIM_CUDA_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
                                another. Like KVPRIM_IMPLEMENTATION it asks for nvcc.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
+   KVPRIM_DEBUG                in the implementing one: every call asks CUDA whether the device can reach the memory
+                               that its descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
 */
 #ifndef KVPRIM_CUDA_CUH
 #define KVPRIM_CUDA_CUH
@@ -809,6 +811,111 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
 #endif
 }
 
+#if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
+/* ---- KVPRIM_DEBUG: the first and the last byte of what a call may touch is memory that the device can reach ---- */
+
+static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
+{
+    int device = 0, pageable = 0, peer = 1;
+    cudaPointerAttributes a;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+    if (error == cudaSuccess)
+        error = cudaPointerGetAttributes(&a, p);
+    if (error == cudaSuccess && a.type == cudaMemoryTypeDevice && a.device != device)
+        error = cudaDeviceCanAccessPeer(&peer, device, a.device);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
+                           cudaGetErrorName(error), cudaGetErrorString(error));
+    }
+    if (a.type == cudaMemoryTypeUnregistered && !pageable)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                           function, name, (const void *)p);
+    if (!peer)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
+                           (const void *)p, a.device, device);
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, int64_t bytes)
+{
+    if (!p || bytes < 1)
+        return KVPRIM_OK;
+    const kvprim_status status = kvpc_check_byte(function, name, (const char *)p);
+    return status == KVPRIM_OK ? kvpc_check_byte(function, name, (const char *)p + bytes - 1) : status;
+}
+
+static kvprim_status kvpc_check_table(const char *function, const char *name, const kvprim_table *t, int64_t row_bytes)
+{
+    if (!t->data || t->rows < 1)
+        return KVPRIM_OK;
+    const char *const last = (const char *)kvprim_table_row(t, t->rows - 1);
+    return kvpc_check_bytes(function, name, t->data,
+                            last - (const char *)t->data + (t->heads - 1) * t->head_stride + row_bytes / t->heads);
+}
+
+static kvprim_status kvpc_check_indices(const char *function, const char *name, const void *index,
+                                        kvprim_index_type type, int64_t count)
+{
+    return kvpc_check_bytes(function, name, index, count * (type == KVPRIM_I64 ? 8 : 4));
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_gather_desc *d)
+{
+    const char *const function = "kvprim_cuda_gather";
+    kvprim_status status = kvpc_check_table(function, "dst", &d->dst, d->row_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "src", &d->src, d->row_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "index", d->index, d->index_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_store_desc *d)
+{
+    const char *const function = "kvprim_cuda_store";
+    const kvprim_table none = {};
+    kvprim_status status = kvpc_check_table(function, "k_cache", &d->k_cache, d->k_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "v_cache", &d->v_cache, d->v_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "k", &d->k, d->k_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "v", d->v_cache.data ? &d->v : &none, d->v_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "slot", d->slot, d->slot_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_transfer_desc *d)
+{
+    const char *const function = "kvprim_cuda_transfer";
+    kvprim_status status = KVPRIM_OK;
+    for (int32_t l = 0; l < d->layers && status == KVPRIM_OK; l++) {
+        kvprim_table dst = d->dst, src = d->src;
+        dst.data = d->dst_layers ? d->dst_layers[l] : (char *)d->dst.data + l * d->dst_layer_stride;
+        src.data = d->src_layers ? d->src_layers[l] : (char *)d->src.data + l * d->src_layer_stride;
+        status = kvpc_check_table(function, "dst", &dst, d->row_bytes);
+        if (status == KVPRIM_OK)
+            status = kvpc_check_table(function, "src", &src, d->row_bytes);
+    }
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "dst_index", d->dst_index, d->index_type, d->count);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "src_index", d->src_index, d->index_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+#else
+static kvprim_status kvpc_check_memory(const void *)
+{
+    return KVPRIM_OK;
+}
+#endif
+
 /* What a gather and a store have in common, resolved. dst and src as the rows go; the second table is V's. */
 typedef struct kvpc_job {
     const char *function;
@@ -928,9 +1035,9 @@ static bool kvpc_fills(int64_t row_bytes, int64_t unit)
     return parts > 0 && parts * unit == row_bytes && (parts & (parts - 1)) == 0;
 }
 
-/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take one
-   load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts less
-   than one block per nanosecond: blocks must not be small where there are many. */
+/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take
+   one load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts
+   less than one block per nanosecond: blocks must not be small where there are many. */
 static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p)
 {
     const int64_t row_bytes = job->row_bytes[0];
@@ -1197,6 +1304,8 @@ KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, cons
     kvprim_status status = kvprim_gather_check(desc, &d);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_gather", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
     if (status != KVPRIM_OK || d.count == 0)
         return status;
     const kvpc_job job = {
@@ -1211,6 +1320,8 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
     kvprim_status status = kvprim_store_check(desc, &d);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_store", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
     if (status != KVPRIM_OK || d.count == 0)
         return status;
     const kvpc_job job = {"kvprim_cuda_store",
@@ -1235,6 +1346,8 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
     kvprim_status status = kvprim_transfer_check(desc, &d);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_transfer", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
     return status != KVPRIM_OK || d.count == 0 ? status : kvpc_transfer(&d, launch);
 }
 

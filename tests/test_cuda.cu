@@ -1048,6 +1048,58 @@ static void test_legacy_capture()
     CUDA(cudaStreamDestroy(blocking));
 }
 
+#ifdef KVPRIM_DEBUG
+static bool named(kvprim_status status, const char *field)
+{
+    return status == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), field) &&
+           strstr(kvprim_last_error(), "which the GPU cannot");
+}
+
+/* Each pointer in turn is ordinary memory of the host, and a table reaches past its allocation. */
+static void test_unreachable()
+{
+    int pageable;
+    CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+    if (pageable) {
+        snprintf(skip_reason, sizeof skip_reason, "this GPU reaches all of the host's memory");
+        return;
+    }
+    void *const host = calloc(1, 1 << 20);
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
+    kvprim_gather_desc g = gather;
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g.dst.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
+    g = gather, g.src.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.src.rows = int64_t(1) << 44;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.index = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
+    g = gather, g.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
+    kvprim_store_desc s = store;
+    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
+    s.k_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
+    s = store, s.v_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
+    s = store, s.k.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
+    s = store, s.slot = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
+    kvprim_transfer_desc t = {};
+    t.dst = gather.dst, t.src = gather.src, t.row_bytes = gather.row_bytes;
+    t.src_index = gather.index, t.index_type = gather.index_type, t.count = gather.count;
+    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
+    t.dst.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+    CUDA(cudaStreamSynchronize(main_launch.stream));
+    free(host);
+}
+#endif
+
 static __global__ void trap()
 {
     asm volatile("trap;");
@@ -1130,6 +1182,9 @@ int main(int argc, char **argv)
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: chains of stores and gathers", test_chains);
     run("cuda: two threads, two streams", test_threads);
+#ifdef KVPRIM_DEBUG
+    run("cuda: memory out of the GPU's reach", test_unreachable);
+#endif
     if (!quick) { /* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows */
         run("cuda: max_sms, what runs beside", test_crowds);
         run("cuda: past 4 GiB and 2^31", test_large_table);
