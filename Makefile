@@ -2,6 +2,7 @@
 #
 #     make CC=clang CFLAGS=-O3 test      any compiler, any flags
 #     make run TRACE=path ARGS='...'     any input, any options of the example
+#     make run DEVICE=cpu                or cuda; left out, a GPU if there is one and nvcc
 #     CUDA_HOME, NCCL_HOME               where CUDA and NCCL are, if not on PATH or in the usual places
 
 # The first of several commands that exists. (The redirection makes make ask a shell: `command` is no program.)
@@ -28,6 +29,7 @@ COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOM
 TRACE ?= examples/trace_small.jsonl
 ARGS ?=
 FUZZ_SECONDS ?= 10
+DEVICE ?=
 
 # Looked for only where a target uses them.
 NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
@@ -52,8 +54,11 @@ help:
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
 
-run: build/02_kv_replay
-	build/02_kv_replay $(ARGS) '$(TRACE)'
+# Expanded twice, so that no other target asks for a GPU.
+.SECONDEXPANSION:
+GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
+run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
+	$< $(DEVICE:%=--device %) $(ARGS) '$(TRACE)'
 
 examples: $(EXAMPLES)
 
@@ -82,9 +87,10 @@ bench: build/bench_prefix build/bench_host
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
-gpu-test: build/test_cuda build/03_kv_store build/05_offload
+gpu-test: build/test_cuda build/03_kv_store build/05_offload build/02_kv_replay_cuda
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/03_kv_store && build/05_offload && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
+	@{ $(CHECKSUMS) && build/03_kv_store && build/05_offload && build/test_cuda && \
+	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
 gpu-bench: build/bench_cuda build/bench_transfer
@@ -95,6 +101,15 @@ gpu-bench: build/bench_cuda build/bench_transfer
 build/03_kv_store build/05_offload: build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
+build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
+	@echo '#include "kvprim_cuda.cuh"' >build/kvprim_cuda.cu
+	$(COMPILE_CUDA) -DKVPRIM_CUDA_IMPLEMENTATION -c build/kvprim_cuda.cu -o $@
+
+# C, but for that object, which has nvcc's libraries with it.
+build/02_kv_replay_cuda: examples/02_kv_replay.c build/kvprim_cuda.o $(HEADERS) build/flags
+	$(COMPILE_C) $(CUDA_INCLUDE:%=-isystem %) -DKV_REPLAY_CUDA -c $< -o $@.o
+	$(NVCC) $@.o build/kvprim_cuda.o -o $@ $(LDFLAGS)
+
 build/test_cuda build/bench_cuda build/bench_transfer: build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
@@ -104,9 +119,10 @@ clean:
 .PHONY: help run examples test check fuzz bench gpu-test gpu-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
+FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)
 build/flags: FORCE
 	@mkdir -p build
-	@[ "$$(cat $@ 2>/dev/null)" = '$(COMPILE_C) $(COMPILE_CXX)' ] || echo '$(COMPILE_C) $(COMPILE_CXX)' >$@
+	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
 $(EXAMPLES): build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)

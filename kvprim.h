@@ -1023,19 +1023,26 @@ static uint64_t kvpi_add(uint64_t a, uint64_t b)
     return a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
+static void kvpi_resolve(kvprim_table *t, int64_t row_bytes)
+{
+    if (t->heads < 1)
+        t->heads = 1;
+    if (t->stride == 0)
+        t->stride = t->heads == 1 ? row_bytes : row_bytes / t->heads;
+    if (t->heads == 1 && t->page_rows == 0)
+        return;
+    const uint64_t page = kvpi_mul((uint64_t)(t->page_rows ? t->page_rows : t->rows), (uint64_t)t->stride);
+    if (t->head_stride == 0 && t->heads > 1)
+        t->head_stride = (int64_t)page;
+    if (t->page_stride == 0 && t->page_rows > 0) { /* whichever is outside: all heads of a row, or all rows of a head */
+        const uint64_t pieces = t->heads > 1 ? kvpi_mul((uint64_t)t->heads, (uint64_t)t->head_stride) : 0;
+        t->page_stride = (int64_t)(pieces > page ? pieces : page);
+    }
+}
+
 KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table t, int64_t row_bytes)
 {
-    if (t.heads < 1)
-        t.heads = 1;
-    if (t.stride == 0)
-        t.stride = row_bytes / t.heads;
-    const uint64_t page = kvpi_mul((uint64_t)(t.page_rows ? t.page_rows : t.rows), (uint64_t)t.stride);
-    if (t.head_stride == 0 && t.heads > 1)
-        t.head_stride = (int64_t)page;
-    if (t.page_stride == 0 && t.page_rows > 0) { /* whichever is outside: all heads of a row, or all rows of a head */
-        const uint64_t pieces = t.heads > 1 ? kvpi_mul((uint64_t)t.heads, (uint64_t)t.head_stride) : 0;
-        t.page_stride = (int64_t)(pieces > page ? pieces : page);
-    }
+    kvpi_resolve(&t, row_bytes);
     return t;
 }
 
@@ -1069,7 +1076,8 @@ static kvprim_status kvpi_bad(const kvpi_side *side, const char *field, int64_t 
 static kvprim_status kvpi_check_fields(const kvpi_side *side)
 {
     const kvprim_table *const t = side->table;
-    const int64_t row_bytes = side->row_bytes, heads = t->heads > 1 ? t->heads : 1, piece = row_bytes / heads;
+    const int64_t row_bytes = side->row_bytes, heads = t->heads > 1 ? t->heads : 1;
+    const int64_t piece = heads == 1 ? row_bytes : row_bytes / heads;
     if (row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", side->function, side->row_bytes_field,
                            (long long)row_bytes);
@@ -1081,7 +1089,7 @@ static kvprim_status kvpi_check_fields(const kvpi_side *side)
         return kvpi_bad(side, "page_rows", t->page_rows, "less than", 0);
     if (t->heads < 0)
         return kvpi_bad(side, "heads", t->heads, "less than", 0);
-    if (row_bytes % heads != 0)
+    if (piece * heads != row_bytes)
         return kvpi_bad(side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
         return kvpi_bad(side, "stride", t->stride,
@@ -1153,16 +1161,10 @@ static uint64_t kvpi_packed_layer(const kvpi_dim *dims, int count)
     return most;
 }
 
-/* Checks the side, fills in its table's defaults and its bytes. */
-static kvprim_status kvpi_check_side(kvpi_side *side)
+/* Of a table of pages, heads or layers: that no two pieces overlap, that it is not too large, and side->bytes. */
+static kvprim_status kvpi_check_dims(kvpi_side *side)
 {
-    KVPRIM_TRY(kvpi_check_fields(side));
-    kvprim_table *const t = side->table;
-    *t = kvprim_table_resolve(*t, side->row_bytes);
-    if (t->rows == 0) {
-        side->layer_stride = 0; /* nothing of it is ever touched */
-        return KVPRIM_OK;
-    }
+    const kvprim_table *const t = side->table;
     const uint64_t rows = (uint64_t)t->rows, page_rows = t->page_rows ? (uint64_t)t->page_rows : rows;
     kvpi_dim dims[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
                         {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
@@ -1175,6 +1177,34 @@ static kvprim_status kvpi_check_side(kvpi_side *side)
     if (span >= kvpi_too_large)
         return kvpi_bad(side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
     side->bytes = kvpi_reach(side);
+    return KVPRIM_OK;
+}
+
+/* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
+static kvprim_status kvpi_check_plain(kvpi_side *side)
+{
+    const uint64_t stride = (uint64_t)side->table->stride, row_bytes = (uint64_t)side->row_bytes;
+    const uint64_t rows = (uint64_t)side->table->rows, used = (uint64_t)side->used;
+    if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
+        return kvpi_bad(side, "rows", side->table->rows, "which makes the table larger than", kvpi_too_large);
+    side->bytes = used ? (used - 1) * stride + row_bytes : 0;
+    return KVPRIM_OK;
+}
+
+/* Checks the side, fills in its table's defaults and its bytes. */
+static kvprim_status kvpi_check_side(kvpi_side *side)
+{
+    KVPRIM_TRY(kvpi_check_fields(side));
+    kvprim_table *const t = side->table;
+    kvpi_resolve(t, side->row_bytes);
+    if (t->rows == 0) {
+        side->layer_stride = 0; /* nothing of it is ever touched */
+        return KVPRIM_OK;
+    }
+    if (t->page_rows == 0 && t->heads == 1 && side->layers == 1)
+        KVPRIM_TRY(kvpi_check_plain(side));
+    else
+        KVPRIM_TRY(kvpi_check_dims(side));
     if (side->used > 0 && !t->data)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", side->function, side->name);
     return KVPRIM_OK;

@@ -32,8 +32,9 @@
 
    Rules that hold for every function here
        Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
-                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what. An error that happens
-                  on the GPU (a host pointer in a table, say) is reported by CUDA, later.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was work
+                  enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say) is
+                  reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
        Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
@@ -196,7 +197,15 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 /* ---- kernels ---- */
 
-enum { kvpc_bytes_loads = 3 }; /* one more than aligned rows of a power of two need: see kvpc_bytes_kernel */
+/* Measured on an H200; what follows from them is described where they are used. */
+enum {
+    kvpc_threads = 128,         /* in a block of the kernels for plain rows */
+    kvpc_bytes_lanes = 8,       /* of kvpc_bytes_kernel: see there what lanes and loads are */
+    kvpc_bytes_loads = 3,       /* as aligned rows, plus one: rows of a power of two begin and end inside a word */
+    kvpc_granule = 64,          /* bytes that memory is written in: see kvpc_fetch_edges */
+    kvpc_few_bytes = 128 << 10, /* of a table: see kvpc_store_by_size */
+    kvpc_many_rows = 16384      /* see kvpc_gather_by_size */
+};
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
@@ -213,188 +222,317 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 #endif
 }
 
+/* Accesses of global memory by number: an asm volatile keeps its place among the others. Left to itself the compiler
+   puts the loads of a store behind the test of its slot, and waits twice where it could wait once. */
+KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
+{
+#ifdef __CUDA_ARCH__
+    uint4 v;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+#else
+    return *(const uint4 *)(uintptr_t)address;
+#endif
+}
+
+KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
+{
+#ifdef __CUDA_ARCH__
+    asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
+                 : "memory");
+#else
+    *(uint4 *)(uintptr_t)address = v;
+#endif
+}
+
+/* A pointer of which the compiler knows that it points to global memory: others are slower. */
+KVPRIM_DEVICE char *kvpc_global(uint64_t address)
+{
+#ifdef __CUDA_ARCH__
+    return (char *)__cvta_global_to_generic((size_t)address);
+#else
+    return (char *)(uintptr_t)address;
+#endif
+}
+
+KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
+{
+#ifdef __CUDA_ARCH__
+    int32_t v;
+    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+#else
+    return *(const int32_t *)(uintptr_t)address;
+#endif
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
+{
+#ifdef __CUDA_ARCH__
+    int64_t v;
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
+    return v;
+#else
+    return *(const int64_t *)(uintptr_t)address;
+#endif
+}
+
+/* base + row * stride. In PTX, as otherwise the compiler takes base from constant memory after the test of the row. */
+KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
+{
+#ifdef __CUDA_ARCH__
+    uint64_t address;
+    asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(base));
+    return address;
+#else
+    return base + (uint64_t)row * stride;
+#endif
+}
+
+/* Memory is written in whole granules: of one that is written in part the rest is read first, and a read that begins
+   only when the cache runs full costs as much as some hundred bytes. Hence the first and the last granule of a row. */
+KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
+{
+#ifdef __CUDA_ARCH__
+    if (row % kvpc_granule)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
+    if ((row + bytes) % kvpc_granule)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
+#else
+    (void)row, (void)bytes;
+#endif
+}
+
 /* One table and the rows beside it: K, or V. */
 typedef struct kvpc_pair {
-    char *dst;
-    const char *src;
-    uint32_t dst_stride, src_stride, row_bytes;
+    uint64_t dst, src;
+    uint32_t dst_stride, src_stride;
 } kvpc_pair;
 
-/* Rows without pages or heads, small enough for 32-bit arithmetic: see kvpc_is_plain. */
+/* Rows without pages or heads, small enough for 32-bit arithmetic: see kvpc_is_plain. What a gather needs comes first,
+   in one line of the constant cache: with few rows the time is that of the instructions up to the second load. */
 typedef struct kvpc_plain {
+    uint64_t index;
+    uint32_t count, parts_shift; /* 1 << parts_shift groups of threads share a row, where that is exact */
+    uint32_t rows, base;
     kvpc_pair pair[2];
-    const void *index;
     uint32_t *rejected;
-    uint64_t rows;
-    int64_t base;
-    uint32_t count, parts_shift;  /* 1 << parts_shift groups of threads share a row */
-    int32_t wait, trigger;        /* programmatic dependent launch */
-    int32_t wide, gather, tables; /* for kvpc_bytes_kernel, which has no template for them */
+    uint32_t row_bytes[2];
+    uint32_t parts, multiplier, divide_shift; /* otherwise `parts` do: group * multiplier >> divide_shift is the row */
+    uint32_t parts_of_k;                      /* for kvpc_bytes_kernel, of parts */
+    uint32_t fetch;                           /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t pdl, wide, gather, tables;       /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
+
+/* The row that a group of threads works on, and which part of it. */
+template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, uint32_t group, uint32_t *part)
+{
+    if (exact) {
+        *part = group & ((1u << p.parts_shift) - 1);
+        return group >> p.parts_shift;
+    }
+    const uint32_t row = (uint32_t)((uint64_t)group * p.multiplier >> p.divide_shift);
+    *part = group - row * p.parts;
+    return row;
+}
 
 /* The index rule. `row` is right if the result is true; otherwise *past tells an index past the end from padding. */
 template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t i, uint32_t *row, bool *past)
 {
     if (wide) {
-        const int64_t index = ((const int64_t *)p.index)[i];
-        const uint64_t offset = (uint64_t)index - (uint64_t)p.base;
+        const int64_t index = kvpc_load_i64(kvpc_row_at(p.index, i, 8));
+        const uint64_t offset = (uint64_t)index - p.base;
         *row = (uint32_t)offset;
-        *past = index >= p.base;
+        *past = index >= (int64_t)p.base;
         return offset < p.rows;
     }
-    const int32_t index = ((const int32_t *)p.index)[i];
-    *row = (uint32_t)index - (uint32_t)p.base;
+    const int32_t index = kvpc_load_i32(kvpc_row_at(p.index, i, 4));
+    *row = (uint32_t)index - p.base;
     *past = index >= (int32_t)p.base;
-    return *row < (uint32_t)p.rows;
-}
-
-/* An address that is only used if the row is inside its table. (The emulation's sanitizer objects to forming others; a
-   GPU's compiler must see a pointer's origin, or it falls back to generic accesses.) */
-KVPRIM_DEVICE const char *kvpc_far(const char *data, uint64_t offset)
-{
-#ifdef KVPRIM_CUDA_EMULATE
-    return (const char *)((uintptr_t)data + offset);
-#else
-    return data + offset;
-#endif
-}
-
-/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row: thread t of the group those at 16 t and,
-   per load, a group further, up to the row's end. All loads stand before all stores, all addresses before the loads:
-   with few rows the time is that of the instructions between the launch and the second load. */
-
-template <uint32_t lanes, uint32_t loads, bool wide, bool pdl>
-static __global__ void __launch_bounds__(128) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
-{
-    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
-    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
-    const uint32_t at = 16 * (t % lanes + lanes * loads * part), bytes = p.pair[0].row_bytes;
-    if (pdl && p.trigger)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
-        return;
-    if (pdl)
-        kvpc_pdl_wait();
-    uint4 v[loads];
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        v[k] = uint4{0, 0, 0, 0};
-    uint32_t row;
-    bool past;
-    const bool inside = kvpc_find<wide>(p, i, &row, &past);
-    const char *const src = kvpc_far(p.pair[0].src, (uint64_t)row * p.pair[0].src_stride + at);
-    char *const dst = p.pair[0].dst + (uint64_t)i * p.pair[0].dst_stride + at;
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (inside && at + 16 * lanes * k < bytes)
-            v[k] = *(const uint4 *)(src + 16 * lanes * k);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < bytes)
-            *(uint4 *)(dst + 16 * lanes * k) = v[k];
-    if (!inside && past && at == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
-}
-
-template <uint32_t lanes, uint32_t loads, uint32_t tables, bool wide, bool pdl>
-static __global__ void __launch_bounds__(128) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
-{
-    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
-    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
-    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
-    if (pdl && p.trigger)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
-        return;
-    if (pdl)
-        kvpc_pdl_wait();
-    uint4 v[tables][loads];
-    uint32_t row;
-    bool past;
-    const bool inside = kvpc_find<wide>(p, i, &row, &past);
-    KVPRIM_UNROLL
-    for (uint32_t m = 0; m < tables; m++) { /* K and V are on their way before the slot is known */
-        const char *const src = p.pair[m].src + (uint64_t)i * p.pair[m].src_stride + at;
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (at + 16 * lanes * k < p.pair[m].row_bytes)
-                v[m][k] = *(const uint4 *)(src + 16 * lanes * k);
-    }
-    KVPRIM_UNROLL
-    for (uint32_t m = 0; m < tables; m++) {
-        char *const dst = (char *)kvpc_far(p.pair[m].dst, (uint64_t)row * p.pair[m].dst_stride + at);
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (inside && at + 16 * lanes * k < p.pair[m].row_bytes)
-                *(uint4 *)(dst + 16 * lanes * k) = v[m][k];
-    }
-    if (!inside && past && at == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
+    return *row < p.rows;
 }
 
 /* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
-KVPRIM_DEVICE void kvpc_store_some(char *dst, uint4 v, int32_t from, int32_t end)
+KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
 {
+    char *const dst = kvpc_global(address);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     KVPRIM_UNROLL
-    for (int32_t w = 0; w < 4; w++)
-        if (from <= 4 * w && 4 * w + 4 <= end)
+    for (int32_t w = 0; w < 4; w++) {
+        if (from <= 4 * w && 4 * w + 4 <= end) {
             *(uint32_t *)(dst + 4 * w) = words[w];
-        else
-            KVPRIM_UNROLL
-    for (int32_t b = 0; b < 4; b++)
-        if (from <= 4 * w + b && 4 * w + b < end)
-            dst[4 * w + b] = (char)(words[w] >> 8 * b);
+            continue;
+        }
+        KVPRIM_UNROLL
+        for (int32_t b = 0; b < 4; b++)
+            if (from <= 4 * w + b && 4 * w + b < end)
+                dst[4 * w + b] = (char)(words[w] >> 8 * b);
+    }
+}
+
+/* The first 1 to 15 of the 16 bytes in v. */
+KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
+{
+    char *dst = kvpc_global(address);
+    if (bytes & 8) {
+        *(uint2 *)dst = uint2{v.x, v.y};
+        v.x = v.z, v.y = v.w, dst += 8;
+    }
+    if (bytes & 4) {
+        *(uint32_t *)dst = v.x;
+        v.x = v.y, dst += 4;
+    }
+    if (bytes & 2) {
+        *(uint16_t *)dst = (uint16_t)v.x;
+        v.x >>= 16, dst += 2;
+    }
+    if (bytes & 1)
+        *dst = (char)v.x;
+}
+
+/* The 16 bytes of a row from `at` on, or as many as are left of it. */
+template <bool exact> KVPRIM_DEVICE void kvpc_put(uint64_t dst, uint4 v, uint32_t at, uint32_t row_bytes)
+{
+    if (exact || at + 16 <= row_bytes)
+        kvpc_store16(dst, v);
+    else if (at < row_bytes)
+        kvpc_store_tail(dst, v, row_bytes - at);
+}
+
+/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row, its part: thread t of the group those at
+   16 t and, per load, a group further. `exact`: the parts are a power of two and fill the row; otherwise the last part
+   ends with the row, perhaps inside 16 bytes, of which the rest is read but not written. All loads stand before all
+   stores, all addresses before the loads. */
+
+template <uint32_t lanes, uint32_t loads, bool exact, bool wide, bool pdl>
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
+{
+    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x;
+    uint32_t part, row;
+    bool past;
+    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
+    if (pdl)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return;
+    if (pdl)
+        kvpc_pdl_wait();
+    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
+    const uint64_t src = kvpc_row_at(p.pair[0].src + at, row, p.pair[0].src_stride);
+    const uint64_t dst = kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride);
+    uint4 v[loads];
+    if (!exact && p.fetch && at == 0)
+        kvpc_fetch_edges(dst, p.row_bytes[0]);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (inside && (exact || at + 16 * lanes * k < p.row_bytes[0]))
+            v[k] = kvpc_load16(src + 16 * lanes * k);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        kvpc_put<exact>(dst + 16 * lanes * k, v[k], at + 16 * lanes * k, p.row_bytes[0]);
+    if (!inside && past && at == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
+}
+
+template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool wide, bool pdl>
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
+{
+    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x;
+    uint32_t part, row;
+    bool past;
+    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
+    if (pdl)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return;
+    if (pdl)
+        kvpc_pdl_wait();
+    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
+    uint4 v[tables][loads];
+    uint64_t dst[tables];
+    KVPRIM_UNROLL
+    for (uint32_t m = 0; m < tables; m++) {
+        const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            if (exact || at + 16 * lanes * k < p.row_bytes[m])
+                v[m][k] = kvpc_load16(src + 16 * lanes * k);
+    }
+    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+    KVPRIM_UNROLL
+    for (uint32_t m = 0; m < tables; m++) {
+        dst[m] = kvpc_row_at(p.pair[m].dst + at, row, p.pair[m].dst_stride);
+        if (!exact && p.fetch && inside && at == 0)
+            kvpc_fetch_edges(dst[m], p.row_bytes[m]);
+    }
+    KVPRIM_UNROLL
+    for (uint32_t m = 0; m < tables; m++) {
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < loads; k++)
+            if (inside)
+                kvpc_put<exact>(dst[m] + 16 * lanes * k, v[m][k], at + 16 * lanes * k, p.row_bytes[m]);
+    }
+    if (!inside && past && at == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
 }
 
 /* As the two above, for rows of any size and alignment. The words are those of the destination: word w of a row that
    begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the
    two aligned words of the source in which it lies, of which one without a byte of the row is not read. */
-template <uint32_t lanes>
-static __global__ void __launch_bounds__(128) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
-    const uint32_t loads = kvpc_bytes_loads;
-    const uint32_t t = blockIdx.x * blockDim.x + threadIdx.x, group = t / lanes;
-    const uint32_t i = group >> p.parts_shift, part = group & ((1u << p.parts_shift) - 1);
-    const uint32_t first = t % lanes + lanes * loads * part;
+    const uint32_t lanes = kvpc_bytes_lanes, loads = kvpc_bytes_loads, t = blockIdx.x * kvpc_threads + threadIdx.x;
+    uint32_t part, row;
+    bool past;
+    const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
+    if (p.pdl)
+        kvpc_pdl_trigger();
     if (i >= p.count)
         return;
-    if (p.wait)
+    if (p.pdl)
         kvpc_pdl_wait();
-    uint32_t row;
-    bool past;
+    const uint32_t v_side = part >= p.parts_of_k; /* a group moves a part of K's row or of V's */
+    const kvpc_pair &pair = p.pair[v_side];
+    const int32_t first = (int32_t)(16 * (t % lanes + lanes * loads * (part - (v_side ? p.parts_of_k : 0))));
+    const int32_t bytes = (int32_t)p.row_bytes[v_side];
     const bool inside = p.wide ? kvpc_find<true>(p, i, &row, &past) : kvpc_find<false>(p, i, &row, &past);
-    if (!inside && past && first == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
-    if (!inside && !p.gather)
-        return;
-    for (int m = 0; m < p.tables; m++) {
-        const kvpc_pair &pair = p.pair[m];
-        const char *const src = pair.src + (uint64_t)(p.gather ? row : i) * pair.src_stride;
-        char *const dst = pair.dst + (uint64_t)(p.gather ? i : row) * pair.dst_stride;
-        const int32_t lead = (int32_t)((uintptr_t)dst % 16), bytes = (int32_t)pair.row_bytes;
-        const int32_t shift = (int32_t)((uintptr_t)(src - lead) % 16);
-        uint4 low[loads], high[loads];
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++) {
-            const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead,
-                          at = from - shift; /* of the aligned word */
-            low[k] = high[k] = uint4{0, 0, 0, 0};
-            if (inside && at + 16 > 0 && at < bytes)
-                low[k] = *(const uint4 *)(src + at);
-            if (inside && shift && at + 16 < bytes)
-                high[k] = *(const uint4 *)(src + at + 16);
-        }
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++) {
-            const int32_t from = (int32_t)(16 * (first + lanes * k)) - lead;
-            const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
-            if (from >= 0 && from + 16 <= bytes)
-                *(uint4 *)(dst + from) = v;
-            else if (from < bytes)
-                kvpc_store_some(dst + from, v, from < 0 ? -from : 0, bytes - from);
-        }
+    const uint64_t src = kvpc_row_at(pair.src, p.gather ? row : i, pair.src_stride);
+    const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : row, pair.dst_stride);
+    int32_t lead = (int32_t)(pair.dst % 16);
+    if (pair.dst_stride % 16) /* only then must a store know its slot before it can load */
+        lead = (int32_t)(dst % 16);
+    const int32_t shift = (int32_t)((src - (uint32_t)lead) % 16);
+    uint4 low[loads], high[loads];
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        const int32_t at = first - lead - shift + (int32_t)(16 * lanes * k); /* of the aligned word */
+        low[k] = high[k] = uint4{0, 0, 0, 0};
+        if ((!p.gather || inside) && at + 16 > 0 && at < bytes)
+            low[k] = kvpc_load16(src + (uint64_t)at);
+        if ((!p.gather || inside) && shift && at + 16 < bytes)
+            high[k] = kvpc_load16(src + (uint64_t)at + 16);
     }
+    if (p.fetch && first == 0 && (p.gather || inside))
+        kvpc_fetch_edges(dst, p.row_bytes[v_side]);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        const int32_t from = first - lead + (int32_t)(16 * lanes * k);
+        const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
+        if (!p.gather && !inside)
+            continue;
+        if (from >= 0 && from + 16 <= bytes)
+            kvpc_store16(dst + (uint64_t)from, v);
+        else if (from < bytes)
+            kvpc_store_some(dst + (uint64_t)from, v, from < 0 ? -from : 0, bytes - from);
+    }
+    if (!inside && past && part == 0 && t % lanes == 0 && p.rejected)
+        atomicAdd(p.rejected, 1u);
 }
 
 /* ---- moves with pages, heads, layers or few multiprocessors ---- */
@@ -429,14 +567,13 @@ typedef struct kvpc_shape {
 } kvpc_shape;
 
 typedef struct kvpc_layer {
-    char *dst;
-    const char *src;
+    uint64_t dst, src;
 } kvpc_layer;
 
 enum { kvpc_layers = 216 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
 
 typedef struct kvpc_batch {
-    const void *dst_index, *src_index;  /* NULL: row i */
+    uint64_t dst_index, src_index;      /* 0: row i */
     int64_t dst_base, src_base;         /* 0 where there is no index */
     uint64_t dst_rows, src_rows, total; /* total: of chunks */
     uint32_t *rejected;
@@ -447,19 +584,9 @@ typedef struct kvpc_batch {
     kvpc_layer layer[kvpc_layers];
 } kvpc_batch;
 
-/* A pointer of which the compiler cannot see that it is no shared memory's. */
-KVPRIM_DEVICE const char *kvpc_global(const char *p)
-{
-#ifdef __CUDA_ARCH__
-    __builtin_assume(__isGlobal(p));
-#endif
-    return p;
-}
-
 /* What a group of threads moves at once. */
 typedef struct kvpc_chunk {
-    char *dst;
-    const char *src;
+    uint64_t dst, src;
     uint32_t bytes; /* 0: nothing to do */
     bool zero;
 } kvpc_chunk;
@@ -470,16 +597,16 @@ template <class number> KVPRIM_DEVICE void kvpc_load_indices(const kvpc_batch &p
     *to = *from = (int64_t)i;
     if (p.wide) {
         if (p.dst_index)
-            *to = ((const int64_t *)p.dst_index)[i];
+            *to = kvpc_load_i64(p.dst_index + 8 * (uint64_t)i);
         if (p.src_index)
-            *from = ((const int64_t *)p.src_index)[i];
+            *from = kvpc_load_i64(p.src_index + 8 * (uint64_t)i);
         return;
     }
-    int32_t to32 = (int32_t)i, from32 = (int32_t)i;
+    int32_t to32 = 0, from32 = 0;
     if (p.dst_index)
-        to32 = ((const int32_t *)p.dst_index)[i];
+        to32 = kvpc_load_i32(p.dst_index + 4 * (uint64_t)i);
     if (p.src_index)
-        from32 = ((const int32_t *)p.src_index)[i];
+        from32 = kvpc_load_i32(p.src_index + 4 * (uint64_t)i);
     *to = p.dst_index ? to32 : *to;
     *from = p.src_index ? from32 : *from;
 }
@@ -511,15 +638,15 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch &p, number work, bool 
     const bool dst_inside = to >= p.dst_base && dst_row < p.dst_rows;
     const bool src_inside = from >= p.src_base && src_row < p.src_rows;
     kvpc_chunk c;
-    c.dst = (char *)kvpc_far(kvpc_global(p.layer[layer].dst), kvpc_place(s.dst, (number)dst_row) + dst_unit);
-    c.src = kvpc_far(kvpc_global(p.layer[layer].src), kvpc_place(s.src, (number)src_row) + src_unit);
+    c.dst = p.layer[layer].dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
+    c.src = p.layer[layer].src + kvpc_place(s.src, (number)src_row) + src_unit;
     c.zero = !src_inside;
-    const uint64_t lead = aligned ? 0 : (uintptr_t)c.dst % 16, begin = (uint64_t)part * p.part_bytes;
+    const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
     const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
     const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
     const bool moves = dst_inside && (src_inside || p.zero) && at < before && (one_shape || chunk < s.chunks);
-    c.dst = (char *)kvpc_far(c.dst, at);
-    c.src = kvpc_far(c.src, at);
+    c.dst += at;
+    c.src += at;
     c.bytes = moves ? (uint32_t)(before - at) : 0;
     if (!dst_inside || !src_inside) {
         const bool past = (!dst_inside && to >= p.dst_base) || (!src_inside && from >= p.src_base);
@@ -537,7 +664,7 @@ template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uin
     for (uint32_t k = 0; k < loads; k++) {
         v[k] = uint4{0, 0, 0, 0};
         if (!c.zero && at + 16 * lanes * k < c.bytes)
-            v[k] = *(const uint4 *)(c.src + at + 16 * lanes * k);
+            v[k] = kvpc_load16(c.src + at + 16 * lanes * k);
     }
 }
 
@@ -547,7 +674,7 @@ KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
         if (at + 16 * lanes * k < c.bytes)
-            *(uint4 *)(c.dst + at + 16 * lanes * k) = v[k];
+            kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
 }
 
 /* On the whole GPU: a group for each chunk. */
@@ -571,7 +698,7 @@ static __global__ void __launch_bounds__(1024) kvpc_move_few_kernel(const __grid
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
     uint4 v[loads];
-    kvpc_chunk c = {NULL, NULL, 0, false};
+    kvpc_chunk c = {0, 0, 0, false};
     if (p.wait)
         kvpc_pdl_wait();
     for (uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (uint32_t)p.total; work += groups) {
@@ -596,9 +723,9 @@ static __global__ void __launch_bounds__(512) kvpc_move_bytes_kernel(const __gri
         const kvpc_chunk c = p.shapes == 1 ? kvpc_find_chunk<false, true>(p, work, lane == 0)
                                            : kvpc_find_chunk<false, false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
-            kvpc_zero<lanes>(c.dst, c.bytes, lane);
+            kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
         else if (c.bytes > 0)
-            kvpc_copy<lanes>(c.dst, c.src, c.bytes, lane);
+            kvpc_copy<lanes>(kvpc_global(c.dst), kvpc_global(c.src), c.bytes, lane);
     }
 }
 
@@ -633,6 +760,29 @@ static bool kvpc_has_pdl(void)
 }
 #endif
 
+#ifndef KVPRIM_CUDA_EMULATE
+/* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
+static bool kvpc_is_earlier(cudaError_t error)
+{
+    switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorInvalidPc:
+    case cudaErrorHardwareStackError:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+        return true;
+    default:
+        return false;
+    }
+}
+#endif
+
 template <class Params>
 static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params, const kvprim_cuda_launch *launch)
@@ -656,7 +806,9 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     if (error == cudaSuccess)
         return KVPRIM_OK;
     (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s: %s", function, cudaGetErrorName(error), cudaGetErrorString(error));
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function,
+                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
 #endif
 }
 
@@ -688,14 +840,14 @@ static kvprim_table kvpc_simplify(const kvprim_table *table, int64_t row_bytes)
 static bool kvpc_is_plain_side(const kvprim_table *table, int64_t row_bytes, uint64_t *bits)
 {
     const kvprim_table t = kvpc_simplify(table, row_bytes);
-    *bits |= (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride | (uint64_t)row_bytes;
+    *bits |= (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride;
     return t.heads == 1 && t.page_rows == 0 && t.stride <= UINT32_MAX && row_bytes <= 1 << 20;
 }
 
-/* And the whole job: the number of threads fits 32 bits, and an index less the base cannot wrap into the table. */
+/* And the whole job: the number of threads fits 31 bits, and an index less the base cannot wrap into the table. */
 static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
 {
-    const int64_t int32_rows = (int64_t)1 << 31, far = (int64_t)1 << 62;
+    const int64_t int32_rows = (int64_t)1 << 31;
     *bits = 0;
     if (job->launch && job->launch->max_sms > 0)
         return false;
@@ -704,106 +856,140 @@ static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
             !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) ||
             job->count > (1 << 24) / (1 + job->row_bytes[m] / 512))
             return false;
-    if (job->type == KVPRIM_I64)
-        return job->rows <= UINT32_MAX && job->base > -far && job->base < far;
     return job->base >= 0 && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
 }
 
-enum { kvpc_threads = 128, kvpc_early_bytes = 1 << 20, kvpc_few_bytes = 128 << 10 };
-
-/* Sets how many groups share a row, and returns how many blocks that makes. */
-static uint32_t kvpc_share(kvpc_plain *p, int64_t row_bytes, int lanes, int loads)
+/* `parts` groups of threads share a row. Returns the number of blocks. */
+static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
 {
-    while ((int64_t)(16 * lanes * loads) << p->parts_shift < row_bytes)
+    p->parts = parts;
+    for (p->parts_shift = 0; 1u << p->parts_shift < p->parts;)
         p->parts_shift++;
-    const uint64_t threads = ((uint64_t)p->count << p->parts_shift) * (uint64_t)lanes;
+    /* With the next multiple of 2^k / parts, k 31 more than parts has bits, the quotient is right below 2^31. */
+    p->divide_shift = 31 + p->parts_shift;
+    p->multiplier = (uint32_t)(((uint64_t)1 << p->divide_shift) / p->parts + 1);
+    const uint64_t threads = (uint64_t)p->count * p->parts * lanes;
     return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
 }
 
-template <uint32_t lanes, uint32_t loads, bool wide>
-static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+template <uint32_t lanes, uint32_t loads, bool exact>
+static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p)
 {
-    const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
-    void (*const kernel)(kvpc_plain) =
-        p->wait ? kvpc_gather_kernel<lanes, loads, wide, true> : kvpc_gather_kernel<lanes, loads, wide, false>;
-    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+    const uint32_t unit = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + unit - 1) / unit, lanes);
+    static void (*const kernels[])(kvpc_plain) = {
+        kvpc_gather_kernel<lanes, loads, exact, false, false>, kvpc_gather_kernel<lanes, loads, exact, false, true>,
+        kvpc_gather_kernel<lanes, loads, exact, true, false>, kvpc_gather_kernel<lanes, loads, exact, true, true>};
+    return kvpc_start(job->function, kernels[2 * p->wide + p->pdl], blocks, kvpc_threads, *p, job->launch);
 }
 
-template <uint32_t lanes, uint32_t loads, uint32_t tables, bool wide>
-static kvprim_status kvpc_start_store(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+template <uint32_t lanes, uint32_t loads, bool exact>
+static kvprim_status kvpc_start_store(const kvpc_job *job, kvpc_plain *p)
 {
-    const uint32_t blocks = kvpc_share(p, row_bytes, lanes, loads);
-    void (*const kernel)(kvpc_plain) = p->wait ? kvpc_store_kernel<lanes, loads, tables, wide, true>
-                                               : kvpc_store_kernel<lanes, loads, tables, wide, false>;
-    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+    const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
+    const uint32_t unit = 16 * lanes * loads, blocks = kvpc_share(p, (most + unit - 1) / unit, lanes);
+    static void (*const kernels[])(kvpc_plain) = {
+        kvpc_store_kernel<lanes, loads, 1, exact, false, false>, kvpc_store_kernel<lanes, loads, 1, exact, false, true>,
+        kvpc_store_kernel<lanes, loads, 1, exact, true, false>,  kvpc_store_kernel<lanes, loads, 1, exact, true, true>,
+        kvpc_store_kernel<lanes, loads, 2, exact, false, false>, kvpc_store_kernel<lanes, loads, 2, exact, false, true>,
+        kvpc_store_kernel<lanes, loads, 2, exact, true, false>,  kvpc_store_kernel<lanes, loads, 2, exact, true, true>};
+    return kvpc_start(job->function, kernels[4 * (p->tables - 1) + 2 * p->wide + p->pdl], blocks, kvpc_threads, *p,
+                      job->launch);
 }
 
-static kvprim_status kvpc_start_bytes(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+static kvprim_status kvpc_start_bytes(const kvpc_job *job, kvpc_plain *p)
 {
-    const int64_t touched = row_bytes + 15; /* a row may lie in one word more than it fills */
-    const int lanes = touched <= 8 * 16 * kvpc_bytes_loads ? 8 : touched <= 16 * 16 * kvpc_bytes_loads ? 16 : 32;
-    const uint32_t blocks = kvpc_share(p, touched, lanes, kvpc_bytes_loads);
-    void (*const kernel)(kvpc_plain) = lanes == 8    ? kvpc_bytes_kernel<8>
-                                       : lanes == 16 ? kvpc_bytes_kernel<16>
-                                                     : kvpc_bytes_kernel<32>;
-    return kvpc_start(job->function, kernel, blocks, kvpc_threads, *p, job->launch);
+    const uint32_t unit = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
+    p->parts_of_k = (p->row_bytes[0] + 15 + unit - 1) / unit; /* a row may lie in one word more than it fills */
+    const uint32_t of_v = p->tables == 2 ? (p->row_bytes[1] + 15 + unit - 1) / unit : 0;
+    const uint32_t blocks = kvpc_share(p, p->parts_of_k + of_v, kvpc_bytes_lanes);
+    return kvpc_start(job->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, job->launch);
 }
 
-template <uint32_t tables, bool wide>
-static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+/* Whether rows are written that begin or end inside a granule which no other row of the same call completes. */
+static uint32_t kvpc_has_ragged_rows(const kvpc_job *job)
 {
+    uint64_t bits = 0;
+    for (int m = 0; m < job->tables; m++)
+        if (!job->gather || job->dst[m]->stride != job->row_bytes[m])
+            bits |=
+                (uint64_t)(uintptr_t)job->dst[m]->data | (uint64_t)job->dst[m]->stride | (uint64_t)job->row_bytes[m];
+    return bits % kvpc_granule != 0;
+}
+
+/* Whether parts of `unit` bytes fill rows of row_bytes and are a power of two. */
+static bool kvpc_fills(int64_t row_bytes, int64_t unit)
+{
+    const int64_t parts = row_bytes / unit;
+    return parts > 0 && parts * unit == row_bytes && (parts & (parts - 1)) == 0;
+}
+
+/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take one
+   load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts less
+   than one block per nanosecond: blocks must not be small where there are many. */
+static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p)
+{
+    const int64_t row_bytes = job->row_bytes[0];
+    if (!p->fetch) {
+        if (kvpc_fills(row_bytes, 1024))
+            return kvpc_start_gather<32, 2, true>(job, p);
+        if (row_bytes == 512)
+            return kvpc_start_gather<16, 2, true>(job, p);
+        if (row_bytes == 256)
+            return kvpc_start_gather<8, 2, true>(job, p);
+        if (row_bytes == 128 && job->count > kvpc_many_rows)
+            return kvpc_start_gather<4, 2, true>(job, p);
+        if (row_bytes == 128)
+            return kvpc_start_gather<8, 1, true>(job, p);
+    }
+    if (row_bytes <= 64)
+        return kvpc_start_gather<4, 1, false>(job, p);
     if (row_bytes <= 128)
-        return kvpc_start_store<8, 1, tables, wide>(job, p, row_bytes);
-    if (row_bytes <= 256)
-        return kvpc_start_store<16, 1, tables, wide>(job, p, row_bytes);
-    if (row_bytes <= 512 || job->count * row_bytes <= kvpc_few_bytes) /* few rows: as many warps as there are */
-        return kvpc_start_store<32, 1, tables, wide>(job, p, row_bytes);
-    return kvpc_start_store<32, 2, tables, wide>(job, p, row_bytes);
+        return kvpc_start_gather<8, 1, false>(job, p);
+    return kvpc_start_gather<8, 2, false>(job, p);
 }
 
-template <bool wide> static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p, int64_t row_bytes)
+/* One load per thread and table, two where the rows are neither few nor short. */
+static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p)
 {
-    if (row_bytes <= 128 && job->count > 1024)
-        return kvpc_start_gather<4, 2, wide>(job, p, row_bytes);
-    if (row_bytes <= 256)
-        return kvpc_start_gather<8, 2, wide>(job, p, row_bytes);
-    if (row_bytes <= 512)
-        return kvpc_start_gather<16, 2, wide>(job, p, row_bytes);
-    return kvpc_start_gather<32, 2, wide>(job, p, row_bytes);
+    const int64_t row_bytes = job->row_bytes[0];
+    if (!p->fetch && (job->tables == 1 || job->row_bytes[1] == row_bytes)) {
+        if (kvpc_fills(row_bytes, 1024) && job->count * row_bytes > kvpc_few_bytes)
+            return kvpc_start_store<32, 2, true>(job, p);
+        if (kvpc_fills(row_bytes, 512))
+            return kvpc_start_store<32, 1, true>(job, p);
+        if (row_bytes == 256)
+            return kvpc_start_store<16, 1, true>(job, p);
+        if (row_bytes == 128)
+            return kvpc_start_store<8, 1, true>(job, p);
+    }
+    if (row_bytes <= 128 && job->row_bytes[1] <= 128)
+        return kvpc_start_store<8, 1, false>(job, p);
+    return kvpc_start_store<16, 1, false>(job, p);
 }
 
 static kvprim_status kvpc_move_plain(const kvpc_job *job, uint64_t bits)
 {
     kvpc_plain p = {};
-    int64_t row_bytes = 0, total = 0;
     for (int m = 0; m < job->tables; m++) {
-        p.pair[m].dst = (char *)job->dst[m]->data;
-        p.pair[m].src = (const char *)job->src[m]->data;
+        p.pair[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
+        p.pair[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
         p.pair[m].dst_stride = (uint32_t)job->dst[m]->stride;
         p.pair[m].src_stride = (uint32_t)job->src[m]->stride;
-        p.pair[m].row_bytes = (uint32_t)job->row_bytes[m];
-        row_bytes = job->row_bytes[m] > row_bytes ? job->row_bytes[m] : row_bytes;
-        total += job->row_bytes[m] * job->count;
+        p.row_bytes[m] = (uint32_t)job->row_bytes[m];
     }
-    p.index = job->index;
+    p.index = (uint64_t)(uintptr_t)job->index;
     p.rejected = job->rejected;
-    p.rows = (uint64_t)job->rows;
-    p.base = job->base;
+    p.rows = (uint32_t)job->rows;
+    p.base = (uint32_t)job->base;
     p.count = (uint32_t)job->count;
-    p.wait = job->launch ? job->launch->pdl : 0;
-    p.trigger =
-        p.wait && total <= kvpc_early_bytes; /* more rows need the processor that the next kernel would sit on */
+    p.pdl = job->launch && job->launch->pdl;
     p.wide = job->type == KVPRIM_I64;
-    p.gather = job->gather;
-    p.tables = job->tables;
+    p.gather = job->gather != 0;
+    p.tables = (uint32_t)job->tables;
+    p.fetch = kvpc_has_ragged_rows(job);
     if (bits % 16 != 0)
-        return kvpc_start_bytes(job, &p, row_bytes);
-    if (job->gather)
-        return p.wide ? kvpc_gather_by_size<true>(job, &p, row_bytes) : kvpc_gather_by_size<false>(job, &p, row_bytes);
-    if (job->tables == 1)
-        return p.wide ? kvpc_store_by_size<1, true>(job, &p, row_bytes)
-                      : kvpc_store_by_size<1, false>(job, &p, row_bytes);
-    return p.wide ? kvpc_store_by_size<2, true>(job, &p, row_bytes) : kvpc_store_by_size<2, false>(job, &p, row_bytes);
+        return kvpc_start_bytes(job, &p);
+    return job->gather ? kvpc_gather_by_size(job, &p) : kvpc_store_by_size(job, &p);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
@@ -920,7 +1106,7 @@ static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_
         chunks = upper > chunks ? upper : chunks;
     }
     for (int l = 0; l < layers; l++)
-        bits |= (uint64_t)(uintptr_t)p->layer[l].dst | (uint64_t)(uintptr_t)p->layer[l].src;
+        bits |= p->layer[l].dst | p->layer[l].src;
     p->wait = launch ? launch->pdl : 0;
     const bool large = p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers;
     if (large || bits % 16 != 0)
@@ -935,11 +1121,11 @@ static kvprim_status kvpc_move_any(const kvpc_job *job)
     uint64_t bits = 0;
     for (int m = 0; m < job->tables; m++) {
         kvpc_set_shape(&p.shape[m], job->dst[m], job->src[m], job->row_bytes[m], &bits);
-        p.layer[m].dst = (char *)job->dst[m]->data;
-        p.layer[m].src = (const char *)job->src[m]->data;
+        p.layer[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
+        p.layer[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
     }
-    p.dst_index = job->gather ? NULL : job->index;
-    p.src_index = job->gather ? job->index : NULL;
+    p.dst_index = job->gather ? 0 : (uint64_t)(uintptr_t)job->index;
+    p.src_index = job->gather ? (uint64_t)(uintptr_t)job->index : 0;
     p.dst_rows = (uint64_t)(job->gather ? job->count : job->rows);
     p.src_rows = (uint64_t)(job->gather ? job->rows : job->count);
     p.dst_base = job->gather ? 0 : job->base;
@@ -972,9 +1158,11 @@ static void kvpc_join_rows(kvprim_transfer_desc *d)
     d->count /= rows;
 }
 
-static char *kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int64_t l)
+static uint64_t kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int64_t l)
 {
-    return layers ? (char *)layers[l] : (char *)table->data + l * layer_stride;
+    if (layers)
+        return (uint64_t)(uintptr_t)layers[l];
+    return (uint64_t)(uintptr_t)table->data + (uint64_t)l * (uint64_t)layer_stride;
 }
 
 /* As many layers at a time as a launch's parameters hold. */
@@ -991,8 +1179,8 @@ static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_la
             p.layer[l].dst = kvpc_layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, first + l);
             p.layer[l].src = kvpc_layer_of(&d->src, d->src_layers, d->src_layer_stride, first + l);
         }
-        p.dst_index = d->dst_index;
-        p.src_index = d->src_index;
+        p.dst_index = (uint64_t)(uintptr_t)d->dst_index;
+        p.src_index = (uint64_t)(uintptr_t)d->src_index;
         p.dst_rows = (uint64_t)(d->dst_index ? d->dst.rows : d->count);
         p.src_rows = (uint64_t)(d->src_index ? d->src.rows : d->count);
         p.dst_base = p.src_base = 0;

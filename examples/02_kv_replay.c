@@ -2,6 +2,13 @@
 
        cc -O2 -I. examples/02_kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
 
+   and with the cache on a GPU (CUDA: where its headers lie)
+
+       echo '#include "kvprim_cuda.cuh"' >cuda.cu
+       nvcc -O3 -arch=native -I. -DKVPRIM_CUDA_IMPLEMENTATION -c cuda.cu
+       cc -O2 -I. -I$CUDA/include -DKV_REPLAY_CUDA -c examples/02_kv_replay.c
+       nvcc 02_kv_replay.o cuda.o -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
+
    For each request: find the longest cached prefix of its tokens in a radix tree, take cache slots for the rest
    (evicting what was used longest ago), store their K and V rows, gather the rows of all its tokens back from the
    cache, compare each with what was put in, and leave its whole pages in the tree for the next. Only prompts are
@@ -13,19 +20,17 @@
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, sysconf under -std=c11 */
 #endif
-#define KVPRIM_IMPLEMENTATION
+#define KVPRIM_CORE_IMPLEMENTATION /* of kvprim.h alone: that of kvprim_cuda.cuh is made by nvcc */
 #include "kvprim.h"
+#include "kv_device.h"
 #include "kv_radix.h"
 #include "kv_trace.h"
 #include <inttypes.h>
 #include <stdarg.h>
-#include <time.h>
 
 #if defined(_WIN32)
 #include <io.h>
-#include <windows.h>
 #else
-#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 #endif
@@ -34,14 +39,13 @@ enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 
 #define VOCABULARY  151936 /* Qwen 2.5's and 3's */
 #define SLOTS_MAX   INT32_MAX
-#define CHUNK_BYTES ((size_t)128 << 10) /* K rows, or V rows, on their way in or out: what stays in a core's cache */
-#define CHUNK_ROWS  4096
 #define SHOWN_MAX   5 /* mismatches described one by one */
 
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
 typedef struct options {
     uint64_t kv_bytes, page, slots, layers, verify, seed, requests, running;
+    const char *device; /* NULL: a GPU if there is one */
     const char *trace;
     const char **texts;
     size_t text_count;
@@ -74,9 +78,10 @@ static void print_help(void)
     for (int i = 0; i < OPTION_NUMBERS; i++)
         printf("  %-10s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
                option_numbers[i].preset);
-    printf("  --text FILE      a request whose tokens are the file's bytes; may be repeated\n"
+    printf("  --device D       cpu or cuda: where the cache lies and its rows are moved (cuda where a GPU can be had)\n"
+           "  --text FILE      a request whose tokens are the file's bytes; may be repeated\n"
            "  --help           this text\n\n"
-           "Exit status: 0 all rows are right, 1 some are not, 2 bad input or out of memory.\n");
+           "Exit status: 0 all rows are right, 1 some are not, 2 bad input, no such device or out of memory.\n");
 }
 
 static int refuse(const char *format, ...)
@@ -106,22 +111,33 @@ static int parse_number(options *o, const option_number *number, const char *tex
     return 0;
 }
 
+static int parse_device(options *o, const char *text)
+{
+    if (strcmp(text, "cpu") != 0 && strcmp(text, "cuda") != 0)
+        return refuse("--device is '%s', neither cpu nor cuda", text);
+    o->device = text;
+    return 0;
+}
+
 /* The option at argv[*i] and its value, which is "=value" or the next argument. */
 static int parse_option(options *o, int argc, char **argv, int *i)
 {
     const char *const name = argv[*i], *const equals = strchr(name, '=');
     const size_t size = equals ? (size_t)(equals - name) : strlen(name);
+    const bool device = size == strlen("--device") && memcmp(name, "--device", size) == 0;
     const option_number *number = NULL;
     for (int k = 0; k < OPTION_NUMBERS && !number; k++)
         if (strlen(option_numbers[k].name) == size && memcmp(option_numbers[k].name, name, size) == 0)
             number = &option_numbers[k];
-    if (!number && (size != strlen("--text") || memcmp(name, "--text", size) != 0))
+    if (!number && !device && (size != strlen("--text") || memcmp(name, "--text", size) != 0))
         return refuse("unknown option %s (see --help)", name);
     if (!equals && *i + 1 == argc)
         return refuse("%s needs a value", name);
     const char *const value = equals ? equals + 1 : argv[++*i];
     if (number)
         return parse_number(o, number, value);
+    if (device)
+        return parse_device(o, value);
     o->texts[o->text_count++] = value;
     return 0;
 }
@@ -160,11 +176,9 @@ typedef struct prompt {
     unsigned char *text; /* ... its tokens */
 } prompt;
 
-/* The cache's memory: [layer][K or V][slot][row]. Pages are dealt from the free ones, last returned first. */
+/* The device's memory: [layer][K or V][slot][row]. Pages are dealt from the free ones, last returned first. */
 typedef struct cache {
-    unsigned char *data;
     size_t slots, row_bytes, page_count, bytes;
-    double touch_seconds;
     int32_t *free_pages; /* a stack */
     size_t free_count;
     size_t untouched; /* pages from here on were never dealt */
@@ -184,7 +198,7 @@ typedef struct active {
 typedef struct totals {
     uint64_t requests, tokens, matched, evicted_pages, evictions;
     uint64_t stored_bytes, gathered_bytes, verified_rows, mismatched_rows;
-    double prefix, tree, store, gather, all; /* seconds */
+    double prefix, tree, all; /* seconds; the device's are with it */
 } totals;
 
 typedef struct replay {
@@ -193,30 +207,15 @@ typedef struct replay {
     prompt *prompts;
     size_t prompt_count;
     cache cache;
+    kv_device device;
     kv_radix tree;
     active *running; /* a ring of o.running */
     size_t oldest, running_count;
-    unsigned char *k, *v, *expected; /* a chunk of rows */
-    int32_t *slots;                  /* ... and where they belong */
-    size_t chunk;                    /* in tokens */
-    uint32_t rejected;               /* slots outside the cache */
+    unsigned char *expected; /* a batch of K rows, or of V rows */
+    uint32_t rejected;       /* slots outside the cache */
     totals t;
     double next_progress; /* 0: no terminal */
 } replay;
-
-static double seconds(void)
-{
-#if defined(_WIN32)
-    LARGE_INTEGER now, frequency;
-    QueryPerformanceCounter(&now);
-    QueryPerformanceFrequency(&frequency);
-    return (double)now.QuadPart / (double)frequency.QuadPart;
-#else
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-#endif
-}
 
 /* ---- requests ---------------------------------------------------------------------------------------------------- */
 
@@ -433,7 +432,7 @@ static int make_cache(replay *r)
     if (pages > SLOTS_MAX / r->o.page)
         return refuse("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
     const uint64_t slots = pages * r->o.page, token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^31, 2^34 */
-    if (slots > (SIZE_MAX >> 1) / token_bytes || !machine_has(slots * token_bytes))
+    if (slots > (SIZE_MAX >> 1) / token_bytes || (!r->device.kind->gpu && !machine_has(slots * token_bytes)))
         return refuse("%" PRIu64 " slots of %" PRIu64
                       " bytes are more than this machine's memory: set --slots or a smaller "
                       "--kv-bytes",
@@ -442,37 +441,23 @@ static int make_cache(replay *r)
     c->page_count = (size_t)pages;
     c->row_bytes = (size_t)r->o.kv_bytes / 2;
     c->bytes = (size_t)(slots * token_bytes);
-    c->data = (unsigned char *)malloc(c->bytes);
     c->free_pages = (int32_t *)malloc(c->page_count * sizeof *c->free_pages);
-    if (!c->data || !c->free_pages)
-        return refuse("no memory for %" PRIu64 " slots of %" PRIu64 " bytes: set --slots or a smaller --kv-bytes",
-                      slots, token_bytes);
-    const double start = seconds();
-#if defined(MADV_HUGEPAGE)
-    const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)c->data % huge;
-    if (c->bytes > skip)
-        (void)madvise(c->data + skip, c->bytes - skip, MADV_HUGEPAGE);
-#endif
-    for (size_t i = 0; i < c->bytes; i += 4096) /* or the first stores would pay for the system's page faults */
-        ((volatile unsigned char *)c->data)[i] = 0xEE;
-    c->touch_seconds = seconds() - start;
+    if (!c->free_pages || !kv_device_allocate(&r->device, c->bytes, c->row_bytes))
+        return refuse("no memory for %" PRIu64 " slots of %" PRIu64 " bytes (%s): set --slots or a smaller --kv-bytes",
+                      slots, token_bytes, c->free_pages ? r->device.error : "out of memory");
     return 0;
 }
 
 static int make_replay(replay *r)
 {
+    if (!kv_device_open(&r->device, r->o.device))
+        return refuse("--device %s: %s", r->o.device, r->device.error);
     int status = read_prompts(r);
     if (status || (status = make_cache(r)) != 0)
         return status;
-    const size_t row_bytes = r->cache.row_bytes;
-    r->chunk = CHUNK_BYTES / row_bytes < CHUNK_ROWS ? CHUNK_BYTES / row_bytes : CHUNK_ROWS;
-    r->chunk += r->chunk == 0;
-    r->k = (unsigned char *)malloc(r->chunk * row_bytes);
-    r->v = (unsigned char *)malloc(r->chunk * row_bytes);
-    r->expected = (unsigned char *)malloc(r->chunk * row_bytes);
-    r->slots = (int32_t *)malloc(r->chunk * sizeof *r->slots);
+    r->expected = (unsigned char *)malloc(r->device.batch_rows * r->cache.row_bytes);
     r->running = (active *)calloc((size_t)r->o.running, sizeof *r->running);
-    if (!r->k || !r->v || !r->expected || !r->slots || !r->running || !kv_radix_init(&r->tree, (size_t)r->o.page))
+    if (!r->expected || !r->running || !kv_radix_init(&r->tree, (size_t)r->o.page))
         return refuse("out of memory");
     return 0;
 }
@@ -487,12 +472,9 @@ static void free_replay(replay *r)
     for (size_t i = 0; i < r->prompt_count; i++)
         free(r->prompts[i].text);
     free(r->running);
-    free(r->k);
-    free(r->v);
     free(r->expected);
-    free(r->slots);
-    free(r->cache.data);
     free(r->cache.free_pages);
+    kv_device_close(&r->device);
     free(r->prompts);
     kv_radix_free(&r->tree);
     kv_trace_free(&r->trace);
@@ -500,65 +482,58 @@ static void free_replay(replay *r)
 
 /* ---- rows: in, out, compared ------------------------------------------------------------------------------------- */
 
-static kvprim_table cache_table(const cache *c, size_t layer, bool v)
+static kvprim_table cache_table(const replay *r, size_t layer, bool v)
 {
-    const kvprim_table table = {.data = c->data + (2 * layer + v) * c->slots * c->row_bytes, .rows = (int64_t)c->slots};
+    const cache *const c = &r->cache;
+    const kvprim_table table = {.data = r->device.cache + (2 * layer + v) * c->slots * c->row_bytes,
+                                .rows = (int64_t)c->slots};
     return table;
 }
 
-static int refuse_status(kvprim_status status)
+/* A batch's rows to its slots. */
+static int store_rows(replay *r, kv_batch *b, size_t layer)
 {
-    return status == KVPRIM_OK ? 0 : refuse("%s: %s", kvprim_status_name(status), kvprim_last_error());
-}
-
-/* r->k and r->v to r->slots. The only call to kvprim_store. */
-static int store_rows(replay *r, size_t layer, size_t count)
-{
-    const int64_t row_bytes = (int64_t)r->cache.row_bytes;
+    const int64_t row_bytes = (int64_t)r->cache.row_bytes, count = (int64_t)b->count;
     const kvprim_store_desc desc = {
-        .k_cache = cache_table(&r->cache, layer, false),
-        .v_cache = cache_table(&r->cache, layer, true),
-        .k = {.data = r->k, .rows = (int64_t)count},
-        .v = {.data = r->v, .rows = (int64_t)count},
+        .k_cache = cache_table(r, layer, false),
+        .v_cache = cache_table(r, layer, true),
+        .k = {.data = b->there.k, .rows = count},
+        .v = {.data = b->there.v, .rows = count},
         .k_bytes = row_bytes,
         .v_bytes = row_bytes,
-        .slot = r->slots,
+        .slot = b->there.slots,
         .slot_type = KVPRIM_I32,
-        .count = (int64_t)count,
-        .rejected = &r->rejected,
+        .count = count,
+        .rejected = r->device.rejected,
     };
-    const double start = seconds();
-    const kvprim_status status = kvprim_store(&desc);
-    r->t.store += seconds() - start;
 #if defined(KV_REPLAY_CORRUPT) /* one wrong byte, for the test that it is found */
     if (r->t.stored_bytes == 0)
-        *((unsigned char *)desc.v_cache.data + (size_t)r->slots[count - 1] * r->cache.row_bytes) ^= 1;
+        b->here.v[(b->count - 1) * r->cache.row_bytes] ^= 1;
 #endif
-    r->t.stored_bytes += 2 * count * r->cache.row_bytes;
-    return refuse_status(status);
+    r->t.stored_bytes += 2 * b->count * r->cache.row_bytes;
+    return kv_device_store(&r->device, b, &desc) ? 0 : refuse("%s", r->device.error);
 }
 
-/* r->slots to r->k and r->v. The only calls to kvprim_gather. */
-static int gather_rows(replay *r, size_t layer, size_t count)
+static kvprim_gather_desc gather_desc(const replay *r, const kv_batch *b, size_t layer, bool v)
 {
-    kvprim_gather_desc desc = {
-        .dst = {.data = r->k, .rows = (int64_t)count},
-        .src = cache_table(&r->cache, layer, false),
+    const kvprim_gather_desc desc = {
+        .dst = {.data = v ? b->there.v : b->there.k, .rows = (int64_t)b->count},
+        .src = cache_table(r, layer, v),
         .row_bytes = (int64_t)r->cache.row_bytes,
-        .index = r->slots,
+        .index = b->there.slots,
         .index_type = KVPRIM_I32,
-        .count = (int64_t)count,
-        .rejected = &r->rejected,
+        .count = (int64_t)b->count,
+        .rejected = r->device.rejected,
     };
-    const double start = seconds();
-    kvprim_status status = kvprim_gather(&desc);
-    desc.dst.data = r->v;
-    desc.src = cache_table(&r->cache, layer, true);
-    if (status == KVPRIM_OK)
-        status = kvprim_gather(&desc);
-    r->t.gather += seconds() - start;
-    r->t.gathered_bytes += 2 * count * r->cache.row_bytes;
-    return refuse_status(status);
+    return desc;
+}
+
+/* The rows in a batch's slots to the batch. */
+static int gather_rows(replay *r, kv_batch *b, size_t layer)
+{
+    const kvprim_gather_desc k = gather_desc(r, b, layer, false), v = gather_desc(r, b, layer, true);
+    r->t.gathered_bytes += 2 * b->count * r->cache.row_bytes;
+    return kv_device_gather(&r->device, b, &k, &v) ? 0 : refuse("%s", r->device.error);
 }
 
 static void show_mismatch(replay *r, const active *run, size_t token, size_t layer, bool v, int32_t slot,
@@ -574,18 +549,34 @@ static void show_mismatch(replay *r, const active *run, size_t token, size_t lay
             layer, v ? 'V' : 'K', slot, byte, got[byte], expected[byte]);
 }
 
-/* Are `got` the rows of the tokens from `first` on? */
-static void compare_rows(replay *r, const active *run, size_t first, size_t count, size_t layer, bool v,
-                         const unsigned char *got)
+/* A batch's K rows, or V rows, with those in r->expected. */
+static void compare_rows(replay *r, const active *run, const kv_batch *b, bool v)
 {
     const size_t row_bytes = r->cache.row_bytes;
-    make_rows(r->expected, row_bytes, run->chain + first, count, layer, v);
-    r->t.verified_rows += count;
-    if (memcmp(got, r->expected, count * row_bytes) == 0)
+    const unsigned char *got = v ? b->here.v : b->here.k, *expected = r->expected;
+    r->t.verified_rows += b->count;
+    if (memcmp(got, expected, b->count * row_bytes) == 0)
         return;
-    for (size_t i = 0; i < count; i++)
-        if (memcmp(got + i * row_bytes, r->expected + i * row_bytes, row_bytes) != 0)
-            show_mismatch(r, run, first + i, layer, v, r->slots[i], got + i * row_bytes, r->expected + i * row_bytes);
+    for (size_t i = 0; i < b->count; i++, got += row_bytes, expected += row_bytes)
+        if (memcmp(got, expected, row_bytes) != 0)
+            show_mismatch(r, run, b->first + i, b->layer, v, b->here.slots[i], got, expected);
+}
+
+/* A batch of this run is done with: rows that it gathered are compared. */
+static int finish_batch(replay *r, const active *run, kv_batch *b)
+{
+    const size_t row_bytes = r->cache.row_bytes;
+    const bool compare = b->gathered && r->o.verify;
+    for (int v = 0; v < 2 && compare; v++) {
+        make_rows(r->expected, row_bytes, run->chain + b->first, b->count, b->layer, v);
+        if (v == 0 && !kv_device_wait(&r->device, b)) /* not before it must: the device works meanwhile */
+            return refuse("%s", r->device.error);
+        compare_rows(r, run, b, v);
+    }
+    if (!kv_device_wait(&r->device, b))
+        return refuse("%s", r->device.error);
+    b->gathered = false;
+    return 0;
 }
 
 /* The slots of a run's tokens first .. first + count. */
@@ -600,37 +591,55 @@ static void make_slots(const active *run, size_t page, size_t first, size_t coun
     }
 }
 
+/* A batch for the run's tokens first .. first + count, its slots made. */
+static int start_batch(replay *r, const active *run, size_t first, size_t count, size_t layer, kv_batch **batch)
+{
+    kv_batch *const b = kv_device_next(&r->device);
+    const int status = finish_batch(r, run, b);
+    if (status)
+        return status;
+    kv_device_layout(&r->device, b, count);
+    b->first = first;
+    b->layer = layer;
+    make_slots(run, (size_t)r->o.page, first, count, b->here.slots);
+    *batch = b;
+    return 0;
+}
+
 static int store_prompt(replay *r, const active *run)
 {
-    const size_t tokens = run->prompt->tokens, page = (size_t)r->o.page;
-    int status = 0;
-    for (size_t first = run->matched_pages * page, count; first < tokens && !status; first += count) {
-        count = tokens - first < r->chunk ? tokens - first : r->chunk;
-        make_slots(run, page, first, count, r->slots);
-        for (size_t layer = 0; layer < r->o.layers && !status; layer++) {
-            make_rows(r->k, r->cache.row_bytes, run->chain + first, count, layer, false);
-            make_rows(r->v, r->cache.row_bytes, run->chain + first, count, layer, true);
-            status = store_rows(r, layer, count);
+    const size_t tokens = run->prompt->tokens, most = r->device.batch_rows, row_bytes = r->cache.row_bytes;
+    for (size_t first = run->matched_pages * (size_t)r->o.page, count; first < tokens; first += count) {
+        count = tokens - first < most ? tokens - first : most;
+        for (size_t layer = 0; layer < r->o.layers; layer++) {
+            kv_batch *b;
+            int status = start_batch(r, run, first, count, layer, &b);
+            if (status)
+                return status;
+            make_rows(b->here.k, row_bytes, run->chain + first, count, layer, false);
+            make_rows(b->here.v, row_bytes, run->chain + first, count, layer, true);
+            if ((status = store_rows(r, b, layer)) != 0)
+                return status;
         }
     }
-    return status;
+    return 0;
 }
 
 static int gather_prompt(replay *r, const active *run)
 {
-    const size_t tokens = run->prompt->tokens;
+    const size_t tokens = run->prompt->tokens, most = r->device.batch_rows;
     int status = 0;
-    for (size_t first = 0, count; first < tokens && !status; first += count) {
-        count = tokens - first < r->chunk ? tokens - first : r->chunk;
-        make_slots(run, (size_t)r->o.page, first, count, r->slots);
-        for (size_t layer = 0; layer < r->o.layers && !status; layer++) {
-            status = gather_rows(r, layer, count);
-            if (status || !r->o.verify)
-                continue;
-            compare_rows(r, run, first, count, layer, false, r->k);
-            compare_rows(r, run, first, count, layer, true, r->v);
+    for (size_t first = 0, count; first < tokens; first += count) {
+        count = tokens - first < most ? tokens - first : most;
+        for (size_t layer = 0; layer < r->o.layers; layer++) {
+            kv_batch *b;
+            if ((status = start_batch(r, run, first, count, layer, &b)) != 0 ||
+                (status = gather_rows(r, b, layer)) != 0)
+                return status;
         }
     }
+    for (size_t i = 0; i < r->device.kind->batches && !status; i++)
+        status = finish_batch(r, run, kv_device_next(&r->device));
     return status;
 }
 
@@ -654,12 +663,12 @@ static int finish_oldest(replay *r)
     r->running_count--;
 
     size_t known = 0;
-    const double start = seconds();
+    const double start = kv_seconds();
     if (!kv_radix_insert(&r->tree, run->node, run->tokens + matched * page, run->pages + matched, whole - matched,
                          &known))
         return refuse("out of memory");
     kv_radix_unlock(&r->tree, run->node);
-    r->t.tree += seconds() - start;
+    r->t.tree += kv_seconds() - start;
     give_pages(&r->cache, run->pages + matched, known);
     give_pages(&r->cache, run->pages + whole, pages_of(r, run->prompt) - whole);
 #if defined(KV_REPLAY_CHECK) /* for the tests: slow */
@@ -674,9 +683,9 @@ static int take_pages(replay *r, int32_t *pages, size_t want)
 {
     cache *const c = &r->cache;
     for (size_t available; (available = c->free_count + c->page_count - c->untouched) < want;) {
-        const double start = seconds();
+        const double start = kv_seconds();
         const size_t got = kv_radix_evict(&r->tree, want - available, c->free_pages + c->free_count);
-        r->t.tree += seconds() - start;
+        r->t.tree += kv_seconds() - start;
         r->t.evicted_pages += got;
         r->t.evictions += got > 0;
         c->free_count += got;
@@ -723,10 +732,10 @@ static int admit(replay *r, const prompt *p)
     make_tokens(p, r->o.seed, run->tokens);
     make_chain(run->tokens, p->tokens, r->o.seed, run->chain);
 
-    const double start = seconds();
+    const double start = kv_seconds();
     if (!kv_radix_match(&r->tree, run->tokens, p->tokens, run->pages, &run->matched_pages, &run->node))
         return refuse("out of memory");
-    r->t.prefix += seconds() - start;
+    r->t.prefix += kv_seconds() - start;
     kv_radix_lock(run->node);
     r->t.requests++;
     r->t.tokens += p->tokens;
@@ -741,7 +750,7 @@ static int admit(replay *r, const prompt *p)
 
 static void show_progress(replay *r, size_t done)
 {
-    const double now = seconds();
+    const double now = kv_seconds();
     if (r->next_progress <= 0 || now < r->next_progress)
         return;
     r->next_progress = now + 0.25;
@@ -757,7 +766,7 @@ static int replay_all(replay *r)
 #else
     const bool terminal = isatty(fileno(stderr)) != 0;
 #endif
-    const double start = seconds();
+    const double start = kv_seconds();
     int status = 0;
     r->next_progress = terminal ? start : 0;
     for (size_t i = 0; i < replayed(r) && !status; i++) {
@@ -766,7 +775,9 @@ static int replay_all(replay *r)
     }
     while (r->running_count && !status)
         status = finish_oldest(r);
-    r->t.all = seconds() - start;
+    if (!status && !kv_device_rejected(&r->device, &r->rejected))
+        status = refuse("%s", r->device.error);
+    r->t.all = kv_seconds() - start;
     if (terminal)
         fprintf(stderr, "\r%79s\r", "");
     return status;
@@ -814,9 +825,28 @@ static void print_peak_memory(void)
 #endif
 }
 
+/* On a GPU the times of store, gather and copies are between its events, and no part of the total: the host goes on. */
+static void print_times(const replay *r)
+{
+    const totals *const t = &r->t;
+    const kv_device *const d = &r->device;
+    const bool gpu = d->kind->gpu;
+    print_time("time in prefix", t->prefix, "");
+    print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
+    print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
+    if (gpu) {
+        print_time("time in copies", d->copies, "   on the GPU: slots and rows there, rows back");
+        print_time("time in waiting", d->waiting, "   the host, for the GPU");
+    }
+    print_time("time in tree", t->tree, "   insert, evict");
+    print_time("time in the rest", t->all - t->prefix - t->tree - (gpu ? d->waiting : d->store + d->gather),
+               gpu ? "   make tokens and rows, launch, compare" : "   make tokens and rows, compare");
+}
+
 static void print_table(const replay *r)
 {
     const totals *const t = &r->t;
+    printf("%-18s %18s%s%s\n", "device", r->device.kind->name, *r->device.name ? "   " : "", r->device.name);
     print_count("requests", t->requests);
     printf("   in %.3f s\n", t->all);
     print_count("tokens", t->tokens);
@@ -826,17 +856,12 @@ static void print_table(const replay *r)
     print_count("cache slots", r->cache.slots);
     printf("   %s\n", r->o.slots ? "" : "room for all");
     print_count("cache bytes", r->cache.bytes);
-    printf("   first touched in %.3f s\n", r->cache.touch_seconds);
+    printf("   first touched in %.3f s\n", r->device.touch_seconds);
     print_count("pages evicted", t->evicted_pages);
     printf("   in %" PRIu64 " evictions\n", t->evictions);
-    print_bytes("bytes stored", t->stored_bytes, t->store);
-    print_bytes("bytes gathered", t->gathered_bytes, t->gather);
-    print_time("time in prefix", t->prefix, "");
-    print_time("time in store", t->store, "");
-    print_time("time in gather", t->gather, "");
-    print_time("time in tree", t->tree, "   insert, evict");
-    print_time("time in the rest", t->all - t->prefix - t->store - t->gather - t->tree,
-               "   make tokens and rows, compare");
+    print_bytes("bytes stored", t->stored_bytes, r->device.store);
+    print_bytes("bytes gathered", t->gathered_bytes, r->device.gather);
+    print_times(r);
     print_count("rows verified", t->verified_rows);
     printf("   %s\n", r->o.verify ? "" : "--verify 0");
     print_count("rows rejected", r->rejected);

@@ -1030,12 +1030,60 @@ static void test_earlier_error()
     compare(&memory, "after an earlier error", nullptr, 0);
 }
 
+/* An implicit synchronisation with a stream that is being captured is refused by CUDA, and says so. */
+static void test_legacy_capture()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    cudaStream_t blocking;
+    cudaGraph_t graph = nullptr;
+    CUDA(cudaStreamCreate(&blocking));
+    CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeGlobal));
+    CHECK(kvprim_cuda_gather(&on, nullptr) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "cudaErrorStreamCaptureImplicit"))
+        fail("a launch on the legacy stream beside a capture: %s", kvprim_last_error());
+    CHECK(cudaGetLastError() == cudaSuccess);
+    CHECK(cudaStreamEndCapture(blocking, &graph) == cudaErrorStreamCaptureInvalidated);
+    (void)cudaGetLastError();
+    CHECK(graph == nullptr);
+    CUDA(cudaStreamDestroy(blocking));
+}
+
+static __global__ void trap()
+{
+    asm volatile("trap;");
+}
+
+/* After it nothing works in this process. */
+static void test_earlier_work()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    trap<<<1, 1, 0, main_launch.stream>>>();
+    CHECK(cudaStreamSynchronize(main_launch.stream) == cudaErrorLaunchFailure);
+    CHECK(kvprim_cuda_gather(&on, &main_launch) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "work before it failed: cudaErrorLaunchFailure"))
+        fail("after a kernel that trapped: %s", kvprim_last_error());
+}
+
+static void test_no_device()
+{
+    alignas(16) static char bytes[64];
+    static const int32_t index[1] = {0};
+    kvprim_gather_desc d = {};
+    d.dst.data = bytes, d.dst.rows = 1;
+    d.src.data = bytes + 32, d.src.rows = 1;
+    d.row_bytes = 16, d.index = index, d.count = 1;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "kvprim_cuda_gather: cudaError"))
+        fail("without a device: %s", kvprim_last_error());
+}
+
 static bool find_device()
 {
     int n = 0;
     const cudaError_t error = cudaGetDeviceCount(&n);
     cudaDeviceProp device;
     if (error != cudaSuccess || n == 0) {
+        run("cuda: a call without a device", test_no_device);
         printf("skip cuda: no CUDA device (%s)\n", error != cudaSuccess ? cudaGetErrorString(error) : "0 devices");
         skipped++;
         return false;
@@ -1087,6 +1135,9 @@ int main(int argc, char **argv)
         run("cuda: past 4 GiB and 2^31", test_large_table);
         run("cuda: an earlier error of the caller's", test_earlier_error);
         run("cuda: more than 2^31 rows", test_many_rows);
+        run("cuda: the legacy stream beside a capture", test_legacy_capture);
+        run("cuda: earlier work that failed", test_earlier_work);
+        return finish(); /* nothing can be freed any more */
     }
     close_arena(&memory);
     CUDA(cudaStreamDestroy(main_launch.stream));

@@ -1,11 +1,16 @@
 #!/bin/sh
 # Tests the replay: its counts against an independent count from the trace's ids alone, and every kind of bad input.
 #
-#     test_replay.sh BINARY SCRATCH      BINARY: the built 02_kv_replay; SCRATCH: a directory for files, made if missing
+#     test_replay.sh BINARY SCRATCH      BINARY: the built 02_kv_replay, without CUDA; SCRATCH: a directory for files,
+#                                        made if missing
+#     test_replay.sh gpu BINARY SCRATCH  BINARY: built with CUDA; only that a GPU gives the figures that the CPU does
 #
-# CC (default cc) builds two variants: one that checks the tree after every request, one that damages a byte.
+# CC (default cc) builds variants: one that checks the tree after every request, one that damages a byte, and one whose
+# GPU is the CPU, made to do everything as late as a GPU may (late_cuda/).
 set -u
-[ $# -eq 2 ] || { echo "usage: $0 BINARY SCRATCH" >&2; exit 2; }
+only_gpu=false
+[ "${1-}" != gpu ] || { only_gpu=true; shift; }
+[ $# -eq 2 ] || { echo "usage: $0 [gpu] BINARY SCRATCH" >&2; exit 2; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 case $1 in /*) replay=$1 ;; *) replay=$PWD/$1 ;; esac
 mkdir -p "$2" && cd "$2" || exit 2
@@ -70,6 +75,43 @@ runs() { # NAME STATUS ARGUMENTS...
         { fail "$name" "exit status $got, expected $want: $(head -n 2 err | tr '\n' ' ')"; return 1; }
 }
 
+# same_figures NAME ARGUMENTS...: --device cuda prints what --device cpu does, but for what depends on time.
+same_figures() {
+    name=$1; shift
+    for device in cpu cuda; do
+        runs "$name" 0 "$@" --device $device && counts "$name" device $device mismatches 0 "rows rejected" 0 || return
+        [ -s err ] && { fail "$name" "wrote to stderr: $(head -n 1 err)"; return; }
+        awk '/^(device|time in|peak memory)/ { next }
+            { note = substr($0, 38); print substr($0, 1, 37) (note ~ /(B\/s| M\/s| s)$/ ? "" : note) }' out >$device
+    done
+    [ "$(wc -l <cpu)" -eq 12 ] && cmp -s cpu cuda ||
+        { fail "$name" "$(diff cpu cuda | head -n 4 | tr '\n' ' ')"; return; }
+    ok "$name"
+}
+
+same_on_both() { # PREFIX
+    same_figures "$1: room for all" "$trace"
+    same_figures "$1: small cache" "$trace" --slots 8000
+    same_figures "$1: pages of 1, requests together" "$trace" --page 1 --slots 6144 --running 5
+    same_figures "$1: pages of 48, layers, odd rows" "$trace" --page 48 --slots 12000 --layers 3 --running 7 \
+        --kv-bytes 66
+    same_figures "$1: rows of one byte" "$trace" --slots 8000 --kv-bytes 2
+    same_figures "$1: many batches" "$trace" --slots 6144 --layers 2 --kv-bytes 16000 --requests 20
+    same_figures "$1: rows wider than a batch" "$trace" --slots 16 --kv-bytes 9000000 --requests 1
+    same_figures "$1: verify off" "$trace" --slots 8000 --verify 0
+}
+
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ $failed -eq 0 ]
+    exit
+}
+
+if $only_gpu; then
+    same_on_both "CPU and GPU"
+    finish
+fi
+
 # good NAME PAGE SLOTS LAYERS KV-BYTES: everything in the table that can be known beforehand
 good() {
     # shellcheck disable=SC2046
@@ -130,7 +172,7 @@ runs "$name" 0 --text prompt.txt "$trace" --page 1 --text prompt.txt &&
 
 helps() {
     runs "$1" 0 "$1" || return
-    for option in --kv-bytes --page --slots --layers --running --requests --verify --seed --text --help; do
+    for option in --device --kv-bytes --page --slots --layers --running --requests --verify --seed --text --help; do
         grep -q -e "  $option " out || { fail "$1" "does not name $option"; return; }
     done
     ok "$1"
@@ -228,6 +270,13 @@ refuses "negative slots" "--slots is '-1', not a number" "$trace" --slots -1
 refuses "odd --kv-bytes" "--kv-bytes is 7," "$trace" --kv-bytes 7
 refuses "a seed of 2^64" "--seed is '18446744073709551616', not a number" "$trace" --seed 18446744073709551616
 refuses "--verify 2" "--verify is '2', not a number from 0 to 1" "$trace" --verify 2
+refuses "a device that is none" "--device is 'gpu', neither cpu nor cuda" "$trace" --device gpu
+refuses "a device without name" "--device is '', neither" "$trace" --device=
+refuses "--device without value" "--device needs a value" "$trace" --device
+refuses "CUDA where none was built in" "--device cuda: built without CUDA" "$trace" --device cuda
+name="--device cpu, and none"
+runs "$name" 0 "$trace" --device=cpu && counts "$name" device cpu && runs "$name" 0 "$trace" &&
+    counts "$name" device cpu && grep -q '^device .* cpu   built without CUDA$' out && ok "$name"
 refuses "two traces" "more than one trace" "$trace" "$trace"
 refuses "nothing to replay" "no TRACE and no --text"
 
@@ -240,6 +289,7 @@ compiler=${CC:-cc}
 if ! command -v "${compiler%% *}" >err; then
     skip "a damaged byte is found" "no $compiler to build it with"
     skip "the tree's invariants" "no $compiler to build it with"
+    skip "a late GPU" "no $compiler to build it with"
 elif ! build corrupt -DKV_REPLAY_CORRUPT; then
     fail "a damaged byte is found" "does not build: $(head -n 1 err)"
 else
@@ -272,7 +322,46 @@ else
         ok "$1"
     }
     tree "the tree's invariants, $sanitizers"
-fi
 
-echo "$passed passed, $failed failed, $skipped skipped"
-[ $failed -eq 0 ]
+    late="-DKV_REPLAY_CUDA -I$root/tests/late_cuda"
+    sanitizers="under address and undefined behaviour sanitizers"
+    # shellcheck disable=SC2086
+    build late $late -fsanitize=address,undefined -fno-sanitize-recover=all && ./late --help >out 2>&1 || {
+        sanitizers="without sanitizers, which do not work here"
+        build late $late
+    }
+    replay=./late
+    same_on_both "a late GPU, $sanitizers"
+    name="a GPU where there is one"
+    runs "$name" 0 "$trace" --requests 3 && counts "$name" device cuda && ok "$name"
+    name="times without verification"
+    if runs "$name" 0 "$trace" --requests 3 --verify 0; then
+        grep -q ' 0\.00 GB/s' out && fail "$name" "none for $(grep ' 0\.00 GB/s' out)" || ok "$name"
+    fi
+
+    # Whichever of CUDA's calls fails: the reason, and nothing leaks. Without the first three there is no GPU.
+    failing_calls() {
+        for n in 1 2 3; do
+            LATE_CUDA_FAIL=$n ./late "$trace" --requests 3 >out 2>err
+            [ $? -eq 0 ] && counts "$1" device cpu mismatches 0 ||
+                { fail "$1" "call $n, any device: $(cat err)"; return; }
+        done
+        n=1
+        while LATE_CUDA_FAIL=$n ./late "$trace" --requests 2 --device cuda >out 2>err; status=$?; [ $status -eq 2 ]; do
+            [ ! -s out ] && [ "$(wc -l <err)" -eq 1 ] &&
+                grep -q -e 'error that was asked for' -e KVPRIM_ERROR_CUDA err ||
+                { fail "$1" "call $n: said '$(cat out err)'"; return; }
+            n=$((n + 1))
+        done
+        [ $status -eq 0 ] && [ $n -gt 60 ] || { fail "$1" "call $n: exit status $status, $(head -n 1 err)"; return; }
+        ok "$1: $((n - 1)) calls"
+    }
+    failing_calls "CUDA's calls fail"
+
+    name="a damaged byte on a late GPU"
+    replay=./late_corrupt
+    # shellcheck disable=SC2086
+    build late_corrupt $late -DKV_REPLAY_CORRUPT || fail "$name" "does not build: $(head -n 1 err)"
+    runs "$name" 1 "$trace" --page 1 --device cuda && counts "$name" device cuda mismatches 2 && ok "$name"
+fi
+finish

@@ -289,15 +289,18 @@ frugal()
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
 
-# wide CUBIN: its plain kernels load and store 16 bytes at a time, and less only for indices and counters.
+# wide CUBIN: its kernels for rows of whole words (template parameter `exact`) load and store 16 bytes at a time, and less
+# only for indices and counters; no kernel for plain rows has generic accesses.
 wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
-    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store|move|move_few)_kernel/; kernels += plain }
-         plain && /LDG/ { loads += /LDG\.E\.128/ }
-         plain && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
-         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow " narrower stores"
-               exit kernels == 0 || loads < kernels || stores < kernels || narrow > 0 }' "$build/sass"
+    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store|bytes|move|move_few|move_bytes)_kernel/
+                        exact = $0 ~ /kvpc_(gather|store|move|move_few)_kernelI(Lj[0-9]+E)+Lb1E/; kernels += exact }
+         plain && / (LD|ST)\.E/ { generic++ }
+         exact && /LDG/ { loads += /LDG\.E\.128/ }
+         exact && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
+         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow + 0 " narrower stores, " generic + 0 " generic"
+               exit kernels == 0 || loads < kernels || stores < kernels || narrow + generic > 0 }' "$build/sass"
 }
 
 # What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
@@ -327,7 +330,9 @@ kernels()
     done
     cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode arch=compute_120,code=compute_120 -I. \
         -c "$build/kernels.cu" -o "$build/unit.o"
+    cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+    program 'test_cuda, here or without a GPU' "$build/test_cuda"
     cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
     if [ -n "$cuobjdump" ]; then
         cell 'SASS for sm_90' wide "$build/kernels_sm_90.cubin"

@@ -1,0 +1,439 @@
+/* kv_device.h: where the replay's cache lies and who moves its rows. Either this machine's memory, kvprim_store and
+   kvprim_gather, or, if KV_REPLAY_CUDA is defined, a GPU's memory, kvprim_cuda_store and kvprim_cuda_gather. C11.
+
+   Rows travel in batches, each of one layer. A batch has memory here, which the host reads and writes, and there, which
+   the device does; on the CPU the two are the same. What one batch does:
+
+       kv_device_next     the least recently used one of a few
+       kv_device_wait     what it was last used for is done: its memory here is the host's again
+       kv_device_layout   room for so many slots, K and V rows; then write slots here, and rows if they are to be stored
+       kv_device_store    or kv_device_gather, with a descriptor whose slots and rows are those there
+
+   On a GPU the last two only enqueue: copies between pinned memory and the GPU around the library's call, all on one
+   stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and waits only
+   for a batch that it needs again. Functions that can fail return false, and `error` says why. */
+#ifndef KV_DEVICE_H
+#define KV_DEVICE_H
+
+#include "kvprim.h"
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#if defined(KV_REPLAY_CUDA)
+#include "kvprim_cuda.cuh"
+#include <cuda_runtime_api.h>
+#endif
+#if defined(_WIN32)
+#include <windows.h>
+#else
+#include <sys/mman.h>
+#endif
+
+enum { KV_BATCHES_MAX = 4 };
+
+typedef struct kv_place {
+    unsigned char *memory;
+    int32_t *slots;
+    unsigned char *k, *v; /* packed rows */
+} kv_place;
+
+typedef struct kv_batch {
+    kv_place here, there;
+    size_t count;                   /* of slots, K rows and V rows */
+    size_t slots_bytes, rows_bytes; /* the first bytes of memory, and those behind them */
+    bool gathered;                  /* the rows come from the cache */
+    size_t first, layer;            /* the caller's: which token's rows come first, of which layer */
+#if defined(KV_REPLAY_CUDA)
+    bool under_way;
+    cudaEvent_t begun, arrived, moved, done;
+#endif
+} kv_batch;
+
+typedef struct kv_device {
+    const struct kv_device_kind *kind;
+    char name[256]; /* the GPU's, or why there is none */
+    char error[512];
+    unsigned char *cache;
+    double touch_seconds;
+    kv_batch batches[KV_BATCHES_MAX]; /* a ring */
+    size_t next, batch_rows, row_bytes;
+    uint32_t *rejected;                    /* there */
+    double store, gather, copies, waiting; /* seconds; on a GPU the first three are its own, beside the host's */
+#if defined(KV_REPLAY_CUDA)
+    cudaStream_t stream;
+#endif
+} kv_device;
+
+typedef struct kv_device_kind {
+    const char *name;
+    bool gpu; /* has memory of its own, and works while the host goes on */
+    size_t batches;
+    size_t batch_bytes, batch_rows; /* K rows, or V rows, of a batch: at most */
+    bool (*allocate)(kv_device *d, size_t cache_bytes);
+    bool (*allocate_batch)(kv_device *d, kv_batch *b, size_t bytes);
+    bool (*store)(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
+    bool (*gather)(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v);
+    bool (*wait)(kv_device *d, kv_batch *b);
+    bool (*rejected)(kv_device *d, uint32_t *rejected);
+    void (*close)(kv_device *d);
+} kv_device_kind;
+
+/* wanted: "cpu", "cuda", or NULL: a GPU if one can be had, else the CPU. kv_device_close is due after false too. */
+static inline bool kv_device_open(kv_device *d, const char *wanted);
+static inline void kv_device_close(kv_device *d);
+
+/* The cache, every page of it touched, and the batches for rows of row_bytes. */
+static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes);
+
+static inline kv_batch *kv_device_next(kv_device *d);
+static inline bool kv_device_wait(kv_device *d, kv_batch *b);
+static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t count); /* count <= batch_rows */
+static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
+static inline bool kv_device_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k,
+                                    const kvprim_gather_desc *v);
+
+/* Slots outside the cache so far; waits for everything under way. */
+static inline bool kv_device_rejected(kv_device *d, uint32_t *rejected);
+
+static inline double kv_seconds(void)
+{
+#if defined(_WIN32)
+    LARGE_INTEGER now, frequency;
+    QueryPerformanceCounter(&now);
+    QueryPerformanceFrequency(&frequency);
+    return (double)now.QuadPart / (double)frequency.QuadPart;
+#else
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+#endif
+}
+
+static inline bool kv_device_kvprim(kv_device *d, kvprim_status status)
+{
+    if (status != KVPRIM_OK)
+        snprintf(d->error, sizeof d->error, "%s: %s", kvprim_status_name(status), kvprim_last_error());
+    return status == KVPRIM_OK;
+}
+
+static inline bool kv_device_out_of_memory(kv_device *d)
+{
+    snprintf(d->error, sizeof d->error, "out of memory");
+    return false;
+}
+
+/* ---- the CPU ----------------------------------------------------------------------------------------------------- */
+
+static inline bool kv_cpu_allocate(kv_device *d, size_t cache_bytes)
+{
+    d->cache = (unsigned char *)malloc(cache_bytes);
+    d->rejected = (uint32_t *)calloc(1, sizeof *d->rejected);
+    if (!d->cache || !d->rejected)
+        return kv_device_out_of_memory(d);
+#if defined(MADV_HUGEPAGE)
+    const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)d->cache % huge;
+    if (cache_bytes > skip)
+        (void)madvise(d->cache + skip, cache_bytes - skip, MADV_HUGEPAGE);
+#endif
+    for (size_t i = 0; i < cache_bytes; i += 4096) /* or the first stores would pay for the system's page faults */
+        ((volatile unsigned char *)d->cache)[i] = 0xEE;
+    return true;
+}
+
+static inline bool kv_cpu_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
+{
+    b->here.memory = b->there.memory = (unsigned char *)malloc(bytes);
+    return b->here.memory || kv_device_out_of_memory(d);
+}
+
+static inline bool kv_cpu_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
+{
+    const double start = kv_seconds();
+    const kvprim_status status = kvprim_store(desc);
+    d->store += kv_seconds() - start;
+    (void)b;
+    return kv_device_kvprim(d, status);
+}
+
+static inline bool kv_cpu_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
+{
+    const double start = kv_seconds();
+    kvprim_status status = kvprim_gather(k);
+    if (status == KVPRIM_OK)
+        status = kvprim_gather(v);
+    d->gather += kv_seconds() - start;
+    (void)b;
+    return kv_device_kvprim(d, status);
+}
+
+static inline bool kv_cpu_wait(kv_device *d, kv_batch *b)
+{
+    (void)d, (void)b;
+    return true;
+}
+
+static inline bool kv_cpu_rejected(kv_device *d, uint32_t *rejected)
+{
+    *rejected = *d->rejected;
+    return true;
+}
+
+static inline void kv_cpu_close(kv_device *d)
+{
+    for (size_t i = 0; i < d->kind->batches; i++)
+        free(d->batches[i].here.memory);
+    free(d->rejected);
+    free(d->cache);
+}
+
+/* Batches that stay in a core's cache. Two: rows must not be gathered to where the same rows were stored from. */
+static const kv_device_kind kv_cpu_kind = {
+    .name = "cpu",
+    .batches = 2,
+    .batch_bytes = (size_t)128 << 10,
+    .batch_rows = 4096,
+    .allocate = kv_cpu_allocate,
+    .allocate_batch = kv_cpu_allocate_batch,
+    .store = kv_cpu_store,
+    .gather = kv_cpu_gather,
+    .wait = kv_cpu_wait,
+    .rejected = kv_cpu_rejected,
+    .close = kv_cpu_close,
+};
+
+/* ---- a GPU ------------------------------------------------------------------------------------------------------- */
+
+#if defined(KV_REPLAY_CUDA)
+
+static inline bool kv_cuda(kv_device *d, cudaError_t error, const char *what)
+{
+    if (error != cudaSuccess)
+        snprintf(d->error, sizeof d->error, "%s: %s", what, cudaGetErrorString(error));
+    return error == cudaSuccess;
+}
+
+static inline bool kv_cuda_open(kv_device *d)
+{
+    struct cudaDeviceProp properties;
+    int count = 0;
+    cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count == 0)
+        error = cudaErrorNoDevice;
+    if (error == cudaSuccess)
+        error = cudaGetDeviceProperties(&properties, 0);
+    if (error == cudaSuccess) /* not ordered with the legacy stream, on which nothing runs here */
+        error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
+    snprintf(d->name, sizeof d->name, "%s", error == cudaSuccess ? properties.name : cudaGetErrorString(error));
+    return error == cudaSuccess;
+}
+
+static inline bool kv_cuda_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
+{
+    return kv_cuda(d, cudaMallocHost((void **)&b->here.memory, bytes), "cudaMallocHost") &&
+           kv_cuda(d, cudaMalloc((void **)&b->there.memory, bytes), "cudaMalloc") &&
+           kv_cuda(d, cudaMemsetAsync(b->there.memory, 0xEE, bytes, d->stream), "cudaMemsetAsync") &&
+           kv_cuda(d, cudaEventCreate(&b->begun), "cudaEventCreate") &&
+           kv_cuda(d, cudaEventCreate(&b->arrived), "cudaEventCreate") &&
+           kv_cuda(d, cudaEventCreate(&b->moved), "cudaEventCreate") &&
+           kv_cuda(d, cudaEventCreate(&b->done), "cudaEventCreate");
+}
+
+static inline bool kv_cuda_allocate(kv_device *d, size_t cache_bytes)
+{
+    return kv_cuda(d, cudaMalloc((void **)&d->cache, cache_bytes), "cudaMalloc") &&
+           kv_cuda(d, cudaMalloc((void **)&d->rejected, sizeof *d->rejected), "cudaMalloc") &&
+           kv_cuda(d, cudaMemsetAsync(d->cache, 0xEE, cache_bytes, d->stream), "cudaMemsetAsync") &&
+           kv_cuda(d, cudaMemsetAsync(d->rejected, 0, sizeof *d->rejected, d->stream), "cudaMemsetAsync") &&
+           kv_cuda(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
+}
+
+static inline void kv_cuda_close(kv_device *d)
+{
+    if (d->stream)
+        (void)cudaStreamSynchronize(d->stream);
+    for (size_t i = 0; i < KV_BATCHES_MAX; i++) {
+        kv_batch *const b = &d->batches[i];
+        const cudaEvent_t events[] = {b->begun, b->arrived, b->moved, b->done};
+        for (size_t k = 0; k < sizeof events / sizeof events[0]; k++)
+            if (events[k])
+                (void)cudaEventDestroy(events[k]);
+        (void)cudaFreeHost(b->here.memory);
+        (void)cudaFree(b->there.memory);
+    }
+    (void)cudaFree(d->rejected);
+    (void)cudaFree(d->cache);
+    if (d->stream)
+        (void)cudaStreamDestroy(d->stream);
+}
+
+static inline bool kv_cuda_record(kv_device *d, cudaEvent_t event)
+{
+    return kv_cuda(d, cudaEventRecord(event, d->stream), "cudaEventRecord");
+}
+
+static inline bool kv_cuda_copy(kv_device *d, void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind)
+{
+    return kv_cuda(d, cudaMemcpyAsync(dst, src, bytes, kind, d->stream), "cudaMemcpyAsync");
+}
+
+static inline bool kv_cuda_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
+{
+    const kvprim_cuda_launch launch = {.stream = d->stream};
+    b->under_way = true;
+    return kv_cuda_record(d, b->begun) &&
+           kv_cuda_copy(d, b->there.memory, b->here.memory, b->slots_bytes + b->rows_bytes, cudaMemcpyHostToDevice) &&
+           kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_store(desc, &launch)) &&
+           kv_cuda_record(d, b->moved) && kv_cuda_record(d, b->done);
+}
+
+static inline bool kv_cuda_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
+{
+    const kvprim_cuda_launch launch = {.stream = d->stream};
+    b->under_way = true;
+    return kv_cuda_record(d, b->begun) &&
+           kv_cuda_copy(d, b->there.memory, b->here.memory, b->slots_bytes, cudaMemcpyHostToDevice) &&
+           kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_gather(k, &launch)) &&
+           kv_device_kvprim(d, kvprim_cuda_gather(v, &launch)) && kv_cuda_record(d, b->moved) &&
+           kv_cuda_copy(d, b->here.memory + b->slots_bytes, b->there.memory + b->slots_bytes, b->rows_bytes,
+                        cudaMemcpyDeviceToHost) &&
+           kv_cuda_record(d, b->done);
+}
+
+static inline bool kv_cuda_wait(kv_device *d, kv_batch *b)
+{
+    float in, move, out; /* milliseconds */
+    const double start = kv_seconds();
+    if (!b->under_way)
+        return true;
+    if (!kv_cuda(d, cudaEventSynchronize(b->done), "cudaEventSynchronize"))
+        return false;
+    d->waiting += kv_seconds() - start;
+    b->under_way = false;
+    if (!kv_cuda(d, cudaEventElapsedTime(&in, b->begun, b->arrived), "cudaEventElapsedTime") ||
+        !kv_cuda(d, cudaEventElapsedTime(&move, b->arrived, b->moved), "cudaEventElapsedTime") ||
+        !kv_cuda(d, cudaEventElapsedTime(&out, b->moved, b->done), "cudaEventElapsedTime"))
+        return false;
+    *(b->gathered ? &d->gather : &d->store) += 1e-3 * (double)move;
+    d->copies += 1e-3 * ((double)in + (double)out);
+    return true;
+}
+
+static inline bool kv_cuda_rejected(kv_device *d, uint32_t *rejected)
+{
+    return kv_cuda(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize") &&
+           kv_cuda(d, cudaMemcpy(rejected, d->rejected, sizeof *rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
+}
+
+/* Of 512 KiB, 1 MiB and 4 MiB the second took the least time in all (H200): smaller batches are more launches, and
+   those that leave the core's cache take the host longer to make and to compare. */
+static const kv_device_kind kv_cuda_kind = {
+    .name = "cuda",
+    .gpu = true,
+    .batches = KV_BATCHES_MAX,
+    .batch_bytes = (size_t)1 << 20,
+    .batch_rows = 1 << 16,
+    .allocate = kv_cuda_allocate,
+    .allocate_batch = kv_cuda_allocate_batch,
+    .store = kv_cuda_store,
+    .gather = kv_cuda_gather,
+    .wait = kv_cuda_wait,
+    .rejected = kv_cuda_rejected,
+    .close = kv_cuda_close,
+};
+#endif
+
+/* ---- either ------------------------------------------------------------------------------------------------------ */
+
+static inline bool kv_device_open(kv_device *d, const char *wanted)
+{
+    memset(d, 0, sizeof *d);
+    d->kind = &kv_cpu_kind;
+    if (wanted && strcmp(wanted, d->kind->name) == 0)
+        return true;
+#if defined(KV_REPLAY_CUDA)
+    if (kv_cuda_open(d))
+        d->kind = &kv_cuda_kind;
+#else
+    snprintf(d->name, sizeof d->name, "built without CUDA");
+#endif
+    snprintf(d->error, sizeof d->error, "%s", d->name);
+    return !wanted || strcmp(wanted, d->kind->name) == 0;
+}
+
+static inline void kv_device_close(kv_device *d)
+{
+    if (d->kind)
+        d->kind->close(d);
+}
+
+static inline size_t kv_device_align(size_t bytes)
+{
+    return (bytes + 255) / 256 * 256;
+}
+
+static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes)
+{
+    const size_t rows = d->kind->batch_bytes / row_bytes;
+    const double start = kv_seconds();
+    bool ok = d->kind->allocate(d, cache_bytes);
+    d->touch_seconds = kv_seconds() - start;
+    d->row_bytes = row_bytes;
+    d->batch_rows = rows > d->kind->batch_rows ? d->kind->batch_rows : rows ? rows : 1;
+    const size_t slots_bytes = kv_device_align(d->batch_rows * sizeof(int32_t));
+    for (size_t i = 0; i < d->kind->batches && ok; i++)
+        ok = d->kind->allocate_batch(d, &d->batches[i], slots_bytes + 2 * kv_device_align(d->batch_rows * row_bytes));
+    return ok;
+}
+
+static inline kv_batch *kv_device_next(kv_device *d)
+{
+    kv_batch *const b = &d->batches[d->next];
+    d->next = (d->next + 1) % d->kind->batches;
+    return b;
+}
+
+static inline bool kv_device_wait(kv_device *d, kv_batch *b)
+{
+    return d->kind->wait(d, b);
+}
+
+/* One behind the other, so that one copy takes them all. */
+static inline void kv_place_layout(kv_place *place, size_t slots_bytes, size_t k_bytes)
+{
+    place->slots = (int32_t *)(void *)place->memory;
+    place->k = place->memory + slots_bytes;
+    place->v = place->k + k_bytes;
+}
+
+static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t count)
+{
+    const size_t k_bytes = kv_device_align(count * d->row_bytes);
+    b->count = count;
+    b->slots_bytes = kv_device_align(count * sizeof(int32_t));
+    b->rows_bytes = k_bytes + count * d->row_bytes;
+    kv_place_layout(&b->here, b->slots_bytes, k_bytes);
+    kv_place_layout(&b->there, b->slots_bytes, k_bytes);
+}
+
+static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
+{
+    b->gathered = false;
+    return d->kind->store(d, b, desc);
+}
+
+static inline bool kv_device_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
+{
+    b->gathered = true;
+    return d->kind->gather(d, b, k, v);
+}
+
+static inline bool kv_device_rejected(kv_device *d, uint32_t *rejected)
+{
+    return d->kind->rejected(d, rejected);
+}
+
+#endif
