@@ -84,9 +84,11 @@ typedef struct kvprim_cuda_launch {
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
 
-/* Of all layers in one launch, up to 216; of more in several. Each side in any of the memories above: for pinned host
-   memory max_sms of 8 reaches the link's speed and leaves the other multiprocessors free, as measured on an H200 with
-   rows of 4 KB and more. The arrays of layers are free to reuse on return. */
+/* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the indices
+   too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned rows and
+   indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or reading it.
+   With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the link's speed with rows
+   of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
@@ -476,9 +478,12 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
         KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
+        for (uint32_t k = 0; k < loads; k++) {
+            if (!exact)
+                v[m][k] = uint4{0, 0, 0, 0};
             if (exact || at + 16 * lanes * k < p.row_bytes[m])
                 v[m][k] = kvpc_load16(src + 16 * lanes * k);
+        }
     }
     const bool inside = kvpc_find<wide>(p, i, &row, &past);
     KVPRIM_UNROLL
@@ -573,7 +578,7 @@ typedef struct kvpc_layer {
 enum { kvpc_layers = 216 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
 
 typedef struct kvpc_batch {
-    const void *dst_index, *src_index;  /* NULL: row i */
+    uint64_t dst_index, src_index;      /* 0: row i */
     int64_t dst_base, src_base;         /* 0 where there is no index */
     uint64_t dst_rows, src_rows, total; /* total: of chunks */
     uint32_t *rejected;
@@ -597,16 +602,16 @@ template <class number> KVPRIM_DEVICE void kvpc_load_indices(const kvpc_batch &p
     *to = *from = (int64_t)i;
     if (p.wide) {
         if (p.dst_index)
-            *to = ((const int64_t *)p.dst_index)[i];
+            *to = kvpc_load_i64(p.dst_index + 8 * (uint64_t)i);
         if (p.src_index)
-            *from = ((const int64_t *)p.src_index)[i];
+            *from = kvpc_load_i64(p.src_index + 8 * (uint64_t)i);
         return;
     }
-    int32_t to32 = (int32_t)i, from32 = (int32_t)i;
+    int32_t to32 = 0, from32 = 0;
     if (p.dst_index)
-        to32 = ((const int32_t *)p.dst_index)[i];
+        to32 = kvpc_load_i32(p.dst_index + 4 * (uint64_t)i);
     if (p.src_index)
-        from32 = ((const int32_t *)p.src_index)[i];
+        from32 = kvpc_load_i32(p.src_index + 4 * (uint64_t)i);
     *to = p.dst_index ? to32 : *to;
     *from = p.src_index ? from32 : *from;
 }
@@ -1224,8 +1229,8 @@ static kvprim_status kvpc_move_any(const kvpc_job *job)
         p.layer[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
         p.layer[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
     }
-    p.dst_index = job->gather ? NULL : job->index;
-    p.src_index = job->gather ? job->index : NULL;
+    p.dst_index = job->gather ? 0 : (uint64_t)(uintptr_t)job->index;
+    p.src_index = job->gather ? (uint64_t)(uintptr_t)job->index : 0;
     p.dst_rows = (uint64_t)(job->gather ? job->count : job->rows);
     p.src_rows = (uint64_t)(job->gather ? job->rows : job->count);
     p.dst_base = job->gather ? 0 : job->base;
@@ -1262,7 +1267,7 @@ static uint64_t kvpc_layer_of(const kvprim_table *table, void *const *layers, in
 {
     if (layers)
         return (uint64_t)(uintptr_t)layers[l];
-    return (uint64_t)(uintptr_t)table->data + (uint64_t)(l * layer_stride);
+    return (uint64_t)(uintptr_t)table->data + (uint64_t)l * (uint64_t)layer_stride;
 }
 
 /* As many layers at a time as a launch's parameters hold. */
@@ -1279,8 +1284,8 @@ static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_la
             p.layer[l].dst = kvpc_layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, first + l);
             p.layer[l].src = kvpc_layer_of(&d->src, d->src_layers, d->src_layer_stride, first + l);
         }
-        p.dst_index = d->dst_index;
-        p.src_index = d->src_index;
+        p.dst_index = (uint64_t)(uintptr_t)d->dst_index;
+        p.src_index = (uint64_t)(uintptr_t)d->src_index;
         p.dst_rows = (uint64_t)(d->dst_index ? d->dst.rows : d->count);
         p.src_rows = (uint64_t)(d->src_index ? d->src.rows : d->count);
         p.dst_base = p.src_base = 0;

@@ -115,7 +115,7 @@ static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_
 /* Every page is as it was made, but for those that copies of others have come to. */
 static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
 {
-    uint32_t *const table = (uint32_t *)malloc(table_bytes);
+    static uint32_t table[pages * page_bytes / 4];
     int32_t source[pages];
     int64_t wrong = 0;
     for (int p = 0; p < pages; p++)
@@ -129,7 +129,6 @@ static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
             wrong += table[w] != cache_word((t * (int64_t)pages + source[page]) * (page_bytes / 4) + in_page) ? 4 : 0;
         }
     }
-    free(table);
     return wrong;
 }
 

@@ -591,7 +591,7 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
         return;
     }
     may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* of the cache and indices as far as count says */
-    if (!same) { /* two caches that may lie in one place */
+    if (!same) {                              /* two caches that may lie in one place */
         must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
         may(v, 1, KVPRIM_ERROR_ARGUMENT);
         v->outside = 1;

@@ -295,7 +295,7 @@ wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
     awk '/Function :/ { whole = $0 ~ /kvpc_move(_few)?_kernel/ || $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/
-                        plain = whole || $0 ~ /kvpc_(gather|store|bytes)_kernel/; kernels += whole }
+                        plain = whole || $0 ~ /kvpc_(gather|store|bytes|move_bytes)_kernel/; kernels += whole }
          plain && / (LD|ST)\.E/ { generic++ }
          whole && /LDG/ { loads += /LDG\.E\.128/ }
          whole && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
