@@ -50,7 +50,7 @@ help:
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
-	@echo 'make gpu-bench the benchmark on a GPU, against its opponents, output to tests/results/'
+	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
 
@@ -87,18 +87,20 @@ bench: build/bench_prefix build/bench_host
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
-gpu-test: build/test_cuda build/03_kv_store build/04_unpack build/02_kv_replay_cuda
+GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload
+gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_replay_cuda
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/03_kv_store && build/04_unpack && build/test_cuda && \
+	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && build/test_cuda_debug quick && \
 	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
-gpu-bench: build/bench_cuda build/bench_unpack
+GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
+gpu-bench: $(GPU_BENCHES)
 	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && build/bench_cuda && build/bench_unpack; } >$(RESULTS)/gpu_bench.txt 2>&1; \
+	@{ $(CHECKSUMS) $(GPU_BENCHES:%=&& %); } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
 
-build/03_kv_store build/04_unpack: build/%: examples/%.cu $(HEADERS) build/flags
+$(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
@@ -110,7 +112,10 @@ build/02_kv_replay_cuda: examples/02_kv_replay.c build/kvprim_cuda.o $(HEADERS) 
 	$(COMPILE_C) $(CUDA_INCLUDE:%=-isystem %) -DKV_REPLAY_CUDA -c $< -o $@.o
 	$(NVCC) $@.o build/kvprim_cuda.o -o $@ $(LDFLAGS)
 
-build/test_cuda build/bench_cuda build/bench_unpack: build/%: tests/%.cu $(HEADERS) build/flags
+build/test_cuda_debug: tests/test_cuda.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) -DKVPRIM_DEBUG $< -o $@
+
+build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 clean:

@@ -38,7 +38,8 @@
        Threads    Every function may be called from any number of threads at once. The bytes are the caller's to share.
        Alignment  Rows: any, of any number of bytes >= 1. Tokens, indices and counters: as their C types.
        Aliasing   What is written must not overlap what is read, from the first byte of a table to its last; neither
-                  rows nor indices, fragments, layer arrays or descriptors. Checked, but for the last two.
+                  rows nor indices, fragments, layer arrays or descriptors. Checked, but for the last two. Rows of one
+                  cache may be copied inside it: see same_cache.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
@@ -212,7 +213,8 @@ typedef struct kvprim_store_desc {
 
 /* The caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
    tensor (packed QKV). Duplicate slots: of each aligned 16 bytes inside the row, and of each byte at its edges, one of
-   the rows is kept, unspecified which. That no K row overlaps a V row is checked for row 0 only.
+   the rows is kept, unspecified which (where either side has heads: inside what is one piece on both, and its edges).
+   That no K row overlaps a V row is checked for row 0 only.
    Aliasing: no cache overlaps an input. Errors: as kvprim_gather. */
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc);
 
@@ -232,10 +234,14 @@ typedef struct kvprim_transfer_desc {
     kvprim_index_type index_type;
     int64_t count;
     uint32_t *rejected; /* optional; an i with either index past its table is counted once */
+    int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
 } kvprim_transfer_desc;
 
 /* A row moves if both of its indices are in range. Repeated dst indices: as duplicate slots.
-   Aliasing: no layer of dst overlaps a layer of src (checked) or of dst (not checked). Errors: as kvprim_gather. */
+   Aliasing: no layer of dst overlaps a layer of src (checked) or of dst (not checked). With same_cache dst and src have
+   the same layers and geometry instead (checked), and the caller promises that no row is both written and read in this
+   call, whatever i it is named by: where one is, its bytes and those of the rows it goes to are unspecified.
+   Errors: as kvprim_gather; ARGUMENT also for same_cache (neither 0 nor 1, or with two caches). */
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
@@ -1366,6 +1372,24 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_transfer_desc *d, cons
     return KVPRIM_OK;
 }
 
+/* One cache on both sides: the same layers, and rows that lie in them in the same way. */
+static kvprim_status kvpi_check_same_cache(const kvprim_transfer_desc *d, const kvpi_side *dst, const kvpi_side *src)
+{
+    const kvprim_table *const to = dst->table, *const from = src->table;
+    if (to->stride != from->stride || to->page_rows != from->page_rows || to->page_stride != from->page_stride ||
+        to->heads != from->heads || to->head_stride != from->head_stride)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst and src differ in their geometry",
+                           dst->function);
+    for (int32_t l = 0; l < d->layers; l++) {
+        const char *const dst_layer = kvpi_side_layer(dst, d->dst_layers, l);
+        const char *const src_layer = kvpi_side_layer(src, d->src_layers, l);
+        if (dst_layer != src_layer)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src",
+                               dst->function, (int)l, (const void *)dst_layer, (const void *)src_layer);
+    }
+    return KVPRIM_OK;
+}
+
 /* One side of a transfer; with an array of layers each of them is a table of its own. */
 static kvprim_status kvpi_check_transfer_side(kvpi_side *side, void *const *layers)
 {
@@ -1392,6 +1416,9 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     if (d.count > 0) {
         if (d.layers < 0)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: layers is %d, less than 0", function, (int)d.layers);
+        if (d.same_cache != 0 && d.same_cache != 1)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is %d, neither 0 nor 1", function,
+                               (int)d.same_cache);
         d.layers = d.layers ? d.layers : 1;
         const int64_t dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
         kvpi_side dst = {function, "dst", &d.dst, "row_bytes", d.row_bytes, dst_used, d.layers, d.dst_layer_stride, 0};
@@ -1404,7 +1431,7 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
         KVPRIM_TRY(kvpi_check_transfer_side(&src, d.src_layers));
         d.dst_layer_stride = dst.layer_stride;
         d.src_layer_stride = src.layer_stride;
-        KVPRIM_TRY(kvpi_check_layers_apart(&d, &dst, &src));
+        KVPRIM_TRY((d.same_cache ? kvpi_check_same_cache : kvpi_check_layers_apart)(&d, &dst, &src));
         for (int32_t l = 0; l < d.layers; l++) {
             kvprim_table layer = d.dst;
             kvpi_side side = dst;

@@ -1,4 +1,4 @@
-/* kvprim_cuda.cuh: kvprim's gather, store and unpack on the GPU, callable from C. CUDA 12 and newer.
+/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -21,24 +21,25 @@
    functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: a cudaStream_t is a
    struct CUstream_st *.
 
-   What it does NOT do: allocate, synchronise, create streams or events, print. Not yet: transfer.
+   What it does NOT do: allocate, synchronise, create streams or events, print.
 
    Contents, search for the tag:
        >>config      macros you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>move        gather, store and unpack
+       >>move        gather, store, transfer and unpack
        >>device      device functions, for one's own kernels
        >>impl        the implementation
 
    Rules that hold for every function here
        Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
-                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was work
-                  enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say) is
-                  reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was
+                  work enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say)
+                  is reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
        Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
        Threads    Every function may be called from any number of threads at once.
-       Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory, or
-                  pinned host memory that the device can address. They must stay valid until the work is done.
+       Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
+                  pinned host memory that the device can address, or another GPU's memory that it has peer access to or
+                  a mapped window of. They must stay valid until the work is done.
                   Descriptors are host memory, free to reuse on return.
        Alignment  Any. Fast where bases, strides and row sizes are multiples of 16 bytes. Beside a row's own bytes only
                   others of the same aligned 16 bytes are ever read, and none are written.
@@ -49,6 +50,8 @@
    KVPRIM_CUDA_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
                                another. Like KVPRIM_IMPLEMENTATION it asks for nvcc.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
+   KVPRIM_DEBUG                in the implementing one: every call asks CUDA whether the device can reach the memory
+                               that its descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
 */
 #ifndef KVPRIM_CUDA_CUH
 #define KVPRIM_CUDA_CUH
@@ -80,6 +83,13 @@ typedef struct kvprim_cuda_launch {
    be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
+
+/* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the indices
+   too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned rows and
+   indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or reading it.
+   With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the link's speed with rows
+   of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
+KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
 /* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
    (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
@@ -194,6 +204,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
     "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
 #endif
 
+#include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
 #include <cuda_runtime.h>
 #endif
@@ -310,6 +321,22 @@ KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 #endif
 }
 
+/* Divides what is below 2^31 by one multiplication, the rest as it comes. Anything by 0 is 0. */
+typedef struct kvpc_divisor {
+    uint64_t by;
+    uint32_t magic, shift;
+} kvpc_divisor;
+
+KVPRIM_DEVICE uint32_t kvpc_divide(uint32_t n, const kvpc_divisor &d)
+{
+    return __umulhi(2 * n, d.magic) >> d.shift;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
+{
+    return d.by ? n / d.by : 0;
+}
+
 /* One table and the rows beside it: K, or V. */
 typedef struct kvpc_pair {
     uint64_t dst, src;
@@ -325,10 +352,10 @@ typedef struct kvpc_plain {
     kvpc_pair pair[2];
     uint32_t *rejected;
     uint32_t row_bytes[2];
-    uint32_t parts, multiplier, divide_shift; /* otherwise `parts` do: group * multiplier >> divide_shift is the row */
-    uint32_t parts_of_k;                      /* for kvpc_bytes_kernel, of parts */
-    uint32_t fetch;                           /* 1: rows end inside a granule: see kvpc_fetch_edges */
-    uint32_t pdl, wide, gather, tables;       /* for kvpc_bytes_kernel, which has no template for them */
+    kvpc_divisor parts;                 /* otherwise so many do */
+    uint32_t parts_of_k;                /* for kvpc_bytes_kernel, of parts */
+    uint32_t fetch;                     /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t pdl, wide, gather, tables; /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
 /* The row that a group of threads works on, and which part of it. */
@@ -338,8 +365,8 @@ template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, ui
         *part = group & ((1u << p.parts_shift) - 1);
         return group >> p.parts_shift;
     }
-    const uint32_t row = (uint32_t)((uint64_t)group * p.multiplier >> p.divide_shift);
-    *part = group - row * p.parts;
+    const uint32_t row = kvpc_divide(group, p.parts);
+    *part = group - row * (uint32_t)p.parts.by;
     return row;
 }
 
@@ -465,9 +492,12 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
         KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
+        for (uint32_t k = 0; k < loads; k++) {
+            if (!exact)
+                v[m][k] = uint4{0, 0, 0, 0};
             if (exact || at + 16 * lanes * k < p.row_bytes[m])
                 v[m][k] = kvpc_load16(src + 16 * lanes * k);
+        }
     }
     const bool inside = kvpc_find<wide>(p, i, &row, &past);
     KVPRIM_UNROLL
@@ -540,58 +570,180 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const _
         atomicAdd(p.rejected, 1u);
 }
 
-/* One side of a move with pages, heads, any size and any alignment. */
+/* ---- moves with pages, heads, layers or few multiprocessors ---- */
+
+/* The start of unit u of row r: r * stride + page of r * page_step + head of u * head_step, and u * unit_bytes. */
 typedef struct kvpc_side {
-    char *data;
-    int64_t stride, page_rows, page_stride, head_stride, piece; /* page_rows 0: not paged; piece: bytes of a head */
+    int64_t stride, page_step, head_step;
+    kvpc_divisor page, head; /* rows of a page, 0: not paged; units of a head, 0: one head */
 } kvpc_side;
 
-typedef struct kvpc_table {
+/* A unit is what is contiguous on both sides: a row, or as much of it as lies in one head of either. */
+typedef struct kvpc_shape {
     kvpc_side dst, src;
-    int64_t row_bytes, chunk_bytes; /* a chunk never crosses the end of a head on either side */
-    int64_t chunks;                 /* of a row */
-} kvpc_table;
+    uint64_t unit_bytes, units, chunks; /* units and chunks of a row */
+    kvpc_divisor parts;                 /* chunks of a unit */
+} kvpc_shape;
 
-typedef struct kvpc_any {
-    kvpc_table table[2];
-    const void *index;
+typedef struct kvpc_layer {
+    uint64_t dst, src;
+} kvpc_layer;
+
+enum { kvpc_layers = 216 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
+
+typedef struct kvpc_batch {
+    uint64_t dst_index, src_index;      /* 0: row i */
+    int64_t dst_base, src_base;         /* 0 where there is no index */
+    uint64_t dst_rows, src_rows, total; /* total: of chunks */
     uint32_t *rejected;
-    uint64_t rows;
-    int64_t base, count, chunks; /* chunks: of a row, of both tables */
-    int32_t wide, gather, wait;
-} kvpc_any;
+    kvpc_divisor chunks, count; /* chunks of a row, where shapes differ of the longer one */
+    uint32_t part_bytes;
+    int32_t wide, zero, wait, shapes; /* zero: rows without a source; shapes: 2 if layer 1 has one of its own */
+    kvpc_shape shape[2];
+    kvpc_layer layer[kvpc_layers];
+} kvpc_batch;
 
-KVPRIM_DEVICE char *kvpc_place(const kvpc_side &s, int64_t row, int64_t byte)
+/* What a group of threads moves at once. */
+typedef struct kvpc_chunk {
+    uint64_t dst, src;
+    uint32_t bytes; /* 0: nothing to do */
+    bool zero;
+} kvpc_chunk;
+
+/* The rows of both sides that i stands for: one load after the other, and no wait between them. */
+template <class number> KVPRIM_DEVICE void kvpc_load_indices(const kvpc_batch &p, number i, int64_t *to, int64_t *from)
 {
-    const int64_t page = s.page_rows ? row / s.page_rows : 0, in_page = row - page * s.page_rows;
-    const int64_t head = byte / s.piece;
-    return s.data + page * s.page_stride + in_page * s.stride + head * s.head_stride + (byte - head * s.piece);
+    *to = *from = (int64_t)i;
+    if (p.wide) {
+        if (p.dst_index)
+            *to = kvpc_load_i64(p.dst_index + 8 * (uint64_t)i);
+        if (p.src_index)
+            *from = kvpc_load_i64(p.src_index + 8 * (uint64_t)i);
+        return;
+    }
+    int32_t to32 = 0, from32 = 0;
+    if (p.dst_index)
+        to32 = kvpc_load_i32(p.dst_index + 4 * (uint64_t)i);
+    if (p.src_index)
+        from32 = kvpc_load_i32(p.src_index + 4 * (uint64_t)i);
+    *to = p.dst_index ? to32 : *to;
+    *from = p.src_index ? from32 : *from;
 }
 
-/* A group of `lanes` threads copies one chunk of a row after the other. */
-template <uint32_t lanes>
-static __global__ void __launch_bounds__(512) kvpc_any_kernel(const __grid_constant__ kvpc_any p)
+template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_side &s, number row)
 {
-    const int64_t thread = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
-    const int64_t groups = (int64_t)gridDim.x * blockDim.x / lanes;
-    const uint32_t lane = threadIdx.x % lanes;
+    return row * (uint64_t)s.stride + kvpc_divide(row, s.page) * (uint64_t)s.page_step;
+}
+
+/* Chunk `work` of all: of each layer every row, of each row every unit, of each unit every part. Parts begin at 16-byte
+   boundaries of dst; `aligned`: as units do. */
+template <bool aligned, bool one_shape, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch &p, number work, bool first_lane)
+{
+    const number layer_row = kvpc_divide(work, p.chunks), chunk = work - layer_row * (number)p.chunks.by;
+    const number layer = kvpc_divide(layer_row, p.count), i = layer_row - layer * (number)p.count.by;
+    const kvpc_shape &s = p.shape[one_shape ? 0 : layer];
+    int64_t to, from;
+    kvpc_load_indices(p, i, &to, &from);
+    number part = chunk;
+    uint64_t dst_unit = 0, src_unit = 0;
+    if (s.units > 1) {
+        const number unit = kvpc_divide(chunk, s.parts);
+        part = chunk - unit * (number)s.parts.by;
+        dst_unit = unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
+        src_unit = unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    }
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)p.dst_base, src_row = (uint64_t)from - (uint64_t)p.src_base;
+    const bool dst_inside = to >= p.dst_base && dst_row < p.dst_rows;
+    const bool src_inside = from >= p.src_base && src_row < p.src_rows;
+    kvpc_chunk c;
+    c.dst = p.layer[layer].dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
+    c.src = p.layer[layer].src + kvpc_place(s.src, (number)src_row) + src_unit;
+    c.zero = !src_inside;
+    const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
+    const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
+    const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
+    const bool moves = dst_inside && (src_inside || p.zero) && at < before && (one_shape || chunk < s.chunks);
+    c.dst += at, c.src += at;
+    c.bytes = moves ? (uint32_t)(before - at) : 0;
+    if (!dst_inside || !src_inside) {
+        const bool past = (!dst_inside && to >= p.dst_base) || (!src_inside && from >= p.src_base);
+        if (past && layer == 0 && chunk == 0 && first_lane && p.rejected)
+            atomicAdd(p.rejected, 1u);
+    }
+    return c;
+}
+
+/* A group of `lanes` threads moves a chunk of up to lanes * loads times 16 bytes: thread t of the group those at 16 t
+   and, per load, a group further. */
+template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++) {
+        v[k] = uint4{0, 0, 0, 0};
+        if (!c.zero && at + 16 * lanes * k < c.bytes)
+            v[k] = kvpc_load16(c.src + at + 16 * lanes * k);
+    }
+}
+
+template <uint32_t lanes, uint32_t loads>
+KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_t at)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (at + 16 * lanes * k < c.bytes)
+            kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
+}
+
+/* On the whole GPU: a group for each chunk. */
+template <uint32_t lanes, uint32_t loads, bool one_shape>
+static __global__ void __launch_bounds__(128) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, at = 16 * (threadIdx.x % lanes);
+    if (work >= (uint32_t)p.total)
+        return;
     if (p.wait)
         kvpc_pdl_wait();
-    for (int64_t work = thread / lanes; work < p.count * p.chunks; work += groups) {
-        const int64_t i = work / p.chunks, chunk = work - i * p.chunks;
-        const kvpc_table &t = p.table[chunk >= p.table[0].chunks];
-        const int64_t byte = (chunk - (chunk >= p.table[0].chunks ? p.table[0].chunks : 0)) * t.chunk_bytes;
-        const int64_t bytes = t.chunk_bytes < t.row_bytes - byte ? t.chunk_bytes : t.row_bytes - byte;
-        const int64_t index = p.wide ? ((const int64_t *)p.index)[i] : ((const int32_t *)p.index)[i];
-        const int64_t row = (int64_t)((uint64_t)index - (uint64_t)p.base);
-        const bool inside = index >= p.base && (uint64_t)row < p.rows;
-        if (inside)
-            kvpc_copy<lanes>(kvpc_place(t.dst, p.gather ? i : row, byte), kvpc_place(t.src, p.gather ? row : i, byte),
-                             (size_t)bytes, lane);
-        else if (p.gather)
-            kvpc_zero<lanes>(kvpc_place(t.dst, i, byte), (size_t)bytes, lane);
-        if (!inside && index >= p.base && chunk == 0 && lane == 0 && p.rejected)
-            atomicAdd(p.rejected, 1u);
+    const kvpc_chunk c = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+    uint4 v[loads];
+    kvpc_load_chunk<lanes, loads>(v, c, at);
+    kvpc_store_chunk<lanes, loads>(v, c, at);
+}
+
+/* On few multiprocessors: one chunk after the other. While one is on its way the next is found. */
+template <uint32_t lanes, uint32_t loads, bool one_shape>
+static __global__ void __launch_bounds__(1024) kvpc_move_few_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
+    uint4 v[loads];
+    kvpc_chunk c = {0, 0, 0, false};
+    if (p.wait)
+        kvpc_pdl_wait();
+    for (uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (uint32_t)p.total; work += groups) {
+        const kvpc_chunk next = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+        kvpc_store_chunk<lanes, loads>(v, c, at);
+        c = next;
+        kvpc_load_chunk<lanes, loads>(v, c, at);
+    }
+    kvpc_store_chunk<lanes, loads>(v, c, at);
+}
+
+/* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
+template <uint32_t lanes, class number>
+static __global__ void __launch_bounds__(512) kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch p)
+{
+    const uint32_t lane = threadIdx.x % lanes;
+    const number groups = (number)gridDim.x * (blockDim.x / lanes);
+    if (p.wait)
+        kvpc_pdl_wait();
+    for (number work = ((number)blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (number)p.total;
+         work += groups) {
+        const kvpc_chunk c = p.shapes == 1 ? kvpc_find_chunk<false, true>(p, work, lane == 0)
+                                           : kvpc_find_chunk<false, false>(p, work, lane == 0);
+        if (c.bytes > 0 && c.zero)
+            kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
+        else if (c.bytes > 0)
+            kvpc_copy<lanes>(kvpc_global(c.dst), kvpc_global(c.src), c.bytes, lane);
     }
 }
 
@@ -869,6 +1021,121 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
 #endif
 }
 
+#if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
+/* ---- KVPRIM_DEBUG: the first and the last byte of what a call may touch is memory that the device can reach ---- */
+
+static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
+{
+    int device = 0, pageable = 0, peer = 1;
+    cudaPointerAttributes a;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+    if (error == cudaSuccess)
+        error = cudaPointerGetAttributes(&a, p);
+    if (error == cudaSuccess && a.type == cudaMemoryTypeDevice && a.device != device)
+        error = cudaDeviceCanAccessPeer(&peer, device, a.device);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
+                           cudaGetErrorName(error), cudaGetErrorString(error));
+    }
+    if (a.type == cudaMemoryTypeUnregistered && !pageable)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                           function, name, (const void *)p);
+    if (!peer)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
+                           (const void *)p, a.device, device);
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, int64_t bytes)
+{
+    if (!p || bytes < 1)
+        return KVPRIM_OK;
+    const kvprim_status status = kvpc_check_byte(function, name, (const char *)p);
+    return status == KVPRIM_OK ? kvpc_check_byte(function, name, (const char *)p + bytes - 1) : status;
+}
+
+static kvprim_status kvpc_check_table(const char *function, const char *name, const kvprim_table *t, int64_t row_bytes)
+{
+    if (!t->data || t->rows < 1)
+        return KVPRIM_OK;
+    const char *const last = (const char *)kvprim_table_row(t, t->rows - 1);
+    return kvpc_check_bytes(function, name, t->data,
+                            last - (const char *)t->data + (t->heads - 1) * t->head_stride + row_bytes / t->heads);
+}
+
+static kvprim_status kvpc_check_indices(const char *function, const char *name, const void *index,
+                                        kvprim_index_type type, int64_t count)
+{
+    return kvpc_check_bytes(function, name, index, count * (type == KVPRIM_I64 ? 8 : 4));
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_gather_desc *d)
+{
+    const char *const function = "kvprim_cuda_gather";
+    kvprim_status status = kvpc_check_table(function, "dst", &d->dst, d->row_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "src", &d->src, d->row_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "index", d->index, d->index_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_store_desc *d)
+{
+    const char *const function = "kvprim_cuda_store";
+    const kvprim_table none = {};
+    kvprim_status status = kvpc_check_table(function, "k_cache", &d->k_cache, d->k_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "v_cache", &d->v_cache, d->v_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "k", &d->k, d->k_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_table(function, "v", d->v_cache.data ? &d->v : &none, d->v_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "slot", d->slot, d->slot_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_transfer_desc *d)
+{
+    const char *const function = "kvprim_cuda_transfer";
+    kvprim_status status = KVPRIM_OK;
+    for (int32_t l = 0; l < d->layers && status == KVPRIM_OK; l++) {
+        kvprim_table dst = d->dst, src = d->src;
+        dst.data = d->dst_layers ? d->dst_layers[l] : (char *)d->dst.data + l * d->dst_layer_stride;
+        src.data = d->src_layers ? d->src_layers[l] : (char *)d->src.data + l * d->src_layer_stride;
+        status = kvpc_check_table(function, "dst", &dst, d->row_bytes);
+        if (status == KVPRIM_OK)
+            status = kvpc_check_table(function, "src", &src, d->row_bytes);
+    }
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "dst_index", d->dst_index, d->index_type, d->count);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_indices(function, "src_index", d->src_index, d->index_type, d->count);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
+}
+
+static kvprim_status kvpc_check_memory(const kvprim_unpack_desc *d)
+{
+    const char *const function = "kvprim_cuda_unpack";
+    kvprim_status status = kvpc_check_bytes(function, "dst", d->dst, (int64_t)d->dst_bytes);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_bytes(function, "src", d->src, (int64_t)d->src_bytes);
+    return status == KVPRIM_OK ? kvpc_check_bytes(function, "workspace", d->workspace, (int64_t)d->workspace_bytes)
+                               : status;
+}
+#else
+static kvprim_status kvpc_check_memory(const void *)
+{
+    return KVPRIM_OK;
+}
+#endif
+
 /* What a gather and a store have in common, resolved. dst and src as the rows go; the second table is V's. */
 typedef struct kvpc_job {
     const char *function;
@@ -916,16 +1183,24 @@ static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
     return job->base >= 0 && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
 }
 
+static kvpc_divisor kvpc_divisor_of(int64_t by)
+{
+    const int64_t most = (int64_t)1 << 31;
+    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    if (by < 1 || by > most) /* then whatever is below 2^31 is less */
+        return d;
+    while ((int64_t)1 << d.shift < by)
+        d.shift++;
+    d.magic = (uint32_t)((((uint64_t)1 << (31 + d.shift)) + d.by - 1) / d.by);
+    return d;
+}
+
 /* `parts` groups of threads share a row. Returns the number of blocks. */
 static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
 {
-    p->parts = parts;
-    for (p->parts_shift = 0; 1u << p->parts_shift < p->parts;)
-        p->parts_shift++;
-    /* With the next multiple of 2^k / parts, k 31 more than parts has bits, the quotient is right below 2^31. */
-    p->divide_shift = 31 + p->parts_shift;
-    p->multiplier = (uint32_t)(((uint64_t)1 << p->divide_shift) / p->parts + 1);
-    const uint64_t threads = (uint64_t)p->count * p->parts * lanes;
+    p->parts = kvpc_divisor_of(parts);
+    p->parts_shift = p->parts.shift;
+    const uint64_t threads = (uint64_t)p->count * parts * lanes;
     return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
 }
 
@@ -980,9 +1255,9 @@ static bool kvpc_fills(int64_t row_bytes, int64_t unit)
     return parts > 0 && parts * unit == row_bytes && (parts & (parts - 1)) == 0;
 }
 
-/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take one
-   load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts less
-   than one block per nanosecond: blocks must not be small where there are many. */
+/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take
+   one load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts
+   less than one block per nanosecond: blocks must not be small where there are many. */
 static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p)
 {
     const int64_t row_bytes = job->row_bytes[0];
@@ -1049,59 +1324,194 @@ static kvprim_status kvpc_move_plain(const kvpc_job *job, uint64_t bits)
     return job->gather ? kvpc_gather_by_size(job, &p) : kvpc_store_by_size(job, &p);
 }
 
-static kvpc_side kvpc_side_of(const kvprim_table *table, int64_t row_bytes)
-{
-    const kvprim_table t = kvpc_simplify(table, row_bytes);
-    const kvpc_side side = {(char *)t.data, t.stride, t.page_rows, t.page_stride, t.head_stride, row_bytes / t.heads};
-    return side;
-}
-
 static int64_t kvpc_gcd(int64_t a, int64_t b)
 {
     return b ? kvpc_gcd(b, a % b) : a;
 }
 
+/* *bits collects what must be a multiple of 16 for the kernel of aligned chunks. */
+static kvpc_side kvpc_side_of(const kvprim_table *t, int64_t row_bytes, int64_t unit, uint64_t *bits)
+{
+    kvpc_side s = {t->stride, 0, 0, kvpc_divisor_of(t->page_rows), kvpc_divisor_of(0)};
+    if (t->page_rows > 0)
+        s.page_step = (int64_t)((uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride);
+    if (t->heads > 1) {
+        const int64_t piece = row_bytes / t->heads;
+        s.head = kvpc_divisor_of(piece / unit);
+        s.head_step = t->head_stride - piece;
+    }
+    *bits |= (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step | (uint64_t)unit;
+    return s;
+}
+
+static void kvpc_set_shape(kvpc_shape *s, const kvprim_table *dst, const kvprim_table *src, int64_t row_bytes,
+                           uint64_t *bits)
+{
+    const kvprim_table to = kvpc_simplify(dst, row_bytes), from = kvpc_simplify(src, row_bytes);
+    const int64_t unit = kvpc_gcd(row_bytes / to.heads, row_bytes / from.heads);
+    s->dst = kvpc_side_of(&to, row_bytes, unit, bits);
+    s->src = kvpc_side_of(&from, row_bytes, unit, bits);
+    s->unit_bytes = (uint64_t)unit;
+    s->units = (uint64_t)(row_bytes / unit);
+}
+
+/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is by as much longer. */
+static void kvpc_cut(kvpc_batch *p, uint32_t part_bytes, bool aligned, int32_t layers)
+{
+    uint64_t most = 0;
+    p->part_bytes = aligned ? part_bytes : part_bytes + 16;
+    for (int m = 0; m < p->shapes; m++) {
+        kvpc_shape *const s = &p->shape[m];
+        const uint64_t touched = aligned ? s->unit_bytes : s->unit_bytes + 15;
+        s->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
+        s->chunks = s->units * s->parts.by;
+        most = s->chunks > most ? s->chunks : most;
+    }
+    p->chunks = kvpc_divisor_of((int64_t)most);
+    p->total = most * p->count.by * (uint64_t)layers;
+}
+
+typedef void kvpc_kernel(kvpc_batch);
+
+/* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
+static kvprim_status kvpc_start_groups(const char *function, kvpc_kernel *kernel, uint32_t most_threads, uint32_t lanes,
+                                       const kvpc_batch *p, const kvprim_cuda_launch *launch)
+{
+    const uint64_t limit = launch && launch->max_sms > 0 ? (uint64_t)launch->max_sms : 0;
+    uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
+    while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
+        threads /= 2;
+    const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
+    return kvpc_start(function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, launch);
+}
+
+/* Rows that begin and end at multiples of 16 bytes. */
+template <bool one_shape>
+static kvprim_status kvpc_start_aligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
+                                        const kvprim_cuda_launch *launch)
+{
+    const bool few = launch && launch->max_sms > 0;
+    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
+    kvpc_kernel *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, one_shape>
+                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, one_shape>
+                                                  : kvpc_move_few_kernel<32, 4, one_shape>;
+    kvpc_kernel *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, one_shape>
+                                : lanes == 16 ? kvpc_move_kernel<16, 2, one_shape>
+                                              : kvpc_move_kernel<32, 2, one_shape>;
+    kvpc_cut(p, 16 * lanes * loads, true, layers);
+    return kvpc_start_groups(function, few ? few_kernel : kernel, 1024, lanes, p, launch);
+}
+
+/* Any rows. large: more rows or chunks than the other kernels count. */
+static kvprim_status kvpc_start_unaligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
+                                          bool large, const kvprim_cuda_launch *launch)
+{
+    const uint32_t lanes = large || unit > 256 ? 32 : 8;
+    kvpc_kernel *const kernel = large        ? kvpc_move_bytes_kernel<32, uint64_t>
+                                : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t>
+                                             : kvpc_move_bytes_kernel<32, uint32_t>;
+    kvpc_cut(p, lanes == 8 ? 256 : 2048, false, layers);
+    return kvpc_start_groups(function, kernel, 512, lanes, p, launch);
+}
+
+/* Starts a move of some layers; the rows' shapes are not cut yet. */
+static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_t layers, uint64_t bits,
+                                     const kvprim_cuda_launch *launch)
+{
+    const uint64_t most = (uint64_t)1 << 31;
+    uint64_t unit = 0, chunks = 0;
+    for (int m = 0; m < p->shapes; m++) {
+        const uint64_t upper = p->shape[m].units * (p->shape[m].unit_bytes / 256 + 1);
+        unit = p->shape[m].unit_bytes > unit ? p->shape[m].unit_bytes : unit;
+        chunks = upper > chunks ? upper : chunks;
+    }
+    for (int l = 0; l < layers; l++)
+        bits |= p->layer[l].dst | p->layer[l].src;
+    p->wait = launch ? launch->pdl : 0;
+    const bool large = p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers;
+    if (large || bits % 16 != 0)
+        return kvpc_start_unaligned(function, p, layers, unit, large, launch);
+    return p->shapes == 1 ? kvpc_start_aligned<true>(function, p, layers, unit, launch)
+                          : kvpc_start_aligned<false>(function, p, layers, unit, launch);
+}
+
 static kvprim_status kvpc_move_any(const kvpc_job *job)
 {
-    enum { most_chunk = 2048, most_blocks = 1 << 20 };
-    kvpc_any p = {};
-    int64_t most_row = 0;
+    kvpc_batch p;
+    uint64_t bits = 0;
     for (int m = 0; m < job->tables; m++) {
-        kvpc_table *const t = &p.table[m];
-        t->row_bytes = job->row_bytes[m];
-        t->dst = kvpc_side_of(job->dst[m], t->row_bytes);
-        t->src = kvpc_side_of(job->src[m], t->row_bytes);
-        t->chunk_bytes = t->row_bytes;
-        if (t->dst.piece < t->row_bytes || t->src.piece < t->row_bytes)
-            t->chunk_bytes = kvpc_gcd(t->dst.piece, t->src.piece);
-        else if (t->row_bytes > most_chunk)
-            t->chunk_bytes = most_chunk;
-        t->chunks = (t->row_bytes + t->chunk_bytes - 1) / t->chunk_bytes;
-        p.chunks += t->chunks;
-        most_row = t->chunk_bytes > most_row ? t->chunk_bytes : most_row;
+        kvpc_set_shape(&p.shape[m], job->dst[m], job->src[m], job->row_bytes[m], &bits);
+        p.layer[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
+        p.layer[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
     }
-    p.index = job->index;
+    p.dst_index = job->gather ? 0 : (uint64_t)(uintptr_t)job->index;
+    p.src_index = job->gather ? (uint64_t)(uintptr_t)job->index : 0;
+    p.dst_rows = (uint64_t)(job->gather ? job->count : job->rows);
+    p.src_rows = (uint64_t)(job->gather ? job->rows : job->count);
+    p.dst_base = job->gather ? 0 : job->base;
+    p.src_base = job->gather ? job->base : 0;
+    p.count = kvpc_divisor_of(job->count);
     p.rejected = job->rejected;
-    p.rows = (uint64_t)job->rows;
-    p.base = job->base;
-    p.count = job->count;
     p.wide = job->type == KVPRIM_I64;
-    p.gather = job->gather;
-    p.wait = job->launch ? job->launch->pdl : 0;
-    const int lanes = most_row <= 256 ? 8 : 32;
-    const bool limited = job->launch && job->launch->max_sms > 0;
-    const int64_t threads = limited ? 512 : 256,
-                  wanted = (p.count * p.chunks + threads / lanes - 1) / (threads / lanes);
-    const int64_t most = limited ? job->launch->max_sms : (int64_t)most_blocks;
-    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
-    return kvpc_start(job->function, lanes == 8 ? kvpc_any_kernel<8> : kvpc_any_kernel<32>, blocks, (uint32_t)threads,
-                      p, job->launch);
+    p.zero = job->gather;
+    p.shapes = job->tables == 2 && memcmp(&p.shape[0], &p.shape[1], offsetof(kvpc_shape, chunks)) != 0 ? 2 : 1;
+    return kvpc_start_move(job->function, &p, job->tables, bits, job->launch);
 }
 
 static kvprim_status kvpc_move(const kvpc_job *job)
 {
     uint64_t bits;
     return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
+}
+
+/* Where neither side is indexed, rows that follow each other without a gap on both sides become one. */
+static void kvpc_join_rows(kvprim_transfer_desc *d)
+{
+    const kvprim_table dst = kvpc_simplify(&d->dst, d->row_bytes), src = kvpc_simplify(&d->src, d->row_bytes);
+    const int64_t rows = kvpc_gcd(kvpc_gcd(dst.page_rows, src.page_rows), d->count);
+    if (d->dst_index || d->src_index || dst.heads > 1 || src.heads > 1 || dst.stride != d->row_bytes ||
+        src.stride != d->row_bytes)
+        return;
+    d->dst = dst, d->src = src;
+    d->dst.stride = d->src.stride = d->row_bytes *= rows;
+    d->dst.page_rows /= rows, d->src.page_rows /= rows;
+    d->count /= rows;
+}
+
+static uint64_t kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int64_t l)
+{
+    if (layers)
+        return (uint64_t)(uintptr_t)layers[l];
+    return (uint64_t)(uintptr_t)table->data + (uint64_t)l * (uint64_t)layer_stride;
+}
+
+/* As many layers at a time as a launch's parameters hold. */
+static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_launch *launch)
+{
+    kvprim_status status = KVPRIM_OK;
+    kvpc_join_rows(d);
+    for (int64_t first = 0; first < d->layers && status == KVPRIM_OK; first += kvpc_layers) {
+        const int32_t left = (int32_t)(d->layers - first), layers = left < kvpc_layers ? left : kvpc_layers;
+        uint64_t bits = 0;
+        kvpc_batch p;
+        kvpc_set_shape(&p.shape[0], &d->dst, &d->src, d->row_bytes, &bits);
+        for (int32_t l = 0; l < layers; l++) {
+            p.layer[l].dst = kvpc_layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, first + l);
+            p.layer[l].src = kvpc_layer_of(&d->src, d->src_layers, d->src_layer_stride, first + l);
+        }
+        p.dst_index = (uint64_t)(uintptr_t)d->dst_index;
+        p.src_index = (uint64_t)(uintptr_t)d->src_index;
+        p.dst_rows = (uint64_t)(d->dst_index ? d->dst.rows : d->count);
+        p.src_rows = (uint64_t)(d->src_index ? d->src.rows : d->count);
+        p.dst_base = p.src_base = 0;
+        p.count = kvpc_divisor_of(d->count);
+        p.rejected = first == 0 ? d->rejected : NULL;
+        p.wide = d->index_type == KVPRIM_I64;
+        p.zero = 0;
+        p.shapes = 1;
+        status = kvpc_start_move("kvprim_cuda_transfer", &p, layers, bits, launch);
+    }
+    return status;
 }
 
 /* ---- unpack: host side ---- */
@@ -1564,6 +1974,8 @@ KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, cons
     kvprim_status status = kvprim_gather_check(desc, &d);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_gather", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
     if (status != KVPRIM_OK || d.count == 0)
         return status;
     const kvpc_job job = {
@@ -1578,6 +1990,8 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
     kvprim_status status = kvprim_store_check(desc, &d);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_store", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
     if (status != KVPRIM_OK || d.count == 0)
         return status;
     const kvpc_job job = {"kvprim_cuda_store",
@@ -1596,14 +2010,25 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
     return kvpc_move(&job);
 }
 
+KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
+{
+    kvprim_transfer_desc d;
+    kvprim_status status = kvprim_transfer_check(desc, &d);
+    if (status == KVPRIM_OK)
+        status = kvpc_check_launch("kvprim_cuda_transfer", launch);
+    if (status == KVPRIM_OK && d.count > 0)
+        status = kvpc_check_memory(&d);
+    return status != KVPRIM_OK || d.count == 0 ? status : kvpc_transfer(&d, launch);
+}
+
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
     kvprim_status status = kvprim_unpack_check(desc);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_unpack", launch);
-    if (status != KVPRIM_OK || desc->count == 0)
-        return status;
-    return kvpc_unpack_checked(desc, launch);
+    if (status == KVPRIM_OK && desc->count > 0)
+        status = kvpc_check_memory(desc);
+    return status != KVPRIM_OK || desc->count == 0 ? status : kvpc_unpack_checked(desc, launch);
 }
 
 #ifdef __cplusplus

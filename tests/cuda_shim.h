@@ -34,6 +34,11 @@ static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
     return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31));
 }
 
+static inline uint32_t __umulhi(uint32_t a, uint32_t b)
+{
+    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
 static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 {
     const uint32_t before = *at;

@@ -581,6 +581,26 @@ static void fuzz_store(struct input *in)
     free(slot);
 }
 
+/* One cache on both sides. A row that is written and read in one call has no bytes that could be expected. */
+static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
+                             const struct layout *src, int same)
+{
+    must(v, d->same_cache != 0 && d->same_cache != 1, KVPRIM_ERROR_ARGUMENT);
+    if (!d->same_cache) {
+        judge_overlap(v, dst, src);
+        return;
+    }
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* of the cache and indices as far as count says */
+    if (!same) {                              /* two caches that may lie in one place */
+        must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
+        may(v, 1, KVPRIM_ERROR_ARGUMENT);
+        v->outside = 1;
+    }
+    for (int64_t i = 0; !v->outside && i < d->count; i++)
+        for (int64_t j = 0; j < d->count; j++)
+            v->outside |= row_of(d->dst_index, d->index_type, 0, i) == row_of(d->src_index, d->index_type, 0, j);
+}
+
 static void fuzz_transfer(struct input *in)
 {
     const struct shape s = take_shape(in);
@@ -591,7 +611,7 @@ static void fuzz_transfer(struct input *in)
     d.row_bytes = s.row_bytes;
     d.count = s.count;
     d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
-    const int dst_indexed = !chance(in, 3), src_indexed = !chance(in, 3);
+    const int dst_indexed = !chance(in, 3), src_indexed = !chance(in, 3), same = chance(in, 4);
     const int64_t dst_rows = dst_indexed ? (int64_t)(take(in, 1) % 20) : rows_for(in, s.count);
     const int64_t src_rows = src_indexed ? s.rows : rows_for(in, s.count);
     d.dst = take_table(in, dst_rows, s.row_bytes);
@@ -607,9 +627,16 @@ static void fuzz_transfer(struct input *in)
     d.src_layer_stride = chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
+    if (same) {
+        d.src = d.dst;
+        d.src_layers = d.dst_layers;
+        d.src_layer_stride = d.dst_layer_stride;
+    }
+    d.same_cache = chance(in, 32) ? (int32_t)(uint64_t)take_wild(in) : same;
     spoil(in, &d.row_bytes);
     spoil(in, &d.count);
-    spoil(in, chance(in, 2) ? &d.dst_layer_stride : &d.src_layer_stride);
+    if (!same)
+        spoil(in, chance(in, 2) ? &d.dst_layer_stride : &d.src_layer_stride);
     if (!d.dst_layers && !d.src_layers && chance(in, 48))
         d.layers = (int32_t)(uint64_t)take_wild(in);
     d.rejected = take_rejected(in);
@@ -617,8 +644,14 @@ static void fuzz_transfer(struct input *in)
     const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
     struct layout src = judge_table(&v, d.src, d.row_bytes, src_used, d.layers, d.src_layer_stride, d.src_layers);
     struct layout dst = judge_table(&v, d.dst, d.row_bytes, dst_used, d.layers, d.dst_layer_stride, d.dst_layers);
-    place(in, &src, src_bases);
-    place(in, &dst, dst_bases);
+    if (same) {
+        struct layout *const larger = dst.extent > src.extent ? &dst : &src;
+        place(in, larger, dst_bases);
+        dst.table.data = src.table.data = larger->table.data;
+    } else {
+        place(in, &src, src_bases);
+        place(in, &dst, dst_bases);
+    }
     d.src = src.table;
     d.dst = dst.table;
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
@@ -628,7 +661,7 @@ static void fuzz_transfer(struct input *in)
         judge_index(&v, dst_index, d.index_type);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
-    judge_overlap(&v, &dst, &src);
+    judge_same_cache(&v, &d, &dst, &src, same);
 
     const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);

@@ -1,4 +1,4 @@
-/* kvprim_cuda_gather, kvprim_cuda_store and the device functions on a GPU, against the host functions, byte by byte.
+/* kvprim_cuda_gather, _store, _transfer and the device functions on a GPU, against the host functions, byte by byte.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/test_cuda.cu -o test_cuda && ./test_cuda
 
@@ -6,8 +6,11 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
+#include "test_transfers.h"
 #include "test_fragments.h"
 #include <cuda_runtime.h>
+#include <algorithm>
+#include <chrono>
 #include <thread>
 
 static bool quick;
@@ -82,6 +85,33 @@ static void after(arena *a, bool)
     download(a);
 }
 
+/* Where sources of transfers lie; NULL: where all the rest does. What is there must not change. */
+static thread_local unsigned char *other_memory;
+static thread_local std::vector<unsigned char> other_contents;
+
+static void before_source(arena *a)
+{
+    if (!other_memory)
+        return;
+    other_contents.assign(a->got, a->got + a->used);
+    CUDA(cudaMemcpyAsync(other_memory, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
+}
+
+static unsigned char *source_of(const arena *a)
+{
+    return other_memory ? other_memory : a->device;
+}
+
+static void after_source(arena *)
+{
+    if (!other_memory)
+        return;
+    std::vector<unsigned char> left(other_contents.size());
+    CUDA(cudaMemcpy(left.data(), other_memory, left.size(), cudaMemcpyDefault));
+    if (left != other_contents)
+        fail("%s: the memory of the source has changed", current);
+}
+
 /* Memory of its own; its descriptors run as `launch` says. */
 static void open_arena(arena *a, size_t capacity, const kvprim_cuda_launch *launch)
 {
@@ -127,6 +157,7 @@ static void test_options()
         main_launch.pdl = n % 2;
         main_launch.max_sms = max_sms[n / 2];
         small_matrix(&memory);
+        small_transfers(&memory);
     }
     main_launch.pdl = main_launch.max_sms = 0;
 }
@@ -148,7 +179,29 @@ static void test_refused()
 {
     bad_gathers(&memory);
     bad_stores(&memory);
+    bad_transfers(&memory);
     bad_launches(&memory);
+}
+
+static void test_transfer()
+{
+    transfer_matrix(&memory);
+    transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
+}
+
+static void test_layers()
+{
+    layer_matrix(&memory);
+}
+
+static void test_copies_on_write()
+{
+    copies_on_write(&memory);
+}
+
+static void test_random_transfers()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_transfer);
 }
 
 /* What a C caller can pass. */
@@ -168,6 +221,9 @@ static void test_bad_types()
         kvprim_store_desc store = good_store(&memory);
         store.slot_type = type_numbered(number);
         CHECK(try_store(&memory, &store, "slot_type") == REFUSED);
+        kvprim_transfer_desc transfer = good_transfer(&memory);
+        transfer.index_type = type_numbered(number);
+        CHECK(try_transfer(&memory, &transfer, "index_type") == REFUSED);
     }
 }
 
@@ -213,7 +269,7 @@ static void test_unpack_lengths()
 static void test_unpack_counts()
 {
     static const size_t counts[] = {1023, 2100, 9000, 100000};
-    large_batches(&memory, counts, quick ? 3 : 4);
+    large_batches(&memory, counts, quick ? 2 : 4);
     for (const batch_case &c : lent_cases)
         one_batch(&memory, &c);
 }
@@ -262,6 +318,75 @@ static void test_other_memory()
     CUDA(cudaFree(managed));
 }
 
+/* Memory of a kind, as the current device addresses it. */
+enum memory_kind { DEVICE, PINNED, MANAGED, PEER };
+static const char *const kind_names[] = {"device", "pinned", "managed", "peer"};
+
+static unsigned char *open_memory(memory_kind kind, size_t bytes)
+{
+    void *p, *mapped;
+    if (kind == PEER)
+        CUDA(cudaSetDevice(1));
+    if (kind == PINNED)
+        CUDA(cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+    else
+        CUDA(kind == MANAGED ? cudaMallocManaged(&p, bytes) : cudaMalloc(&p, bytes));
+    CUDA(cudaSetDevice(0));
+    if (kind != PINNED)
+        return static_cast<unsigned char *>(p);
+    CUDA(cudaHostGetDevicePointer(&mapped, p, 0));
+    return static_cast<unsigned char *>(mapped);
+}
+
+static void close_memory(memory_kind kind, unsigned char *p)
+{
+    CUDA(kind == PINNED ? cudaFreeHost(p) : cudaFree(p));
+}
+
+/* Transfers to memory of one kind from that of another: the whole GPU, then some of it. */
+static void transfers_between(memory_kind dst, memory_kind src)
+{
+    const size_t bytes = size_t(24) << 20;
+    unsigned char *const device = memory.device;
+    const int before_it = failures;
+    memory.device = open_memory(dst, bytes);
+    other_memory = open_memory(src, bytes);
+    for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
+        small_transfers(&memory);
+    main_launch.max_sms = 0;
+    close_memory(src, other_memory);
+    close_memory(dst, memory.device);
+    other_memory = nullptr;
+    memory.device = device;
+    if (failures != before_it)
+        fail("these were transfers to %s from %s memory", kind_names[dst], kind_names[src]);
+}
+
+static void test_transfer_memory()
+{
+    for (const memory_kind dst : {DEVICE, PINNED, MANAGED})
+        for (const memory_kind src : {DEVICE, PINNED, MANAGED})
+            transfers_between(dst, src);
+}
+
+static void test_peer_memory()
+{
+    int devices = 0, can = 0;
+    CUDA(cudaGetDeviceCount(&devices));
+    if (devices > 1)
+        CUDA(cudaDeviceCanAccessPeer(&can, 0, 1));
+    if (!can) {
+        snprintf(skip_reason, sizeof skip_reason, "of %d devices none can access another's memory", devices);
+        return;
+    }
+    CUDA(cudaDeviceEnablePeerAccess(1, 0));
+    for (const memory_kind kind : {DEVICE, PINNED, MANAGED, PEER}) {
+        transfers_between(PEER, kind);
+        transfers_between(kind, PEER);
+    }
+    CUDA(cudaDeviceDisablePeerAccess(1));
+}
+
 /* Compares device memory with what it should hold, in rows. */
 static void check_rows(const char *what, const unsigned char *on_device, const std::vector<unsigned char> &want,
                        int64_t row_bytes)
@@ -278,7 +403,7 @@ static void check_rows(const char *what, const unsigned char *on_device, const s
 
 /* A gather, and a store of its source over its output. Each table has an allocation that ends with its last byte, a
    source with the aligned 16 bytes which that lies in: compute-sanitizer knows where allocations end. */
-static void exact_moves(int64_t row_bytes)
+static void exact_moves(int64_t row_bytes, const kvprim_cuda_launch *launch)
 {
     enum { rows = 6, count = 9 };
     static const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1}, slots[rows] = {8, 0, -1, 9, 3, 1};
@@ -298,13 +423,13 @@ static void exact_moves(int64_t row_bytes)
     const kvprim_table dst_host = {want.data(), count, 0, 0, 0, 0, 0}, dst_table = {dst_on, count, 0, 0, 0, 0, 0};
     const kvprim_gather_desc gather_host = {dst_host, src_host, row_bytes, index, KVPRIM_I32, 0, count, nullptr};
     const kvprim_gather_desc gather = {dst_table, src_table, row_bytes, index_on, KVPRIM_I32, 0, count, nullptr};
-    CHECK(kvprim_gather(&gather_host) == KVPRIM_OK && kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK);
+    CHECK(kvprim_gather(&gather_host) == KVPRIM_OK && kvprim_cuda_gather(&gather, launch) == KVPRIM_OK);
     check_rows("gather", dst_on, want, row_bytes);
     const kvprim_store_desc store_host = {dst_host, none,       src_host, none, row_bytes, 0,
                                           slots,    KVPRIM_I32, 0,        rows, nullptr};
     const kvprim_store_desc store = {dst_table, none,       src_table, none, row_bytes, 0,
                                      slots_on,  KVPRIM_I32, 0,         rows, nullptr};
-    CHECK(kvprim_store(&store_host) == KVPRIM_OK && kvprim_cuda_store(&store, nullptr) == KVPRIM_OK);
+    CHECK(kvprim_store(&store_host) == KVPRIM_OK && kvprim_cuda_store(&store, launch) == KVPRIM_OK);
     check_rows("store", dst_on, want, row_bytes);
     CUDA(cudaFree(src_on));
     CUDA(cudaFree(dst_on));
@@ -314,8 +439,11 @@ static void exact_moves(int64_t row_bytes)
 
 static void test_exact_memory()
 {
-    for (const int64_t row_bytes : row_sizes)
-        exact_moves(row_bytes);
+    const kvprim_cuda_launch few = {nullptr, 0, 4}; /* other kernels */
+    for (const int64_t row_bytes : row_sizes) {
+        exact_moves(row_bytes, nullptr);
+        exact_moves(row_bytes, &few);
+    }
 }
 
 /* ---- large ---- */
@@ -342,7 +470,7 @@ static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, si
 }
 
 /* Not one byte more than the rows' may have changed. */
-static void one_large_table(int64_t row_bytes)
+static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
     unsigned char input[small], output[small], stored[large_row_most];
@@ -358,11 +486,11 @@ static void one_large_table(int64_t row_bytes)
     for (size_t i = 0; i < small; i++)
         input[i] = static_cast<unsigned char>(1 + i); /* never the poison, nor 0 */
     CUDA(cudaMemset(m.table, 0xa5, bytes));
-    CUDA(cudaMemset(m.output, 0xa5, small));
+    CUDA(cudaMemset(m.output, 0, small));
     CUDA(cudaMemset(m.rejected, 0, sizeof rejected));
     CUDA(cudaMemcpy(m.input, input, small, cudaMemcpyHostToDevice));
     CUDA(cudaMemcpy(m.slots, large_slots, sizeof large_slots, cudaMemcpyHostToDevice));
-    large_store_and_gather(&m, row_bytes);
+    move(&m, row_bytes);
     CUDA(cudaMemcpy(output, m.output, small, cudaMemcpyDeviceToHost));
     CUDA(cudaMemcpy(&rejected, m.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
     CHECK(rejected == 2 * large_past);
@@ -382,8 +510,10 @@ static void one_large_table(int64_t row_bytes)
 
 static void test_large_table()
 {
-    one_large_table(3);
-    one_large_table(16);
+    for (const int64_t row_bytes : {3, 16}) {
+        one_large_table(row_bytes, large_store_and_gather);
+        one_large_table(row_bytes, large_transfers);
+    }
 }
 
 enum { many_rows = 1000 };
@@ -619,7 +749,196 @@ static void test_graphs()
     begin_capture();
     CHECK(kvprim_cuda_gather(&nothing, &main_launch) == KVPRIM_OK);
     CHECK(kvprim_cuda_gather(&refused, &main_launch) == KVPRIM_ERROR_NULL);
+    const kvprim_transfer_desc no_transfer = {};
+    CHECK(kvprim_cuda_transfer(&no_transfer, &main_launch) == KVPRIM_OK);
     CUDA(cudaGraphExecDestroy(end_capture(0)));
+}
+
+/* Offload and restore, captured: the arrays of layers are gone when the graph runs, and what is moved changes. */
+static void one_transfer_graph(int32_t layers, int64_t row_bytes)
+{
+    const int64_t rows = 60, count = 40;
+    std::vector<void *> cache(static_cast<size_t>(layers)), store(cache.size());
+    empty(&memory);
+    kvprim_transfer_desc out = {};
+    out.src = place_layers(&memory, &layouts[8], rows, row_bytes, 0, layers, true, cache.data(), &out.src_layer_stride);
+    out.dst = place_layers(&memory, &layouts[0], rows, row_bytes, 0, layers, true, store.data(), &out.dst_layer_stride);
+    out.src_layers = cache.data();
+    out.dst_layers = store.data();
+    out.layers = layers;
+    out.row_bytes = row_bytes;
+    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true);
+    out.count = count;
+    out.rejected = reserve_counter(&memory);
+    kvprim_transfer_desc back = out;
+    std::swap(back.dst, back.src);
+    std::swap(back.dst_layers, back.src_layers);
+    std::swap(back.dst_index, back.src_index);
+    begin_capture();
+    {
+        device_transfer on(&memory, out), on_back(&memory, back);
+        CHECK(kvprim_cuda_transfer(&on.d, &main_launch) == KVPRIM_OK);
+        CHECK(kvprim_cuda_transfer(&on_back.d, &main_launch) == KVPRIM_OK);
+        for (device_transfer *const gone : {&on, &on_back})
+            memset(static_cast<void *>(gone), 0xa5, sizeof *gone);
+    }
+    const cudaGraphExec_t exec = end_capture(layers > 216 ? 4 : 2);
+    for (int replay = 0; replay < 4; replay++) {
+        fill(memory.expected, memory.used);
+        fill_index(const_cast<void *>(out.src_index), KVPRIM_I32, count, 0, rows, true);
+        memcpy(memory.got, memory.expected, memory.used);
+        CHECK(kvprim_transfer(&out) == KVPRIM_OK && kvprim_transfer(&back) == KVPRIM_OK);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare(&memory, "replayed transfers", nullptr, 0);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_transfer_graphs()
+{
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (const int32_t layers : {1, 64, 216, 217})
+            for (const int64_t row_bytes : {100, 2048})
+                one_transfer_graph(layers, row_bytes);
+    main_launch.pdl = 0;
+}
+
+/* ---- max_sms ---- */
+
+/* Blocks of half an SM's threads each: they say where they are and stay until `stop`. */
+static __global__ void __launch_bounds__(1024) crowd(volatile unsigned *sm_of_block, const volatile unsigned *stop)
+{
+    unsigned sm;
+    asm("mov.u32 %0, %%smid;" : "=r"(sm));
+    if (threadIdx.x > 0)
+        return;
+    sm_of_block[blockIdx.x] = 1 + sm;
+    while (!*stop)
+        ;
+}
+
+/* SMs that a crowd cannot fill up, which is as large as the GPU, because a transfer with this max_sms runs on them.
+   Every layer of it is the same host memory and goes to the same place: it takes long, and little memory. */
+static int sms_of_transfer(int32_t max_sms, int sms)
+{
+    enum { rows = 4096, row_bytes = 4096, layers = 16 };
+    unsigned char *const host = open_memory(PINNED, size_t(rows) * row_bytes);
+    unsigned char *const on = device_memory<unsigned char>(size_t(rows) * row_bytes);
+    const size_t blocks = 2 * static_cast<size_t>(sms);
+    volatile unsigned *seen;
+    void *pinned;
+    cudaStream_t beside;
+    cudaEvent_t done;
+    CUDA(cudaHostAlloc(&pinned, (blocks + 1) * sizeof *seen, cudaHostAllocMapped));
+    memset(pinned, 0, (blocks + 1) * sizeof *seen);
+    seen = static_cast<unsigned *>(pinned); /* the last one is `stop` */
+    CUDA(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    void *from[layers], *to[layers];
+    std::fill_n(from, layers, host);
+    std::fill_n(to, layers, on);
+    kvprim_transfer_desc d = {};
+    d.dst.rows = d.src.rows = d.count = rows;
+    d.dst_layers = to;
+    d.src_layers = from;
+    d.layers = layers;
+    d.row_bytes = row_bytes;
+    const kvprim_cuda_launch limited = {main_launch.stream, 0, max_sms};
+    CHECK(kvprim_cuda_transfer(&d, &limited) == KVPRIM_OK);
+    CUDA(cudaEventRecord(done, main_launch.stream));
+    crowd<<<unsigned(blocks), 1024, 0, beside>>>(seen, seen + blocks);
+    CUDA(cudaGetLastError());
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::vector<int> on_sm(static_cast<size_t>(sms));
+    for (size_t b = 0; b < blocks; b++)
+        if (seen[b])
+            on_sm[seen[b] - 1]++;
+    if (cudaEventQuery(done) != cudaErrorNotReady)
+        fail("max_sms %d: the transfer was too short to be seen", max_sms);
+    seen[blocks] = 1;
+    CUDA(cudaDeviceSynchronize());
+    (void)cudaGetLastError(); /* not ready */
+    CUDA(cudaEventDestroy(done));
+    CUDA(cudaStreamDestroy(beside));
+    CUDA(cudaFree(on));
+    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaFreeHost(host));
+    return sms - static_cast<int>(std::count(on_sm.begin(), on_sm.end(), 2));
+}
+
+static void test_crowds()
+{
+    cudaDeviceProp device;
+    CUDA(cudaGetDeviceProperties(&device, 0));
+    if (device.maxThreadsPerMultiProcessor != 2048) {
+        snprintf(skip_reason, sizeof skip_reason, "an SM of this GPU holds %d threads, not 2,048",
+                 device.maxThreadsPerMultiProcessor);
+        return;
+    }
+    cudaFuncAttributes loaded;
+    CUDA(cudaFuncGetAttributes(&loaded, crowd)); /* before it is to run beside something */
+    for (const int32_t max_sms : {1, 4, 8, 32}) {
+        const int got = sms_of_transfer(max_sms, device.multiProcessorCount);
+        if (got < 1 || got > max_sms)
+            fail("max_sms %d: a transfer is seen on %d SMs", max_sms, got);
+    }
+}
+
+/* The blocks of the kernel that one captured call made. */
+static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), const kvprim_cuda_launch *launch)
+{
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    cudaKernelNodeParams kernel;
+    size_t n = 1;
+    begin_capture();
+    CHECK(call(launch) == KVPRIM_OK);
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, &node, &n));
+    CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
+    CUDA(cudaGraphDestroy(graph));
+    return kernel.gridDim.x * kernel.gridDim.y * kernel.gridDim.z;
+}
+
+static kvprim_status call_gather(const kvprim_cuda_launch *launch)
+{
+    const gather_case c = {1024, &layouts[0], &layouts[8], 0, 0, 5000, 6000, 0, KVPRIM_I32, false};
+    const int64_t bytes = 12 << 20; /* nothing is moved: only captured */
+    kvprim_gather_desc d = {};
+    size_t span;
+    d.dst = lay_out(c.dst_layout, c.count, c.row_bytes, &span);
+    d.src = lay_out(c.src_layout, c.src_rows, c.row_bytes, &span);
+    d.dst.data = memory.device;
+    d.src.data = memory.device + bytes;
+    d.row_bytes = c.row_bytes;
+    d.index = memory.device + 3 * bytes;
+    d.count = c.count;
+    return kvprim_cuda_gather(&d, launch);
+}
+
+static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
+{
+    kvprim_transfer_desc d = {};
+    d.dst = {memory.device, 100, 0, 0, 0, 0, 0};
+    d.src = {memory.device + (16 << 20), 100, 0, 0, 0, 0, 0};
+    d.layers = 64;
+    d.row_bytes = 2048;
+    d.count = 100;
+    return kvprim_cuda_transfer(&d, launch);
+}
+
+/* As many blocks as there may be: no block runs on more than one SM. */
+static void test_blocks()
+{
+    for (const auto call : {call_gather, call_transfer}) {
+        for (const int32_t max_sms : {1, 3, 8, 100}) {
+            const kvprim_cuda_launch limited = {main_launch.stream, 0, max_sms};
+            CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
+        }
+        CHECK(blocks_of(call, &main_launch) > 132);
+    }
 }
 
 /* Unpacks that follow each other: each moves what the one before it has left, of two buffers, to the other. */
@@ -793,8 +1112,10 @@ static void thread_main(unsigned seed)
     for (int round = 0; round < (quick ? 1 : 4); round++) {
         launch.pdl = round % 2;
         small_matrix(&a);
+        small_transfers(&a);
         bad_gathers(&a);
         bad_stores(&a);
+        bad_transfers(&a);
         small_batches(&a);
         bad_unpacks(&a);
     }
@@ -868,6 +1189,11 @@ static void one_duplicates(int64_t row_bytes, size_t cache_align, size_t input_a
 
 static void test_duplicates()
 {
+    main_launch.max_sms = 16; /* another kernel */
+    one_duplicates(100, 3, 5);
+    one_duplicates(1152, 0, 0);
+    one_duplicates(5000, 7, 4);
+    main_launch.max_sms = 0;
     static const int64_t sizes[] = {16, 64, 100, 128, 256, 1000, 1152, 2048, 4096};
     for (const int64_t row_bytes : sizes)
         for (int round = 0; round < 4; round++) {
@@ -948,6 +1274,67 @@ static void test_legacy_capture()
     CUDA(cudaStreamDestroy(blocking));
 }
 
+#ifdef KVPRIM_DEBUG
+static bool named(kvprim_status status, const char *field)
+{
+    return status == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), field) &&
+           strstr(kvprim_last_error(), "which the GPU cannot");
+}
+
+/* Each pointer in turn is ordinary memory of the host, and a table reaches past its allocation. */
+static void test_unreachable()
+{
+    int pageable;
+    CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+    if (pageable) {
+        snprintf(skip_reason, sizeof skip_reason, "this GPU reaches all of the host's memory");
+        return;
+    }
+    void *const host = calloc(1, 1 << 20);
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
+    kvprim_gather_desc g = gather;
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g.dst.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
+    g = gather, g.src.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.src.rows = int64_t(1) << 44;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.index = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
+    g = gather, g.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
+    kvprim_store_desc s = store;
+    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
+    s.k_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
+    s = store, s.v_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
+    s = store, s.k.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
+    s = store, s.slot = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
+    kvprim_transfer_desc t = {};
+    t.dst = gather.dst, t.src = gather.src, t.row_bytes = gather.row_bytes;
+    t.src_index = gather.index, t.index_type = gather.index_type, t.count = gather.count;
+    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
+    t.dst.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+    const kvprim_fragment f = {0, 0, 16};
+    kvprim_unpack_desc u = {gather.src.data, 16, gather.dst.data, 16, &f, 1, nullptr, 0};
+    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
+    u.workspace = host, u.workspace_bytes = 1000;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "workspace"));
+    u.src = host;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
+    u.dst = static_cast<char *>(host) + 16;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
+    CUDA(cudaStreamSynchronize(main_launch.stream));
+    free(host);
+}
+#endif
+
 static __global__ void trap()
 {
     asm volatile("trap;");
@@ -1015,6 +1402,14 @@ int main(int argc, char **argv)
     run("cuda: bad index types", test_bad_types);
     run("cuda: random gathers", test_random_gathers);
     run("cuda: random stores", test_random_stores);
+    run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run("cuda: transfer, layers", test_layers);
+    run("cuda: transfer inside one cache", test_copies_on_write);
+    run("cuda: random transfers", test_random_transfers);
+    run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
+    run("cuda: transfers to and from another GPU's memory", test_peer_memory);
+    run("cuda: transfers in graphs", test_transfer_graphs);
+    run("cuda: max_sms, blocks", test_blocks);
     run("cuda: duplicate slots", test_duplicates);
     run("cuda: pinned and managed memory", test_other_memory);
     run("cuda: allocations that end with the table", test_exact_memory);
@@ -1029,7 +1424,11 @@ int main(int argc, char **argv)
     run("cuda: random unpacks", test_random_unpacks);
     run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
     run("cuda: two threads, two streams", test_threads);
+#ifdef KVPRIM_DEBUG
+    run("cuda: memory out of the GPU's reach", test_unreachable);
+#endif
     if (!quick) { /* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows */
+        run("cuda: max_sms, what runs beside", test_crowds);
         run("cuda: past 4 GiB and 2^31", test_large_table);
         run("cuda: an earlier error of the caller's", test_earlier_error);
         run("cuda: more than 2^31 rows", test_many_rows);

@@ -10,6 +10,7 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
+#include "test_transfers.h"
 #include "test_fragments.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
@@ -58,6 +59,21 @@ static void after(arena *a, bool enqueued)
     ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
     if ((kvprim_emulate_launches != launches_before) != enqueued)
         fail("%s: %u kernels were launched", current, kvprim_emulate_launches - launches_before);
+    if (enqueued && a->launch && a->launch->max_sms > 0 && gridDim.x > static_cast<unsigned>(a->launch->max_sms))
+        fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
+}
+
+static void before_source(arena *)
+{
+}
+
+static unsigned char *source_of(const arena *a)
+{
+    return a->device;
+}
+
+static void after_source(arena *)
+{
 }
 
 static unsigned char *allocate(size_t bytes)
@@ -95,6 +111,7 @@ static void test_max_sms()
     for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
         launch.pdl = launch.max_sms % 2;
         small_matrix(&memory);
+        small_transfers(&memory);
     }
     memory.launch = nullptr;
 }
@@ -109,7 +126,43 @@ static void test_refused()
 {
     bad_gathers(&memory);
     bad_stores(&memory);
+    bad_transfers(&memory);
     bad_launches(&memory);
+}
+
+static void test_transfer()
+{
+    transfer_matrix(&memory);
+    transfer_counts(&memory, 4 << 20);
+}
+
+/* As many layers in a launch as the header says. */
+static void test_layers()
+{
+    layer_matrix(&memory);
+    for (const int32_t layers : {1, 128, 216, 217, 433}) {
+        std::vector<unsigned char> dst(433), src(433);
+        kvprim_transfer_desc d = {};
+        d.dst = {dst.data(), 1, 0, 0, 0, 0, 0};
+        d.src = {src.data(), 1, 0, 0, 0, 0, 0};
+        d.row_bytes = d.count = 1;
+        d.layers = layers;
+        fill(src.data(), src.size());
+        const unsigned before_it = kvprim_emulate_launches;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+        CHECK(kvprim_emulate_launches - before_it == static_cast<unsigned>(layers + 215) / 216);
+        CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
+    }
+}
+
+static void test_copies_on_write()
+{
+    copies_on_write(&memory);
+}
+
+static void test_fuzzed_transfer()
+{
+    fuzz(&memory, 6000, random_transfer);
 }
 
 static void test_fuzzed_gather()
@@ -221,7 +274,7 @@ static void test_warps()
 
 #if !defined(_WIN32)
 /* In memory that is reserved but hardly touched. */
-static void one_large_table(int64_t row_bytes)
+static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
     void *const table =
@@ -234,10 +287,10 @@ static void one_large_table(int64_t row_bytes)
     int64_t slots[large_count];
     uint32_t rejected = 0;
     fill(input, sizeof input);
-    fill(output, sizeof output);
+    memset(output, 0, sizeof output);
     memcpy(slots, large_slots, sizeof slots);
     const large_move m = {static_cast<unsigned char *>(table), input, output, slots, &rejected};
-    large_store_and_gather(&m, row_bytes);
+    move(&m, row_bytes);
     CHECK(rejected == 2 * large_past);
     for (int i = 0; i < large_count; i++)
         check_large_row(i, row_bytes, input, output,
@@ -247,8 +300,10 @@ static void one_large_table(int64_t row_bytes)
 
 static void test_large_table()
 {
-    one_large_table(3);
-    one_large_table(16);
+    for (const int64_t row_bytes : {3, 16}) {
+        one_large_table(row_bytes, large_store_and_gather);
+        one_large_table(row_bytes, large_transfers);
+    }
 }
 
 static unsigned char *reserve_addresses(uint64_t bytes)
@@ -313,6 +368,10 @@ int main(int argc, char **argv)
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);
     run("emulated: random stores", test_fuzzed_store);
+    run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run("emulated: transfer, layers", test_layers);
+    run("emulated: transfer inside one cache", test_copies_on_write);
+    run("emulated: random transfers", test_fuzzed_transfer);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
     run("emulated: unpack, counts, with and without a workspace", test_unpack_counts);

@@ -17,6 +17,8 @@ static bool visit_unpack(arena *a, const kvprim_unpack_desc *d)
 {
     a->allowed.clear();
     a->taken.assign(a->used, 0);
+    if (d->src_bytes > a->used - offset_of(a, d->src) || d->dst_bytes > a->used - offset_of(a, d->dst))
+        return false;
     for (size_t i = 0; i < d->count; i++) {
         const kvprim_fragment f = d->fragments[i];
         if (f.bytes == 0)

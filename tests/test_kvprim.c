@@ -635,9 +635,9 @@ static void one_transfer(int64_t row_bytes, const layout *dst_layout, const layo
     }
     uint32_t rejected = 0, want_rejected = 0;
     kvprim_transfer_desc d = {
-        dst.t,    src.t,     pointers & 1 ? dst_layers : NULL, pointers & 2 ? src_layers : NULL, dst_step,   src_step,
-        layers,   row_bytes, indexed & 1 ? to.i32 : NULL,      indexed & 2 ? from.i32 : NULL,    KVPRIM_I32, count,
-        &rejected};
+        dst.t,     src.t,     pointers & 1 ? dst_layers : NULL, pointers & 2 ? src_layers : NULL, dst_step,   src_step,
+        layers,    row_bytes, indexed & 1 ? to.i32 : NULL,      indexed & 2 ? from.i32 : NULL,    KVPRIM_I32, count,
+        &rejected, 0};
     if (kvprim_transfer(&d) != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
     for (int l = 0; l < n; l++) {
@@ -877,8 +877,20 @@ static void test_transfer_errors(void)
     const int32_t index[2] = {1, 3};
     void *const dst_layers[2] = {dst, dst + 2048}, *const null_layers[2] = {src, NULL},
                 *const mixed[2] = {src, dst + 100};
-    const kvprim_transfer_desc good = {
-        {dst, 8, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, NULL, NULL, 0, 0, 2, 64, index, index, KVPRIM_I32, 2, NULL};
+    const kvprim_transfer_desc good = {{dst, 8, 0, 0, 0, 0, 0},
+                                       {src, 8, 0, 0, 0, 0, 0},
+                                       NULL,
+                                       NULL,
+                                       0,
+                                       0,
+                                       2,
+                                       64,
+                                       index,
+                                       index,
+                                       KVPRIM_I32,
+                                       2,
+                                       NULL,
+                                       0};
     kvprim_transfer_desc d;
     fill(dst, sizeof dst);
     memcpy(want, dst, sizeof dst);
@@ -897,7 +909,17 @@ static void test_transfer_errors(void)
     BAD(src.data = dst + 1000, KVPRIM_ERROR_OVERLAP, "overlaps"); /* dst's second layer */
     BAD(src.data = NULL, KVPRIM_ERROR_NULL, "src.data is NULL");
     BAD(dst.heads = 5, KVPRIM_ERROR_SIZE, "dst.heads is 5");
+    BAD(same_cache = 2, KVPRIM_ERROR_ARGUMENT, "same_cache is 2");
+    BAD(same_cache = -1, KVPRIM_ERROR_ARGUMENT, "same_cache is -1");
+    BAD(same_cache = 1, KVPRIM_ERROR_ARGUMENT, "same_cache is 1, but layer 0 is at");
+    BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "dst layer 0");
 #undef BAD
+    d.same_cache = 1; /* otherwise it is one cache now */
+    d.src.page_rows = 4;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "geometry");
+    d.src.page_rows = 0;
+    d.src_layer_stride = 1024;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     d = good;
     d.dst.data = NULL; /* layers say it all */
@@ -918,6 +940,37 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
     memset(&d, 0, sizeof d);
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+}
+
+/* Pages copied inside one cache, K and V of two layers by their pointers; one source for two copies, one padded. */
+static void test_same_cache(void)
+{
+    enum { rows = 12, row_bytes = 48, layer_bytes = rows * row_bytes, layers = 4 };
+    static unsigned char cache[layers * layer_bytes], want[sizeof cache];
+    static const int32_t to[] = {7, 2, 11, -1, 3}, from[] = {0, 0, 5, 4, 12};
+    void *pointers[layers];
+    uint32_t rejected = 0;
+    kvprim_transfer_desc d;
+    memset(&d, 0, sizeof d);
+    fill(cache, sizeof cache);
+    memcpy(want, cache, sizeof cache);
+    for (int l = 0; l < layers; l++) {
+        pointers[l] = cache + (layers - 1 - l) * layer_bytes;
+        for (int i = 0; i < 3; i++)
+            memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
+                   row_bytes);
+    }
+    d.dst.rows = d.src.rows = rows;
+    d.dst.page_rows = d.src.page_rows = 4;
+    d.dst_layers = d.src_layers = pointers;
+    d.layers = layers;
+    d.row_bytes = row_bytes;
+    d.dst_index = to;
+    d.src_index = from;
+    d.count = 5;
+    d.rejected = &rejected;
+    d.same_cache = 1;
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
 }
 
 /* ---- large tables ---- */
@@ -1043,6 +1096,7 @@ static void run_for_isa(void)
     run("gather", test_gather);
     run("store", test_store);
     run("transfer", test_transfer);
+    run("transfer: inside one cache", test_same_cache);
     run("rows: streaming", test_streaming);
 #if !defined(_WIN32)
     run("prefix: guard pages", test_prefix_guard_pages);

@@ -294,11 +294,11 @@ frugal()
 wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
-    awk '/Function :/ { plain = $0 ~ /kvpc_(gather|store|bytes)_kernel/
-                        exact = $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/; kernels += exact }
+    awk '/Function :/ { whole = $0 ~ /kvpc_move(_few)?_kernel/ || $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/
+                        plain = whole || $0 ~ /kvpc_(gather|store|bytes|move_bytes)_kernel/; kernels += whole }
          plain && / (LD|ST)\.E/ { generic++ }
-         exact && /LDG/ { loads += /LDG\.E\.128/ }
-         exact && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
+         whole && /LDG/ { loads += /LDG\.E\.128/ }
+         whole && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
          END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow + 0 " narrower stores, " generic + 0 " generic"
                exit kernels == 0 || loads < kernels || stores < kernels || narrow + generic > 0 }' "$build/sass"
 }

@@ -1,0 +1,463 @@
+/* What test_cuda.cu and test_cuda_emulated.cpp share about transfers: made in one block of memory, done once by
+   kvprim_transfer and once by kvprim_cuda_transfer, and compared byte by byte. Included after test_rows.h; the includer
+   defines the three functions that concern the source's memory. */
+#ifndef TEST_TRANSFERS_H
+#define TEST_TRANSFERS_H
+
+#include <string>
+
+/* The source's side, its index included, may lie in other memory than the arena's: a whole copy of the arena there. */
+static void before_source(arena *a);
+static unsigned char *source_of(const arena *a);
+static void after_source(arena *a); /* nothing in it has changed */
+
+enum { most_layers = 300 };
+
+/* A descriptor for the code under test, with its arrays of layers. */
+struct device_transfer {
+    kvprim_transfer_desc d;
+    void *dst_layers[most_layers], *src_layers[most_layers];
+
+    device_transfer(const arena *a, const kvprim_transfer_desc &host);
+    device_transfer(const device_transfer &) = delete;
+};
+
+template <class T> static T *on_source(const arena *a, T *p)
+{
+    arena there = *a;
+    there.device = source_of(a);
+    return on_device(&there, p);
+}
+
+device_transfer::device_transfer(const arena *a, const kvprim_transfer_desc &host) : d(host)
+{
+    for (int32_t l = 0; l < (d.layers ? d.layers : 1) && l < most_layers; l++) { /* 0 means 1 */
+        dst_layers[l] = d.dst_layers ? on_device(a, d.dst_layers[l]) : nullptr;
+        src_layers[l] = d.src_layers ? on_source(a, d.src_layers[l]) : nullptr;
+    }
+    d.dst_layers = d.dst_layers ? dst_layers : nullptr;
+    d.src_layers = d.src_layers ? src_layers : nullptr;
+    d.dst.data = on_device(a, d.dst.data);
+    d.src.data = on_source(a, d.src.data);
+    d.dst_index = on_device(a, d.dst_index);
+    d.src_index = on_source(a, d.src_index);
+    d.rejected = on_device(a, d.rejected);
+}
+
+/* ---- one transfer, by the host function and by the code under test ---- */
+
+static kvprim_table layer_of(const kvprim_table *t, void *const *layers, int64_t layer_stride, int32_t l)
+{
+    kvprim_table layer = *t;
+    layer.data = layers ? layers[l] : t->data ? static_cast<char *>(t->data) + l * layer_stride : nullptr;
+    return layer;
+}
+
+static bool visit_layer(arena *a, const kvprim_transfer_desc *d, int32_t l, bool write)
+{
+    const kvprim_table dst = layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, l);
+    const kvprim_table src = layer_of(&d->src, d->src_layers, d->src_layer_stride, l);
+    bool good = true;
+    for (int64_t i = 0; good && i < d->count; i++) {
+        const int64_t to = d->dst_index ? ruled(index_at(d->dst_index, d->index_type, i), 0, d->dst.rows) : i;
+        const int64_t from = d->src_index ? ruled(index_at(d->src_index, d->index_type, i), 0, d->src.rows) : i;
+        good = to < 0 || from < 0 || visit(a, write ? &dst : &src, d->row_bytes, write ? to : from, write);
+    }
+    return good;
+}
+
+/* All that is written, and then that none of it is read. */
+static bool visit_transfer(arena *a, const kvprim_transfer_desc *d)
+{
+    const void *const first = d->dst_index ? d->dst_index : d->src_index;
+    if (!visit_index(a, first ? first : a->expected, d->index_type, first ? d->count : 0, d->rejected))
+        return false;
+    if (d->dst_index && d->src_index) {
+        const size_t bytes = static_cast<size_t>(d->count) * (d->index_type == KVPRIM_I64 ? 8 : 4);
+        a->allowed.push_back({offset_of(a, d->src_index), bytes});
+        memset(&a->taken[offset_of(a, d->src_index)], 1, bytes);
+    }
+    bool good = true;
+    for (int32_t n = 0; good && n < 2 * d->layers; n++)
+        good = visit_layer(a, d, n % d->layers, n < d->layers);
+    return good;
+}
+
+static void compare_transfer(const arena *a, const kvprim_transfer_desc *d)
+{
+    if (memcmp(a->expected, a->got, a->used) == 0)
+        return;
+    std::vector<kvprim_table> tables;
+    std::vector<named_table> named;
+    std::vector<std::string> names;
+    for (int32_t n = 0; n < 2 * d->layers; n++) {
+        names.push_back((n % 2 ? "src layer " : "dst layer ") + std::to_string(n / 2));
+        tables.push_back(n % 2 ? layer_of(&d->src, d->src_layers, d->src_layer_stride, n / 2)
+                               : layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, n / 2));
+    }
+    for (size_t n = 0; n < tables.size(); n++)
+        named.push_back({names[n].c_str(), &tables[n], d->row_bytes, tables[n].rows});
+    compare(a, current, named.data(), static_cast<int>(named.size()));
+}
+
+static outcome try_transfer(arena *a, const kvprim_transfer_desc *desc, const char *what)
+{
+    const device_transfer on(a, *desc);
+    kvprim_transfer_desc resolved = {};
+    char want_text[512];
+    snprintf(current, sizeof current, "transfer: %s", what);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    const kvprim_status want = kvprim_transfer_check(&on.d, nullptr);
+    snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
+    const bool runs = want == KVPRIM_OK && desc->count > 0;
+    if (runs && (kvprim_transfer_check(desc, &resolved) != KVPRIM_OK || !visit_transfer(a, &resolved)))
+        return OUTSIDE;
+    memcpy(a->got, a->expected, a->used);
+    if (want == KVPRIM_OK)
+        CHECK(kvprim_transfer(desc) == KVPRIM_OK);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    before_source(a);
+    before(a);
+    for (size_t i = 0; runs && i < a->allowed.size(); i++)
+        allow(a, a->allowed[i].first, a->allowed[i].second);
+    const kvprim_status got = kvprim_cuda_transfer(&on.d, a->launch);
+    after(a, runs);
+    after_source(a);
+    check_status(current, got, want, kvprim_last_error(), want_text);
+    compare_transfer(a, &resolved);
+    return want == KVPRIM_OK ? RAN : REFUSED;
+}
+
+/* ---- the matrix ---- */
+
+/* indexed, apart: bit 0 for dst, bit 1 for src. apart: each layer in memory of its own, found by a pointer. */
+struct transfer_case {
+    int64_t row_bytes;
+    const layout *dst_layout, *src_layout;
+    size_t dst_align, src_align;
+    int64_t count;
+    int32_t layers;
+    unsigned indexed, apart;
+    kvprim_index_type type;
+    bool counted;
+};
+
+/* Layers of one side, the pointers to them in `starts`, those apart in the opposite order. */
+static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align,
+                                 int32_t layers, bool apart, void **starts, int64_t *layer_stride)
+{
+    size_t span;
+    kvprim_table t = lay_out(l, rows, row_bytes, &span);
+    const size_t step = align ? span + 7 : (span + 31) / 16 * 16;
+    *layer_stride = apart ? INT64_MIN : static_cast<int64_t>(step); /* not looked at where there are pointers */
+    char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
+    for (int32_t n = 0; n < layers; n++)
+        starts[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + static_cast<size_t>(n) * step;
+    t.data = apart ? nullptr : block;
+    return t;
+}
+
+static void one_transfer(arena *a, const transfer_case *c)
+{
+    static thread_local void *dst_bases[most_layers], *src_bases[most_layers];
+    const int64_t dst_rows = c->count + (c->indexed & 1 ? 9 : 0), src_rows = c->count + (c->indexed & 2 ? 4 : 2);
+    empty(a);
+    kvprim_transfer_desc d = {};
+    d.dst = place_layers(a, c->dst_layout, dst_rows, c->row_bytes, c->dst_align, c->layers, c->apart & 1, dst_bases,
+                         &d.dst_layer_stride);
+    d.src = place_layers(a, c->src_layout, src_rows, c->row_bytes, c->src_align, c->layers, c->apart & 2, src_bases,
+                         &d.src_layer_stride);
+    d.dst_layers = c->apart & 1 ? dst_bases : nullptr;
+    d.src_layers = c->apart & 2 ? src_bases : nullptr;
+    d.layers = c->layers;
+    d.row_bytes = c->row_bytes;
+    d.dst_index = c->indexed & 1 ? place_index(a, c->type, c->count, 0, dst_rows, true) : nullptr;
+    d.src_index = c->indexed & 2 ? place_index(a, c->type, c->count, 0, src_rows, false) : nullptr;
+    d.index_type = c->type;
+    d.count = c->count;
+    d.rejected = c->counted ? reserve_counter(a) : nullptr;
+    char what[240];
+    snprintf(what, sizeof what,
+             "%lld rows of %lld bytes, %d layers, %s <- %s, alignments %zu and %zu, indexed %u, apart %u, int%d",
+             static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->layers, c->dst_layout->name,
+             c->src_layout->name, c->dst_align, c->src_align, c->indexed, c->apart, c->type == KVPRIM_I64 ? 64 : 32);
+    CHECK(try_transfer(a, &d, what) == RAN);
+}
+
+/* Case n, for which everything that is not given is picked from n. */
+static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
+                              size_t dst_align, size_t src_align)
+{
+    const transfer_case c = {row_bytes,
+                             &layouts[dst_layout],
+                             &layouts[src_layout],
+                             dst_align,
+                             src_align,
+                             rows_for(row_bytes) - n % 2,
+                             1 + static_cast<int32_t>(n / 3 % 3),
+                             n % 4,
+                             n / 4 % 4,
+                             type_of(n / 2),
+                             n % 5 != 0};
+    one_transfer(a, &c);
+}
+
+/* Every size with every pair of layouts; every size with every pair of alignments. */
+static void transfer_matrix(arena *a)
+{
+    const unsigned step = static_cast<unsigned>(thin);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
+            numbered_transfer(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
+                              (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
+    for (unsigned s = 0; s < n_row_sizes; s++)
+        for (unsigned align = s % step; align < 256; align += step)
+            numbered_transfer(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5,
+                              (align + s) % 3 ? 0 : align % n_layouts, align % 16, align / 16);
+}
+
+/* 1 to 128 layers, and around and past what one launch takes. */
+static void layer_matrix(arena *a)
+{
+    static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 215, 216, 217, 300};
+    static const int64_t sizes[] = {16, 100, 576, 2048};
+    unsigned n = 0;
+    for (const int32_t layers : counts)
+        for (const int64_t row_bytes : sizes)
+            for (unsigned apart = 0; apart < 4; apart++, n++) {
+                const transfer_case c = {row_bytes,
+                                         &layouts[n % 3 * 4],
+                                         &layouts[n / 4 % 3 * 4],
+                                         0,
+                                         0,
+                                         5,
+                                         layers,
+                                         n / 3 % 4,
+                                         apart,
+                                         type_of(n),
+                                         true};
+                one_transfer(a, &c);
+            }
+}
+
+/* Few and many rows, large rows and small ones. */
+static void transfer_counts(arena *a, int64_t most_bytes)
+{
+    static const int64_t counts[] = {1, 2, 15, 16, 17, 64, 1000, 4096}, sizes[] = {4, 64, 256, 512, 1152, 4096, 32768};
+    unsigned n = 0;
+    for (const int64_t count : counts)
+        for (const int64_t row_bytes : sizes)
+            for (unsigned indexed = 0; indexed < 4; indexed++, n++) {
+                const transfer_case c = {row_bytes,
+                                         &layouts[n / 4 % 2 * 4],
+                                         &layouts[n / 8 % 2 * 4],
+                                         0,
+                                         0,
+                                         count,
+                                         2,
+                                         indexed,
+                                         n % 4,
+                                         type_of(n),
+                                         true};
+                if (count * row_bytes <= most_bytes)
+                    one_transfer(a, &c);
+            }
+}
+
+/* A few of everything, for the options of a launch and the kinds of memory. */
+static void small_transfers(arena *a)
+{
+    static const int64_t sizes[] = {1, 12, 16, 128, 257, 512, 1152, 2048, 4096, 20000};
+    unsigned n = 0;
+    for (const int64_t row_bytes : sizes)
+        for (unsigned l = 0; l < n_layouts; l++, n++)
+            numbered_transfer(a, n, row_bytes, l, (l * 5 + n) % n_layouts, n % 3 ? 0 : n % 16, n % 7 ? 0 : n / 7 % 16);
+    transfer_counts(a, 1 << 20);
+}
+
+/* ---- copies inside one cache ---- */
+
+/* Half of the rows, in random order, are copied over the other half; some of them twice, and some are padding. */
+static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const layout *l, size_t align)
+{
+    static thread_local void *starts[most_layers];
+    const int64_t rows = 40, count = rows / 2;
+    const kvprim_index_type type = type_of(n);
+    empty(a);
+    kvprim_transfer_desc d = {};
+    d.layers = 1 + static_cast<int32_t>(n % 3);
+    d.dst = place_layers(a, l, rows, row_bytes, align, d.layers, n % 2, starts, &d.dst_layer_stride);
+    d.dst_layers = n % 2 ? starts : nullptr;
+    d.src = d.dst;
+    d.src_layers = d.dst_layers;
+    d.src_layer_stride = d.dst_layer_stride;
+    void *const to = place_index(a, type, count, 0, rows, true), *const from =
+                                                                     place_index(a, type, count, 0, rows, true);
+    const std::vector<int64_t> order = shuffled(rows);
+    for (int64_t i = 0; i < count; i++) {
+        set_index(to, type, i, chance(9) ? -1 - i : order[static_cast<size_t>(i)]);
+        set_index(from, type, i,
+                  chance(9) ? rows + i : order[static_cast<size_t>(count + (i > 2 && chance(4) ? 1 : i))]);
+    }
+    d.row_bytes = row_bytes;
+    d.dst_index = to;
+    d.src_index = from;
+    d.index_type = type;
+    d.count = count;
+    d.rejected = reserve_counter(a);
+    char what[160];
+    CHECK(try_transfer(a, &d, "one cache, and it is not said") == REFUSED);
+    d.same_cache = 1;
+    snprintf(what, sizeof what, "inside one cache, rows of %lld bytes, %s, alignment %zu, %d layers",
+             static_cast<long long>(row_bytes), l->name, align, d.layers);
+    CHECK(try_transfer(a, &d, what) == RAN);
+}
+
+static void copies_on_write(arena *a)
+{
+    static const int64_t sizes[] = {1, 16, 24, 100, 256, 512, 1152, 2048, 4096};
+    unsigned n = 0;
+    for (const int64_t row_bytes : sizes)
+        for (unsigned l = 0; l < n_layouts; l++, n++)
+            one_copy_on_write(a, n, row_bytes, &layouts[l], n % 3 ? 0 : n % 16);
+}
+
+/* ---- descriptors that must be refused ---- */
+
+static kvprim_transfer_desc good_transfer(arena *a)
+{
+    empty(a);
+    kvprim_transfer_desc d = {};
+    d.dst = {reserve(a, 2048, 0), 8, 0, 0, 0, 0, 0};
+    d.src = {reserve(a, 4096, 0), 16, 0, 0, 0, 0, 0};
+    d.layers = 2;
+    d.row_bytes = 128;
+    d.dst_index = place_index(a, KVPRIM_I32, 4, 0, 8, true);
+    d.src_index = place_index(a, KVPRIM_I32, 4, 0, 16, false);
+    d.count = 4;
+    d.rejected = reserve_counter(a);
+    return d;
+}
+
+static void bad_transfers(arena *a)
+{
+    const kvprim_transfer_desc good = good_transfer(a);
+    char *const dst = static_cast<char *>(good.dst.data), *const src = static_cast<char *>(good.src.data);
+    void *const no_layer[2] = {dst, nullptr}, *const shared[2] = {src, dst + 1900};
+    kvprim_transfer_desc d = good;
+    CHECK(try_transfer(a, &good, "good") == RAN);
+#define BAD(change)                                                                                                    \
+    d = good;                                                                                                          \
+    d.change;                                                                                                          \
+    CHECK(try_transfer(a, &d, #change) == REFUSED)
+    BAD(dst.data = nullptr);
+    BAD(src.data = nullptr);
+    BAD(dst_layers = no_layer);
+    BAD(src_layers = no_layer);
+    BAD(src_layers = shared);
+    BAD(layers = -1);
+    BAD(layers = INT32_MIN);
+    BAD(row_bytes = 0);
+    BAD(row_bytes = INT64_MAX);
+    BAD(count = -1);
+    BAD(dst_index = static_cast<const char *>(good.dst_index) + 1);
+    BAD(src_index = static_cast<const char *>(good.src_index) + 2);
+    BAD(dst_index = dst + 1024 + 512);
+    BAD(dst.rows = -1);
+    BAD(dst.stride = 127);
+    BAD(src.stride = INT64_MIN);
+    BAD(src.page_rows = -1);
+    BAD(dst.page_stride = -1);
+    BAD(dst.heads = 3);
+    BAD(src.heads = INT32_MIN);
+    BAD(dst_layer_stride = 1023);
+    BAD(src_layer_stride = -1);
+    BAD(src.data = dst + 2047);
+    BAD(src.data = dst);
+    BAD(same_cache = 2);
+    BAD(same_cache = -1);
+    BAD(same_cache = 1);
+#undef BAD
+    for (int side = 0; side < 2; side++) { /* a side without an index has as many rows as are moved */
+        d = good;
+        (side ? d.dst_index : d.src_index) = nullptr;
+        (side ? d.dst : d.src).rows = 3;
+        CHECK(try_transfer(a, &d, "too few rows") == REFUSED);
+    }
+    d = {};
+    CHECK(try_transfer(a, &d, "count 0") == RAN);
+    d = good;
+    d.src = {nullptr, 0, 0, 0, 0, 4, 0};
+    CHECK(try_transfer(a, &d, "an empty table") == RAN);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    CHECK(kvprim_cuda_transfer(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
+    const kvprim_cuda_launch bad = {a->launch ? a->launch->stream : nullptr, 0, -1};
+    const device_transfer on(a, good);
+    CHECK(kvprim_cuda_transfer(&on.d, &bad) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "max_sms"));
+}
+
+/* ---- random descriptors ---- */
+
+/* Two parts of the memory for each side, and two indices, of which the second is made where the first one is. */
+static outcome random_transfer(arena *a, unsigned round)
+{
+    enum { layers = 3 };
+    const int64_t count = static_cast<int64_t>(below(fuzz_indices / 2));
+    const bool dst_indexed = !chance(3), src_indexed = !chance(3);
+    const int64_t dst_rows =
+        dst_indexed ? count + static_cast<int64_t>(below(9)) : count + static_cast<int64_t>(below(3));
+    const int64_t src_rows = src_indexed ? 1 + static_cast<int64_t>(below(40)) : count + static_cast<int64_t>(below(3));
+    void *dst_bases[layers], *src_bases[layers];
+    empty(a);
+    (void)reserve(a, 4 * fuzz_bytes + 2 * (8 * fuzz_indices + 256), 0);
+    void *const second = a->expected + 4 * fuzz_bytes + 8 * fuzz_indices + 256;
+    kvprim_transfer_desc d = {};
+    d.index_type = type_of(round);
+    d.row_bytes = random_row_bytes();
+    d.count = count;
+    d.layers = static_cast<int32_t>(below(layers + 1));
+    d.dst = random_table(dst_rows, d.row_bytes);
+    d.src = random_table(src_rows, d.row_bytes);
+    d.dst.data = random_place(a, 0);
+    d.src.data = random_place(a, 2);
+    for (int l = 0; l < layers; l++) {
+        dst_bases[l] = static_cast<char *>(random_place(a, 0)) + 8192 * l;
+        src_bases[l] = static_cast<char *>(random_place(a, 2)) + 8192 * l;
+    }
+    d.dst_layers = chance(3) ? dst_bases : nullptr;
+    d.src_layers = chance(3) ? src_bases : nullptr;
+    d.dst_layer_stride = chance(6) ? static_cast<int64_t>(16 * below(600)) : 0;
+    d.src_layer_stride = chance(6) ? static_cast<int64_t>(below(10000)) : 0;
+    memcpy(second, random_index(a, d.index_type, dst_rows > count ? dst_rows : count, 0, true), 8 * fuzz_indices);
+    d.dst_index = dst_indexed ? second : nullptr;
+    const void *const first = random_index(a, d.index_type, src_rows, 0, false);
+    d.src_index = src_indexed ? first : nullptr;
+    d.rejected = random_counter(a);
+    spoil_table(&d.dst);
+    spoil_table(&d.src);
+    spoil(&d.row_bytes);
+    spoil(&d.count);
+    char what[40];
+    snprintf(what, sizeof what, "round %u", round);
+    return try_transfer(a, &d, what);
+}
+
+/* ---- tables past 4 GiB ---- */
+
+/* As large_store_and_gather, but what has no source stays as it is. */
+static void large_transfers(const large_move *m, int64_t row_bytes)
+{
+    kvprim_transfer_desc in = {}, out = {};
+    in.dst = out.src = {m->table, large_rows, 0, 0, 0, 0, 0};
+    in.src = {m->input, large_count, 0, 0, 0, 0, 0};
+    out.dst = {m->output, large_count, 0, 0, 0, 0, 0};
+    in.dst_index = out.src_index = m->slots;
+    in.index_type = out.index_type = KVPRIM_I64;
+    in.row_bytes = out.row_bytes = row_bytes;
+    in.count = out.count = large_count;
+    in.rejected = out.rejected = m->rejected;
+    if (kvprim_cuda_transfer(&in, nullptr) != KVPRIM_OK || kvprim_cuda_transfer(&out, nullptr) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+}
+
+#endif /* TEST_TRANSFERS_H */
