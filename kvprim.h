@@ -49,8 +49,8 @@
    KVPRIM_STATIC               in every translation unit that uses this copy: all functions are static to the unit,
                                which must implement them too. Lets two vendored copies live in one program.
    KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
-   KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. Quadratic
-                               in their number, unless they come in the order of their destinations
+   KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. It sorts
+                               them, in memory from malloc
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -303,6 +303,9 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
+#ifdef KVPRIM_DEBUG
+#include <stdlib.h>
+#endif
 
 #ifdef KVPRIM_X86
 #include <immintrin.h>
@@ -1838,20 +1841,41 @@ static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
 }
 
 #ifdef KVPRIM_DEBUG
+static int kvpi_compare_places(const void *a, const void *b)
+{
+    const uint64_t x = (*(const kvprim_fragment *const *)a)->dst_offset;
+    const uint64_t y = (*(const kvprim_fragment *const *)b)->dst_offset;
+    return (x > y) - (x < y);
+}
+
+/* In the order of their destinations: does one begin before the end of those before it? */
+static kvprim_status kvpi_check_sorted_apart(const kvprim_fragment *first, const kvprim_fragment **sorted, size_t count)
+{
+    qsort(sorted, count, sizeof *sorted, kvpi_compare_places);
+    for (size_t i = 1, reaching = 0; i < count; i++) {
+        const kvprim_fragment *const f = sorted[i], *const before = sorted[reaching];
+        if (f->dst_offset < before->dst_offset + before->bytes)
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                               "kvprim_unpack: fragments[%llu] and fragments[%llu] overlap in dst",
+                               (unsigned long long)((f < before ? f : before) - first),
+                               (unsigned long long)((f < before ? before : f) - first));
+        reaching = i;
+    }
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
 {
-    size_t in_order = 1; /* so many, and none of them overlaps another */
-    const kvprim_fragment *const f = d->fragments;
-    while (in_order < d->count && f[in_order].dst_offset >= f[in_order - 1].dst_offset + f[in_order - 1].bytes)
-        in_order++;
-    for (size_t i = in_order; i < d->count; i++)
-        for (size_t k = 0; k < i; k++)
-            if (f[i].dst_offset < f[k].dst_offset + f[k].bytes && f[k].dst_offset < f[i].dst_offset + f[i].bytes &&
-                f[i].bytes && f[k].bytes)
-                return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                                   "kvprim_unpack: fragments[%llu] and fragments[%llu] overlap in dst",
-                                   (unsigned long long)k, (unsigned long long)i);
-    return KVPRIM_OK;
+    size_t count = 0;
+    const kvprim_fragment **const sorted = (const kvprim_fragment **)malloc(d->count * sizeof *sorted);
+    if (!sorted)
+        return KVPRIM_OK; /* a check less */
+    for (size_t i = 0; i < d->count; i++)
+        if (d->fragments[i].bytes)
+            sorted[count++] = &d->fragments[i];
+    const kvprim_status status = count ? kvpi_check_sorted_apart(d->fragments, sorted, count) : KVPRIM_OK;
+    free((void *)sorted);
+    return status;
 }
 #endif
 

@@ -84,11 +84,11 @@ typedef struct kvprim_cuda_launch {
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
 
-/* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the indices
-   too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned rows and
-   indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or reading it.
-   With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the link's speed with rows
-   of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
+/* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the
+   indices too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned
+   rows and indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or
+   reading it. With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the speed of the
+   link with rows of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
 /* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
@@ -517,12 +517,44 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
         atomicAdd(p.rejected, 1u);
 }
 
-/* As the two above, for rows of any size and alignment. The words are those of the destination: word w of a row that
-   begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead + 15. Each comes from the
-   two aligned words of the source in which it lies, of which one without a byte of the row is not read. */
+/* `bytes` bytes from any alignment to any: a thread takes kvpc_bytes_loads words of 16 bytes of the destination, from
+   the first-th on, `step` apart. Word w of a destination that begins `lead` bytes behind a 16-byte boundary holds its
+   bytes 16 w - lead to 16 w - lead + 15. Each comes from the two aligned words of the source in which it lies, of which
+   one without a byte to copy is not read. Zeros where the source may not be read. `fetch`: see kvpc_fetch_edges; once
+   the loads are on their way, as it may have to wait for the place to write to. */
+KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
+                                   uint32_t step, bool reads, bool writes, bool fetch)
+{
+    const int32_t shift = (int32_t)((src - (uint64_t)lead) % 16);
+    uint4 low[kvpc_bytes_loads], high[kvpc_bytes_loads];
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
+        const int32_t at = (int32_t)(16 * (first + step * k)) - lead - shift; /* of the aligned word */
+        low[k] = high[k] = uint4{0, 0, 0, 0};
+        if (reads && at + 16 > 0 && at < bytes)
+            low[k] = kvpc_load16(src + (uint64_t)(int64_t)at);
+        if (reads && shift && at + 16 < bytes)
+            high[k] = kvpc_load16(src + (uint64_t)(int64_t)(at + 16));
+    }
+    if (fetch && first == 0 && writes)
+        kvpc_fetch_edges(dst, (uint32_t)bytes);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
+        const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
+        const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
+        if (!writes)
+            continue;
+        if (from >= 0 && from + 16 <= bytes)
+            kvpc_store16(dst + (uint64_t)from, v);
+        else if (from < bytes)
+            kvpc_store_some(dst + (uint64_t)(int64_t)from, v, from < 0 ? -from : 0, bytes - from);
+    }
+}
+
+/* As the two above, for rows of any size and alignment. */
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
-    const uint32_t lanes = kvpc_bytes_lanes, loads = kvpc_bytes_loads, t = blockIdx.x * kvpc_threads + threadIdx.x;
+    const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
     uint32_t part, row;
     bool past;
     const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
@@ -534,38 +566,15 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const _
         kvpc_pdl_wait();
     const uint32_t v_side = part >= p.parts_of_k; /* a group moves a part of K's row or of V's */
     const kvpc_pair &pair = p.pair[v_side];
-    const int32_t first = (int32_t)(16 * (t % lanes + lanes * loads * (part - (v_side ? p.parts_of_k : 0))));
-    const int32_t bytes = (int32_t)p.row_bytes[v_side];
+    const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.parts_of_k : 0));
     const bool inside = p.wide ? kvpc_find<true>(p, i, &row, &past) : kvpc_find<false>(p, i, &row, &past);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? row : i, pair.src_stride);
     const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : row, pair.dst_stride);
     int32_t lead = (int32_t)(pair.dst % 16);
     if (pair.dst_stride % 16) /* only then must a store know its slot before it can load */
         lead = (int32_t)(dst % 16);
-    const int32_t shift = (int32_t)((src - (uint32_t)lead) % 16);
-    uint4 low[loads], high[loads];
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++) {
-        const int32_t at = first - lead - shift + (int32_t)(16 * lanes * k); /* of the aligned word */
-        low[k] = high[k] = uint4{0, 0, 0, 0};
-        if ((!p.gather || inside) && at + 16 > 0 && at < bytes)
-            low[k] = kvpc_load16(src + (uint64_t)at);
-        if ((!p.gather || inside) && shift && at + 16 < bytes)
-            high[k] = kvpc_load16(src + (uint64_t)at + 16);
-    }
-    if (p.fetch && first == 0 && (p.gather || inside))
-        kvpc_fetch_edges(dst, p.row_bytes[v_side]);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++) {
-        const int32_t from = first - lead + (int32_t)(16 * lanes * k);
-        const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
-        if (!p.gather && !inside)
-            continue;
-        if (from >= 0 && from + 16 <= bytes)
-            kvpc_store16(dst + (uint64_t)from, v);
-        else if (from < bytes)
-            kvpc_store_some(dst + (uint64_t)from, v, from < 0 ? -from : 0, bytes - from);
-    }
+    kvpc_copy_words(dst, src, lead, (int32_t)p.row_bytes[v_side], first, lanes, !p.gather || inside, p.gather || inside,
+                    p.fetch);
     if (!inside && past && part == 0 && t % lanes == 0 && p.rejected)
         atomicAdd(p.rejected, 1u);
 }
@@ -783,46 +792,25 @@ template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_
     return near == at ? word : (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)at * 4);
 }
 
-/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination (3
-   where they are not aligned, one more than fragments of a power of two need), from the first-th on, `step` apart.
-   Word w of a fragment that begins `lead` bytes behind a 16-byte boundary holds its bytes 16 w - lead to 16 w - lead
-   + 15. */
+/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination, from the
+   first-th on, `step` apart; of fragments that are not aligned kvpc_bytes_loads. */
 template <bool aligned>
 KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, uint32_t first, uint32_t step)
 {
-    const uint32_t loads = aligned ? 4 : 3;
-    uint4 low[loads], high[loads];
-    if (aligned) {
-        const uint32_t from = 16 * first;
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (from + 16 * step * k < (uint32_t)bytes)
-                low[k] = kvpc_load16(src + from + 16 * step * k);
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (from + 16 * step * k < (uint32_t)bytes)
-                kvpc_store16(dst + from + 16 * step * k, low[k]);
+    if (!aligned) {
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), bytes, first, step, true, true, false);
         return;
     }
-    const int32_t lead = (int32_t)(dst % 16), shift = (int32_t)((src - (uint64_t)lead) % 16);
+    const uint32_t loads = 4, from = 16 * first;
+    uint4 v[loads];
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++) {
-        const int32_t from = (int32_t)(16 * (first + step * k)) - lead, at = from - shift; /* of the aligned word */
-        low[k] = high[k] = uint4{0, 0, 0, 0};
-        if (at + 16 > 0 && at < bytes)
-            low[k] = kvpc_load16(src + (uint64_t)(int64_t)at);
-        if (shift && at + 16 < bytes)
-            high[k] = kvpc_load16(src + (uint64_t)(int64_t)(at + 16));
-    }
+    for (uint32_t k = 0; k < loads; k++)
+        if (from + 16 * step * k < (uint32_t)bytes)
+            v[k] = kvpc_load16(src + from + 16 * step * k);
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++) {
-        const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
-        const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
-        if (from >= 0 && from + 16 <= bytes)
-            kvpc_store16(dst + (uint64_t)from, v);
-        else if (from < bytes)
-            kvpc_store_some(dst + (uint64_t)(int64_t)from, v, from < 0 ? -from : 0, bytes - from);
-    }
+    for (uint32_t k = 0; k < loads; k++)
+        if (from + 16 * step * k < (uint32_t)bytes)
+            kvpc_store16(dst + from + 16 * step * k, v[k]);
 }
 
 template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpack_params<capacity> &p, uint32_t at)
