@@ -87,8 +87,8 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
 /* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the
    indices too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned
    rows and indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or
-   reading it. With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the speed of the
-   link with rows of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
+   reading it. With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the link's
+   speed with rows of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
 /* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
