@@ -50,7 +50,7 @@
                                which must implement them too. Lets two vendored copies live in one program.
    KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
    KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. It sorts
-                               them, in memory from malloc
+                               them, in memory from malloc; where there is none they are not checked
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -1194,6 +1194,8 @@ static kvprim_status kvpi_check_plain(kvpi_side *side)
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_bad(side, "rows", side->table->rows, "which makes the table larger than", kvpi_too_large);
     side->bytes = used ? (used - 1) * stride + row_bytes : 0;
+    if (side->layer_stride == 0)
+        side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
 }
 
@@ -1379,10 +1381,19 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_transfer_desc *d, cons
 static kvprim_status kvpi_check_same_cache(const kvprim_transfer_desc *d, const kvpi_side *dst, const kvpi_side *src)
 {
     const kvprim_table *const to = dst->table, *const from = src->table;
-    if (to->stride != from->stride || to->page_rows != from->page_rows || to->page_stride != from->page_stride ||
-        to->heads != from->heads || to->head_stride != from->head_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst and src differ in their geometry",
-                           dst->function);
+    const struct {
+        const char *field;
+        int64_t dst, src;
+    } same[] = {{"stride", to->stride, from->stride},
+                {"page_rows", to->page_rows, from->page_rows},
+                {"page_stride", to->page_rows ? to->page_stride : 0, from->page_rows ? from->page_stride : 0},
+                {"heads", to->heads, from->heads},
+                {"head_stride", to->heads > 1 ? to->head_stride : 0, from->heads > 1 ? from->head_stride : 0}};
+    for (size_t k = 0; k < sizeof same / sizeof *same; k++)
+        if (same[k].dst != same[k].src)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
+                               dst->function, same[k].field, (long long)same[k].dst, same[k].field,
+                               (long long)same[k].src);
     for (int32_t l = 0; l < d->layers; l++) {
         const char *const dst_layer = kvpi_side_layer(dst, d->dst_layers, l);
         const char *const src_layer = kvpi_side_layer(src, d->src_layers, l);
@@ -1848,18 +1859,17 @@ static int kvpi_compare_places(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* In the order of their destinations: does one begin before the end of those before it? */
+/* In the order of their destinations: does one begin before the end of the one before it? */
 static kvprim_status kvpi_check_sorted_apart(const kvprim_fragment *first, const kvprim_fragment **sorted, size_t count)
 {
     qsort(sorted, count, sizeof *sorted, kvpi_compare_places);
-    for (size_t i = 1, reaching = 0; i < count; i++) {
-        const kvprim_fragment *const f = sorted[i], *const before = sorted[reaching];
+    for (size_t i = 1; i < count; i++) {
+        const kvprim_fragment *const f = sorted[i], *const before = sorted[i - 1];
         if (f->dst_offset < before->dst_offset + before->bytes)
             return kvprim_fail(KVPRIM_ERROR_OVERLAP,
                                "kvprim_unpack: fragments[%llu] and fragments[%llu] overlap in dst",
                                (unsigned long long)((f < before ? f : before) - first),
                                (unsigned long long)((f < before ? before : f) - first));
-        reaching = i;
     }
     return KVPRIM_OK;
 }

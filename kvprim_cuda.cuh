@@ -1,4 +1,5 @@
-/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and newer.
+/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12,
+   sm_75, and newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -34,8 +35,10 @@
        Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
                   KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was
                   work enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say)
-                  is reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call.
-       Stream     Only enqueues, on the given stream of the current device. May be captured into a graph.
+                  is reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call. Where a call takes several
+                  launches (transfer, unpack), those before a refused one are enqueued.
+       Stream     Only enqueues, on the given stream of the current device. May be captured into a graph. CUDA may load
+                  a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
        Threads    Every function may be called from any number of threads at once.
        Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
                   pinned host memory that the device can address, or another GPU's memory that it has peer access to or
@@ -68,12 +71,12 @@ struct CUstream_st; /* what a cudaStream_t points to */
 
 /* Zero-initialise, then set what differs. A NULL launch is one of zeros. */
 typedef struct kvprim_cuda_launch {
-    struct CUstream_st *stream; /* NULL: the legacy default stream */
+    struct CUstream_st *stream; /* NULL: the legacy default stream, however the file is compiled */
     int32_t pdl;                /* 1: programmatic dependent launch, where all of the implementing file's architectures
                                    are sm_90 or newer (elsewhere no difference). May start before the kernel ahead of
                                    it in the stream has ended, and waits for that one's memory before its first
                                    access. Do not put it right before a kernel that is launched that way and does not
-                                   wait */
+                                   wait, as some of NCCL's are */
     int32_t max_sms;            /* leave the rest of the GPU's multiprocessors to others; 0: no limit */
 } kvprim_cuda_launch;
 
@@ -93,11 +96,13 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
 
 /* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
    (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
-   equally far apart; of several sizes 16 bytes, or 24 if a buffer has 4 GiB or more. Adjacent fragments move as one. A
-   batch that needs more than 32,760 bytes, all that CUDA takes (4,000 before 12.1), goes out in several launches. These
-   overlap where all of the implementing file's architectures are sm_90 or newer and max_sms is 0; what follows in the
-   stream follows them all.
-   Workspace: optional pinned host memory that the GPU can address, kvprim_unpack_workspace_bytes(count) bytes or more;
+   equally far apart; of several sizes about 16 bytes, or 24 if a buffer has 4 GiB or more. Adjacent fragments move as
+   one. A batch that needs more than about 32 KB, which is what CUDA takes (4,000 bytes where this is compiled by CUDA
+   before 12.1; by a newer one it needs a driver as new), goes out in several launches. These overlap where all of the
+   implementing file's architectures are sm_90 or newer and max_sms is 0; what follows in the stream follows them all.
+   The call takes as much of the caller's stack.
+   Workspace: optional pinned host memory that the GPU addresses as the host does, kvprim_unpack_workspace_bytes(count)
+   bytes or more, one for each call that is not done;
    one that is too small is not used. Its contents do not matter. With it a large batch of small fragments (of one size
    up to 4 KiB, or of sizes below about 1 KiB) takes one launch, whose kernel reads the workspace: that spares the host
    some microseconds for each launch, and the GPU none. It is the call's own until the work is done; of a captured call,
@@ -215,12 +220,16 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 /* Measured on an H200; what follows from them is described where they are used. */
 enum {
-    kvpc_threads = 128,         /* in a block of the kernels for plain rows */
-    kvpc_bytes_lanes = 8,       /* of kvpc_bytes_kernel: see there what lanes and loads are */
-    kvpc_bytes_loads = 3,       /* as aligned rows, plus one: rows of a power of two begin and end inside a word */
-    kvpc_granule = 64,          /* bytes that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 128 << 10, /* of a table: see kvpc_store_by_size */
-    kvpc_many_rows = 16384      /* see kvpc_gather_by_size */
+    kvpc_threads = 128,             /* in a block of the kernels for plain rows, and of moves on the whole GPU */
+    kvpc_few_threads = 1024,        /* at most, of moves on few multiprocessors */
+    kvpc_bytes_threads = 512,       /* at most, of moves of any alignment */
+    kvpc_unpack_threads = 256,      /* of unpack */
+    kvpc_unpack_most_threads = 512, /* ... with max_sms */
+    kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel: see there what lanes and loads are */
+    kvpc_bytes_loads = 3,           /* as aligned rows, plus one: rows of a power of two begin and end inside a word */
+    kvpc_granule = 64,              /* bytes that memory is written in: see kvpc_fetch_edges */
+    kvpc_few_bytes = 128 << 10,     /* of a table: see kvpc_store_by_size */
+    kvpc_many_rows = 16384          /* see kvpc_gather_by_size */
 };
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
@@ -612,6 +621,8 @@ typedef struct kvpc_batch {
     kvpc_layer layer[kvpc_layers];
 } kvpc_batch;
 
+static_assert(sizeof(kvpc_batch) <= 4000, "parameters that cost nothing");
+
 /* What a group of threads moves at once. */
 typedef struct kvpc_chunk {
     uint64_t dst, src;
@@ -706,9 +717,9 @@ KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_
 
 /* On the whole GPU: a group for each chunk. */
 template <uint32_t lanes, uint32_t loads, bool one_shape>
-static __global__ void __launch_bounds__(128) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
 {
-    const uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes, at = 16 * (threadIdx.x % lanes);
+    const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
     if (work >= (uint32_t)p.total)
         return;
     if (p.wait)
@@ -721,14 +732,15 @@ static __global__ void __launch_bounds__(128) kvpc_move_kernel(const __grid_cons
 
 /* On few multiprocessors: one chunk after the other. While one is on its way the next is found. */
 template <uint32_t lanes, uint32_t loads, bool one_shape>
-static __global__ void __launch_bounds__(1024) kvpc_move_few_kernel(const __grid_constant__ kvpc_batch p)
+static __global__ void __launch_bounds__(kvpc_few_threads) kvpc_move_few_kernel(const __grid_constant__ kvpc_batch p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.wait)
         kvpc_pdl_wait();
-    for (uint32_t work = (blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (uint32_t)p.total; work += groups) {
+    for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
+         work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
         kvpc_store_chunk<lanes, loads>(v, c, at);
         c = next;
@@ -739,13 +751,14 @@ static __global__ void __launch_bounds__(1024) kvpc_move_few_kernel(const __grid
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
 template <uint32_t lanes, class number>
-static __global__ void __launch_bounds__(512) kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch p)
+static __global__ void __launch_bounds__(kvpc_bytes_threads)
+    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch p)
 {
     const uint32_t lane = threadIdx.x % lanes;
     const number groups = (number)gridDim.x * (blockDim.x / lanes);
     if (p.wait)
         kvpc_pdl_wait();
-    for (number work = ((number)blockIdx.x * blockDim.x + threadIdx.x) / lanes; work < (number)p.total;
+    for (number work = (number)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (number)p.total;
          work += groups) {
         const kvpc_chunk c = p.shapes == 1 ? kvpc_find_chunk<false, true>(p, work, lane == 0)
                                            : kvpc_find_chunk<false, false>(p, work, lane == 0);
@@ -792,8 +805,13 @@ template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_
     return near == at ? word : (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)at * 4);
 }
 
-/* A group of `step` threads copies a piece of a fragment: each thread 4 words of 16 bytes of the destination, from the
-   first-th on, `step` apart; of fragments that are not aligned kvpc_bytes_loads. */
+/* 16-byte words that a thread takes of a piece. */
+template <bool aligned> struct kvpc_piece {
+    static const uint32_t loads = aligned ? 4u : (uint32_t)kvpc_bytes_loads;
+};
+
+/* A group of `step` threads copies a piece of a fragment: each thread the first-th of the destination's 16-byte words
+   and those that are a multiple of `step` further. */
 template <bool aligned>
 KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, uint32_t first, uint32_t step)
 {
@@ -801,7 +819,7 @@ KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, ui
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), bytes, first, step, true, true, false);
         return;
     }
-    const uint32_t loads = 4, from = 16 * first;
+    const uint32_t loads = kvpc_piece<true>::loads, from = 16 * first;
     uint4 v[loads];
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
@@ -831,7 +849,7 @@ template <bool aligned, uint32_t capacity>
 KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_t piece)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3;
+    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads;
     const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
     const uint2 place = kvpc_even_fragment(p, i);
     kvpc_copy_piece<aligned>(h.dst + place.y * h.dst_step, h.src + place.x * h.src_step,
@@ -889,7 +907,7 @@ template <bool aligned, uint32_t capacity>
 KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint32_t piece)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = aligned ? 4 : 3, each = h.wide ? 6 : 4;
+    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads, each = h.wide ? 6 : 4;
     const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
     const uint64_t src_high = h.wide ? kvpc_word(p, at + 4) : 0, dst_high = h.wide ? kvpc_word(p, at + 5) : 0;
     const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
@@ -903,7 +921,8 @@ enum kvpc_unpack_kind { kvpc_even, kvpc_small, kvpc_uneven };
 
 /* Each block copies one span after the other, `span` pieces that follow each other. */
 template <kvpc_unpack_kind kind, bool aligned, uint32_t capacity>
-static __global__ void __launch_bounds__(512) kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
+    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t groups = blockDim.x >> h.lanes_shift, all = kind == kvpc_small ? h.count : h.pieces;
@@ -945,17 +964,19 @@ static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_l
 }
 #endif
 
-#ifndef KVPRIM_CUDA_EMULATE
 /* Whether every kernel here waits when it is asked to, whichever of this file's architectures the driver picks. */
 static bool kvpc_has_pdl(void)
 {
+#ifdef KVPRIM_CUDA_EMULATE
+    return kvprim_emulate_pdl;
+#else
     const int architectures[] = {__CUDA_ARCH_LIST__};
     for (int architecture : architectures)
         if (architecture < 900)
             return false;
     return true;
-}
 #endif
+}
 
 #ifndef KVPRIM_CUDA_EMULATE
 /* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
@@ -994,7 +1015,7 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     void *args[] = {(void *)&params};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
-    config.stream = launch ? launch->stream : NULL;
+    config.stream = launch && launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
     config.numAttrs = launch && launch->pdl && kvpc_has_pdl();
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -1047,11 +1068,13 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
     return status == KVPRIM_OK ? kvpc_check_byte(function, name, (const char *)p + bytes - 1) : status;
 }
 
-static kvprim_status kvpc_check_table(const char *function, const char *name, const kvprim_table *t, int64_t row_bytes)
+/* used: rows that can be touched. */
+static kvprim_status kvpc_check_table(const char *function, const char *name, const kvprim_table *t, int64_t row_bytes,
+                                      int64_t used)
 {
-    if (!t->data || t->rows < 1)
+    if (!t->data || used < 1)
         return KVPRIM_OK;
-    const char *const last = (const char *)kvprim_table_row(t, t->rows - 1);
+    const char *const last = (const char *)kvprim_table_row(t, used - 1);
     return kvpc_check_bytes(function, name, t->data,
                             last - (const char *)t->data + (t->heads - 1) * t->head_stride + row_bytes / t->heads);
 }
@@ -1065,9 +1088,9 @@ static kvprim_status kvpc_check_indices(const char *function, const char *name, 
 static kvprim_status kvpc_check_memory(const kvprim_gather_desc *d)
 {
     const char *const function = "kvprim_cuda_gather";
-    kvprim_status status = kvpc_check_table(function, "dst", &d->dst, d->row_bytes);
+    kvprim_status status = kvpc_check_table(function, "dst", &d->dst, d->row_bytes, d->count);
     if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "src", &d->src, d->row_bytes);
+        status = kvpc_check_table(function, "src", &d->src, d->row_bytes, d->src.rows);
     if (status == KVPRIM_OK)
         status = kvpc_check_indices(function, "index", d->index, d->index_type, d->count);
     return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
@@ -1077,13 +1100,13 @@ static kvprim_status kvpc_check_memory(const kvprim_store_desc *d)
 {
     const char *const function = "kvprim_cuda_store";
     const kvprim_table none = {};
-    kvprim_status status = kvpc_check_table(function, "k_cache", &d->k_cache, d->k_bytes);
+    kvprim_status status = kvpc_check_table(function, "k_cache", &d->k_cache, d->k_bytes, d->k_cache.rows);
     if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "v_cache", &d->v_cache, d->v_bytes);
+        status = kvpc_check_table(function, "v_cache", &d->v_cache, d->v_bytes, d->v_cache.rows);
     if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "k", &d->k, d->k_bytes);
+        status = kvpc_check_table(function, "k", &d->k, d->k_bytes, d->count);
     if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "v", d->v_cache.data ? &d->v : &none, d->v_bytes);
+        status = kvpc_check_table(function, "v", d->v_cache.data ? &d->v : &none, d->v_bytes, d->count);
     if (status == KVPRIM_OK)
         status = kvpc_check_indices(function, "slot", d->slot, d->slot_type, d->count);
     return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
@@ -1097,9 +1120,9 @@ static kvprim_status kvpc_check_memory(const kvprim_transfer_desc *d)
         kvprim_table dst = d->dst, src = d->src;
         dst.data = d->dst_layers ? d->dst_layers[l] : (char *)d->dst.data + l * d->dst_layer_stride;
         src.data = d->src_layers ? d->src_layers[l] : (char *)d->src.data + l * d->src_layer_stride;
-        status = kvpc_check_table(function, "dst", &dst, d->row_bytes);
+        status = kvpc_check_table(function, "dst", &dst, d->row_bytes, d->dst_index ? d->dst.rows : d->count);
         if (status == KVPRIM_OK)
-            status = kvpc_check_table(function, "src", &src, d->row_bytes);
+            status = kvpc_check_table(function, "src", &src, d->row_bytes, d->src_index ? d->src.rows : d->count);
     }
     if (status == KVPRIM_OK)
         status = kvpc_check_indices(function, "dst_index", d->dst_index, d->index_type, d->count);
@@ -1108,14 +1131,26 @@ static kvprim_status kvpc_check_memory(const kvprim_transfer_desc *d)
     return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
 }
 
+/* The host writes it, and the GPU reads it. */
+static kvprim_status kvpc_check_workspace(const char *function, const void *workspace, size_t bytes)
+{
+    cudaPointerAttributes a;
+    const kvprim_status status = kvpc_check_bytes(function, "workspace", workspace, (int64_t)bytes);
+    if (status != KVPRIM_OK || !workspace || bytes == 0)
+        return status;
+    if (cudaPointerGetAttributes(&a, workspace) == cudaSuccess && a.type == cudaMemoryTypeDevice)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: workspace (%p) is device memory, which the host cannot write",
+                           function, workspace);
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpc_check_memory(const kvprim_unpack_desc *d)
 {
     const char *const function = "kvprim_cuda_unpack";
     kvprim_status status = kvpc_check_bytes(function, "dst", d->dst, (int64_t)d->dst_bytes);
     if (status == KVPRIM_OK)
         status = kvpc_check_bytes(function, "src", d->src, (int64_t)d->src_bytes);
-    return status == KVPRIM_OK ? kvpc_check_bytes(function, "workspace", d->workspace, (int64_t)d->workspace_bytes)
-                               : status;
+    return status == KVPRIM_OK ? kvpc_check_workspace(function, d->workspace, d->workspace_bytes) : status;
 }
 #else
 static kvprim_status kvpc_check_memory(const void *)
@@ -1168,7 +1203,7 @@ static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
             !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) ||
             job->count > (1 << 24) / (1 + job->row_bytes[m] / 512))
             return false;
-    return job->base >= 0 && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
+    return job->base >= 0 && job->base <= INT32_MAX && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
@@ -1282,7 +1317,7 @@ static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p)
         if (row_bytes == 128)
             return kvpc_start_store<8, 1, true>(job, p);
     }
-    if (row_bytes <= 128 && job->row_bytes[1] <= 128)
+    if (row_bytes <= 128 && (job->tables == 1 || job->row_bytes[1] <= 128))
         return kvpc_start_store<8, 1, false>(job, p);
     return kvpc_start_store<16, 1, false>(job, p);
 }
@@ -1387,7 +1422,7 @@ static kvprim_status kvpc_start_aligned(const char *function, kvpc_batch *p, int
                                 : lanes == 16 ? kvpc_move_kernel<16, 2, one_shape>
                                               : kvpc_move_kernel<32, 2, one_shape>;
     kvpc_cut(p, 16 * lanes * loads, true, layers);
-    return kvpc_start_groups(function, few ? few_kernel : kernel, 1024, lanes, p, launch);
+    return kvpc_start_groups(function, few ? few_kernel : kernel, kvpc_few_threads, lanes, p, launch);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
@@ -1399,7 +1434,7 @@ static kvprim_status kvpc_start_unaligned(const char *function, kvpc_batch *p, i
                                 : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t>
                                              : kvpc_move_bytes_kernel<32, uint32_t>;
     kvpc_cut(p, lanes == 8 ? 256 : 2048, false, layers);
-    return kvpc_start_groups(function, kernel, 512, lanes, p, launch);
+    return kvpc_start_groups(function, kernel, kvpc_bytes_threads, lanes, p, launch);
 }
 
 /* Starts a move of some layers; the rows' shapes are not cut yet. */
@@ -1631,14 +1666,15 @@ enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = 16 }; /* a word of the tab
 /* 16-byte words of a piece. */
 static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
 {
-    return (uint64_t)(job->aligned ? 4 : 3) << job->head.lanes_shift;
+    return (uint64_t)(job->aligned ? kvpc_piece<true>::loads : kvpc_piece<false>::loads) << job->head.lanes_shift;
 }
 
 /* Pieces of so many bytes, from a 16-byte boundary on. */
-static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, uint32_t loads)
+static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, bool aligned)
 {
     const uint32_t rows = ((bytes - 1) >> (4 + lanes_shift)) + 1; /* words for each thread */
-    return loads == 4 ? (rows + 3) / 4 : (rows + 2) / 3;
+    const uint32_t many = kvpc_piece<true>::loads, few = kvpc_piece<false>::loads;
+    return aligned ? (rows + many - 1) / many : (rows + few - 1) / few; /* constants, to divide by */
 }
 
 /* Halves of words that describe one fragment. */
@@ -1705,7 +1741,7 @@ static void kvpc_plan_pieces(kvpc_unpack_job *job)
     for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < (job->small ? 4 * most : most);)
         h->lanes_shift++;
     job->direct = most <= kvpc_piece_words(job);
-    h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned ? 4 : 3);
+    h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned);
 }
 
 /* Numbers of one side, two to a word. */
@@ -1774,8 +1810,9 @@ static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
 template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
 {
     kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->wide ? 6 : 4, loads = job->aligned ? 4 : 3, dst = (uint32_t)(uintptr_t)job->desc->dst;
-    const bool direct = job->direct;
+    const uint32_t each = h->wide ? 6 : 4, dst = (uint32_t)(uintptr_t)job->desc->dst;
+    const uint32_t lanes_shift = 5; /* a warp: what is not direct is long, see kvpc_plan_pieces */
+    const bool direct = job->direct, aligned = job->aligned;
     kvpc_cursor cursor = job->cursor;
     kvprim_fragment run;
     uint32_t *w = words, pieces = 0;
@@ -1788,9 +1825,10 @@ template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint3
             w[4] = (uint32_t)(run.src_offset >> 32);
             w[5] = (uint32_t)(run.dst_offset >> 32);
         }
-        pieces += direct      ? 1
-                  : run.bytes ? kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, 5, loads)
-                              : 0;
+        if (direct)
+            pieces++;
+        else if (run.bytes)
+            pieces += kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, lanes_shift, aligned);
     }
     job->cursor = cursor;
     h->count = (uint32_t)((w - words) / each);
@@ -1832,7 +1870,7 @@ static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool le
     if (lent && line_halves / halves * h->parts > span)
         span = line_halves / halves * h->parts;
     h->span = (uint32_t)span;
-    const uint32_t blocks = (uint32_t)((all + span - 1) / span);
+    const uint32_t blocks = all ? (uint32_t)((all + span - 1) / span) : 1; /* empty fragments: see kvpc_unpack_some */
     if (max_sms > 0)
         return blocks < (uint32_t)max_sms ? blocks : (uint32_t)max_sms;
     return lent || job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2; /* fewer starts of blocks */
@@ -1840,7 +1878,7 @@ static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool le
 
 /* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from
    the second on each starts when the one before it has, and ends after it. So what follows in the stream follows
-   all. */
+   all. One that lets the next begin early must have a next: a slice of empty fragments is launched too. */
 template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
 {
     kvpc_unpack_params<capacity> p;
@@ -1857,7 +1895,7 @@ template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_j
     h->wait_last = job->started && job->overlap;
     h->trigger = job->left ? job->overlap : launch.pdl;
     h->words = (uint64_t)(uintptr_t)job->space;
-    const uint32_t threads = launch.max_sms > 0 ? 512 : 256;
+    const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
     const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
     p.head = *h;
@@ -1868,18 +1906,6 @@ template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_j
     job->started = true;
     return kvpc_start("kvprim_cuda_unpack", kvpc_pick_kernel<capacity>(job), blocks, threads, p, &launch);
 }
-
-#ifdef KVPRIM_CUDA_EMULATE
-static bool kvpc_may_overlap(void)
-{
-    return false;
-}
-#else
-static bool kvpc_may_overlap(void)
-{
-    return kvpc_has_pdl();
-}
-#endif
 
 enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes (before 12.1: 4,096 bytes) */
        kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
@@ -1905,7 +1931,7 @@ static bool kvpc_is_lent(const kvpc_unpack_job *job)
 static kvprim_status kvpc_unpack_all(kvpc_unpack_job *job)
 {
     kvprim_status status = KVPRIM_OK;
-    job->overlap = kvpc_may_overlap() && !(job->launch && job->launch->max_sms > 0);
+    job->overlap = kvpc_has_pdl() && !(job->launch && job->launch->max_sms > 0);
     if (kvpc_is_lent(job))
         status = kvpc_unpack_some<kvpc_lent>(job);
     while (status == KVPRIM_OK && job->left > 0) {

@@ -46,6 +46,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
+static bool kvprim_emulate_pdl;          /* what is launched may overlap: see check_overlap in the tests */
 static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
 static unsigned kvprim_emulate_launches; /* so far */
 

@@ -916,7 +916,7 @@ static void test_transfer_errors(void)
 #undef BAD
     d.same_cache = 1; /* otherwise it is one cache now */
     d.src.page_rows = 4;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "geometry");
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_rows is 0 and src.page_rows 4");
     d.src.page_rows = 0;
     d.src_layer_stride = 1024;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
