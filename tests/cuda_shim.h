@@ -4,6 +4,8 @@
 #define CUDA_SHIM_H
 
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 
 #define __global__
 #define __device__
@@ -46,7 +48,8 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
-static bool kvprim_emulate_pdl;          /* what is launched may overlap: see check_overlap in the tests */
+static bool kvprim_emulate_pdl;          /* as if the device had programmatic dependent launch */
+static bool kvprim_emulate_last_only;    /* of a launch run the last block alone */
 static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
 static unsigned kvprim_emulate_launches; /* so far */
 
@@ -59,15 +62,27 @@ static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params 
     }
 }
 
+/* Overloaded by tests that look at parameters. */
+template <class Params> static void kvprim_emulate_note(const Params &)
+{
+}
+
 template <class Kernel, class Params>
 static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
 {
     const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    if (blocks == 0 || grid.x > INT32_MAX || threads == 0 || threads > 1024) {
+        printf("FAIL no GPU takes a launch of %llu blocks of %u threads\n", static_cast<unsigned long long>(blocks),
+               threads);
+        fflush(stdout);
+        abort();
+    }
+    kvprim_emulate_note(params);
     gridDim = grid;
     blockDim = dim3(threads, 1, 1);
     kvprim_emulate_launches++;
-    for (uint64_t i = 0; i < blocks; i++) {
-        const uint64_t block = kvprim_emulate_last_first ? blocks - 1 - i : i;
+    for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
+        const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;
         blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),
                         static_cast<unsigned>(block / grid.x / grid.y));
         kvprim_emulate_block(kernel, threads, params);

@@ -272,6 +272,53 @@ static void test_warps()
     }
 }
 
+/* Launches of one unpack that may overlap: one that lets the next begin early has a next, which ends after it. */
+static std::vector<kvpc_unpack> noted;
+
+template <uint32_t capacity> static void kvprim_emulate_note(const kvpc_unpack_params<capacity> &p)
+{
+    noted.push_back(p.head);
+}
+
+static void one_chain(size_t count, bool empty, int32_t pdl)
+{
+    std::vector<kvprim_fragment> f;
+    for (size_t i = 0; i < count; i++) /* steps that differ: nothing merges, and the sizes are uneven */
+        f.push_back({2 * i, i, empty ? 0u : 1u});
+    f.push_back({2 * count + 100, count + 7, 100000});
+    const uint64_t src_bytes = 2 * count + 100 + 100000, dst_bytes = count + 7 + 100000;
+    std::vector<unsigned char> src(src_bytes + 16); /* whole words are read */
+    std::vector<unsigned char> got(dst_bytes, 0xee), want(dst_bytes, 0xee);
+    fill(src.data(), src_bytes);
+    kvprim_unpack_desc d = {};
+    d.src = src.data(), d.src_bytes = src_bytes, d.dst_bytes = dst_bytes;
+    d.fragments = f.data(), d.count = f.size();
+    kvprim_cuda_launch launch = {nullptr, pdl, 0};
+    d.dst = want.data();
+    CHECK(kvprim_unpack(&d) == KVPRIM_OK);
+    d.dst = got.data();
+    noted.clear();
+    CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
+    CHECK(got == want);
+    CHECK(noted.size() > 1);
+    for (size_t k = 0; k < noted.size(); k++) {
+        const bool last = k + 1 == noted.size();
+        CHECK(noted[k].wait == (k == 0 ? pdl : 0));
+        CHECK(noted[k].wait_last == (k > 0));
+        CHECK(noted[k].trigger == (last ? pdl : 1));
+    }
+}
+
+static void test_chains_of_launches()
+{
+    kvprim_emulate_pdl = true;
+    for (int32_t pdl = 0; pdl < 2; pdl++) {
+        one_chain(5000, false, pdl);
+        one_chain(5000, true, pdl); /* a whole launch of empty fragments */
+    }
+    kvprim_emulate_pdl = false;
+}
+
 #if !defined(_WIN32)
 /* In memory that is reserved but hardly touched. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
@@ -314,6 +361,34 @@ static unsigned char *reserve_addresses(uint64_t bytes)
     snprintf(skip_reason, sizeof skip_reason, "%llu bytes of addresses cannot be reserved",
              static_cast<unsigned long long>(bytes));
     return nullptr;
+}
+
+/* More than 2^32 threads, of which the last block runs. All indices are 0. */
+static void one_long_gather(int64_t row_bytes)
+{
+    const int64_t count = (int64_t(1) << 29) + 1;
+    const uint64_t dst_bytes = static_cast<uint64_t>(count * row_bytes), index_bytes = static_cast<uint64_t>(count) * 4;
+    unsigned char *const dst = reserve_addresses(dst_bytes), *const index = reserve_addresses(index_bytes);
+    if (!dst || !index)
+        return;
+    alignas(16) unsigned char row[16];
+    fill(row, sizeof row);
+    kvprim_gather_desc d = {};
+    d.dst.data = dst, d.dst.rows = count;
+    d.src.data = row, d.src.rows = 1;
+    d.row_bytes = row_bytes, d.index = index, d.count = count;
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(dst + (count - 1) * row_bytes, row, static_cast<size_t>(row_bytes)) == 0);
+    munmap(dst, dst_bytes);
+    munmap(index, index_bytes);
+}
+
+static void test_long_gathers()
+{
+    one_long_gather(4);
+    one_long_gather(16);
 }
 
 /* The bytes around a fragment are zero before and after. */
@@ -380,8 +455,10 @@ int main(int argc, char **argv)
     run("emulated: unpack, bad descriptors", test_bad_unpacks);
     run("emulated: random unpacks", test_random_unpacks);
     run("emulated: warp copy and zero", test_warps);
+    run("emulated: unpack, chains of launches", test_chains_of_launches);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
+    run("emulated: past 2^32 threads", test_long_gathers);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
 #endif
     return finish();
