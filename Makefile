@@ -60,7 +60,8 @@ GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
 run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
 	$< $(DEVICE:%=--device %) $(ARGS) '$(TRACE)'
 
-examples: $(EXAMPLES)
+# Those for a GPU where there is nvcc.
+examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES))
 
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)'

@@ -22,7 +22,7 @@
 
 constexpr int64_t MiB = 1 << 20, GiB = 1 << 30;
 constexpr int64_t side_bytes = 6 * GiB; /* of all sources, and of all destinations */
-constexpr int rotations = 16;
+constexpr int rotations = 64; /* as many as launches: none finds its bytes in the cache, or another's workspace */
 
 static char *src_memory, *dst_memory, *cub_memory, *lent_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB, most_workspace = 4 * MiB;
@@ -389,8 +389,23 @@ static void unpack_chunks(const std::vector<size_t> &slot, int turn)
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
 
+/* The bytes of a call, after it. */
+static void verify_chunks(const std::vector<size_t> &slot, int turn)
+{
+    constexpr size_t bytes = chunks * chunk_bytes;
+    std::vector<char> src(bytes), dst(bytes);
+    CUDA(cudaMemcpy(src.data(), src_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(dst.data(), dst_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < slot.size(); i++)
+        if (memcmp(&dst[i * fragment_bytes], &src[slot[i] * fragment_bytes], fragment_bytes) != 0) {
+            printf("FAIL the document's case: fragment %zu is wrong\n", i);
+            exit(1);
+        }
+}
+
 static double time_case(bool synchronised)
 {
+    CUDA(cudaMemset(dst_memory, 0xee, 64 * chunks * chunk_bytes));
     std::vector<size_t> slot(chunks * in_chunk);
     std::mt19937 random(3);
     for (size_t i = 0; i < slot.size(); i++)
@@ -410,6 +425,7 @@ static double time_case(bool synchronised)
         CUDA(cudaStreamSynchronize(stream));
         us.push_back((now_us() - begin) / (calls * double(chunks)));
     }
+    verify_chunks(slot, 99);
     return median(us);
 }
 

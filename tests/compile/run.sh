@@ -295,7 +295,7 @@ wide()
 {
     "$cuobjdump" -sass "$1" >"$build/sass" || return 1
     awk '/Function :/ { whole = $0 ~ /kvpc_move(_few)?_kernel/ || $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/
-                        plain = whole || $0 ~ /kvpc_(gather|store|bytes|move_bytes)_kernel/; kernels += whole }
+                        plain = whole || $0 ~ /kvpc_(gather|store|bytes|move_bytes|unpack)_kernel/; kernels += whole }
          plain && / (LD|ST)\.E/ { generic++ }
          whole && /LDG/ { loads += /LDG\.E\.128/ }
          whole && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
@@ -306,9 +306,14 @@ wide()
 # What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
 results()
 {
-    has sha256sum || return
+    if ! has sha256sum; then
+        skip 'what headers the results are of: no sha256sum'
+        return
+    fi
     for result in gpu_test gpu_bench; do
-        if head -n 2 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
+        if [ ! -f tests/results/$result.txt ]; then
+            skip "tests/results/$result.txt: none (make ${result%_*}-${result#*_} on a GPU)"
+        elif head -n 2 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
             cell "tests/results/$result.txt is of these headers" true
         else
             skip "tests/results/$result.txt: of other headers than these (make ${result%_*}-${result#*_} on a GPU)"
@@ -325,13 +330,28 @@ kernels()
         return
     fi
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
+    newest=75
     for arch in 75 80 86 89 90 100 120; do
-        cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+        if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+            newest=$arch
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
     done
-    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode arch=compute_120,code=compute_120 -I. \
+    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode "arch=compute_$newest,code=compute_$newest" -I. \
         -c "$build/kernels.cu" -o "$build/unit.o"
     cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+    for source in examples/0[345]_*.cu tests/bench_*.cu; do
+        cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
+            -o "$build/unit.o"
+    done
+    cell 'test_cuda with KVPRIM_DEBUG' "$NVCC" -std=c++17 -O1 -arch=sm_90 -DKVPRIM_DEBUG -I. -c tests/test_cuda.cu \
+        -o "$build/unit.o"
+    cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_INCLUDE" -I. -DKV_REPLAY_CUDA \
+        -c examples/02_kv_replay.c -o "$build/unit.o"
+    group "examples and benchmarks for a GPU, $NVCC"
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
     if [ -n "$cuobjdump" ]; then
