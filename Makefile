@@ -50,6 +50,7 @@ help:
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
+	@echo 'make gpu-sanitize  the same under compute-sanitizer, memcheck and initcheck, a tenth of the cases'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
@@ -95,6 +96,13 @@ gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_repl
 	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
+# Some minutes: about a tenth of the tests, each access of the kernels looked at.
+gpu-sanitize: build/test_cuda
+	@mkdir -p $(RESULTS)
+	@{ $(CHECKSUMS) && for tool in memcheck initcheck; do echo "== $$tool"; compute-sanitizer --tool $$tool \
+	    --error-exitcode 1 build/test_cuda quick || exit 1; done; } >$(RESULTS)/gpu_sanitize.txt 2>&1; \
+	    code=$$?; cat $(RESULTS)/gpu_sanitize.txt; exit $$code
+
 GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
 gpu-bench: $(GPU_BENCHES)
 	@mkdir -p $(RESULTS)
@@ -122,7 +130,7 @@ build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench gpu-test gpu-bench clean FORCE
+.PHONY: help run examples test check fuzz bench gpu-test gpu-sanitize gpu-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

@@ -1281,6 +1281,85 @@ static bool named(kvprim_status status, const char *field)
            strstr(kvprim_last_error(), "which the GPU cannot");
 }
 
+static void unreachable_gathers(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    kvprim_gather_desc g = gather;
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g.dst.rows = int64_t(1) << 44; /* of the side without an index only `count` rows are ever touched */
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g = gather, g.dst.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
+    g = gather, g.src.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.src.rows = int64_t(1) << 44;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.index = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
+    g = gather, g.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
+}
+
+static void unreachable_stores(void *host)
+{
+    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
+    kvprim_store_desc s = store;
+    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
+    s.k_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
+    s = store, s.v_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
+    s = store, s.k.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
+    s = store, s.v.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v reaches"));
+    s = store, s.slot = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
+    s = store, s.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "rejected"));
+}
+
+static void unreachable_transfers(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    kvprim_transfer_desc transfer = {};
+    transfer.dst = gather.dst, transfer.src = gather.src, transfer.row_bytes = gather.row_bytes;
+    transfer.src_index = gather.index, transfer.index_type = gather.index_type, transfer.count = gather.count;
+    kvprim_transfer_desc t = transfer;
+    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
+    t.dst.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+    t = transfer, t.src.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src"));
+    t = transfer, t.src_index = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src_index"));
+    t = transfer, t.dst_index = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst_index"));
+    t = transfer, t.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "rejected"));
+    void *layers[] = {transfer.dst.data, host};
+    t = transfer, t.layers = 2, t.dst_layers = layers, t.src.rows /= 2;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+}
+
+static void unreachable_unpacks(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    const kvprim_fragment f = {0, 0, 16};
+    kvprim_unpack_desc u = {gather.src.data, 16, gather.dst.data, 16, &f, 1, nullptr, 0};
+    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
+    u.workspace = host, u.workspace_bytes = 1000;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "workspace"));
+    u.workspace = gather.src.data, u.workspace_bytes = 16;
+    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_ERROR_ARGUMENT);
+    CHECK(strstr(kvprim_last_error(), "is device memory, which the host cannot write"));
+    u.workspace = nullptr, u.workspace_bytes = 0;
+    u.src = host;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
+    u.dst = static_cast<char *>(host) + 16;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
+}
+
 /* Each pointer in turn is ordinary memory of the host, and a table reaches past its allocation. */
 static void test_unreachable()
 {
@@ -1291,45 +1370,10 @@ static void test_unreachable()
         return;
     }
     void *const host = calloc(1, 1 << 20);
-    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
-    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
-    kvprim_gather_desc g = gather;
-    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
-    g.dst.data = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
-    g = gather, g.src.data = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.src.rows = int64_t(1) << 44;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.index = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
-    g = gather, g.rejected = static_cast<uint32_t *>(host);
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
-    kvprim_store_desc s = store;
-    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
-    s.k_cache.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
-    s = store, s.v_cache.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
-    s = store, s.k.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
-    s = store, s.slot = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
-    kvprim_transfer_desc t = {};
-    t.dst = gather.dst, t.src = gather.src, t.row_bytes = gather.row_bytes;
-    t.src_index = gather.index, t.index_type = gather.index_type, t.count = gather.count;
-    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
-    t.dst.data = host;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
-    const kvprim_fragment f = {0, 0, 16};
-    kvprim_unpack_desc u = {gather.src.data, 16, gather.dst.data, 16, &f, 1, nullptr, 0};
-    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
-    u.workspace = host, u.workspace_bytes = 1000;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "workspace"));
-    u.src = host;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
-    u.dst = static_cast<char *>(host) + 16;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
+    unreachable_gathers(host);
+    unreachable_stores(host);
+    unreachable_transfers(host);
+    unreachable_unpacks(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     free(host);
 }
