@@ -784,9 +784,9 @@ typedef struct kvpc_unpack {
     uint64_t words;                      /* of a workspace */
     uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
     uint32_t bytes, last_bytes;
-    uint32_t dst_words, src_words, halves;          /* a side's numbers: 0 or 1 for a fragment; two to a word */
-    uint32_t lanes_shift, wide, table, table_shift; /* wide, table: see kvpc_copy_uneven */
-    int32_t wait, trigger, wait_last;               /* programmatic dependent launch */
+    uint32_t dst_words, src_words, halves;             /* a side's numbers: 0 or 1 for a fragment; two to a word */
+    uint32_t lanes_shift, distant, table, table_shift; /* distant, table: see kvpc_copy_uneven */
+    int32_t wait, trigger, wait_last;                  /* programmatic dependent launch */
 } kvpc_unpack;
 
 template <uint32_t capacity> struct kvpc_unpack_params {
@@ -902,14 +902,14 @@ KVPRIM_DEVICE uint32_t kvpc_fragment_of(const kvpc_unpack_params<capacity> &p, u
 }
 
 /* Fragments of any size, described by four words each: source and destination offset, bytes, number of the first piece;
-   wide ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
+   distant ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
 template <bool aligned, uint32_t capacity>
 KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint32_t piece)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads, each = h.wide ? 6 : 4;
+    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads, each = h.distant ? 6 : 4;
     const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
-    const uint64_t src_high = h.wide ? kvpc_word(p, at + 4) : 0, dst_high = h.wide ? kvpc_word(p, at + 5) : 0;
+    const uint64_t src_high = h.distant ? kvpc_word(p, at + 4) : 0, dst_high = h.distant ? kvpc_word(p, at + 5) : 0;
     const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
     const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
     if (bytes)
@@ -947,10 +947,6 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
 
 /* ---- launching ---- */
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
 {
     if (launch && launch->pdl != 0 && launch->pdl != 1)
@@ -959,10 +955,6 @@ static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_l
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
     return KVPRIM_OK;
 }
-
-#ifdef __cplusplus
-}
-#endif
 
 /* Whether every kernel here waits when it is asked to, whichever of this file's architectures the driver picks. */
 static bool kvpc_has_pdl(void)
@@ -1576,7 +1568,7 @@ template <bool merge> static inline bool kvpc_next(kvpc_cursor *c, kvprim_fragme
 
 /* How the fragments' offsets on one side go on from one to the next. */
 typedef struct kvpc_offsets {
-    uint64_t first, any; /* any: bits that are set in any of the steps */
+    uint64_t first, any; /* any: bits that are set in any of the steps; so if all are the same, the step */
     bool regular;        /* all steps are the same */
 } kvpc_offsets;
 
@@ -1584,7 +1576,7 @@ typedef struct kvpc_survey {
     kvpc_offsets src, dst;
     uint64_t count, bytes, last_bytes;
     uint64_t any_bytes; /* bits that are set in any size */
-    uint64_t joins;     /* at least as many as follow the one before */
+    uint64_t joins;     /* steps that are the same on both sides: no more fragments follow the one before at once */
     bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
 } kvpc_survey;
 
@@ -1608,7 +1600,8 @@ template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
         dst_differ |= from_dst ^ dst_step;
         bytes_differ |= last.bytes ^ first.bytes;
         joins += from_src == from_dst;
-        count += merge;
+        if (merge)
+            count++;
     }
     s.src = kvpc_offsets{first.src_offset, src_step | src_differ, src_differ == 0};
     s.dst = kvpc_offsets{first.dst_offset, dst_step | dst_differ, dst_differ == 0};
@@ -1682,7 +1675,7 @@ static uint64_t kvpc_fragment_halves(const kvpc_unpack_job *job)
 {
     if (job->even)
         return (uint64_t)(job->head.src_words + job->head.dst_words) << (job->head.halves ? 0 : 1);
-    return job->head.wide ? 12 : 8;
+    return job->head.distant ? 12 : 8;
 }
 
 /* Words that describe `count` fragments. */
@@ -1717,7 +1710,7 @@ static void kvpc_plan_offsets(kvpc_unpack_job *job)
     kvpc_unpack *const h = &job->head;
     h->dst = (uint64_t)(uintptr_t)d->dst;
     h->src = (uint64_t)(uintptr_t)d->src;
-    h->wide = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
+    h->distant = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
     if (!job->even)
         return;
     h->dst += kvpc_plan_side(&s->dst, &h->dst_words, &job->dst_shift, &h->dst_step);
@@ -1810,7 +1803,7 @@ static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
 template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
 {
     kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->wide ? 6 : 4, dst = (uint32_t)(uintptr_t)job->desc->dst;
+    const uint32_t each = h->distant ? 6 : 4, dst = (uint32_t)(uintptr_t)job->desc->dst;
     const uint32_t lanes_shift = 5; /* a warp: what is not direct is long, see kvpc_plan_pieces */
     const bool direct = job->direct, aligned = job->aligned;
     kvpc_cursor cursor = job->cursor;
