@@ -278,10 +278,10 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_look(const char *slot)
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(__cvta_generic_to_global(slot))
                  : "memory");
-#else
+#else /* 4 bytes at a time, and y and w, which may be flags, never before what lies beside them */
     const uint32_t *const w = (const uint32_t *)slot;
-    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.y = __atomic_load_n(w + 1, __ATOMIC_RELAXED);
-    v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED), v.w = __atomic_load_n(w + 3, __ATOMIC_RELAXED);
+    v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
+    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
 #endif
     return v;
 }
@@ -294,8 +294,8 @@ KVPRIM_NCCL_DEVICE void kvpn_put(char *slot, uint4 v)
                  : "memory");
 #else
     uint32_t *const w = (uint32_t *)slot;
-    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 1, v.y, __ATOMIC_RELAXED);
-    __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED), __atomic_store_n(w + 3, v.w, __ATOMIC_RELAXED);
+    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
+    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
 #endif
 }
 
