@@ -911,6 +911,12 @@ static kvprim_status kvpn_together(kvpn_opening *o, kvprim_status mine)
     return KVPRIM_OK;
 }
 
+/* A block's words begin at a multiple of 8, that is 128 bytes: so many slots it has. */
+static void kvpn_share_slots(kvprim_comm *comm)
+{
+    comm->block_slots = ((uint32_t)kvpn_slot_megabytes << 20) / (16 * 8 * (uint32_t)comm->world * comm->blocks) * 8;
+}
+
 /* The first exchange: what must be the same everywhere, and what all can do. */
 static kvprim_status kvpn_compare(kvpn_opening *o)
 {
@@ -938,8 +944,7 @@ static kvprim_status kvpn_compare(kvpn_opening *o)
             least = card->multiprocessors;
     }
     o->comm->blocks = (uint32_t)(least < kvpn_max_blocks ? least : kvpn_max_blocks);
-    const uint32_t unit = 16 * 8 * (uint32_t)o->comm->world * o->comm->blocks; /* slots of a block: a multiple of 8 */
-    o->comm->block_slots = ((uint32_t)kvpn_slot_megabytes << 20) / unit * 8;
+    kvpn_share_slots(o->comm);
     return KVPRIM_OK;
 }
 
