@@ -36,6 +36,8 @@ CUDA_PLACES = $(CUDA_HOME) $(NVCC:%/bin/nvcc=%) /usr/local/cuda /opt/cuda /usr
 NCCL_PLACES = $(NCCL_HOME) $(CUDA_PLACES) /usr/local /opt/nccl
 CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLACES:%=%/include/cuda_runtime.h))))
 NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
+NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \
+    lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*.h tests/*.h)
 EXAMPLES = build/01_prefix build/02_kv_replay
@@ -58,7 +60,8 @@ run: build/02_kv_replay
 examples: $(EXAMPLES)
 
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
-CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)'
+CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
+    NCCL_LIBRARY='$(NCCL_LIBRARY)'
 test: $(EXAMPLES) $(TESTS)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
@@ -66,7 +69,8 @@ test: $(EXAMPLES) $(TESTS)
 	    'exits 01_prefix build/01_prefix' \
 	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
 	    'test sh tests/compile/run.sh callers build/callers' \
-	    'test sh tests/compile/run.sh emulated build/emulated'
+	    'test sh tests/compile/run.sh emulated build/emulated' \
+	    'test sh tests/compile/run.sh nccl build/nccl'
 
 check:
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
@@ -87,6 +91,11 @@ gpu-test: build/test_cuda build/03_kv_store
 	@{ $(CHECKSUMS) && build/03_kv_store && build/test_cuda; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
+gpu-test: nccl-test
+gpu-bench: nccl-bench
+nccl-test nccl-bench:
+	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' sh tests/nccl.sh $(@:nccl-%=%)
+
 gpu-bench: build/bench_cuda
 	@mkdir -p $(RESULTS)
 	@{ $(CHECKSUMS) && build/bench_cuda; } >$(RESULTS)/gpu_bench.txt 2>&1; \
@@ -101,7 +110,7 @@ build/test_cuda build/bench_cuda: build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench gpu-test gpu-bench clean FORCE
+.PHONY: help run examples test check fuzz bench gpu-test gpu-bench nccl-test nccl-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 build/flags: FORCE

@@ -46,7 +46,7 @@
 
    KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
                                another. Needs the headers of CUDA and NCCL. Compiled by nvcc as C++17 or newer with NCCL
-                               2.28 or newer it has the kernels too, which run with that same version of NCCL.
+                               2.28.9 or newer it has the kernels too, which run with that same version of NCCL.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
 */
 #ifndef KVPRIM_NCCL_H
@@ -152,8 +152,8 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The symmetric buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size.
-   NCCL 2.27 and newer reduce and gather tensors that lie in it, at the same offset on every rank, without staging.
-   Aligned to 4096. Uninitialised. */
+   NCCL 2.27 and newer reduce and gather tensors that lie in it without staging; then they must lie in it on every rank,
+   at the same offset. Aligned to 4096. Uninitialised. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
 /* Versions, links, which fast paths are on, and of the others why not. Valid as long as comm. */
@@ -760,7 +760,7 @@ static __global__ __launch_bounds__(most <= 4 ? kvpn_max_threads : kvpn_max_thre
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
 #define KVPRIM_NCCL_WINDOWS 1
 #endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0) && defined(__CUDACC__) && __cplusplus >= 201703L
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 9) && defined(__CUDACC__) && __cplusplus >= 201703L
 #define KVPRIM_NCCL_FAST 1
 #include <nccl_device.h>
 #endif
@@ -855,7 +855,7 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
 static const char *kvpn_objection(int compiled, int running, int world)
 {
     if (compiled == 0)
-        return "compiled without them, which takes nvcc, C++17 and NCCL 2.28";
+        return "compiled without them, which takes nvcc, C++17 and NCCL 2.28.9";
     if (compiled != running)
         return "compiled with another version of NCCL";
     if (world == 1)
@@ -1008,6 +1008,51 @@ static kvprim_status kvpn_allocate(kvpn_opening *o)
 
 #ifdef KVPRIM_NCCL_FAST
 extern "C++" {
+typedef enum kvpn_way { kvpn_by_nccl, kvpn_by_one_shot, kvpn_by_two_shot, kvpn_by_gather } kvpn_way;
+
+typedef void (*kvpn_kernel_of)(kvpn_params);
+
+template <class Way, class T, int most> static kvpn_kernel_of kvpn_pick(bool whole)
+{
+    return whole ? kvpn_kernel<Way, T, most, true> : kvpn_kernel<Way, T, most, false>;
+}
+
+template <class Way, class T> static kvpn_kernel_of kvpn_pick(int world, bool whole)
+{
+    return world == 2   ? kvpn_pick<Way, T, 2>(whole)
+           : world <= 4 ? kvpn_pick<Way, T, 4>(whole)
+                        : kvpn_pick<Way, T, 8>(whole);
+}
+
+template <class Way> static kvpn_kernel_of kvpn_pick(kvprim_dtype dtype, int world, bool whole)
+{
+    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
+           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
+                                  : kvpn_pick<Way, kvpn_f16>(world, whole);
+}
+
+static kvpn_kernel_of kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
+{
+    return way == kvpn_by_gather     ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                     : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+}
+
+/* CUDA loads a kernel at its first launch, which then may wait for a kernel that waits for another rank. */
+static kvprim_status kvpn_load_kernels(int world)
+{
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    kvprim_status s = KVPRIM_OK;
+    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather; way++)
+        for (int k = 0; k < 6 && s == KVPRIM_OK; k++) {
+            cudaFuncAttributes attributes;
+            s = kvpn_cuda("kvprim_comm_init", "cudaFuncGetAttributes",
+                          cudaFuncGetAttributes(
+                              &attributes, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1)));
+        }
+    return s;
+}
+
 /* Every rank's slots, as this GPU sees them. */
 static __global__ void kvpn_find_peers(ncclWindow_t window, uint32_t world, void **peer)
 {
@@ -1044,6 +1089,8 @@ static kvprim_status kvpn_connect(kvpn_opening *o)
                                       o->stream));
     if (s == KVPRIM_OK)
         s = kvpn_cuda(f, "cudaStreamSynchronize", cudaStreamSynchronize(o->stream));
+    if (s == KVPRIM_OK)
+        s = kvpn_load_kernels(comm->world);
     return kvpn_together(o, s);
 }
 #endif
@@ -1204,6 +1251,21 @@ static void kvpn_stop(kvprim_comm *comm)
         __atomic_store_n(&comm->control->stop, (uint32_t)kvpn_stopped, __ATOMIC_SEQ_CST);
 }
 
+/* Kernels of ours write to other ranks' memory until they are over, and ncclCommAbort takes it from under them. They may
+   be queued behind kernels of NCCL's, which have to be stopped first. */
+static kvprim_status kvpn_quieten(kvprim_comm *comm)
+{
+#ifdef KVPRIM_NCCL_FAST
+    if (comm->peer[0]) {
+        const kvprim_status s =
+            kvpn_nccl("kvprim_comm_abort", "ncclCommRevoke", ncclCommRevoke(comm->nccl, NCCL_REVOKE_DEFAULT));
+        return s == KVPRIM_OK ? kvpn_cuda("kvprim_comm_abort", "cudaDeviceSynchronize", cudaDeviceSynchronize()) : s;
+    }
+#endif
+    (void)comm;
+    return KVPRIM_OK;
+}
+
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
@@ -1216,10 +1278,10 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
     }
     kvprim_status s = kvpn_cuda(f, "cudaGetDevice", cudaGetDevice(&device));
     (void)cudaSetDevice(comm->device);
+    const kvprim_status quiet = kvpn_quieten(comm);
+    s = s == KVPRIM_OK ? quiet : s;
     const kvprim_status aborted = kvpn_nccl(f, "ncclCommAbort", ncclCommAbort(comm->nccl));
     s = s == KVPRIM_OK ? aborted : s;
-    const kvprim_status idle = kvpn_cuda(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
-    s = s == KVPRIM_OK ? idle : s;
     kvpn_free_memory(comm);
     kvpn_free_rest(comm);
     (void)cudaSetDevice(device);
@@ -1267,11 +1329,7 @@ static kvprim_status kvpn_check_waits(const char *function, const kvprim_comm *c
    another that stays where it is until kvprim_comm_check finds it done: that one's age counts. */
 static void kvpn_watch(kvprim_comm *comm, cudaStream_t stream)
 {
-    enum cudaStreamCaptureStatus capture;
-    if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess)
-        (void)cudaGetLastError();
-    else if (capture == cudaStreamCaptureStatusNone &&
-             cudaEventRecord(comm->watch[comm->watch_next], stream) == cudaSuccess)
+    if (cudaEventRecord(comm->watch[comm->watch_next], stream) == cudaSuccess)
         comm->watched_since[comm->watch_next] = kvpn_now();
 }
 
@@ -1383,19 +1441,25 @@ typedef struct kvpn_call {
     int op, has_op;
     int peer, has_peer;
     cudaStream_t stream;
+    int captured;
     ncclDataType_t type;
     size_t element;
 } kvpn_call;
 
-static kvprim_status kvpn_check_device(const kvpn_call *c)
+/* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
+static kvprim_status kvpn_check_device(kvpn_call *c)
 {
     int device = -1;
+    enum cudaStreamCaptureStatus capture;
     kvprim_status s = kvpn_cuda(c->function, "cudaGetDevice", cudaGetDevice(&device));
     if (s == KVPRIM_OK && device != c->comm->device)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", c->function,
                            device, (int)c->comm->device);
+    if (s == KVPRIM_OK)
+        s = kvpn_cuda(c->function, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture));
+    c->captured = s != KVPRIM_OK || capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
-    if (s == KVPRIM_OK && c->stream) {
+    if (s == KVPRIM_OK && c->stream && !c->captured) {
         s = kvpn_cuda(c->function, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device));
         if (s == KVPRIM_OK && device != c->comm->device)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d",
@@ -1470,7 +1534,7 @@ static ncclRedOp_t kvpn_op_of(int op)
 static kvprim_status kvpn_done(const kvpn_call *c, const char *call, ncclResult_t result)
 {
     const kvprim_status s = kvpn_nccl(c->function, call, result);
-    if (s == KVPRIM_OK)
+    if (s == KVPRIM_OK && !c->captured)
         kvpn_watch(c->comm, c->stream);
     return s;
 }
@@ -1480,8 +1544,6 @@ extern "C++" {
 
 /* ---- which kernel, and in what shape ---- */
 
-typedef enum kvpn_way { kvpn_by_nccl, kvpn_by_one_shot, kvpn_by_two_shot, kvpn_by_gather } kvpn_way;
-
 /* The largest tensor in bytes that one shot is the fastest for, and two; measured on H200s. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot, gather;
@@ -1489,8 +1551,8 @@ typedef struct kvpn_limits {
 
 static kvpn_limits kvpn_limits_of(int world)
 {
-    const kvpn_limits two = {1 << 20, 8 << 20, 1 << 20}, four = {256 << 10, 8 << 20, 512 << 10},
-                      eight = {64 << 10, 8 << 20, 512 << 10};
+    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20}, four = {128 << 10, 64 << 20, 1 << 20},
+                      eight = {32 << 10, 8 << 20, 512 << 10};
     return world == 2 ? two : world <= 4 ? four : eight;
 }
 
@@ -1512,33 +1574,12 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
     return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
 }
 
-typedef void (*kvpn_kernel_of)(kvpn_params);
-
-template <class Way, class T, int most> static kvpn_kernel_of kvpn_pick(bool whole)
-{
-    return whole ? kvpn_kernel<Way, T, most, true> : kvpn_kernel<Way, T, most, false>;
-}
-
-template <class Way, class T> static kvpn_kernel_of kvpn_pick(int world, bool whole)
-{
-    return world == 2   ? kvpn_pick<Way, T, 2>(whole)
-           : world <= 4 ? kvpn_pick<Way, T, 4>(whole)
-                        : kvpn_pick<Way, T, 8>(whole);
-}
-
-template <class Way> static kvpn_kernel_of kvpn_pick(kvprim_dtype dtype, int world, bool whole)
-{
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-                                  : kvpn_pick<Way, kvpn_f16>(world, whole);
-}
-
 /* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin at
    a multiple of 8, that is 128 bytes. */
 static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t most = comm->world <= 4 ? kvpn_max_threads : kvpn_max_threads / 2;
-    for (*threads = 64; *threads < most && p->slice > comm->blocks * *threads;)
+    for (*threads = 128; *threads < most && p->slice > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice + *threads - 1) / *threads;
     if (*blocks > comm->blocks)
@@ -1567,9 +1608,7 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way)
     p.send_aligned = (uintptr_t)c->send % unit == 0, p.recv_aligned = (uintptr_t)c->recv % unit == 0;
     kvpn_shape(comm, &p, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    const kvpn_kernel_of kernel = way == kvpn_by_gather     ? kvpn_pick<kvpn_gather_all, kvpn_f32>(comm->world, whole)
-                                  : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(c->dtype, comm->world, whole)
-                                                            : kvpn_pick<kvpn_two_shot>(c->dtype, comm->world, whole);
+    const kvpn_kernel_of kernel = kvpn_pick(way, c->dtype, comm->world, whole);
     void *args[] = {&p};
     return kvpn_cuda(c->function, "kernel launch",
                      cudaLaunchKernel((const void *)kernel, dim3(blocks), dim3(threads), args, 0, c->stream));
@@ -1625,6 +1664,23 @@ static kvprim_status kvpn_run_all_gather(kvpn_call *c)
     return kvpn_done(c, "ncclAllGather", ncclAllGather(c->send, c->recv, c->count, c->type, c->comm->nccl, c->stream));
 }
 
+static bool kvpn_is_inside(const kvprim_comm *comm, const void *pointer)
+{
+    const uintptr_t offset = (uintptr_t)pointer - (uintptr_t)comm->buffer;
+    return comm->window && comm->buffer && offset < comm->buffer_bytes;
+}
+
+/* Every rank's part by itself: NCCL 2.28.9 sums wrongly from inside a window where parts are not aligned to 16 bytes. */
+static ncclResult_t kvpn_reduce_each(const kvpn_call *c)
+{
+    ncclResult_t result = ncclGroupStart();
+    for (int r = 0; r < c->comm->world && result == ncclSuccess; r++)
+        result = ncclReduce((const char *)c->send + (size_t)r * c->count * c->element, c->recv, c->count, c->type,
+                            kvpn_op_of(c->op), r, c->comm->nccl, c->stream);
+    const ncclResult_t ended = ncclGroupEnd();
+    return result == ncclSuccess ? ended : result;
+}
+
 static kvprim_status kvpn_run_reduce_scatter(kvpn_call *c)
 {
     c->send_count = c->count * (size_t)c->comm->world;
@@ -1633,6 +1689,8 @@ static kvprim_status kvpn_run_reduce_scatter(kvpn_call *c)
         s = kvpn_check_aliasing(c, 0, (size_t)c->comm->rank * c->count * c->element);
     if (s != KVPRIM_OK)
         return s;
+    if (c->count * c->element % 16 != 0 && kvpn_is_inside(c->comm, c->send) && kvpn_is_inside(c->comm, c->recv))
+        return kvpn_done(c, "ncclReduce", kvpn_reduce_each(c));
     return kvpn_done(
         c, "ncclReduceScatter",
         ncclReduceScatter(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), c->comm->nccl, c->stream));
