@@ -121,6 +121,7 @@ typedef struct kvprim_comm {
     struct CUevent_st *watch[2]; /* behind collectives of NCCL's: see kvpn_watch */
     double watched_since[2];     /* 0: no event there */
     int32_t watch_next;
+    struct CUstream_st *checked_stream; /* the last one that was found to be of the right device */
     char description[1024];
 } kvprim_comm;
 
@@ -128,12 +129,12 @@ typedef struct kvprim_comm {
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
 /* Collective, on the current device: returns when all `world` ranks have called it, and waits for them without end, as
-   NCCL does. Allocates, and registers what there is to register: nothing later does. Fast kernels are on where all ranks
-   have them and write to each other's memory (NVLink, one machine or one NVLink domain), for up to 8 ranks; they take
-   32 MB of device memory. kvprim_comm_describe says whether, and why not.
+   NCCL does. Allocates, and registers what there is to register: nothing later does. Fast kernels are on where all
+   ranks have them and write to each other's memory (NVLink, one machine or one NVLink domain), for up to 8 ranks; they
+   take 32 MB of device memory. kvprim_comm_describe says whether, and why not.
    Errors, on every rank where it is something that ranks compare: NULL, ARGUMENT (rank, world, timeout_ms,
-   deterministic), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on one device,
-   say). What it began with is freed again. */
+   deterministic), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on one
+   device, say). What it began with is freed again. */
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: waits for all work of the device, then frees what kvprim_comm_init made. Graphs that hold collectives of
@@ -145,10 +146,10 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
    peers are gone. A call that is inside a collective is waited for, up to a second. Errors: as destroy. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
-/* Whether something went wrong since init without a call to report it; does not wait. NCCL: an error of a peer or of the
-   network. TIMEOUT: a kernel of ours waited timeout_ms for a rank (the text says for which, and this and every later
-   collective has ended without result), or a collective of NCCL's was not done timeout_ms after the call, not counting
-   those captured into graphs (NCCL does not say for whom it waits). Then call kvprim_comm_abort. */
+/* Whether something went wrong since init without a call to report it; does not wait. NCCL: an error of a peer or of
+   the network. TIMEOUT: a kernel of ours waited timeout_ms for a rank (the text says for which, and this and every
+   later collective has ended without result), or a collective of NCCL's was not done timeout_ms after the call, not
+   counting those captured into graphs (NCCL does not say for whom it waits). Then call kvprim_comm_abort. */
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The symmetric buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size.
@@ -206,16 +207,17 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
 /* ---- kernels ----
 
-   Ranks exchange words of 16 bytes through slots: memory of each rank that all others write to. An empty slot is all ones.
-   A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot that is
-   not empty holds its word, with no flag beside it, no fence and no barrier, and of the hardware nothing is asked but
-   that 4 bytes arrive at once. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero: there it
-   takes that 8 bytes arrive at once.
+   Ranks exchange words of 16 bytes through slots: memory of each rank that all others write to. An empty slot is all
+   ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot
+   that is not empty holds its word, with no flag beside it, no fence and no barrier, and of the hardware nothing is
+   asked but that 4 bytes arrive at once. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero:
+   there it takes that 8 bytes arrive at once.
 
-   Whoever has read a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next is
-   in device memory, so that a launch may be replayed. That two are enough: a rank writes in its call k + 2 what I emptied
-   in my call k only when its call k + 1 is over. That call waited for words of mine, of my call k + 1, which began when my
-   call k was over. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   Whoever has read a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next
+   is in device memory, so that a launch may be replayed. That two are enough: a rank writes in its call k + 2 what I
+   emptied in my call k only when its call k + 1 is over. That call waited for words of mine, of my call k + 1, which
+   began when my call k was over. So sizes may change from call to call, and no call waits for more than the words that
+   it needs.
 
    A thread sends all its words before it waits for the first, and block b waits for nothing but blocks b of the other
    ranks: it is enough that all blocks of a call are resident at once. They are: see kvpn_shape. */
@@ -241,7 +243,7 @@ enum {
 };
 static const uint32_t kvpn_empty = 0xffffffffu;
 
-/* Pinned host memory. stop: every wait ends; from kvpn_late on, because one waited too long for rank stop - kvpn_late. */
+/* Pinned host memory. stop: every wait ends; from kvpn_late on because one was too long, for rank stop - kvpn_late. */
 enum { kvpn_stopped = 1, kvpn_late = 2 };
 typedef struct kvpn_control {
     uint32_t stop;
@@ -549,9 +551,9 @@ template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, s
             kvpn_put(p.peer[k] + slot, v);
 }
 
-/* One shot: every rank sends the whole tensor to every other and sums by itself. Thread t of a block has every threads-th
-   word of the block from the t-th on, here as below: the same ones when it sends, sums and writes, so that send may be
-   recv. */
+/* One shot: every rank sends the whole tensor to every other and sums by itself. Thread t of a block has every
+   threads-th word of the block from the t-th on, here as below: the same ones when it sends, sums and writes, so that
+   send may be recv. */
 struct kvpn_one_shot {
     template <class T, int most, bool whole>
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
@@ -585,8 +587,8 @@ struct kvpn_one_shot {
     }
 };
 
-/* Two shots: of world slices every rank sums one, which the others sent it, and sends the sum to all. Word j of a block is
-   the same place of every slice. */
+/* Two shots: of world slices every rank sums one, which the others sent it, and sends the sum to all. Word j of a block
+   is the same place of every slice. */
 struct kvpn_two_shot {
     template <class T, int most, bool whole>
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
@@ -850,8 +852,8 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
     return KVPRIM_OK;
 }
 
-/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. `compiled`: for which version
-   of NCCL, 0 without kernels. */
+/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. `compiled`: for which
+   version of NCCL, 0 without kernels. */
 static const char *kvpn_objection(int compiled, int running, int world)
 {
     if (compiled == 0)
@@ -1251,8 +1253,8 @@ static void kvpn_stop(kvprim_comm *comm)
         __atomic_store_n(&comm->control->stop, (uint32_t)kvpn_stopped, __ATOMIC_SEQ_CST);
 }
 
-/* Kernels of ours write to other ranks' memory until they are over, and ncclCommAbort takes it from under them. They may
-   be queued behind kernels of NCCL's, which have to be stopped first. */
+/* Kernels of ours write to other ranks' memory until they are over, and ncclCommAbort takes it from under them. They
+   may be queued behind kernels of NCCL's, which have to be stopped first. */
 static kvprim_status kvpn_quieten(kvprim_comm *comm)
 {
 #ifdef KVPRIM_NCCL_FAST
@@ -1422,7 +1424,8 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 #else
     const int e4m3 = -1, e5m2 = -1;
 #endif
-    const kvpn_type types[] = {{"U8", 1, ncclUint8},    {"F16", 2, ncclFloat16}, {"BF16", 2, ncclBfloat16},
+    const int bf16 = 9; /* ncclBfloat16, which the headers of NCCL 2.19 keep from C */
+    const kvpn_type types[] = {{"U8", 1, ncclUint8},    {"F16", 2, ncclFloat16}, {"BF16", 2, bf16},
                                {"F32", 4, ncclFloat32}, {"F64", 8, ncclFloat64}, {"INT8", 1, ncclInt8},
                                {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
                                {"F8E5M2", 1, e5m2}};
@@ -1459,11 +1462,13 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
         s = kvpn_cuda(c->function, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture));
     c->captured = s != KVPRIM_OK || capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
-    if (s == KVPRIM_OK && c->stream && !c->captured) {
+    if (s == KVPRIM_OK && c->stream && c->stream != c->comm->checked_stream && !c->captured) {
         s = kvpn_cuda(c->function, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device));
         if (s == KVPRIM_OK && device != c->comm->device)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d",
                                c->function, device, (int)c->comm->device);
+        if (s == KVPRIM_OK)
+            c->comm->checked_stream = c->stream;
     }
 #endif
     return s;
@@ -1574,8 +1579,8 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
     return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
 }
 
-/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin at
-   a multiple of 8, that is 128 bytes. */
+/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin
+   at a multiple of 8, that is 128 bytes. */
 static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t most = comm->world <= 4 ? kvpn_max_threads : kvpn_max_threads / 2;
@@ -1631,6 +1636,24 @@ static kvprim_status kvpn_launch_all(const kvpn_call *c, kvpn_way way)
 }
 #endif
 
+/* NCCL 2.28.9 sums wrongly inside a window what is not aligned to 16 bytes (reduce_scatter of 7 bf16, where rank 1's
+   part begins at byte 14; all_reduce of fp8 from byte 1): the window's kernels, which ncclReduce has none of, are
+   avoided. */
+static bool kvpn_is_inside(const kvpn_call *c)
+{
+    const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->window && buffer ? c->comm->buffer_bytes : 0;
+    return (uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes;
+}
+
+static ncclResult_t kvpn_reduce_then_broadcast(const kvpn_call *c)
+{
+    const ncclResult_t result =
+        ncclReduce(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), 0, c->comm->nccl, c->stream);
+    if (result != ncclSuccess)
+        return result;
+    return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, c->comm->nccl, c->stream);
+}
+
 static kvprim_status kvpn_run_all_reduce(kvpn_call *c)
 {
     kvprim_status s = kvpn_check_call(c, 1);
@@ -1643,6 +1666,8 @@ static kvprim_status kvpn_run_all_reduce(kvpn_call *c)
     if (way != kvpn_by_nccl)
         return kvpn_launch_all(c, way);
 #endif
+    if (((uintptr_t)c->send | (uintptr_t)c->recv) % 16 != 0 && kvpn_is_inside(c))
+        return kvpn_done(c, "ncclReduce, ncclBroadcast", kvpn_reduce_then_broadcast(c));
     return kvpn_done(c, "ncclAllReduce",
                      ncclAllReduce(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), c->comm->nccl, c->stream));
 }
@@ -1664,13 +1689,7 @@ static kvprim_status kvpn_run_all_gather(kvpn_call *c)
     return kvpn_done(c, "ncclAllGather", ncclAllGather(c->send, c->recv, c->count, c->type, c->comm->nccl, c->stream));
 }
 
-static bool kvpn_is_inside(const kvprim_comm *comm, const void *pointer)
-{
-    const uintptr_t offset = (uintptr_t)pointer - (uintptr_t)comm->buffer;
-    return comm->window && comm->buffer && offset < comm->buffer_bytes;
-}
-
-/* Every rank's part by itself: NCCL 2.28.9 sums wrongly from inside a window where parts are not aligned to 16 bytes. */
+/* Every rank's part by itself. */
 static ncclResult_t kvpn_reduce_each(const kvpn_call *c)
 {
     ncclResult_t result = ncclGroupStart();
@@ -1689,7 +1708,7 @@ static kvprim_status kvpn_run_reduce_scatter(kvpn_call *c)
         s = kvpn_check_aliasing(c, 0, (size_t)c->comm->rank * c->count * c->element);
     if (s != KVPRIM_OK)
         return s;
-    if (c->count * c->element % 16 != 0 && kvpn_is_inside(c->comm, c->send) && kvpn_is_inside(c->comm, c->recv))
+    if (((uintptr_t)c->send | (uintptr_t)c->recv | (c->count * c->element)) % 16 != 0 && kvpn_is_inside(c))
         return kvpn_done(c, "ncclReduce", kvpn_reduce_each(c));
     return kvpn_done(
         c, "ncclReduceScatter",

@@ -5,8 +5,8 @@
        mpirun -n 8 ./allreduce_mpi
 
    Or without the fast kernels, in C: mpicc -std=c11 -I. -I$CUDA_HOME/include examples/06_allreduce_mpi.c
-   -L$CUDA_HOME/lib64 -lcudart -lnccl. A launcher that is not MPI needs but another way to bring 128 bytes from rank 0 to
-   the others. */
+   -L$CUDA_HOME/lib64 -lcudart -lnccl. A launcher that is not MPI needs but another way to bring 128 bytes from rank 0
+   to the others. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_nccl.h"
 #include <mpi.h>

@@ -1,9 +1,10 @@
 #!/bin/sh
 # usage: tests/nccl.sh test|bench      from the top folder; `make gpu-test` and `make gpu-bench` call it
 #
-# On a machine with two GPUs and NCCL: builds the tests or the benchmark of the collectives and runs them; what they print
-# goes to tests/results/ too, behind the headers' checksums. Elsewhere it says what is missing. NVCC, CUDA_ARCH,
-# NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with; NVLink multicast stays off unless NCCL_NVLS_ENABLE says so.
+# On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2, 4
+# and 8 of the GPUs; what they print goes to tests/results/ too, behind the headers' checksums. Elsewhere it says what is
+# missing. NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVLink multicast stays off
+# unless NCCL_NVLS_ENABLE says otherwise.
 
 : "${NVCC=}" "${CUDA_ARCH=native}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${NCCL_NVLS_ENABLE=0}"
 export NCCL_NVLS_ENABLE
@@ -40,7 +41,12 @@ mkdir -p tests/results
     sha256sum kvprim.h kvprim_cuda.cuh kvprim_nccl.h
     code=0
     for source in $sources; do
-        built "$source" && "$program" || code=1
+        built "$source" || { code=1; continue; }
+        for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
+            [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || continue
+            echo "== $program, GPUs $some"
+            CUDA_VISIBLE_DEVICES=$some "$program" || code=1
+        done
     done
     echo $code >build/nccl_code
 } >"$result" 2>&1

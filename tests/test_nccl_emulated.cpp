@@ -1,6 +1,6 @@
-/* The kernels of kvprim_nccl.h on the CPU, a thread per rank that runs a call's GPU threads one after the other: calls of
-   random kinds, sizes and alignments in turn, while the ranks run ahead of each other as they like. ThreadSanitizer sees
-   whether anything but a slot's words is shared.
+/* The kernels of kvprim_nccl.h on the CPU, a thread per rank that runs a call's GPU threads one after the other: calls
+   of random kinds, sizes and alignments in turn, while the ranks run ahead of each other as they like. ThreadSanitizer
+   sees whether anything but a slot's words is shared.
 
        c++ -std=c++17 -g -fsanitize=thread -I. tests/test_nccl_emulated.cpp -o test && ./test */
 #include "cuda_shim.h"
