@@ -134,7 +134,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    take 32 MB of device memory. kvprim_comm_describe says whether, and why not.
    Errors, on every rank where it is something that ranks compare: NULL, ARGUMENT (rank, world, timeout_ms,
    deterministic), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on one
-   device, say). What it began with is freed again. */
+   device: those two hear of it, others may go on waiting for them). What it began with is freed again. */
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: waits for all work of the device, then frees what kvprim_comm_init made. Graphs that hold collectives of
@@ -364,39 +364,38 @@ KVPRIM_NCCL_DEVICE bool kvpn_is_flagged(uint4 v)
     return v.y != kvpn_empty && v.w != kvpn_empty;
 }
 
-/* Looks at a slot until there is something. False: it did not come. */
-template <bool flagged>
-KVPRIM_NCCL_DEVICE bool kvpn_await(const kvpn_params &p, kvpn_self &me, const char *slot, uint32_t rank, uint4 &v)
-{
-    while (!(flagged ? kvpn_is_flagged(v) : kvpn_is_full(v))) {
-        if (!kvpn_wait(p, me, rank))
-            return false;
-        v = kvpn_look(slot);
-    }
-    return true;
-}
-
 /* From the slots at `first`, a rank's to the next rank's `step` bytes, what the ranks sent whose bit is set. Empties
-   them. False: something did not come. */
+   them. Looks at all that are missing together, as every look takes as long as some hundred instructions. False:
+   something did not come. */
 template <int most, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, char *first, size_t step, uint32_t ranks,
                                      uint4 (&v)[most])
 {
     const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
-    bool here = true;
+    uint32_t missing = ranks;
+    bool waits = true;
+    while (missing && waits) {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            if (missing >> r & 1)
+                v[r] = kvpn_look(first + r * step);
+        uint32_t late = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            if (missing >> r & 1) {
+                if (flagged ? kvpn_is_flagged(v[r]) : kvpn_is_full(v[r]))
+                    missing &= ~(1u << r);
+                else
+                    late = r;
+            }
+        if (missing)
+            waits = kvpn_wait(p, me, late);
+    }
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < most; r++)
-        if (ranks >> r & 1)
-            v[r] = kvpn_look(first + r * step);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < most; r++)
-        if (here && ranks >> r & 1)
-            here = kvpn_await<flagged>(p, me, first + r * step, r, v[r]);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < most; r++)
-        if (here && ranks >> r & 1)
+        if (!missing && ranks >> r & 1)
             kvpn_put(first + r * step, empty);
-    return here;
+    return !missing;
 }
 
 /* All ones as the NaN 0x7fffffff, of which no half is all ones but the lower. */
@@ -1556,7 +1555,7 @@ typedef struct kvpn_limits {
 
 static kvpn_limits kvpn_limits_of(int world)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20}, four = {128 << 10, 64 << 20, 1 << 20},
+    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20}, four = {128 << 10, 32 << 20, 1 << 20},
                       eight = {32 << 10, 8 << 20, 512 << 10};
     return world == 2 ? two : world <= 4 ? four : eight;
 }

@@ -1,9 +1,9 @@
 #!/bin/sh
 # usage: tests/nccl.sh test|bench      from the top folder; `make gpu-test` and `make gpu-bench` call it
 #
-# On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2, 4
-# and 8 of the GPUs; what they print goes to tests/results/ too, behind the headers' checksums. Elsewhere it says what is
-# missing. NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVLink multicast stays off
+# On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2,
+# 4 and 8 of the GPUs; what they print goes to tests/results/ too, behind the headers' checksums. Elsewhere it says what
+# is missing. NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVLink multicast stays off
 # unless NCCL_NVLS_ENABLE says otherwise.
 
 : "${NVCC=}" "${CUDA_ARCH=native}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${NCCL_NVLS_ENABLE=0}"

@@ -771,8 +771,10 @@ static void test_disagreement(rank_state &r)
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("deterministic");
     IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
+    if (world > 2) /* NCCL tells the two whose device is the same, and leaves the others waiting */
+        return;
     desc = desc_of(r, 0);
-    CUDA(cudaSetDevice(r.rank == 1 ? 0 : r.rank));
+    CUDA(cudaSetDevice(0));
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_NCCL);
     CUDA(cudaSetDevice(r.rank));
     meet();

@@ -184,12 +184,17 @@ symbols()
     unit macros '#define KVPRIM_CORE_IMPLEMENTATION' "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"'
     unit refused_cuda '#include "kvprim_cuda.cuh"' '#define KVPRIM_CUDA_IMPLEMENTATION' '#include "kvprim_cuda.cuh"'
     unit refused_nccl '#include "kvprim_nccl.h"' '#define KVPRIM_NCCL_IMPLEMENTATION' '#include "kvprim_nccl.h"'
+    unit needs_nccl '#include <nccl.h>' '#include <cuda_runtime_api.h>'
     for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17' 'clang++ -x c++ -std=c++17'; do
         has "${compiler%% *}" || continue
         cell "macros, $compiler" macros_left $compiler
         cell "macros with KVPRIM_STATIC, $compiler" macros_left $compiler -DKVPRIM_STATIC
         cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda 'is implemented by nvcc' $compiler
-        cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'only declares its functions' $compiler
+        if $compiler -c "$build/needs_nccl.c" -o "$build/unit.o" >/dev/null 2>&1; then
+            skip "KVPRIM_NCCL_IMPLEMENTATION without NCCL, $compiler: it finds NCCL's headers by itself"
+        else
+            cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'is implemented with <nccl.h>' $compiler
+        fi
         has nm || continue
         for level in -O0 -O2; do
             cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' "$build/implemented.c" \
@@ -285,10 +290,12 @@ emulated()
 nccl_libraries()
 {
     runtime=
-    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu /usr/lib/aarch64-linux-gnu; do
+    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu \
+        /usr/lib/aarch64-linux-gnu; do
         [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
     done
-    [ -n "$runtime" ] && echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+    [ -n "$runtime" ] || return 1
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
 }
 
 nccl()
@@ -311,6 +318,19 @@ nccl()
         return
     fi
     system="-isystem $NCCL_INCLUDE -isystem $CUDA_INCLUDE"
+    unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++11' 'g++ -x c++ -std=c++20' \
+        'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        for flag in -DKVPRIM_OTHER -DKVPRIM_STATIC; do
+            cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system -c "$build/implemented_nccl.c" \
+                -o "$build/unit.o"
+        done
+        case $compiler in *c++*) continue ;; esac # CUDA's own headers leave symbols in C++
+        has nm && cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
+            $compiler $system
+    done
+    group 'implementation of kvprim_nccl.h'
     cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/test_nccl.c $libraries -o "$build/test_nccl"
     cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
         -o "$build/06_allreduce"
@@ -329,6 +349,11 @@ nccl()
                 -o "$build/$(basename "${source%.*}")_cuda"
         done
         group "test_nccl and what runs on GPUs compiled, $NVCC"
+        cp "$build/implemented_nccl.c" "$build/kernels.cu"
+        for arch in 75 80 90 100 120; do
+            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+        done
+        group 'kernels of kvprim_nccl.h for five architectures'
         program 'test_nccl, CUDA' "$build/test_nccl_cuda"
     else
         skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
@@ -338,7 +363,7 @@ nccl()
 # frugal ARCH: compiles the kernels, and none of them uses the stack.
 frugal()
 {
-    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. -cubin "$build/kernels.cu" \
+    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. ${system-} -cubin "$build/kernels.cu" \
         -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
     grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
@@ -362,7 +387,7 @@ wide()
 results()
 {
     has sha256sum || return
-    for result in gpu_test gpu_bench; do
+    for result in gpu_test gpu_bench nccl_test nccl_bench; do
         if head -n 3 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
             cell "tests/results/$result.txt is of these headers" true
         else
