@@ -38,6 +38,8 @@ CUDA_PLACES = $(CUDA_HOME) $(NVCC:%/bin/nvcc=%) /usr/local/cuda /opt/cuda /usr
 NCCL_PLACES = $(NCCL_HOME) $(CUDA_PLACES) /usr/local /opt/nccl
 CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLACES:%=%/include/cuda_runtime.h))))
 NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
+NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \
+    lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*.h tests/*.h)
 EXAMPLES = build/01_prefix build/02_kv_replay
@@ -65,7 +67,8 @@ run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES))
 
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
-CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)'
+CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
+    NCCL_LIBRARY='$(NCCL_LIBRARY)'
 test: $(EXAMPLES) $(TESTS)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
@@ -73,7 +76,8 @@ test: $(EXAMPLES) $(TESTS)
 	    'exits 01_prefix build/01_prefix' \
 	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
 	    'test sh tests/compile/run.sh callers build/callers' \
-	    'test sh tests/compile/run.sh emulated build/emulated'
+	    'test sh tests/compile/run.sh emulated build/emulated' \
+	    'test sh tests/compile/run.sh nccl build/nccl'
 
 check:
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
@@ -95,6 +99,12 @@ gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_repl
 	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && build/test_cuda_debug quick && \
 	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
+
+# Of the collectives, where there are two GPUs.
+gpu-test: nccl-test
+gpu-bench: nccl-bench
+nccl-test nccl-bench:
+	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' sh tests/nccl.sh $(@:nccl-%=%)
 
 # Some minutes: about a tenth of the tests, each access of the kernels looked at.
 gpu-sanitize: build/test_cuda
@@ -130,7 +140,7 @@ build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench gpu-test gpu-sanitize gpu-bench clean FORCE
+.PHONY: help run examples test check fuzz bench gpu-test gpu-sanitize gpu-bench nccl-test nccl-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

@@ -1,5 +1,6 @@
 // A CUDA unit that implements kvprim.h and kvprim_cuda.cuh, next to CUDA's own headers.
-#define KVPRIM_IMPLEMENTATION
+#define KVPRIM_CORE_IMPLEMENTATION
+#define KVPRIM_CUDA_IMPLEMENTATION
 #include "use.c"
 #include <cuda_runtime.h>
 

@@ -3,6 +3,7 @@
 #
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
+#     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
@@ -11,7 +12,7 @@
 #     fuzzers       FUZZ_SECONDS each
 
 part=$1 build=$2
-: "${CC=cc}" "${CXX=c++}" "${NVCC=}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${FUZZ_SECONDS=10}"
+: "${CC=cc}" "${CXX=c++}" "${NVCC=}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${FUZZ_SECONDS=10}"
 warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror'
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
@@ -183,12 +184,17 @@ symbols()
     unit macros '#define KVPRIM_CORE_IMPLEMENTATION' "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"'
     unit refused_cuda '#include "kvprim_cuda.cuh"' '#define KVPRIM_CUDA_IMPLEMENTATION' '#include "kvprim_cuda.cuh"'
     unit refused_nccl '#include "kvprim_nccl.h"' '#define KVPRIM_NCCL_IMPLEMENTATION' '#include "kvprim_nccl.h"'
+    unit needs_nccl '#include <nccl.h>' '#include <cuda_runtime_api.h>'
     for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17' 'clang++ -x c++ -std=c++17'; do
         has "${compiler%% *}" || continue
         cell "macros, $compiler" macros_left $compiler
         cell "macros with KVPRIM_STATIC, $compiler" macros_left $compiler -DKVPRIM_STATIC
         cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda 'is implemented by nvcc' $compiler
-        cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'only declares its functions' $compiler
+        if $compiler -c "$build/needs_nccl.c" -o "$build/unit.o" >/dev/null 2>&1; then
+            skip "KVPRIM_NCCL_IMPLEMENTATION without NCCL, $compiler: it finds NCCL's headers by itself"
+        else
+            cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'is implemented with <nccl.h>' $compiler
+        fi
         has nm || continue
         for level in -O0 -O2; do
             cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' "$build/implemented.c" \
@@ -280,10 +286,84 @@ emulated()
     program 'test_cuda_emulated' "$build/test_cuda_emulated"
 }
 
+# What NCCL_LIBRARY and CUDA's runtime are linked with, from the folders that they are in.
+nccl_libraries()
+{
+    runtime=
+    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu \
+        /usr/lib/aarch64-linux-gnu; do
+        [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
+    done
+    [ -n "$runtime" ] || return 1
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+}
+
+nccl()
+{
+    if [ -n "$CXX" ] && has "$CXX"; then
+        for checks in "$address" "$thread"; do
+            launcher=
+            unit empty 'int main(void) { return 0; }'
+            "$CXX" -x c++ $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 || continue
+            "$build/empty" || { launcher='setarch -R' && $launcher "$build/empty"; } || continue
+            cell "test_nccl_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
+                tests/test_nccl_emulated.cpp -pthread -o "$build/test_nccl_emulated"
+            group "test_nccl_emulated compiled, $CXX $checks"
+            program 'test_nccl_emulated' $launcher "$build/test_nccl_emulated" 300
+        done
+    fi
+    [ "$passed" -gt 0 ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
+    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
+        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
+        return
+    fi
+    system="-isystem $NCCL_INCLUDE -isystem $CUDA_INCLUDE"
+    unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++11' 'g++ -x c++ -std=c++20' \
+        'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        for flag in -DKVPRIM_OTHER -DKVPRIM_STATIC; do
+            cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system -c "$build/implemented_nccl.c" \
+                -o "$build/unit.o"
+        done
+        case $compiler in *c++*) continue ;; esac # CUDA's own headers leave symbols in C++
+        has nm && cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
+            $compiler $system
+    done
+    group 'implementation of kvprim_nccl.h'
+    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/test_nccl.c $libraries -o "$build/test_nccl"
+    cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
+        -o "$build/06_allreduce"
+    if has mpicc; then
+        cell 'example 06 for MPI' mpicc -std=c11 $warnings -I. $system examples/06_allreduce_mpi.c $libraries \
+            -o "$build/06_allreduce_mpi"
+    else
+        skip 'example 06 for MPI: no mpicc'
+    fi
+    group "test_nccl and examples compiled, $CC"
+    program 'test_nccl' "$build/test_nccl"
+    if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
+        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu examples/06_allreduce.c; do
+            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" "$source" \
+                -Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "$(dirname "$NCCL_LIBRARY")" -lpthread \
+                -o "$build/$(basename "${source%.*}")_cuda"
+        done
+        group "test_nccl and what runs on GPUs compiled, $NVCC"
+        cp "$build/implemented_nccl.c" "$build/kernels.cu"
+        for arch in 75 80 90 100 120; do
+            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+        done
+        group 'kernels of kvprim_nccl.h for five architectures'
+        program 'test_nccl, CUDA' "$build/test_nccl_cuda"
+    else
+        skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
+    fi
+}
+
 # frugal ARCH: compiles the kernels, and none of them uses the stack.
 frugal()
 {
-    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. -cubin "$build/kernels.cu" \
+    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. ${system-} -cubin "$build/kernels.cu" \
         -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
     grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
@@ -310,7 +390,7 @@ results()
         skip 'what headers the results are of: no sha256sum'
         return
     fi
-    for result in gpu_test gpu_bench; do
+    for result in gpu_test gpu_bench nccl_test nccl_bench; do
         if [ ! -f tests/results/$result.txt ]; then
             skip "tests/results/$result.txt: none (make ${result%_*}-${result#*_} on a GPU)"
         elif head -n 2 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
@@ -468,7 +548,7 @@ fuzzers()
 }
 
 case $part in
-callers | emulated | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
+callers | emulated | nccl | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
 *)
     echo "tests/compile/run.sh: no part is called '$part'" >&2
     exit 2

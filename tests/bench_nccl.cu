@@ -1,0 +1,407 @@
+/* kvprim_nccl.h against NCCL on ordinary memory, on a symmetric window, and copied into a window and out again: a
+   thread per GPU, all GPUs of the machine, times per call inside a replayed CUDA graph.
+
+       nvcc -arch=native -std=c++17 -O3 -I. tests/bench_nccl.cu -o bench_nccl -lnccl && NCCL_NVLS_ENABLE=0 ./bench_nccl
+
+   With the argument `quick` fewer repetitions, with `tune` the ways of summing by themselves. */
+#define KVPRIM_IMPLEMENTATION
+#include "../kvprim_nccl.h"
+#include "bench_gpu.h"
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#define NCCL(call) check_nccl(call, #call, __LINE__)
+
+static void check_nccl(ncclResult_t result, const char *call, int line)
+{
+    if (result == ncclSuccess)
+        return;
+    fprintf(stderr, "line %d: %s: %s\n", line, call, ncclGetErrorString(result));
+    exit(2);
+}
+
+static int world;
+static const size_t most_bytes = size_t(64) << 20;
+
+struct rank_state {
+    int rank;
+    kvprim_comm comm;
+    ncclComm_t nccl; /* of its own: what is registered with comm does not help it */
+    cudaStream_t stream;
+    cudaEvent_t start, end;
+    char *x, *y, *window; /* most_bytes each, in the window twice that */
+};
+static std::vector<rank_state> ranks;
+
+static void meet()
+{
+    static std::mutex mutex;
+    static std::condition_variable changed;
+    static int here;
+    static uint64_t times;
+    std::unique_lock<std::mutex> lock(mutex);
+    const uint64_t now = times;
+    if (++here == world) {
+        here = 0, times++;
+        changed.notify_all();
+    } else {
+        changed.wait(lock, [now] { return times != now; });
+    }
+}
+
+static void on_all(const std::function<void(rank_state &)> &body)
+{
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world; r++)
+        threads.emplace_back([&body, r] {
+            CUDA(cudaSetDevice(r));
+            body(ranks[size_t(r)]);
+        });
+    for (std::thread &t : threads)
+        t.join();
+}
+
+static void open_rank(rank_state &r)
+{
+    static kvprim_comm_id id;
+    static ncclUniqueId nccl_id;
+    kvprim_comm_desc desc = {};
+    if (r.rank == 0) {
+        check_kvprim(kvprim_comm_new_id(&id));
+        NCCL(ncclGetUniqueId(&nccl_id));
+    }
+    meet();
+    desc.rank = r.rank, desc.world = world, desc.id = id, desc.buffer_bytes = 2 * most_bytes;
+    check_kvprim(kvprim_comm_init(&r.comm, &desc));
+    NCCL(ncclCommInitRank(&r.nccl, world, nccl_id, r.rank));
+    CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+    CUDA(cudaEventCreate(&r.start));
+    CUDA(cudaEventCreate(&r.end));
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.x), most_bytes));
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.y), most_bytes));
+    r.window = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
+    std::vector<uint16_t> host(most_bytes / 2); /* small integers as bf16: sums are exact */
+    for (size_t i = 0; i < host.size(); i++) {
+        const float f = float((i * 2654435761u >> 13) % 61 + size_t(r.rank) * 3) - 40;
+        uint32_t bits;
+        memcpy(&bits, &f, 4);
+        host[i] = uint16_t(bits >> 16);
+    }
+    CUDA(cudaMemcpy(r.x, host.data(), most_bytes, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(r.window, host.data(), most_bytes, cudaMemcpyHostToDevice));
+    CUDA(cudaDeviceSynchronize());
+    if (r.rank == 0)
+        printf("%s\n", kvprim_comm_describe(&r.comm));
+}
+
+static void close_rank(rank_state &r)
+{
+    CUDA(cudaFree(r.x));
+    CUDA(cudaFree(r.y));
+    NCCL(ncclCommDestroy(r.nccl));
+    check_kvprim(kvprim_comm_destroy(&r.comm));
+}
+
+/* ---- timing: as in bench_gpu.h, on all GPUs at once. They begin together, as a small NCCL call precedes; the slowest
+   counts ---- */
+
+struct way {
+    const char *name;
+    std::function<void(rank_state &)> enqueue;
+    bool in_window = false; /* the result is there and not in y */
+    double us = 0;
+    cudaGraphExec_t graphs[8] = {};
+};
+
+static void prepare(rank_state &r, way &w, int launches, size_t result_bytes, std::vector<char> &expected)
+{
+    cudaGraph_t graph;
+    std::vector<char> got(result_bytes);
+    const char *const result = w.in_window ? r.window + most_bytes : r.y;
+    CUDA(cudaMemsetAsync(r.y, 0xee, result_bytes, r.stream));
+    CUDA(cudaMemsetAsync(r.window + most_bytes, 0xee, result_bytes, r.stream));
+    w.enqueue(r);
+    CUDA(cudaMemcpyAsync(got.data(), result, result_bytes, cudaMemcpyDeviceToHost, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    if (expected.empty())
+        expected = got;
+    if (got != expected) {
+        fprintf(stderr, "rank %d: %s of %zu bytes: not the result of the first\n", r.rank, w.name, result_bytes);
+        exit(2);
+    }
+    meet();
+    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < launches; i++)
+        w.enqueue(r);
+    CUDA(cudaStreamEndCapture(r.stream, &graph));
+    CUDA(cudaGraphInstantiate(&w.graphs[r.rank], graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    CUDA(cudaGraphLaunch(w.graphs[r.rank], r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
+}
+
+static double time_once(rank_state &r, way &w, int launches)
+{
+    static double us[8];
+    float ms;
+    meet();
+    spin<<<1, 1, 0, r.stream>>>(300000);
+    NCCL(ncclAllReduce(r.x, r.y, 1, ncclBfloat16, ncclSum, r.nccl, r.stream));
+    CUDA(cudaEventRecord(r.start, r.stream));
+    CUDA(cudaGraphLaunch(w.graphs[r.rank], r.stream));
+    CUDA(cudaEventRecord(r.end, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
+    us[r.rank] = 1000.0 * double(ms) / launches;
+    meet();
+    const double slowest = *std::max_element(us, us + world);
+    meet();
+    return slowest;
+}
+
+/* Sets every way's .us. */
+static void measure(std::vector<way> &ways, size_t bytes, size_t result_bytes)
+{
+    const int launches = bytes <= 1 << 20 ? 50 : 10, repetitions = quick ? 3 : 9;
+    on_all([&](rank_state &r) {
+        std::vector<std::vector<double>> us(ways.size());
+        std::vector<char> expected;
+        for (way &w : ways)
+            prepare(r, w, launches, result_bytes, expected);
+        for (int k = 0; k < repetitions; k++)
+            for (size_t j = 0; j < ways.size(); j++) {
+                const size_t who = k % 2 ? ways.size() - 1 - j : j;
+                us[who].push_back(time_once(r, ways[who], launches));
+            }
+        for (size_t j = 0; j < ways.size(); j++) {
+            if (r.rank == 0)
+                ways[j].us = median(us[j]);
+            CUDA(cudaGraphExecDestroy(ways[j].graphs[r.rank]));
+        }
+    });
+}
+
+/* ---- tables ---- */
+
+static std::string size_name(size_t bytes)
+{
+    return bytes < 1 << 20 ? std::to_string(bytes >> 10) + " KB" : std::to_string(bytes >> 20) + " MB";
+}
+
+static std::vector<size_t> sizes()
+{
+    std::vector<size_t> all;
+    for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2)
+        all.push_back(bytes);
+    return all;
+}
+
+static std::vector<way> all_reduces(size_t bytes)
+{
+    const size_t n = bytes / 2;
+    return {{"NCCL", [n](rank_state &r) { NCCL(ncclAllReduce(r.x, r.y, n, ncclBfloat16, ncclSum, r.nccl, r.stream)); }},
+            {"window",
+             [n](rank_state &r) {
+                 NCCL(ncclAllReduce(r.window, r.window + most_bytes, n, ncclBfloat16, ncclSum, r.comm.nccl, r.stream));
+             },
+             true},
+            {"wrapper",
+             [n](rank_state &r) {
+                 char *const w = r.window + most_bytes;
+                 CUDA(cudaMemcpyAsync(w, r.x, 2 * n, cudaMemcpyDeviceToDevice, r.stream));
+                 NCCL(ncclAllReduce(w, w, n, ncclBfloat16, ncclSum, r.comm.nccl, r.stream));
+                 CUDA(cudaMemcpyAsync(r.y, w, 2 * n, cudaMemcpyDeviceToDevice, r.stream));
+             }},
+            {"kvprim",
+             [n](rank_state &r) {
+                 check_kvprim(kvprim_all_reduce(&r.comm, r.y, r.x, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+             }},
+            {"in buffer",
+             [n](rank_state &r) {
+                 check_kvprim(
+                     kvprim_all_reduce(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+             },
+             true}};
+}
+
+static double raw_target(size_t bytes)
+{
+    const bool two = world == 2;
+    return bytes <= 8 << 10     ? 0.62
+           : bytes <= 16 << 10  ? (two ? 0.62 : 0.67)
+           : bytes <= 128 << 10 ? (two ? 0.48 : 0.52)
+           : bytes <= 256 << 10 ? (two ? 0.52 : 0.65)
+           : bytes <= 1 << 20   ? (two ? 0.68 : 0.75)
+           : bytes <= 8 << 20   ? (two ? 0.75 : 0.87)
+                                : 1.02;
+}
+
+static double wrapper_target(size_t bytes)
+{
+    return bytes <= 128 << 10 ? 0.45 : bytes <= 1 << 20 ? 0.60 : 0.82;
+}
+
+static void bench_all_reduce()
+{
+    struct row {
+        size_t bytes;
+        double raw, wrapper;
+    };
+    std::vector<row> rows;
+    printf("\nall_reduce, bf16 sum, us\n%8s %8s %8s %8s %8s %9s   %-9s %-9s %s\n", "", "NCCL", "window", "wrapper",
+           "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)");
+    for (const size_t bytes : sizes()) {
+        std::vector<way> w = all_reduces(bytes);
+        measure(w, bytes, bytes);
+        const double raw = std::min(w[0].us, w[1].us);
+        rows.push_back({bytes, w[3].us / raw, w[3].us / w[2].us});
+        printf("%8s %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %.0f\n", size_name(bytes).c_str(), w[0].us, w[1].us,
+               w[2].us, w[3].us, w[4].us, rows.back().raw, rows.back().wrapper,
+               2e-3 * double(bytes) * (world - 1) / world / w[3].us);
+        fflush(stdout);
+    }
+    for (const row &r : rows)
+        judge("all_reduce of " + size_name(r.bytes) + " to raw", r.raw, '<', raw_target(r.bytes), "");
+    for (const row &r : rows)
+        judge("all_reduce of " + size_name(r.bytes) + " to the wrapper", r.wrapper, '<', wrapper_target(r.bytes), "");
+}
+
+/* `bytes`: of the result. */
+static void bench_all_gather()
+{
+    std::vector<figure> to_nccl, to_raw;
+    printf("\nall_gather, us, by bytes of the result\n%8s %8s %8s %8s %9s   %-9s %s\n", "", "NCCL", "window", "kvprim",
+           "in buffer", "to NCCL", "to raw");
+    for (const size_t bytes : sizes()) {
+        const size_t n = bytes / size_t(world);
+        std::vector<way> w = {
+            {"NCCL", [n](rank_state &r) { NCCL(ncclAllGather(r.x, r.y, n, ncclUint8, r.nccl, r.stream)); }},
+            {"window",
+             [n](rank_state &r) {
+                 NCCL(ncclAllGather(r.window, r.window + most_bytes, n, ncclUint8, r.comm.nccl, r.stream));
+             },
+             true},
+            {"kvprim",
+             [n](rank_state &r) { check_kvprim(kvprim_all_gather(&r.comm, r.y, r.x, n, KVPRIM_U8, r.stream)); }},
+            {"in buffer",
+             [n](rank_state &r) {
+                 check_kvprim(kvprim_all_gather(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_U8, r.stream));
+             },
+             true}};
+        measure(w, bytes, n * size_t(world));
+        const double raw = std::min(w[0].us, w[1].us);
+        printf("%8s %8.2f %8.2f %8.2f %9.2f   %-9.3f %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[2].us,
+               w[3].us, w[2].us / w[0].us, w[2].us / raw);
+        fflush(stdout);
+        if (bytes <= 256 << 10)
+            to_nccl.push_back({w[2].us / w[0].us, size_name(bytes)});
+        to_raw.push_back({std::min(w[2].us, w[3].us) / raw, size_name(bytes)});
+    }
+    judge_worst("all_gather to ordinary-memory NCCL, up to 256 KB", to_nccl, '<', 0.60);
+    judge_worst("all_gather to raw, from its buffer if that is faster", to_raw, '<', 1.02);
+}
+
+/* Microseconds that a call takes on the host: nothing waits, as there are fewer calls than a stream holds. */
+static double host_us(rank_state &r, const std::function<void(rank_state &)> &call)
+{
+    enum { calls = 200 };
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
+    const double begun = now_us();
+    for (int i = 0; i < calls; i++)
+        call(r);
+    return (now_us() - begun) / calls;
+}
+
+/* In turns, as a host's speed changes; what counts is the median of the turns' differences. */
+static void bench_host()
+{
+    const std::function<void(rank_state &)> calls[] = {
+        [](rank_state &s) { NCCL(ncclAllReduce(s.x, s.y, 4096, ncclBfloat16, ncclSum, s.comm.nccl, s.stream)); },
+        [](rank_state &s) {
+            check_kvprim(kvprim_all_reduce(&s.comm, s.y, s.x, 4096, KVPRIM_BF16, KVPRIM_SUM, s.stream));
+        },
+        [](rank_state &s) { NCCL(ncclAllReduce(s.x, s.y, 4096, ncclInt32, ncclSum, s.comm.nccl, s.stream)); },
+        [](rank_state &s) {
+            check_kvprim(kvprim_all_reduce(&s.comm, s.y, s.x, 4096, KVPRIM_INT32, KVPRIM_SUM, s.stream));
+        }};
+    std::vector<double> us[4], own, through;
+    on_all([&](rank_state &r) {
+        for (int turn = 0; turn < 25; turn++) {
+            double mine[4];
+            for (int k = 0; k < 4; k++)
+                mine[k] = host_us(r, calls[k]);
+            if (r.rank != 0)
+                continue;
+            for (int k = 0; k < 4; k++)
+                us[k].push_back(mine[k]);
+            own.push_back(mine[1] - mine[0]);
+            through.push_back(mine[3] - mine[2]);
+        }
+        CUDA(cudaStreamSynchronize(r.stream));
+    });
+    printf("\nhost time of a call, us: bf16 NCCL %.2f, kvprim %.2f; int32, through NCCL, NCCL %.2f, kvprim %.2f\n",
+           median(us[0]), median(us[1]), median(us[2]), median(us[3]));
+    judge("host time above NCCL's, own kernel, us", median(own), '<', 0.5, "");
+    judge("host time above NCCL's, through NCCL, us", median(through), '<', 0.5, "");
+}
+
+/* ---- tuning ---- */
+
+#ifdef KVPRIM_NCCL_FAST
+static way forced(const char *name, kvpn_way how, size_t bytes)
+{
+    return {name, [=](rank_state &r) {
+                kvpn_call c = kvpn_call_of("tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, 1, r.stream);
+                c.element = 2;
+                check_kvprim(kvpn_launch_all(&c, how));
+            }};
+}
+
+static void tune()
+{
+    printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
+    for (const size_t bytes : sizes()) {
+        std::vector<way> w = {forced("two shot", kvpn_by_two_shot, bytes)};
+        if (bytes <= kvpn_room(&ranks[0].comm, kvpn_by_one_shot))
+            w.push_back(forced("one shot", kvpn_by_one_shot, bytes));
+        measure(w, bytes, bytes);
+        printf("%8s %8.2f %8.2f\n", size_name(bytes).c_str(), w.size() > 1 ? w[1].us : 0, w[0].us);
+        fflush(stdout);
+    }
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
+    const bool tuning = argc == 2 && strcmp(argv[1], "tune") == 0;
+    if (argc > 2 || (argc == 2 && !quick && !tuning)) {
+        fprintf(stderr, "usage: %s [quick | tune]\n", argv[0]);
+        return 2;
+    }
+    if (cudaGetDeviceCount(&world) != cudaSuccess || world < 2) {
+        printf("skip: the benchmark of collectives takes two GPUs, there are %d\n", world);
+        return 0;
+    }
+    world = std::min(world, 8);
+    ranks.resize(size_t(world));
+    for (int r = 0; r < world; r++)
+        ranks[size_t(r)].rank = r;
+    on_all(open_rank);
+    if (tuning) {
+#ifdef KVPRIM_NCCL_FAST
+        tune();
+#endif
+    } else {
+        bench_all_reduce();
+        bench_all_gather();
+        bench_host();
+    }
+    on_all(close_rank);
+    if (!tuning)
+        printf("\n%d targets met, %d missed\n", met, missed);
+    return 0;
+}

@@ -1,0 +1,278 @@
+/* The kernels of kvprim_nccl.h on the CPU, a thread per rank that runs a call's GPU threads one after the other: calls
+   of random kinds, sizes and alignments in turn, while the ranks run ahead of each other as they like. ThreadSanitizer
+   sees whether anything but a slot's words is shared.
+
+       c++ -std=c++17 -g -fsanitize=thread -I. tests/test_nccl_emulated.cpp -o test && ./test */
+#include "cuda_shim.h"
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+static uint64_t kvprim_emulate_ns()
+{
+    std::this_thread::yield();
+    return static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+            .count());
+}
+
+/* Rounded to the nearest, ties to even. */
+static uint32_t kvprim_emulate_bf16(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+#define KVPRIM_NCCL_EMULATE
+#include "../kvprim_nccl.h"
+
+enum { blocks = 3, block_slots = 16, most_bytes = blocks * block_slots * 16 };
+static int passed, failed;
+static std::atomic<int> faults;
+
+static uint64_t mix(uint64_t h)
+{
+    h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9ull;
+    h = (h ^ h >> 27) * 0x94d049bb133111ebull;
+    return h ^ h >> 31;
+}
+
+enum kind { one_shot_f32, one_shot_bf16, two_shot_f32, two_shot_bf16, gather, kinds };
+
+/* A call, which every rank derives from its number alone, and what differs by rank: places. */
+struct call {
+    kind what;
+    uint64_t number;
+    size_t element, count;
+    uint32_t threads, per_block, used_blocks;
+};
+
+static call call_of(uint64_t number, uint32_t world)
+{
+    call c = {};
+    const uint64_t h = mix(number);
+    c.number = number;
+    c.what = static_cast<kind>(h % kinds);
+    c.element = c.what == gather ? 1 : c.what == one_shot_bf16 || c.what == two_shot_bf16 ? 2 : 4;
+    const bool two = c.what == two_shot_f32 || c.what == two_shot_bf16;
+    const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
+    c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
+    const size_t unit = c.what == gather ? 8 : 16;
+    const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
+    const uint32_t slice = two ? (words + world - 1) / world : words;
+    const uint32_t least = (slice + blocks - 1) / blocks;
+    c.per_block = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
+    c.used_blocks = (slice + c.per_block - 1) / c.per_block;
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % 8;
+    return c;
+}
+
+/* Byte b of what a rank gives to a call: ones often, so that words are all ones, and -0. */
+static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
+{
+    const uint64_t h = mix(c.number * 1000003 + (b / 4) * 17 + rank);
+    return h % 8 == 0   ? 0xff
+           : h % 8 == 1 ? (b % c.element == c.element - 1 ? 0x80 : 0)
+                        : static_cast<unsigned char>(mix(h + b));
+}
+
+static float element_of(const unsigned char *at, size_t element)
+{
+    float f;
+    uint32_t bits = 0;
+    memcpy(element == 2 ? reinterpret_cast<char *>(&bits) + 2 : reinterpret_cast<char *>(&bits), at, element);
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static bool is_right(const call &c, uint32_t world, const unsigned char *got)
+{
+    const size_t bytes = c.count * c.element;
+    if (c.what == gather) {
+        for (size_t b = 0; b < bytes * world; b++)
+            if (got[b] != input_byte(c, static_cast<uint32_t>(b / bytes), b % bytes))
+                return false;
+        return true;
+    }
+    for (size_t e = 0; e < c.count; e++) {
+        float sum = 0;
+        for (uint32_t r = 0; r < world; r++) {
+            unsigned char in[4];
+            for (size_t b = 0; b < c.element; b++)
+                in[b] = input_byte(c, r, e * c.element + b);
+            sum = r ? sum + element_of(in, c.element) : element_of(in, c.element);
+        }
+        unsigned char expected[4];
+        const uint32_t rounded = kvprim_emulate_bf16(sum);
+        memcpy(expected, c.element == 2 ? static_cast<const void *>(&rounded) : &sum, c.element);
+        const float is = element_of(got + e * c.element, c.element);
+        if (sum != sum ? is == is : memcmp(expected, got + e * c.element, c.element) != 0)
+            return false;
+    }
+    return true;
+}
+
+template <class Way, class T, int most, bool whole> static void run_kernel(const kvpn_params &p, const call &c)
+{
+    std::vector<kvpn_self> threads;
+    std::vector<bool> in_time;
+    for (uint32_t b = 0; b < c.used_blocks; b++)
+        for (uint32_t t = 0; t < c.threads; t++)
+            threads.push_back({b, t, c.threads, p.turn[b], 0, 0});
+    for (kvpn_self &me : threads)
+        Way::template send<T, most, whole>(p, me);
+    for (uint32_t b = 0; b < c.used_blocks; b++)
+        p.turn[b] ^= 1;
+    for (kvpn_self &me : threads)
+        in_time.push_back(Way::template sum<T, most, whole>(p, me));
+    for (size_t k = 0; k < threads.size(); k++)
+        if (in_time[k])
+            Way::template finish<T, most, whole>(p, threads[k]);
+}
+
+template <int most, bool whole> static void run_call(const kvpn_params &p, const call &c)
+{
+    switch (c.what) {
+    case one_shot_f32:
+        return run_kernel<kvpn_one_shot, kvpn_f32, most, whole>(p, c);
+    case one_shot_bf16:
+        return run_kernel<kvpn_one_shot, kvpn_bf16, most, whole>(p, c);
+    case two_shot_f32:
+        return run_kernel<kvpn_two_shot, kvpn_f32, most, whole>(p, c);
+    case two_shot_bf16:
+        return run_kernel<kvpn_two_shot, kvpn_bf16, most, whole>(p, c);
+    default:
+        return run_kernel<kvpn_gather_all, kvpn_f32, most, whole>(p, c);
+    }
+}
+
+struct job {
+    uint32_t world;
+    uint64_t timeout_ns;
+    std::vector<std::vector<uint4>> slots;
+    std::vector<kvpn_control> control;
+};
+
+static job job_of(uint32_t world, uint64_t timeout_ns)
+{
+    const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
+    return {world, timeout_ns,
+            std::vector<std::vector<uint4>>(world, std::vector<uint4>(4 * world * blocks * block_slots, empty)),
+            std::vector<kvpn_control>(world)};
+}
+
+/* The host's part of a call, with the places that this rank has for it. Returns whether the result is right. */
+template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, const call &c)
+{
+    alignas(16) static thread_local unsigned char memory[2][most_bytes * 8 + 64];
+    const uint64_t h = mix(c.number * 31 + rank);
+    const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
+    const bool in_place = c.what != gather && h & 1;
+    const size_t send_shift = h & 2 ? h / 4 % 8 * c.element : 0,
+                 recv_shift = in_place ? send_shift : h / 64 % 8 * c.element;
+    unsigned char *const send = memory[0] + send_shift, *const recv = memory[in_place ? 0 : 1] + recv_shift;
+    const size_t result = c.what == gather ? bytes * j.world : bytes;
+    kvpn_params p = {};
+    memset(recv, 0xa5, result + 16);
+    memset(send, 0xa5, bytes + 16);
+    for (size_t b = 0; b < bytes; b++)
+        send[b] = input_byte(c, rank, b);
+    for (uint32_t r = 0; r < j.world; r++)
+        p.peer[r] = reinterpret_cast<char *>(j.slots[(rank + r) % j.world].data());
+    p.send = send, p.recv = recv, p.turn = turn, p.control = &j.control[rank], p.timeout_ns = j.timeout_ns;
+    p.count = c.count, p.rank = rank, p.world = j.world;
+    p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
+    p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
+    p.per_block = c.per_block, p.blocks = blocks, p.block_slots = block_slots;
+    p.send_aligned = send_shift % unit == 0, p.recv_aligned = recv_shift % unit == 0;
+    if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
+        run_call<most, true>(p, c);
+    else
+        run_call<most, false>(p, c);
+    for (size_t b = result; b < result + 16; b++)
+        if (recv[b] != 0xa5)
+            return false;
+    return is_right(c, j.world, recv);
+}
+
+static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
+{
+    uint32_t turn[blocks] = {};
+    for (uint64_t n = first; n < first + calls; n++) {
+        const call c = call_of(n, j.world);
+        const bool right = j.world == 2   ? one_call<2>(j, rank, turn, c)
+                           : j.world <= 4 ? one_call<4>(j, rank, turn, c)
+                                          : one_call<8>(j, rank, turn, c);
+        if (!right && faults++ < 3)
+            printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong, or bytes behind it\n", j.world,
+                   rank, static_cast<unsigned long long>(n), c.what, c.count);
+        if (mix(n * 7 + rank) % 32 == 0)
+            std::this_thread::yield();
+    }
+}
+
+static void report(const char *name)
+{
+    faults ? failed++ : passed++;
+    printf("%s %s\n", faults ? "FAIL" : "ok", name);
+    faults = 0;
+}
+
+static void test_world(uint32_t world, uint64_t calls)
+{
+    job j = job_of(world, 10000000000ull);
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < world; r++)
+        threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
+    for (std::thread &t : threads)
+        t.join();
+    for (const std::vector<uint4> &slots : j.slots)
+        for (const uint4 &slot : slots)
+            if (kvpn_is_full(slot) || kvpn_is_flagged(slot))
+                faults++;
+    char name[64];
+    snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
+    report(name);
+}
+
+/* Rank 1 of 3 does not come: the others stop, and say who it was. */
+static void test_missing()
+{
+    job j = job_of(3, 20000000);
+    faults = 3; /* that results are wrong goes without saying */
+    std::thread zero([&j] { run_rank(j, 0, 5, 1); });
+    run_rank(j, 2, 5, 1);
+    zero.join();
+    const bool both = j.control[0].stop == kvpn_late + 1 && j.control[2].stop == kvpn_late + 1;
+    faults = !both;
+    report("nccl emulated: a rank that stays away is named");
+}
+
+/* The host says stop. */
+static void test_stop()
+{
+    job j = job_of(2, 10000000000ull);
+    faults = 3;
+    j.control[0].stop = kvpn_stopped;
+    run_rank(j, 0, 5, 1);
+    faults = j.control[0].stop != kvpn_stopped;
+    report("nccl emulated: a wait that is stopped ends");
+}
+
+int main(int argc, char **argv)
+{
+    const uint64_t calls = argc > 1 ? strtoull(argv[1], nullptr, 10) : 2000;
+    for (const uint32_t world : {2u, 3u, 4u, 7u, 8u})
+        test_world(world, calls);
+    test_missing();
+    test_stop();
+    printf("%d passed, %d failed, 0 skipped\n", passed, failed);
+    return failed != 0;
+}

@@ -1,0 +1,982 @@
+/* kvprim_nccl.h on two GPUs or more: a thread per GPU, and at last a process per GPU of which one is killed.
+
+       nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_gpu.cu -o test_nccl_gpu -lnccl && ./test_nccl_gpu
+
+   With the argument `quick` a few of the cases, for compute-sanitizer, and no processes. */
+#define KVPRIM_IMPLEMENTATION
+#include "../kvprim_nccl.h"
+#include <cuda_fp8.h>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdarg>
+#include <cstdlib>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static bool quick;
+static int world;
+static std::atomic<int> passed, failed, skipped, faults; /* faults: of the test that runs */
+
+__attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
+{
+    if (faults++ > 4)
+        return;
+    char text[512];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    printf("  %s\n", text);
+    fflush(stdout);
+}
+
+static void check_cuda(cudaError_t error, const char *call, int line)
+{
+    if (error == cudaSuccess)
+        return;
+    printf("FAIL line %d: %s: %s\n", line, call, cudaGetErrorString(error));
+    fflush(stdout);
+    _exit(1); /* other threads wait in collectives */
+}
+#define CUDA(call) check_cuda(call, #call, __LINE__)
+
+static void check_status(kvprim_status got, kvprim_status expected, const char *call, int line)
+{
+    if (got != expected)
+        fail("line %d: %s: %s instead of %s, last error: %s", line, call, kvprim_status_name(got),
+             kvprim_status_name(expected), kvprim_last_error());
+}
+#define IS(call, expected) check_status(call, expected, #call, __LINE__)
+#define OK(call) IS(call, KVPRIM_OK)
+#define CHECK(condition)                                                                                               \
+    do                                                                                                                 \
+        if (!(condition))                                                                                              \
+            fail("line %d: not so: %s", __LINE__, #condition);                                                         \
+    while (0)
+#define SAYS(word)                                                                                                     \
+    do                                                                                                                 \
+        if (!strstr(kvprim_last_error(), word))                                                                        \
+            fail("line %d: \"%s\" does not say \"%s\"", __LINE__, kvprim_last_error(), word);                          \
+    while (0)
+
+static double seconds()
+{
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+static void sleep_ms(int ms)
+{
+    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
+}
+
+/* ---- a thread per GPU ---- */
+
+static void meet()
+{
+    static std::mutex mutex;
+    static std::condition_variable changed;
+    static int here;
+    static uint64_t times;
+    std::unique_lock<std::mutex> lock(mutex);
+    const uint64_t now = times;
+    if (++here == world) {
+        here = 0, times++;
+        changed.notify_all();
+    } else {
+        changed.wait(lock, [now] { return times != now; });
+    }
+}
+
+struct rank_state {
+    int rank;
+    kvprim_comm comm;
+    cudaStream_t stream;
+    char *device[3];     /* `room` bytes each */
+    uint32_t *wrong;     /* counted by verify, on the device */
+    uint64_t *iteration; /* counted by advance */
+};
+static const size_t room = size_t(40) << 20, buffer_bytes = size_t(48) << 20;
+static std::vector<rank_state> ranks;
+
+static void on_all(const std::function<void(rank_state &)> &body)
+{
+    std::vector<std::thread> threads;
+    for (int r = 0; r < world; r++)
+        threads.emplace_back([&body, r] {
+            CUDA(cudaSetDevice(r));
+            body(ranks[size_t(r)]);
+        });
+    for (std::thread &t : threads)
+        t.join();
+}
+
+static void run(const char *name, const std::function<void(rank_state &)> &body)
+{
+    faults = 0;
+    const double begun = seconds();
+    on_all(body);
+    faults ? failed++ : passed++;
+    printf("%s %s (%.1f s)\n", faults ? "FAIL" : "ok", name, seconds() - begun);
+    fflush(stdout);
+}
+
+/* The id of a communicator that all ranks open together. */
+static kvprim_comm_id shared_id(const rank_state &r)
+{
+    static kvprim_comm_id id;
+    meet();
+    if (r.rank == 0)
+        OK(kvprim_comm_new_id(&id));
+    meet();
+    const kvprim_comm_id mine = id;
+    meet();
+    return mine;
+}
+
+static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_ms = 0, int deterministic = 0)
+{
+    kvprim_comm_desc desc = {};
+    desc.rank = r.rank;
+    desc.world = world;
+    desc.id = shared_id(r);
+    desc.buffer_bytes = bytes;
+    desc.timeout_ms = timeout_ms;
+    desc.deterministic = deterministic;
+    return desc;
+}
+
+/* ---- sums of fp16, bf16 and fp32, made and verified on the GPU: the bits must be those of the sum in fp32 in the
+   order of the ranks ---- */
+
+template <class T> __host__ __device__ T from_float(float f);
+template <> __host__ __device__ float from_float<float>(float f)
+{
+    return f;
+}
+template <> __host__ __device__ __half from_float<__half>(float f)
+{
+    return __float2half_rn(f);
+}
+template <> __host__ __device__ __nv_bfloat16 from_float<__nv_bfloat16>(float f)
+{
+    return __float2bfloat16_rn(f);
+}
+
+/* Any of many values, whose sums round; one in 64 is -0 or huge or a NaN of all ones. */
+template <class T> __device__ T value_at(uint64_t seed, uint64_t i, int rank)
+{
+    uint64_t h =
+        (seed * 0x9e3779b97f4a7c15ull + i * 0xbf58476d1ce4e5b9ull) ^ (uint64_t(rank) + 1) * 0x94d049bb133111ebull;
+    h ^= h >> 29, h *= 0xff51afd7ed558ccdull, h ^= h >> 32;
+    if (h % 64 == 0) {
+        const uint32_t kind = uint32_t(h >> 8) % 3;
+        if (kind == 0) {
+            T nan;
+            memset(&nan, 0xff, sizeof nan);
+            return nan;
+        }
+        return from_float<T>(kind == 1 ? -0.0f : 60000.0f);
+    }
+    return from_float<T>(__fmul_rn(float(int32_t(h >> 40) - (1 << 23)), 0.0003f)); /* not fused with a sum */
+}
+
+template <class T> __device__ uint32_t bits_of(T v)
+{
+    uint32_t bits = 0;
+    memcpy(&bits, &v, sizeof v);
+    return bits;
+}
+
+template <class T> __global__ void fill(T *out, size_t count, const uint64_t *iteration, uint64_t seed, int rank)
+{
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+        out[i] = value_at<T>(seed + *iteration, i, rank);
+}
+
+template <class T>
+__global__ void verify(const T *got, size_t count, const uint64_t *iteration, uint64_t seed, int ranks_count,
+                       uint32_t *wrong)
+{
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
+        float sum = float(value_at<T>(seed + *iteration, i, 0));
+        for (int r = 1; r < ranks_count; r++)
+            sum += float(value_at<T>(seed + *iteration, i, r));
+        const T expected = from_float<T>(sum);
+        const bool both_nan = isnan(float(expected)) && isnan(float(got[i]));
+        if (!both_nan && bits_of(expected) != bits_of(got[i]))
+            atomicAdd(wrong, 1);
+    }
+}
+
+__global__ void advance(uint64_t *iteration)
+{
+    ++*iteration;
+}
+
+__global__ void digest(const uint32_t *words, size_t count, unsigned long long *sum)
+{
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+        atomicAdd(sum, (unsigned long long)(words[i]) * (2 * i + 1));
+}
+
+template <class T>
+static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
+                        kvprim_dtype dtype, uint64_t seed)
+{
+    const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
+    fill<T><<<blocks, 256, 0, stream>>>(static_cast<T *>(send), count, r.iteration, seed, r.rank);
+    OK(kvprim_all_reduce(comm, recv, send, count, dtype, KVPRIM_SUM, stream));
+    verify<T><<<blocks, 256, 0, stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong);
+    CUDA(cudaGetLastError());
+}
+
+static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
+                        kvprim_dtype dtype, uint64_t seed)
+{
+    if (dtype == KVPRIM_F16)
+        enqueue_sum<__half>(r, comm, stream, send, recv, count, dtype, seed);
+    else if (dtype == KVPRIM_BF16)
+        enqueue_sum<__nv_bfloat16>(r, comm, stream, send, recv, count, dtype, seed);
+    else
+        enqueue_sum<float>(r, comm, stream, send, recv, count, dtype, seed);
+}
+
+static void expect_none_wrong(rank_state &r, const char *what, size_t n)
+{
+    uint32_t wrong = 0;
+    CUDA(cudaMemcpyAsync(&wrong, r.wrong, sizeof wrong, cudaMemcpyDeviceToHost, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    CUDA(cudaMemsetAsync(r.wrong, 0, sizeof wrong, r.stream));
+    if (wrong)
+        fail("rank %d: %s %zu: %u elements are wrong; check: %s", r.rank, what, n, wrong,
+             kvprim_comm_check(&r.comm) == KVPRIM_OK ? "ok" : kvprim_last_error());
+}
+
+static const kvprim_dtype sum_types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+
+static size_t size_of(kvprim_dtype t)
+{
+    return t == KVPRIM_F32 || t == KVPRIM_INT32   ? 4
+           : t == KVPRIM_F64 || t == KVPRIM_INT64 ? 8
+           : t == KVPRIM_F16 || t == KVPRIM_BF16  ? 2
+                                                  : 1;
+}
+
+/* Where the own kernels' limit lies for this world. */
+static size_t own_limit()
+{
+    return std::min(kvpn_limits_of(world).two_shot, size_t(8) << 20);
+}
+
+static void test_sums(rank_state &r)
+{
+    static const size_t counts[] = {1,    2,    7,     8,     9,     63,    64,     1000,   1023,   1024,    4096,
+                                    8191, 8192, 16384, 65535, 65536, 70001, 131072, 262144, 524287, 1 << 20, 2000003};
+    for (const kvprim_dtype t : sum_types)
+        for (const size_t count : counts) {
+            if (count * size_of(t) > own_limit() || (quick && count > 70001))
+                continue;
+            for (int k = 0; k < 4; k++) { /* in place, apart, shifted by elements, of which one rank alone is aligned */
+                const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
+                char *const send = r.device[0] + shift, *const recv =
+                                                            k == 0 ? send : r.device[1] + (k == 3 ? shift : 0);
+                enqueue_sum(r, &r.comm, r.stream, send, recv, count, t, count + uint64_t(k));
+                expect_none_wrong(r, "count", count);
+            }
+        }
+}
+
+/* Inside the buffer, at an offset, on one rank only, and beyond the own kernels' sizes into NCCL's. */
+static void test_placement(rank_state &r)
+{
+    char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
+    for (const size_t count : {size_t(1000), size_t(50000), size_t(700000)}) {
+        enqueue_sum(r, &r.comm, r.stream, buffer + 4096, buffer + 4096, count, KVPRIM_BF16, 1);
+        enqueue_sum(r, &r.comm, r.stream, buffer + 2, buffer + (8 << 20), count, KVPRIM_BF16, 2);
+        enqueue_sum(r, &r.comm, r.stream, r.rank == 0 ? buffer : r.device[0],
+                    r.rank == 1 ? buffer + (16 << 20) : r.device[1], count, KVPRIM_F32, 3);
+        expect_none_wrong(r, "in the buffer, count", count);
+    }
+}
+
+/* No synchronisation in between; every size on both sides of every change of kernel. */
+static void test_sizes_in_turn(rank_state &r)
+{
+    uint64_t random = 7;
+    for (int n = 0; n < (quick ? 40 : 1500); n++) {
+        random = random * 6364136223846793005ull + 1442695040888963407ull;
+        static const size_t fixed[] = {1024, 524288, 1024, 1, 131072, 5, 300000, 2048};
+        const size_t count = n < 200 ? fixed[n % 8] : 1 + (random >> 33) % (size_t(1) << (1 + n % 19));
+        if (count * 4 > own_limit())
+            continue;
+        enqueue_sum(r, &r.comm, r.stream, r.device[n % 2], r.device[n % 3 == 0 ? n % 2 : 2], count, sum_types[n % 3],
+                    random);
+        if (n % 100 == 99) {
+            if (r.rank == n / 100 % world)
+                sleep_ms(3);
+            expect_none_wrong(r, "sizes in turn, call", size_t(n));
+        }
+    }
+    expect_none_wrong(r, "sizes in turn", 0);
+}
+
+static void test_graph(rank_state &r)
+{
+    static const size_t counts[] = {1024, 262144, 1024, 7, 40000, 1000000};
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    advance<<<1, 1, 0, r.stream>>>(r.iteration);
+    for (int k = 0; k < 6; k++)
+        if (counts[k] * 2 <= own_limit())
+            enqueue_sum(r, &r.comm, r.stream, r.device[0], k % 2 ? r.device[0] : r.device[1], counts[k], KVPRIM_BF16,
+                        uint64_t(1000 * k));
+    OK(kvprim_all_gather(&r.comm, r.device[2], r.device[1], 333, KVPRIM_BF16, r.stream));
+    CUDA(cudaStreamEndCapture(r.stream, &graph));
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    for (int n = 0; n < (quick ? 20 : 1000); n++)
+        CUDA(cudaGraphLaunch(exec, r.stream));
+    expect_none_wrong(r, "graph", 0);
+    OK(kvprim_comm_check(&r.comm));
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaGraphDestroy(graph));
+    enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_F16, 5);
+    expect_none_wrong(r, "after the graph", 0);
+    CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
+    meet();
+}
+
+static void test_same_bits(rank_state &r)
+{
+    static unsigned long long sums[8];
+    unsigned long long *on_gpu, first = 0;
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&on_gpu), 8));
+    for (const size_t count : {size_t(2000), size_t(100000), size_t(1000000)})
+        for (int n = 0; n < 5; n++) {
+            fill<__nv_bfloat16><<<256, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(r.device[0]), count,
+                                                           r.iteration, 99, r.rank);
+            CUDA(cudaMemsetAsync(on_gpu, 0, 8, r.stream));
+            OK(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], count, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+            digest<<<256, 256, 0, r.stream>>>(reinterpret_cast<uint32_t *>(r.device[1]), count / 2, on_gpu);
+            CUDA(cudaMemcpyAsync(&sums[r.rank], on_gpu, 8, cudaMemcpyDeviceToHost, r.stream));
+            CUDA(cudaStreamSynchronize(r.stream));
+            meet();
+            CHECK(sums[r.rank] == sums[0]);
+            CHECK(n == 0 || first == sums[0]);
+            first = sums[0];
+            meet();
+        }
+    CUDA(cudaFree(on_gpu));
+}
+
+static void test_deterministic(rank_state &r)
+{
+    kvprim_comm comm = {};
+    const kvprim_comm_desc desc = desc_of(r, 0, 0, 1);
+    OK(kvprim_comm_init(&comm, &desc));
+    for (const size_t count : {size_t(3), size_t(100000), size_t(4 << 20) + 5, (room - 64) / 4})
+        for (const kvprim_dtype t : sum_types) {
+            enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], count, t, count);
+            expect_none_wrong(r, "deterministic, count", count);
+        }
+    OK(kvprim_comm_destroy(&comm));
+}
+
+/* ---- every collective, type and operation ---- */
+
+/* Small integers, whose sums and products every type holds exactly. */
+static int small_value(kvprim_dtype t, kvprim_op op, size_t i, int rank)
+{
+    const bool fp8 = t == KVPRIM_F8E4M3 || t == KVPRIM_F8E5M2;
+    const size_t mixed = i * 7 + i / 5 + size_t(op == KVPRIM_AVG ? 0 : rank) * 3;
+    return 1 + int(mixed % (fp8 || op == KVPRIM_PROD ? 2 : 13));
+}
+
+static void put(char *at, kvprim_dtype t, int v)
+{
+    const float f = float(v);
+    const auto store = [at](auto x) { memcpy(at, &x, sizeof x); };
+    switch (t) {
+    case KVPRIM_U8:
+        store(uint8_t(v));
+        break;
+    case KVPRIM_INT8:
+        store(int8_t(v));
+        break;
+    case KVPRIM_INT32:
+        store(int32_t(v));
+        break;
+    case KVPRIM_INT64:
+        store(int64_t(v));
+        break;
+    case KVPRIM_F16:
+        store(__half(f));
+        break;
+    case KVPRIM_BF16:
+        store(__nv_bfloat16(f));
+        break;
+    case KVPRIM_F32:
+        store(f);
+        break;
+    case KVPRIM_F64:
+        store(double(f));
+        break;
+    case KVPRIM_F8E4M3:
+        store(__nv_fp8_e4m3(f));
+        break;
+    case KVPRIM_F8E5M2:
+        store(__nv_fp8_e5m2(f));
+        break;
+    }
+}
+
+static int reduced(kvprim_dtype t, kvprim_op op, size_t i)
+{
+    int all = small_value(t, op, i, 0);
+    for (int r = 1; r < world; r++) {
+        const int v = small_value(t, op, i, r);
+        all = op == KVPRIM_SUM    ? all + v
+              : op == KVPRIM_PROD ? all * v
+              : op == KVPRIM_MAX  ? std::max(all, v)
+              : op == KVPRIM_MIN  ? std::min(all, v)
+                                  : v;
+    }
+    return all;
+}
+
+/* What a call reads and what it must have written: elements of the value that the functions say. */
+struct expectation {
+    std::string name;
+    kvprim_dtype dtype;
+    size_t count;
+    std::function<int(size_t)> value;
+};
+
+static void put_all(rank_state &r, char *at, const expectation &e)
+{
+    std::vector<char> host(e.count * size_of(e.dtype));
+    for (size_t i = 0; i < e.count; i++)
+        put(&host[i * size_of(e.dtype)], e.dtype, e.value(i));
+    CUDA(cudaMemcpyAsync(at, host.data(), host.size(), cudaMemcpyHostToDevice, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+}
+
+/* 16 bytes behind what is written must be as before: 0xa5. */
+static void poison(rank_state &r, char *at, const expectation &e)
+{
+    CUDA(cudaMemsetAsync(at, 0xa5, e.count * size_of(e.dtype) + 16, r.stream));
+}
+
+static void expect(rank_state &r, const char *at, const expectation &e)
+{
+    const size_t bytes = e.count * size_of(e.dtype);
+    std::vector<char> got(bytes + 16), expected(bytes + 16, char(0xa5));
+    for (size_t i = 0; i < e.count; i++)
+        put(&expected[i * size_of(e.dtype)], e.dtype, e.value(i));
+    CUDA(cudaMemcpyAsync(got.data(), at, bytes + 16, cudaMemcpyDeviceToHost, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    for (size_t b = 0; b < bytes + 16; b++)
+        if (got[b] != expected[b]) {
+            fail("rank %d: %s of %zu elements of type %d: byte %zu is %02x instead of %02x", r.rank, e.name.c_str(),
+                 e.count, int(e.dtype), b, got[b] & 255, expected[b] & 255);
+            return;
+        }
+}
+
+static std::string place_of(const rank_state &r, const char *send)
+{
+    return send >= r.device[0] && send < r.device[0] + room ? " outside" : " inside";
+}
+
+static void one_all_reduce(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t, kvprim_op op)
+{
+    if (send != recv)
+        poison(r, recv, {"", t, count, {}});
+    else
+        poison(r, send, {"", t, count, {}});
+    put_all(r, send, {"", t, count, [=, &r](size_t i) { return small_value(t, op, i, r.rank); }});
+    OK(kvprim_all_reduce(&r.comm, recv, send, count, t, op, r.stream));
+    expect(r, recv, {"all_reduce " + std::to_string(op) + place_of(r, send), t, count, [=](size_t i) {
+                         return reduced(t, op, i);
+                     }});
+}
+
+static void one_reduce_scatter(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t, kvprim_op op)
+{
+    const size_t all = count * size_t(world), mine = count * size_t(r.rank);
+    const bool in_place = send == recv;
+    put_all(r, send, {"", t, all, [=, &r](size_t i) { return small_value(t, op, i, r.rank); }});
+    if (in_place)
+        recv = send + mine * size_of(t);
+    else
+        poison(r, recv, {"", t, count, {}});
+    OK(kvprim_reduce_scatter(&r.comm, recv, send, count, t, op, r.stream));
+    if (!in_place)
+        expect(r, recv, {"reduce_scatter " + std::to_string(op) + place_of(r, send), t, count, [=](size_t i) {
+                             return reduced(t, op, mine + i);
+                         }});
+    else { /* what lies behind is input */
+        std::vector<char> got(count * size_of(t)), expected(count * size_of(t));
+        for (size_t i = 0; i < count; i++)
+            put(&expected[i * size_of(t)], t, reduced(t, op, mine + i));
+        CUDA(cudaMemcpyAsync(got.data(), recv, got.size(), cudaMemcpyDeviceToHost, r.stream));
+        CUDA(cudaStreamSynchronize(r.stream));
+        CHECK(got == expected);
+    }
+}
+
+static void one_all_gather(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t)
+{
+    const auto from = [=](int rank, size_t i) { return small_value(t, KVPRIM_SUM, i + 1, rank); };
+    poison(r, recv, {"", t, count * size_t(world), {}});
+    if (send == recv)
+        send = recv + size_t(r.rank) * count * size_of(t);
+    put_all(r, send, {"", t, count, [=, &r](size_t i) { return from(r.rank, i); }});
+    OK(kvprim_all_gather(&r.comm, recv, send, count, t, r.stream));
+    expect(r, recv,
+           {"all_gather", t, count * size_t(world), [=](size_t i) { return from(int(i / count), i % count); }});
+}
+
+static void one_broadcast(rank_state &r, char *buf, size_t count, kvprim_dtype t, int root)
+{
+    poison(r, buf, {"", t, count, {}});
+    if (r.rank == root)
+        put_all(r, buf, {"", t, count, [=](size_t i) { return small_value(t, KVPRIM_SUM, i, root); }});
+    OK(kvprim_broadcast(&r.comm, buf, count, t, root, r.stream));
+    expect(r, buf, {"broadcast", t, count, [=](size_t i) { return small_value(t, KVPRIM_SUM, i, root); }});
+}
+
+/* Around a ring; rank 0 receives last. */
+static void one_ring(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t)
+{
+    const int next = (r.rank + 1) % world, last = (r.rank + world - 1) % world;
+    poison(r, recv, {"", t, count, {}});
+    put_all(r, send, {"", t, count, [=, &r](size_t i) { return small_value(t, KVPRIM_SUM, i, r.rank); }});
+    if (r.rank == 0)
+        OK(kvprim_send(&r.comm, send, count, t, next, r.stream));
+    OK(kvprim_recv(&r.comm, recv, count, t, last, r.stream));
+    if (r.rank != 0)
+        OK(kvprim_send(&r.comm, send, count, t, next, r.stream));
+    expect(r, recv, {"send, recv", t, count, [=](size_t i) { return small_value(t, KVPRIM_SUM, i, last); }});
+}
+
+static void test_collectives(rank_state &r)
+{
+    static const size_t counts[] = {1, 7, 1023, 65536};
+    char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
+    for (int t = 0; t <= KVPRIM_F8E5M2; t++)
+        for (const size_t count : counts)
+            for (int place = 0; place < 4; place++) { /* in place or not, inside the buffer or not */
+                if (quick && (count > 7 || t > 3))
+                    continue;
+                const kvprim_dtype type = kvprim_dtype(t);
+                const size_t shift = count == 1023 ? size_of(type) : 0;
+                char *const send = (place & 2 ? buffer : r.device[0]) + shift;
+                char *const recv = place & 1 ? send : (place & 2 ? buffer + (16 << 20) : r.device[1]) + shift;
+                for (int op = 0; op <= KVPRIM_AVG; op++) {
+                    one_all_reduce(r, send, recv, count, type, kvprim_op(op));
+                    one_reduce_scatter(r, send, recv, count, type, kvprim_op(op));
+                }
+                one_all_gather(r, send, recv, count, type);
+                one_broadcast(r, send, count, type, int(count) % world);
+                if (send != recv)
+                    one_ring(r, send, recv, count, type);
+            }
+    OK(kvprim_comm_check(&r.comm));
+}
+
+/* Bytes of any value and number, at any place: the own kernel and NCCL's. */
+static void test_gathers(rank_state &r)
+{
+    for (size_t count = 1; count < (quick ? 3000u : 600000u); count += count / 3 + 1)
+        for (size_t shift = 0; shift < 9; shift += 4) {
+            std::vector<unsigned char> mine(count), got(count * size_t(world) + 16), expected(got.size(), 0xa5);
+            const auto byte = [count](size_t i, int rank) {
+                return (unsigned char)(i % 11 < 7 ? 0xff : (i * 31 + i / 256 + size_t(rank) * 5 + count));
+            };
+            for (size_t i = 0; i < count; i++)
+                mine[i] = byte(i, r.rank);
+            for (size_t i = 0; i < count * size_t(world); i++)
+                expected[i] = byte(i % count, int(i / count));
+            char *const send = r.device[0] + shift, *const recv = r.device[1] + shift / 4;
+            CUDA(cudaMemcpyAsync(send, mine.data(), count, cudaMemcpyHostToDevice, r.stream));
+            CUDA(cudaMemsetAsync(recv, 0xa5, expected.size(), r.stream));
+            OK(kvprim_all_gather(&r.comm, recv, send, count, KVPRIM_U8, r.stream));
+            CUDA(cudaMemcpyAsync(got.data(), recv, got.size(), cudaMemcpyDeviceToHost, r.stream));
+            CUDA(cudaStreamSynchronize(r.stream));
+            if (got != expected)
+                fail("rank %d: all_gather of %zu bytes shifted by %zu", r.rank, count, shift);
+        }
+}
+
+/* ---- several communicators, late and missing ranks ---- */
+
+static void test_two_communicators(rank_state &r)
+{
+    kvprim_comm other = {};
+    cudaStream_t stream;
+    const kvprim_comm_desc desc = desc_of(r, 0);
+    OK(kvprim_comm_init(&other, &desc));
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA(cudaStreamSynchronize(r.stream));
+    for (int n = 0; n < (quick ? 20 : 600); n++) {
+        static const size_t counts[] = {100, 8192, 200000, 1000000, 3};
+        enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[0], counts[n % 5], KVPRIM_BF16, uint64_t(n));
+        enqueue_sum(r, &other, stream, r.device[1], r.device[2], counts[n % 4], KVPRIM_F32, uint64_t(n));
+    }
+    CUDA(cudaStreamSynchronize(stream));
+    expect_none_wrong(r, "two communicators", 0);
+    OK(kvprim_comm_check(&other));
+    OK(kvprim_comm_destroy(&other));
+    CUDA(cudaStreamDestroy(stream));
+}
+
+static void test_late(rank_state &r)
+{
+    for (const size_t count : {size_t(4096), size_t(1000000)}) {
+        meet();
+        if (r.rank == world - 1)
+            sleep_ms(1000);
+        enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_BF16, 3);
+        expect_none_wrong(r, "one rank late, count", count);
+        OK(kvprim_comm_check(&r.comm));
+    }
+}
+
+/* One rank stays away: the others hear of it in time, whoever sums, and abort ends it. */
+static void one_missing(rank_state &r, size_t count, kvprim_dtype dtype, bool named)
+{
+    kvprim_comm comm = {};
+    const kvprim_comm_desc desc = desc_of(r, 0, 500);
+    kvprim_status status = KVPRIM_OK;
+    OK(kvprim_comm_init(&comm, &desc));
+    OK(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
+    const double begun = seconds();
+    if (r.rank != world - 1) {
+        OK(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream));
+        while ((status = kvprim_comm_check(&comm)) == KVPRIM_OK && seconds() - begun < 5)
+            sleep_ms(1);
+        const double took = seconds() - begun;
+        CHECK(status == KVPRIM_ERROR_TIMEOUT);
+        if (took < 0.4 || took > 1.5)
+            fail("rank %d: the timeout of 0.5 s was reported after %.2f s", r.rank, took);
+        const std::string name = "for rank " + std::to_string(world - 1);
+        if (named)
+            SAYS(name.c_str());
+        if (named) /* it goes on saying so */
+            IS(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream),
+               KVPRIM_ERROR_TIMEOUT);
+    }
+    meet();
+    const double abort_begun = seconds();
+    OK(kvprim_comm_abort(&comm));
+    if (seconds() - abort_begun > 5)
+        fail("rank %d: abort took %.1f s", r.rank, seconds() - abort_begun);
+    IS(kvprim_comm_check(&comm), KVPRIM_ERROR_ARGUMENT);
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
+}
+
+static void test_missing(rank_state &r)
+{
+    one_missing(r, 1024, KVPRIM_BF16, true);
+    one_missing(r, own_limit() / 4, KVPRIM_F32, true);
+}
+
+static void test_missing_in_nccl(rank_state &r)
+{
+    one_missing(r, 1000, KVPRIM_INT32, false);
+}
+
+/* Another thread aborts while this one calls: errors, and an end. */
+static void test_call_during_abort(rank_state &r)
+{
+    kvprim_comm comm = {};
+    const kvprim_comm_desc desc = desc_of(r, 0, 2000);
+    OK(kvprim_comm_init(&comm, &desc));
+    meet();
+    std::thread other([&] {
+        CUDA(cudaSetDevice(r.rank));
+        sleep_ms(20);
+        OK(kvprim_comm_abort(&comm));
+    });
+    kvprim_status status = KVPRIM_OK;
+    for (const double begun = seconds(); status == KVPRIM_OK && seconds() - begun < 10;)
+        status = kvprim_all_reduce(&comm, r.device[0], r.device[0], 1000, KVPRIM_BF16, KVPRIM_SUM, r.stream);
+    CHECK(status != KVPRIM_OK);
+    other.join();
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
+}
+
+/* ---- bad input ---- */
+
+static void test_bad_calls(rank_state &r)
+{
+    cudaStream_t foreign;
+    kvprim_comm moved = r.comm;
+    CUDA(cudaSetDevice((r.rank + 1) % world));
+    CUDA(cudaStreamCreateWithFlags(&foreign, cudaStreamNonBlocking));
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    SAYS("current device");
+    CUDA(cudaSetDevice(r.rank));
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, foreign),
+       KVPRIM_ERROR_ARGUMENT);
+    SAYS("stream");
+    CUDA(cudaStreamDestroy(foreign));
+    IS(kvprim_all_reduce(&moved, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, nullptr, r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream), KVPRIM_ERROR_NULL);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], nullptr, 8, KVPRIM_BF16, KVPRIM_SUM, r.stream), KVPRIM_ERROR_NULL);
+    OK(kvprim_all_reduce(&r.comm, nullptr, nullptr, 0, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+    IS(kvprim_all_reduce(&r.comm, r.device[0] + 4, r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_OVERLAP);
+    IS(kvprim_all_reduce(&r.comm, r.device[1] + 1, r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, kvprim_dtype(99), KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, kvprim_op(-1), r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], SIZE_MAX / 2, KVPRIM_F32, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_SIZE);
+    IS(kvprim_all_gather(&r.comm, r.device[0], r.device[0] + 1000, 1000000, KVPRIM_U8, r.stream), KVPRIM_ERROR_OVERLAP);
+    IS(kvprim_broadcast(&r.comm, r.device[0], 8, KVPRIM_F32, world, r.stream), KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_send(&r.comm, r.device[0], 8, KVPRIM_F32, -1, r.stream), KVPRIM_ERROR_ARGUMENT);
+    const kvprim_comm_desc desc = {};
+    IS(kvprim_comm_init(&r.comm, &desc), KVPRIM_ERROR_ARGUMENT);
+    SAYS("in use");
+    OK(kvprim_comm_check(&r.comm));
+    meet(); /* a stream of another GPU is not opened or closed while that one waits */
+    enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], 100, KVPRIM_BF16, 1);
+    expect_none_wrong(r, "after bad calls", 0);
+}
+
+/* Ranks that disagree hear of it at init, all of them; nothing is left allocated. */
+static void test_disagreement(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, size_t(4096) << (r.rank == world - 1));
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_SIZE);
+    SAYS("buffer_bytes");
+    desc = desc_of(r, 0, 0, r.rank == 0);
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
+    SAYS("deterministic");
+    IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
+    if (world > 2) /* NCCL tells the two whose device is the same, and leaves the others waiting */
+        return;
+    desc = desc_of(r, 0);
+    CUDA(cudaSetDevice(0));
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_NCCL);
+    CUDA(cudaSetDevice(r.rank));
+    meet();
+}
+
+static void test_lifetimes(rank_state &r)
+{
+    size_t free_before = 0, free_after, total;
+    for (int n = 0; n < (quick ? 3 : world == 2 ? 102 : 12); n++) {
+        kvprim_comm comm = {};
+        size_t bytes = 0;
+        const kvprim_comm_desc desc = desc_of(r, n % 2 ? size_t(5) << 20 : 0);
+        OK(kvprim_comm_init(&comm, &desc));
+        char *const buffer = static_cast<char *>(kvprim_comm_buffer(&comm, &bytes));
+        CHECK((buffer != nullptr) == (bytes != 0) && bytes == desc.buffer_bytes && uintptr_t(buffer) % 4096 == 0);
+        enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, uint64_t(n));
+        expect_none_wrong(r, "lifetime", size_t(n));
+        OK(kvprim_comm_destroy(&comm));
+        IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
+        IS(kvprim_all_reduce(&comm, r.device[0], r.device[0], 1, KVPRIM_F32, KVPRIM_SUM, r.stream),
+           KVPRIM_ERROR_ARGUMENT);
+        CHECK(kvprim_comm_buffer(&comm, &bytes) == nullptr && bytes == 0);
+        meet();
+        if (n == 1)
+            CUDA(cudaMemGetInfo(&free_before, &total));
+        meet();
+    }
+    CUDA(cudaMemGetInfo(&free_after, &total));
+    if (free_before > free_after + (size_t(32) << 20))
+        fail("rank %d: %zu MiB of device memory are gone", r.rank, (free_before - free_after) >> 20);
+    meet();
+}
+
+/* ---- a process per GPU ---- */
+
+/* Rank `rank` of a job of processes; the last one kills itself in the midst of it. Exit code 0: heard of it in time. */
+static int child(int rank, const char *id_file)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = {};
+    cudaStream_t stream;
+    void *data;
+    desc.rank = rank, desc.world = world, desc.timeout_ms = 1000;
+    if (rank == 0) {
+        FILE *const f = fopen((std::string(id_file) + ".new").c_str(), "wb");
+        if (!f || kvprim_comm_new_id(&desc.id) != KVPRIM_OK || fwrite(&desc.id, sizeof desc.id, 1, f) != 1 || fclose(f))
+            return 3;
+        rename((std::string(id_file) + ".new").c_str(), id_file);
+    } else {
+        FILE *f = nullptr;
+        for (int n = 0; n < 3000 && !(f = fopen(id_file, "rb")); n++)
+            sleep_ms(10);
+        if (!f || fread(&desc.id, sizeof desc.id, 1, f) != 1)
+            return 4;
+        fclose(f);
+    }
+    CUDA(cudaSetDevice(rank));
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA(cudaMalloc(&data, 1 << 20));
+    CUDA(cudaMemset(data, 0, 1 << 20));
+    if (kvprim_comm_init(&comm, &desc) != KVPRIM_OK) {
+        printf("  rank %d: %s\n", rank, kvprim_last_error());
+        return 5;
+    }
+    if (rank == 0)
+        printf("  %s\n", kvprim_comm_describe(&comm));
+    for (int n = 0; n < 100; n++)
+        if (kvprim_all_reduce(&comm, data, data, 1000 + size_t(n) * 1000, KVPRIM_BF16, KVPRIM_SUM, stream) != KVPRIM_OK)
+            return 6;
+    CUDA(cudaStreamSynchronize(stream));
+    if (rank == world - 1)
+        raise(SIGKILL);
+    const double begun = seconds();
+    kvprim_status status = KVPRIM_OK;
+    while (status == KVPRIM_OK && seconds() - begun < 10) {
+        status = kvprim_all_reduce(&comm, data, data, 1000, KVPRIM_BF16, KVPRIM_SUM, stream);
+        if (status == KVPRIM_OK)
+            status = kvprim_comm_check(&comm);
+        sleep_ms(1);
+    }
+    const std::string said = kvprim_last_error();
+    const double took = seconds() - begun;
+    const kvprim_status aborted = kvprim_comm_abort(&comm);
+    printf("  rank %d heard after %.2f s: %s; abort: %s %s\n", rank, took, said.c_str(), kvprim_status_name(aborted),
+           aborted == KVPRIM_OK ? "" : kvprim_last_error());
+    return status != KVPRIM_ERROR_TIMEOUT || took > 3 || aborted != KVPRIM_OK ||
+           said.find("for rank " + std::to_string(world - 1)) == std::string::npos;
+}
+
+static void test_killed(const char *program)
+{
+    char id_file[] = "/tmp/kvprim_nccl_id_XXXXXX";
+    const int fd = mkstemp(id_file);
+    std::vector<pid_t> children;
+    if (fd < 0) {
+        fail("no temporary file");
+        return;
+    }
+    close(fd);
+    unlink(id_file);
+    fflush(stdout);
+    for (int r = 0; r < world; r++) {
+        const pid_t pid = fork();
+        if (pid == 0) {
+            execl(program, program, "child", std::to_string(r).c_str(), std::to_string(world).c_str(), id_file,
+                  nullptr);
+            _exit(127);
+        }
+        children.push_back(pid);
+    }
+    for (int r = 0; r < world; r++) {
+        int status = 0;
+        waitpid(children[size_t(r)], &status, 0);
+        if (r == world - 1 ? !WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL
+                           : !WIFEXITED(status) || WEXITSTATUS(status))
+            fail("process of rank %d: status %x", r, unsigned(status));
+    }
+    unlink(id_file);
+}
+
+/* ---- */
+
+static void open_all(rank_state &r)
+{
+    CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+    for (char *&d : r.device)
+        CUDA(cudaMalloc(reinterpret_cast<void **>(&d), room));
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.wrong), sizeof *r.wrong));
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.iteration), sizeof *r.iteration));
+    CUDA(cudaMemset(r.wrong, 0, sizeof *r.wrong));
+    CUDA(cudaMemset(r.iteration, 0, sizeof *r.iteration));
+    CUDA(cudaDeviceSynchronize());
+    const kvprim_comm_desc desc = desc_of(r, buffer_bytes);
+    OK(kvprim_comm_init(&r.comm, &desc));
+    if (r.rank == 0)
+        printf("  %s\n", kvprim_comm_describe(&r.comm));
+}
+
+static void close_all(rank_state &r)
+{
+    OK(kvprim_comm_check(&r.comm));
+    OK(kvprim_comm_destroy(&r.comm));
+    for (char *d : r.device)
+        CUDA(cudaFree(d));
+    CUDA(cudaFree(r.wrong));
+    CUDA(cudaFree(r.iteration));
+    CUDA(cudaStreamDestroy(r.stream));
+}
+
+static int finish()
+{
+    printf("%d passed, %d failed, %d skipped\n", int(passed), int(failed), int(skipped));
+    return failed ? 1 : 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 5 && strcmp(argv[1], "child") == 0) {
+        world = atoi(argv[3]);
+        return child(atoi(argv[2]), argv[4]);
+    }
+    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
+    if (argc > 2 || (argc == 2 && !quick)) {
+        fprintf(stderr, "usage: %s [quick]\n", argv[0]);
+        return 2;
+    }
+    if (cudaGetDeviceCount(&world) != cudaSuccess || world < 2) {
+        printf("skip nccl: %d GPUs, it takes two\n", world);
+        skipped++;
+        return finish();
+    }
+    world = std::min(world, 8);
+    ranks.resize(size_t(world));
+    for (int r = 0; r < world; r++)
+        ranks[size_t(r)].rank = r;
+    if (!quick) { /* before this process holds GPUs */
+        faults = 0;
+        test_killed("/proc/self/exe");
+        faults ? failed++ : passed++;
+        printf("%s nccl: a process per GPU, one killed\n", faults ? "FAIL" : "ok");
+    }
+    run("nccl: open", open_all);
+    if (faults)
+        return finish();
+    run("nccl: sums, sizes x types x places", test_sums);
+    run("nccl: sums inside the buffer", test_placement);
+    run("nccl: sums, sizes in turn without synchronisation", test_sizes_in_turn);
+    run("nccl: the same bits on all ranks, again and again", test_same_bits);
+    run("nccl: a graph replayed", test_graph);
+    run("nccl: gathers of any bytes", test_gathers);
+    run("nccl: every collective, type, operation and place", test_collectives);
+    run("nccl: deterministic at every size", test_deterministic);
+    run("nccl: two communicators at once", test_two_communicators);
+    run("nccl: bad calls", test_bad_calls);
+    run("nccl: ranks that disagree", test_disagreement);
+    if (!quick) {
+        run("nccl: a rank late by a second", test_late);
+        run("nccl: a rank that stays away", test_missing);
+        run("nccl: a rank that stays away from NCCL", test_missing_in_nccl);
+        run("nccl: calls during abort", test_call_during_abort);
+    }
+    run("nccl: init and destroy again and again", test_lifetimes);
+    run("nccl: close", close_all);
+    return finish();
+}
