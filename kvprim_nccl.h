@@ -98,9 +98,8 @@ typedef struct kvprim_comm_desc {
     kvprim_comm_id id;   /* the same on every rank */
     size_t buffer_bytes; /* symmetric buffer, the same on every rank; 0: none */
     int32_t timeout_ms;  /* for waits on other ranks; 0: 30 s */
-    int32_t
-        deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at every
-                              size, the same bits always. UNSUPPORTED where only NCCL can sum */
+    int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
+                              every size, the same bits always. UNSUPPORTED where only NCCL can sum */
 } kvprim_comm_desc;
 
 /* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */

@@ -14,7 +14,6 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
-#include <cstring>
 #include <memory>
 #include <type_traits>
 #include <cub/device/device_memcpy.cuh>
@@ -32,7 +31,6 @@ constexpr int index_sets_count = 8;
 
 static char *table_memory, *cache_memory[2], *cub_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB;
-static const char *only = "";
 
 /* The table's 8 bytes number `word`; also the source of random numbers. splitmix64. */
 __host__ __device__ static uint64_t hash(uint64_t word)
@@ -963,59 +961,33 @@ static void limits()
     printf("empty kernel in a graph: %.3f us, with PDL %.3f us\n", kernels[0].us, kernels[1].us);
 }
 
+static void open_all()
+{
+    open_machine();
+    limits();
+}
+
 static void summary()
 {
-    printf("\ntargets%s\n", quick ? ", on a part of the points, with few repetitions" : "");
     judge_gather();
     judge_store();
     judge_large();
     judge_odd();
     judge_misaligned();
     judge_host();
-    printf("\n%d targets met, %d missed\n", met, missed);
-}
-
-struct section {
-    const char *name;
-    void (*run)();
-};
-static const section sections[] = {{"gather", [] { grid(gather); }},
-                                   {"store", [] { grid(store); }},
-                                   {"others", others},
-                                   {"large", large},
-                                   {"odd", odd},
-                                   {"misaligned", misaligned},
-                                   {"host", host}};
-
-static bool read_options(int argc, char **argv)
-{
-    for (int i = 1; i < argc; i++)
-        if (strcmp(argv[i], "--quick") == 0)
-            quick = true;
-        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
-            only = argv[++i];
-        else
-            return false;
-    return !*only || std::any_of(std::begin(sections), std::end(sections),
-                                 [](const section &s) { return strcmp(s.name, only) == 0; });
 }
 
 int main(int argc, char **argv)
 {
-    if (!read_options(argc, argv)) {
-        fprintf(stderr, "usage: %s [--quick] [--only gather|store|others|large|odd|misaligned|host]\n", argv[0]);
-        return 2;
-    }
-    const double begin = now_us();
-    open_machine();
-    limits();
-    for (const section &s : sections)
-        if (!*only || strcmp(s.name, only) == 0) {
-            s.run();
-            fflush(stdout);
-        }
-    summary();
-    close_machine();
-    printf("%.0f s\n", (now_us() - begin) * 1e-6);
-    return 0;
+    const program p = {{{"gather", [] { grid(gather); }},
+                        {"store", [] { grid(store); }},
+                        {"others", others},
+                        {"large", large},
+                        {"odd", odd},
+                        {"misaligned", misaligned},
+                        {"host", host}},
+                       open_all,
+                       summary,
+                       close_machine};
+    return run_program(argc, argv, p);
 }

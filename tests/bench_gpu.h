@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <string>
 #include <vector>
@@ -40,7 +41,7 @@ static void check_kvprim(kvprim_status status)
 }
 
 /* Prints which GPU it is, and ends the program where it has too little memory or no PDL. */
-static void open_gpu(int64_t needed_bytes)
+[[maybe_unused]] static void open_gpu(int64_t needed_bytes)
 {
     int driver, runtime;
     size_t free_bytes, total_bytes;
@@ -63,7 +64,7 @@ static void open_gpu(int64_t needed_bytes)
     CUDA(cudaEventCreate(&end_event));
 }
 
-static void close_gpu()
+[[maybe_unused]] static void close_gpu()
 {
     CUDA(cudaEventDestroy(end_event));
     CUDA(cudaEventDestroy(start_event));
@@ -165,7 +166,7 @@ static double time_replay(contender &c)
 }
 
 /* Sets every contender's .us. */
-static void measure(std::vector<contender> &all)
+[[maybe_unused]] static void measure(std::vector<contender> &all)
 {
     const int n = int(all.size()), repetitions = quick ? 5 : all[0].launches == 64 ? 15 : 9;
     std::vector<std::vector<double>> us(all.size());
@@ -242,6 +243,57 @@ static void judge_worst(const std::string &what, std::vector<figure> f, char rel
         sum += std::log(a.value);
     judge(what, std::exp(sum / double(f.size())), '<', limit,
           "geometric mean of " + std::to_string(f.size()) + " points");
+}
+
+/* ---- a program of sections ---- */
+
+struct section {
+    const char *name;
+    void (*run)();
+};
+
+struct program {
+    std::vector<section> sections;
+    void (*open)();    /* the machine, and what every section needs */
+    void (*summary)(); /* judges */
+    void (*close)();
+};
+
+[[maybe_unused]] static int usage(const char *name, const program &p)
+{
+    fprintf(stderr, "usage: %s [--quick] [--only", name);
+    for (const section &s : p.sections)
+        fprintf(stderr, "%s%s", &s == &p.sections[0] ? " " : "|", s.name);
+    fprintf(stderr, "]\n");
+    return 2;
+}
+
+[[maybe_unused]] static int run_program(int argc, char **argv, const program &p)
+{
+    const char *only = "";
+    for (int i = 1; i < argc; i++)
+        if (strcmp(argv[i], "--quick") == 0)
+            quick = true;
+        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
+            only = argv[++i];
+        else
+            return usage(argv[0], p);
+    const auto chosen = [only](const section &s) { return !*only || strcmp(s.name, only) == 0; };
+    if (std::none_of(p.sections.begin(), p.sections.end(), chosen))
+        return usage(argv[0], p);
+    const double begin = now_us();
+    p.open();
+    for (const section &s : p.sections)
+        if (chosen(s)) {
+            s.run();
+            fflush(stdout);
+        }
+    printf("\ntargets%s\n", quick ? ", on a part of the points, with few repetitions" : "");
+    p.summary();
+    printf("\n%d targets met, %d missed\n", met, missed);
+    p.close();
+    printf("%.0f s\n", (now_us() - begin) * 1e-6);
+    return 0;
 }
 
 #endif /* BENCH_GPU_H */

@@ -6,12 +6,12 @@
 
    Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph, but for copies that a
    graph cannot hold (batches) or that are many, which a stream takes one by one while the GPU is kept waiting. Medians
-   of repetitions in which the contenders take turns. The rows of every transfer are compared with their source before it
-   is timed; gathers and stores of paged tables are not. GB/s of a link count each byte once, those of device memory count it read and written. */
+   of repetitions in which the contenders take turns. The rows of every transfer are compared with their source before
+   it is timed; gathers and stores of paged tables are not. GB/s of a link count each byte once, those of device memory
+   count it read and written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
-#include <cstring>
 #include <memory>
 
 constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
@@ -21,7 +21,6 @@ constexpr int index_sets_count = 4;
 
 static char *host_memory, *device_memory[2], *peer_memory;
 static unsigned long long *wrong_bytes;
-static const char *only = "";
 
 __host__ __device__ static uint64_t hash(uint64_t word) /* splitmix64 */
 {
@@ -517,50 +516,22 @@ static void close_machine()
 
 static void summary()
 {
-    printf("\ntargets%s\n", quick ? ", on a part of the points, with few repetitions" : "");
     judge_worst("pinned host memory on 8 SMs / copy, rows of 4 KB and more", host_large, '>', 0.92);
     judge_worst("host memory, 8 SMs / cudaMemcpyBatchAsync, 4 KB, called", host_batch, '>', 4);
     judge_worst("device memory / copy, pages of 64 layers, 256 MiB and more", device_pages, '>', 0.93);
     if (peer_share >= 0)
         judge("to another GPU / cudaMemcpyPeerAsync, 4 KB", peer_share, '>', 0.85, "");
-    printf("\n%d targets met, %d missed\n", met, missed);
 }
 
-struct section {
-    const char *name;
-    void (*run)();
-};
-static const section sections[] = {{"host", host}, {"device", device}, {"peer", peer}, {"paged", paged}};
-
-static bool read_options(int argc, char **argv)
+static void open_all()
 {
-    for (int i = 1; i < argc; i++)
-        if (strcmp(argv[i], "--quick") == 0)
-            quick = true;
-        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
-            only = argv[++i];
-        else
-            return false;
-    return !*only || std::any_of(std::begin(sections), std::end(sections),
-                                 [](const section &s) { return strcmp(s.name, only) == 0; });
+    open_machine();
+    measure_device_copy();
 }
 
 int main(int argc, char **argv)
 {
-    if (!read_options(argc, argv)) {
-        fprintf(stderr, "usage: %s [--quick] [--only host|device|peer|paged]\n", argv[0]);
-        return 2;
-    }
-    const double begin = now_us();
-    open_machine();
-    measure_device_copy();
-    for (const section &s : sections)
-        if (!*only || strcmp(s.name, only) == 0) {
-            s.run();
-            fflush(stdout);
-        }
-    summary();
-    close_machine();
-    printf("%.0f s\n", (now_us() - begin) * 1e-6);
-    return 0;
+    const program p = {
+        {{"host", host}, {"device", device}, {"peer", peer}, {"paged", paged}}, open_all, summary, close_machine};
+    return run_program(argc, argv, p);
 }

@@ -1,12 +1,11 @@
 /* kvprim_cuda_unpack against other ways of copying fragments, on one GPU, ratios within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench_unpack.cu -o build/bench_unpack
-       build/bench_unpack [--quick] [--alone] [--only batches|shifts|case|host]
+       build/bench_unpack [--quick] [--only batches|shifts|case|host]
 
    Sources lie in random order in slots of a receive buffer, destinations follow each other. GB/s counts bytes read plus
    bytes written. Times are microseconds per call inside a replayed CUDA graph of several over rotating buffers, medians
    of repetitions in which the contenders take turns; what the last call wrote is compared with its source before.
-   With --alone kvprim's functions without the others.
 
    lent      kvprim_cuda_unpack with a workspace      params    without one
    cub       cub::DeviceMemcpy::Batched               warp      one warp per descriptor, descriptors in device memory
@@ -16,7 +15,6 @@
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
 #include <algorithm>
-#include <cstring>
 #include <cub/device/device_memcpy.cuh>
 #include <random>
 
@@ -27,7 +25,6 @@ constexpr int rotations = 64; /* as many as launches: none finds its bytes in th
 static char *src_memory, *dst_memory, *cub_memory, *lent_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB, most_workspace = 4 * MiB;
 static unsigned long long *wrong_on_device;
-static const char *only = "";
 
 __global__ static void fill(uint64_t *words, uint64_t count)
 {
@@ -332,8 +329,6 @@ static void measure_batch(const char *name, int64_t size, const std::vector<uint
     fflush(stdout);
 }
 
-static bool with_others = true;
-
 static void print_header()
 {
     printf("\n%-26s %2s %8s %6s %8s %6s %9s %9s %10s %10s\n", "fragments", "+", "lent us", "GB/s", "params us", "GB/s",
@@ -344,15 +339,15 @@ static void batches()
 {
     print_header();
     for (const int shift : {0, 3}) {
-        measure_batch("65,536 x 256 B", 256, equal(256, 16 * MiB), shift, with_others);
-        measure_batch("65,536 x 1 KB", 1024, equal(1024, 64 * MiB), shift, with_others);
-        measure_batch("32,768 x 4 KB", 4096, equal(4096, 128 * MiB), shift, with_others);
-        measure_batch("2,048 x 64 KB", 65536, equal(65536, 128 * MiB), shift, with_others);
-        measure_batch("128 x 1 MB", MiB, equal(MiB, 128 * MiB), shift, with_others);
-        measure_batch("64 B to 128 KB, 96 MB", 0, mixed(), shift, with_others);
-        measure_batch("2,000 x 512 B and 64 MB", 0, skewed(), shift, with_others);
-        measure_batch("65,536 x 64 B to 512 B", 0, small_mixed(), shift, with_others);
-        measure_batch("128 x 4 KB", 4096, equal(4096, MiB / 2), shift, with_others);
+        measure_batch("65,536 x 256 B", 256, equal(256, 16 * MiB), shift, true);
+        measure_batch("65,536 x 1 KB", 1024, equal(1024, 64 * MiB), shift, true);
+        measure_batch("32,768 x 4 KB", 4096, equal(4096, 128 * MiB), shift, true);
+        measure_batch("2,048 x 64 KB", 65536, equal(65536, 128 * MiB), shift, true);
+        measure_batch("128 x 1 MB", MiB, equal(MiB, 128 * MiB), shift, true);
+        measure_batch("64 B to 128 KB, 96 MB", 0, mixed(), shift, true);
+        measure_batch("2,000 x 512 B and 64 MB", 0, skewed(), shift, true);
+        measure_batch("65,536 x 64 B to 512 B", 0, small_mixed(), shift, true);
+        measure_batch("128 x 4 KB", 4096, equal(4096, MiB / 2), shift, true);
     }
 }
 
@@ -577,44 +572,18 @@ static void close_machine()
     close_gpu();
 }
 
-struct section {
-    const char *name;
-    void (*run)();
-};
-static const section sections[] = {{"batches", batches}, {"shifts", shifts}, {"case", document_case}, {"host", host}};
-
-static bool read_options(int argc, char **argv)
+static void summary()
 {
-    for (int i = 1; i < argc; i++)
-        if (strcmp(argv[i], "--quick") == 0)
-            quick = true;
-        else if (strcmp(argv[i], "--alone") == 0)
-            with_others = false;
-        else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
-            only = argv[++i];
-        else
-            return false;
-    return !*only || std::any_of(std::begin(sections), std::end(sections),
-                                 [](const section &s) { return strcmp(s.name, only) == 0; });
+    judge_opponents();
+    judge_rates();
+    judge_calls();
 }
 
 int main(int argc, char **argv)
 {
-    if (!read_options(argc, argv)) {
-        fprintf(stderr, "usage: %s [--quick] [--alone] [--only batches|shifts|case|host]\n", argv[0]);
-        return 2;
-    }
-    const double begin = now_us();
-    open_machine();
-    for (const section &s : sections)
-        if (!*only || strcmp(s.name, only) == 0)
-            s.run();
-    printf("\ntargets%s\n", quick ? ", with few repetitions" : "");
-    judge_opponents();
-    judge_rates();
-    judge_calls();
-    printf("\n%d targets met, %d missed\n", met, missed);
-    close_machine();
-    printf("%.0f s\n", (now_us() - begin) * 1e-6);
-    return 0;
+    const program p = {{{"batches", batches}, {"shifts", shifts}, {"case", document_case}, {"host", host}},
+                       open_machine,
+                       summary,
+                       close_machine};
+    return run_program(argc, argv, p);
 }
