@@ -1237,7 +1237,7 @@ static bool kvpn_is_alive(const kvprim_comm *comm)
     return comm && comm->self == comm && __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_alive;
 }
 
-/* From alive to `state`: of several threads one succeeds. */
+/* Of several threads that end a communicator one succeeds. */
 static bool kvpn_end(kvprim_comm *comm)
 {
     int32_t alive = kvpn_alive;

@@ -590,18 +590,26 @@ static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned ds
     one_gather(a, &c);
 }
 
+typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
+                           size_t dst_align, size_t src_align);
+
 /* Every size with every pair of layouts; every size with every pair of alignments. */
-static void gather_matrix(arena *a)
+static void size_matrix(arena *a, numbered_move *move)
 {
     const unsigned step = static_cast<unsigned>(thin);
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
-            numbered_gather(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
-                            (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
+            move(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
+                 (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned align = s % step; align < 256; align += step)
-            numbered_gather(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5,
-                            (align + s) % 3 ? 0 : align % n_layouts, align % 16, align / 16);
+            move(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5, (align + s) % 3 ? 0 : align % n_layouts,
+                 align % 16, align / 16);
+}
+
+static void gather_matrix(arena *a)
+{
+    size_matrix(a, numbered_gather);
 }
 
 static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_bytes, unsigned cache_layout,

@@ -202,18 +202,9 @@ static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, unsigned 
     one_transfer(a, &c);
 }
 
-/* Every size with every pair of layouts; every size with every pair of alignments. */
 static void transfer_matrix(arena *a)
 {
-    const unsigned step = static_cast<unsigned>(thin);
-    for (unsigned s = 0; s < n_row_sizes; s++)
-        for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
-            numbered_transfer(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
-                              (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
-    for (unsigned s = 0; s < n_row_sizes; s++)
-        for (unsigned align = s % step; align < 256; align += step)
-            numbered_transfer(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5,
-                              (align + s) % 3 ? 0 : align % n_layouts, align % 16, align / 16);
+    size_matrix(a, numbered_transfer);
 }
 
 /* 1 to 128 layers, and around and past what one launch takes. */
