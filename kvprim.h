@@ -51,6 +51,9 @@
    KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
    KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. It sorts
                                them, in memory from malloc; where there is none they are not checked
+   KVPRIM_NVTX                 in the implementing ones: an NVTX range around every call that moves or compares, named
+                               after the function, as profilers show. Needs NVTX's header-only C API, nvtx3/ of the
+                               CUDA Toolkit, and C++ or a compiler with the attribute `cleanup`. Left out: no cost
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -291,6 +294,28 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 
 #ifdef __cplusplus
 }
+#endif
+
+/* For kvprim's headers alone: KVPRIM_RANGE(name) lasts until the function returns. */
+#ifndef KVPRIM_NVTX
+#define KVPRIM_RANGE(name) ((void)0)
+#else
+#include <nvtx3/nvToolsExt.h>
+#ifdef __cplusplus
+struct kvpi_range {
+    explicit kvpi_range(const char *name) { (void)nvtxRangePushA(name); }
+    ~kvpi_range() { (void)nvtxRangePop(); }
+};
+#define KVPRIM_RANGE(name) const kvpi_range kvpi_this_range(name)
+#else
+static inline void kvpi_end_range(const int *level)
+{
+    (void)level;
+    (void)nvtxRangePop();
+}
+#define KVPRIM_RANGE(name)                                                                                             \
+    const int kvpi_this_range __attribute__((cleanup(kvpi_end_range), unused)) = nvtxRangePushA(name)
+#endif
 #endif
 #endif /* KVPRIM_H */
 
@@ -944,11 +969,13 @@ KVPRIM_INLINE size_t kvpi_prefix_inline(const char *function, const int32_t *a, 
 
 KVPRIM_API KVPRIM_HOT size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
 {
+    KVPRIM_RANGE("kvprim_prefix_i32");
     return kvpi_prefix_inline("kvprim_prefix_i32", a, a_len, b, b_len, 1);
 }
 
 KVPRIM_API KVPRIM_HOT size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
 {
+    KVPRIM_RANGE("kvprim_prefix_i64");
     return kvpi_prefix_inline("kvprim_prefix_i64", (const int32_t *)(const void *)a, a_len,
                               (const int32_t *)(const void *)b, b_len, 2) /
            2;
@@ -982,6 +1009,7 @@ static int kvpi_many_check(const int32_t *query, size_t query_len, const int32_t
 KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                          const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
+    KVPRIM_RANGE("kvprim_prefix_many_i32");
     static const int32_t none[1] = {0};
     if (keys_count == 0 || !kvpi_many_check(query, query_len, keys, key_lens, keys_count))
         return 0;
@@ -1766,6 +1794,7 @@ static void kvpi_move(kvpi_job *job)
 
 KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
 {
+    KVPRIM_RANGE("kvprim_gather");
     kvprim_gather_desc d;
     KVPRIM_TRY(kvprim_gather_check(desc, &d));
     if (d.count == 0)
@@ -1792,6 +1821,7 @@ static void kvpi_store_one(const kvprim_store_desc *d, const kvprim_table *cache
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
 {
+    KVPRIM_RANGE("kvprim_store");
     kvprim_store_desc d;
     KVPRIM_TRY(kvprim_store_check(desc, &d));
     if (d.count == 0)
@@ -1804,6 +1834,7 @@ KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 {
+    KVPRIM_RANGE("kvprim_transfer");
     kvprim_transfer_desc d;
     KVPRIM_TRY(kvprim_transfer_check(desc, &d));
     if (d.count == 0)
@@ -1923,6 +1954,7 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 {
+    KVPRIM_RANGE("kvprim_unpack");
     KVPRIM_TRY(kvprim_unpack_check(desc));
     for (size_t i = 0; i < desc->count; i++) {
         const kvprim_fragment f = desc->fragments[i];

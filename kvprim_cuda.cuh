@@ -55,6 +55,7 @@
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
    KVPRIM_DEBUG                in the implementing one: every call asks CUDA whether the device can reach the memory
                                that its descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
+   KVPRIM_NVTX                 in the implementing one, as in kvprim.h
 */
 #ifndef KVPRIM_CUDA_CUH
 #define KVPRIM_CUDA_CUH
@@ -1977,6 +1978,7 @@ extern "C" {
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
+    KVPRIM_RANGE("kvprim_cuda_gather");
     kvprim_gather_desc d;
     kvprim_status status = kvprim_gather_check(desc, &d);
     if (status == KVPRIM_OK)
@@ -1993,6 +1995,7 @@ KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, cons
 
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
+    KVPRIM_RANGE("kvprim_cuda_store");
     kvprim_store_desc d;
     kvprim_status status = kvprim_store_check(desc, &d);
     if (status == KVPRIM_OK)
@@ -2019,6 +2022,7 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
 {
+    KVPRIM_RANGE("kvprim_cuda_transfer");
     kvprim_transfer_desc d;
     kvprim_status status = kvprim_transfer_check(desc, &d);
     if (status == KVPRIM_OK)
@@ -2030,6 +2034,7 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
+    KVPRIM_RANGE("kvprim_cuda_unpack");
     kvprim_status status = kvprim_unpack_check(desc);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_unpack", launch);

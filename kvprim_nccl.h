@@ -48,6 +48,7 @@
                                another. Needs the headers of CUDA and NCCL. Compiled by nvcc as C++17 or newer with NCCL
                                2.28.9 or newer it has the kernels too, which run with that same version of NCCL.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
+   KVPRIM_NVTX                 in the implementing one, as in kvprim.h
 */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
@@ -1188,6 +1189,7 @@ static void kvpn_free_rest(kvprim_comm *comm)
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
+    KVPRIM_RANGE(f);
     kvpn_opening o;
     ncclUniqueId id;
     int device;
@@ -1269,6 +1271,7 @@ static kvprim_status kvpn_quieten(kvprim_comm *comm)
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
+    KVPRIM_RANGE(f);
     int device;
     if (!kvpn_end(comm))
         return kvpn_not_alive(f, comm);
@@ -1291,6 +1294,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
+    KVPRIM_RANGE(f);
     int device;
     if (!kvpn_end(comm))
         return kvpn_not_alive(f, comm);
@@ -1744,6 +1748,7 @@ static kvprim_status kvpn_run_recv(kvpn_call *c)
 /* What every collective does around its own part. */
 static kvprim_status kvpn_collective(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
 {
+    KVPRIM_RANGE(c->function);
     kvprim_status s = kvpn_enter(c->function, c->comm);
     if (s != KVPRIM_OK)
         return s;

@@ -1,9 +1,9 @@
 #!/bin/sh
-# usage: tests/nccl.sh test|bench      from the top folder; `make gpu-test` and `make gpu-bench` call it
+# usage: tests/nccl.sh test|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and gpu-sanitize call it
 #
 # On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2,
-# 4 and 8 of the GPUs; what they print goes to tests/results/ too, behind the headers' checksums. Elsewhere it says what
-# is missing. NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVLink multicast stays off
+# 4 and 8 of the GPUs (under compute-sanitizer's memcheck: 2); what they print goes to tests/results/ too, behind the
+# headers' checksums. A program that hangs is ended after ten minutes. Elsewhere it says what is missing. NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVLink multicast stays off
 # unless NCCL_NVLS_ENABLE says otherwise.
 
 : "${NVCC=}" "${CUDA_ARCH=native}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${NCCL_NVLS_ENABLE=0}"
@@ -21,31 +21,43 @@ fi
 # built SOURCE: into build/, as CUDA.
 built()
 {
-    program=build/$(basename "${1%.*}")
-    mkdir -p build
-    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. -isystem "$NCCL_INCLUDE" "$1" -o "$program" \
+    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. -isystem "$NCCL_INCLUDE" "$1" -o "$(program "$1")" \
         -Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "$(dirname "$NCCL_LIBRARY")" -lpthread
 }
 
+program()
+{
+    echo "build/$(basename "${1%.*}")"
+}
+
+some_gpus='0,1 0,1,2,3 0,1,2,3,4,5,6,7' launcher='timeout 600' arguments=
 case $1 in
 test) sources='examples/06_allreduce.c tests/test_nccl_gpu.cu' ;;
 bench) sources=tests/bench_nccl.cu ;;
+sanitize)
+    sources=tests/test_nccl_gpu.cu some_gpus=0,1 arguments=quick
+    launcher="$launcher compute-sanitizer --tool memcheck --error-exitcode 1"
+    ;;
 *)
-    echo 'usage: tests/nccl.sh test|bench' >&2
+    echo 'usage: tests/nccl.sh test|bench|sanitize' >&2
     exit 2
     ;;
 esac
 result=tests/results/nccl_$1.txt
-mkdir -p tests/results
+mkdir -p build tests/results
 {
     sha256sum kvprim.h kvprim_nccl.h
     code=0
     for source in $sources; do
-        built "$source" || { code=1; continue; }
-        for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
+        rm -f "$(program "$source")"
+        built "$source" &
+    done
+    wait
+    for source in $sources; do
+        for some in $some_gpus; do
             [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || continue
-            echo "== $program, GPUs $some"
-            CUDA_VISIBLE_DEVICES=$some "$program" || code=1
+            echo "== $(program "$source"), GPUs $some"
+            CUDA_VISIBLE_DEVICES=$some $launcher "$(program "$source")" $arguments || code=1
         done
     done
     echo $code >build/nccl_code

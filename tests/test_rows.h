@@ -235,9 +235,23 @@ static bool visit_index(arena *a, const void *index, kvprim_index_type type, int
     return true;
 }
 
+/* With KVPRIM_DEBUG a call asks whether the GPU can reach the last row of an indexed table: one that says it has more
+   rows than the memory is refused, though no index names them. */
+static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
+{
+#ifdef KVPRIM_DEBUG
+    const size_t begin = offset_of(a, t->data);
+    return t->rows < 1 || (begin < a->used && row_offset(t, row_bytes, t->rows - 1, row_bytes - 1) <
+                                                  static_cast<int64_t>(a->used - begin));
+#else
+    (void)a, (void)t, (void)row_bytes;
+    return true;
+#endif
+}
+
 static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 {
-    bool good = visit_index(a, d->index, d->index_type, d->count, d->rejected);
+    bool good = visit_index(a, d->index, d->index_type, d->count, d->rejected) && reachable(a, &d->src, d->row_bytes);
     for (int64_t i = 0; good && i < d->count; i++) {
         const int64_t row = ruled(index_at(d->index, d->index_type, i), d->index_base, d->src.rows);
         good = (row < 0 || visit(a, &d->src, d->row_bytes, row, false)) && visit(a, &d->dst, d->row_bytes, i, true);
@@ -248,7 +262,8 @@ static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 /* An input's row may be read even if its slot turns out to be padding. */
 static bool visit_store(arena *a, const kvprim_store_desc *d)
 {
-    bool good = visit_index(a, d->slot, d->slot_type, d->count, d->rejected);
+    bool good = visit_index(a, d->slot, d->slot_type, d->count, d->rejected) && reachable(a, &d->k_cache, d->k_bytes) &&
+                (!d->v_cache.data || reachable(a, &d->v_cache, d->v_bytes));
     for (int64_t i = 0; good && i < d->count; i++) {
         const int64_t row = ruled(index_at(d->slot, d->slot_type, i), d->slot_base, d->k_cache.rows);
         good = visit(a, &d->k, d->k_bytes, i, false) && (row < 0 || visit(a, &d->k_cache, d->k_bytes, row, true));

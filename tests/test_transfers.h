@@ -57,7 +57,8 @@ static bool visit_layer(arena *a, const kvprim_transfer_desc *d, int32_t l, bool
 {
     const kvprim_table dst = layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, l);
     const kvprim_table src = layer_of(&d->src, d->src_layers, d->src_layer_stride, l);
-    bool good = true;
+    bool good =
+        (!d->dst_index || reachable(a, &dst, d->row_bytes)) && (!d->src_index || reachable(a, &src, d->row_bytes));
     for (int64_t i = 0; good && i < d->count; i++) {
         const int64_t to = d->dst_index ? ruled(index_at(d->dst_index, d->index_type, i), 0, d->dst.rows) : i;
         const int64_t from = d->src_index ? ruled(index_at(d->src_index, d->index_type, i), 0, d->src.rows) : i;

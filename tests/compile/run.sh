@@ -269,6 +269,23 @@ callers()
     else
         skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
     fi
+    ranges
+}
+
+# With KVPRIM_NVTX, where there is NVTX.
+ranges()
+{
+    if [ -z "$CUDA_INCLUDE" ] || [ ! -f "$CUDA_INCLUDE/nvtx3/nvToolsExt.h" ]; then
+        skip "ranges of KVPRIM_NVTX: no nvtx3/nvToolsExt.h beside CUDA's headers"
+        return
+    fi
+    for compiler in "$CC -std=c11 $prototypes" "${CXX:+$CXX -x c++ -std=c++17}"; do
+        has "${compiler%% *}" || continue
+        cell "test_nvtx, $compiler" $compiler $warnings -I. -isystem "$CUDA_INCLUDE" tests/test_nvtx.c -ldl \
+            -o "$build/test_nvtx"
+        program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
+    done
+    group 'ranges of KVPRIM_NVTX compiled'
 }
 
 emulated()
@@ -429,10 +446,14 @@ kernels()
     done
     cell 'test_cuda with KVPRIM_DEBUG' "$NVCC" -std=c++17 -O1 -arch=sm_90 -DKVPRIM_DEBUG -I. -c tests/test_cuda.cu \
         -o "$build/unit.o"
+    cell 'test_nvtx' "$NVCC" -x cu -std=c++17 -O1 -arch=sm_90 ${NCCL_LIBRARY:+-DTEST_NCCL -isystem "$NCCL_INCLUDE"} -I. \
+        tests/test_nvtx.c ${NCCL_LIBRARY:+-Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "${NCCL_LIBRARY%/*}"} \
+        -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_INCLUDE" -I. -DKV_REPLAY_CUDA \
         -c examples/02_kv_replay.c -o "$build/unit.o"
     group "examples and benchmarks for a GPU, $NVCC"
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
+    program 'test_nvtx, CUDA' "$build/test_nvtx"
     cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
     if [ -n "$cuobjdump" ]; then
         cell 'SASS for sm_90' wide "$build/kernels_sm_90.cubin"
