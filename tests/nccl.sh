@@ -35,8 +35,9 @@ case $1 in
 test) sources='examples/06_allreduce.c tests/test_nccl_gpu.cu' ;;
 bench) sources=tests/bench_nccl.cu ;;
 sanitize)
+    # NCCL asks CUDA for what is not there, and takes the error for an answer: no errors of the API.
     sources=tests/test_nccl_gpu.cu some_gpus=0,1 arguments=quick
-    launcher="$launcher compute-sanitizer --tool memcheck --error-exitcode 1"
+    launcher="$launcher compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1"
     ;;
 *)
     echo 'usage: tests/nccl.sh test|bench|sanitize' >&2

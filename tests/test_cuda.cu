@@ -1292,7 +1292,8 @@ static void unreachable_gathers(void *host)
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
     g = gather, g.src.data = host;
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.src.rows = int64_t(1) << 44;
+    g = gather, g.src.rows = int64_t(1) << 44; /* behind all else, which it would overlap */
+    g.src.data = on_device(&memory, memory.expected + memory.used);
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
     g = gather, g.index = host;
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
