@@ -303,8 +303,14 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 #include <nvtx3/nvToolsExt.h>
 #ifdef __cplusplus
 struct kvpi_range {
-    explicit kvpi_range(const char *name) { (void)nvtxRangePushA(name); }
-    ~kvpi_range() { (void)nvtxRangePop(); }
+    explicit kvpi_range(const char *name)
+    {
+        (void)nvtxRangePushA(name);
+    }
+    ~kvpi_range()
+    {
+        (void)nvtxRangePop();
+    }
 };
 #define KVPRIM_RANGE(name) const kvpi_range kvpi_this_range(name)
 #else
@@ -1046,9 +1052,12 @@ KVPRIM_API const char *kvprim_isa(void)
 /* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
 static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
 
-/* Products and sums of sizes that stay at kvpi_too_large instead of wrapping. */
+/* Products and sums of sizes that stay at kvpi_too_large instead of wrapping. Mostly both sizes have half its bits:
+   a division is much of what a check costs. */
 static uint64_t kvpi_mul(uint64_t a, uint64_t b)
 {
+    if ((a | b) >> (4 * sizeof(void *) - 1) == 0)
+        return a * b;
     return a && b > kvpi_too_large / a ? kvpi_too_large : a * b;
 }
 

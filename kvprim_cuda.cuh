@@ -1193,8 +1193,8 @@ static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
         return false;
     for (int m = 0; m < job->tables; m++)
         if (!kvpc_is_plain_side(job->dst[m], job->row_bytes[m], bits) ||
-            !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) ||
-            job->count > (1 << 24) / (1 + job->row_bytes[m] / 512))
+            !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) || job->count > 1 << 24 ||
+            job->count * (1 + job->row_bytes[m] / 512) > 1 << 24)
             return false;
     return job->base >= 0 && job->base <= INT32_MAX && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
 }
@@ -1207,7 +1207,8 @@ static kvpc_divisor kvpc_divisor_of(int64_t by)
         return d;
     while ((int64_t)1 << d.shift < by)
         d.shift++;
-    d.magic = (uint32_t)((((uint64_t)1 << (31 + d.shift)) + d.by - 1) / d.by);
+    const uint64_t one = (uint64_t)1 << 31;
+    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by); /* mostly so */
     return d;
 }
 
@@ -1666,9 +1667,8 @@ static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
 /* Pieces of so many bytes, from a 16-byte boundary on. */
 static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, bool aligned)
 {
-    const uint32_t rows = ((bytes - 1) >> (4 + lanes_shift)) + 1; /* words for each thread */
-    const uint32_t many = kvpc_piece<true>::loads, few = kvpc_piece<false>::loads;
-    return aligned ? (rows + many - 1) / many : (rows + few - 1) / few; /* constants, to divide by */
+    const uint32_t words = (bytes - 1) >> (4 + lanes_shift); /* before the last, for each thread */
+    return (aligned ? words / kvpc_piece<true>::loads : words / kvpc_piece<false>::loads) + 1; /* constants */
 }
 
 /* Halves of words that describe one fragment. */
@@ -1783,22 +1783,23 @@ template <bool merge> static void kvpc_encode_even(kvpc_unpack_job *job, uint32_
     h->last_bytes = (uint32_t)(job->left ? job->survey.bytes : job->survey.last_bytes);
 }
 
-/* Behind the words of an uneven batch its table. */
+/* Behind the words of an uneven batch its table. Without a branch on the data, whose sizes nobody foretells: each
+   fragment takes the first word that its pieces reach, then words that none took are filled. */
 static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
 {
-    uint32_t *table = words + h->count * each;
-    h->table = h->count * each;
+    const uint32_t count = h->count;
+    uint32_t *const table = words + count * each;
+    h->table = count * each;
     h->table_shift = 0;
-    while (h->pieces >> h->table_shift > h->count / kvpc_table_share)
+    while (h->pieces >> h->table_shift > count / kvpc_table_share)
         h->table_shift++;
-    const uint32_t shift = h->table_shift, count = h->count;
-    uint32_t place = 0;
-    for (uint32_t i = 0; i < count; i++) {
-        const uint32_t end = i + 1 < count ? words[(i + 1) * each + 3] : h->pieces;
-        for (; place << shift < end; place++)
-            *table++ = i;
-    }
-    *table = count - 1;
+    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, places = (h->pieces + up) >> shift;
+    memset(table, 0, places * sizeof *table);
+    for (uint32_t i = 0; i < count; i++)
+        table[(words[i * each + 3] + up) >> shift] = i;
+    for (uint32_t k = 1; k < places; k++)
+        table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
+    table[places] = count - 1;
 }
 
 template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)

@@ -95,10 +95,10 @@ typedef struct kvprim_comm_id {
 
 /* Zero-initialise, then set what differs. */
 typedef struct kvprim_comm_desc {
-    int32_t rank, world; /* 0 <= rank < world */
-    kvprim_comm_id id;   /* the same on every rank */
-    size_t buffer_bytes; /* symmetric buffer, the same on every rank; 0: none */
-    int32_t timeout_ms;  /* for waits on other ranks; 0: 30 s */
+    int32_t rank, world;   /* 0 <= rank < world */
+    kvprim_comm_id id;     /* the same on every rank */
+    size_t buffer_bytes;   /* symmetric buffer, the same on every rank; 0: none */
+    int32_t timeout_ms;    /* for waits on other ranks; 0: 30 s */
     int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
                               every size, the same bits always. UNSUPPORTED where only NCCL can sum */
 } kvprim_comm_desc;
@@ -330,6 +330,21 @@ KVPRIM_NCCL_DEVICE void kvpn_write_host(uint32_t *at, uint32_t value)
 #endif
 }
 
+/* Before the first word, j == me.thread, is sent. The turn comes from memory as the word does: asked for behind it, it
+   is here at the same time. The other way round the compiler waits for it first, a tenth of a small sum. */
+KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_self &me, uint32_t j)
+{
+#ifndef KVPRIM_NCCL_EMULATE
+    if (j == me.thread)
+        asm volatile("ld.global.u32 %0, [%1];"
+                     : "=r"(me.turn)
+                     : "l"(__cvta_generic_to_global(p.turn + me.block))
+                     : "memory");
+#else
+    (void)p, (void)me, (void)j; /* it is set */
+#endif
+}
+
 /* Where a rank finds, in area 0 or 1 of its slots, word j of this block that rank `from` sent. */
 KVPRIM_NCCL_DEVICE size_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, uint32_t area, uint32_t from, uint32_t j)
 {
@@ -558,8 +573,11 @@ struct kvpn_one_shot {
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads)
-            kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(kvpn_fetch<T, whole>(p, first + j)));
+        for (uint32_t j = me.thread; j < words; j += me.threads) {
+            const uint4 v = kvpn_fetch<T, whole>(p, first + j);
+            kvpn_take_turn(p, me, j);
+            kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v));
+        }
     }
 
     template <class T, int most, bool whole>
@@ -594,19 +612,23 @@ struct kvpn_two_shot {
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
         for (uint32_t j = me.thread; j < words; j += me.threads) {
-            const size_t slot = kvpn_slot(p, me, 0, p.rank, j);
             uint4 v[most];
+            if (!whole)
+                kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 1; k < most; k++)
                 if (k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words) {
                     v[k] = kvpn_fetch<T, whole>(p, kvpn_next(p, k) * p.slice + first + j);
                     if (!whole) /* fewer registers */
-                        kvpn_put(p.peer[k] + slot, kvpn_sendable(v[k]));
+                        kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
                 }
+            if (!whole)
+                continue;
+            kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 1; k < most; k++)
-                if (whole && k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words)
-                    kvpn_put(p.peer[k] + slot, kvpn_sendable(v[k]));
+                if (k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words)
+                    kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
         }
     }
 
@@ -690,6 +712,7 @@ struct kvpn_gather_all {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
         for (uint32_t j = me.thread; j < words; j += me.threads) {
             const uint2 v = kvpn_fetch8<whole>(p.send, p.count, first + j);
+            kvpn_take_turn(p, me, j);
             kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), uint4{v.x, 0, v.y, 0});
         }
     }
@@ -725,9 +748,9 @@ template <class Way, class T, int most, bool whole>
 static __global__ __launch_bounds__(most <= 4 ? kvpn_max_threads : kvpn_max_threads / 2,
                                     2) void kvpn_kernel(const __grid_constant__ kvpn_params p)
 {
-    kvpn_self me = {blockIdx.x, threadIdx.x, blockDim.x, p.turn[blockIdx.x], 0, 0};
+    kvpn_self me = {blockIdx.x, threadIdx.x, blockDim.x, 0, 0, 0};
     Way::template send<T, most, whole>(p, me);
-    __syncthreads(); /* all have read the turn */
+    __syncthreads(); /* all have taken their turn; thread 0 always has a word */
     if (me.thread == 0)
         p.turn[me.block] = me.turn ^ 1;
     if (Way::template sum<T, most, whole>(p, me))
