@@ -55,7 +55,7 @@ class Results:
         at = [i for i in range(len(heads) - 1) if heads[i] == title.split() and heads[i + 1] == columns.split()]
         if not at:
             self.fail(f"no table '{title}' with columns '{columns}'")
-        rows = {}
+        rows = Table(self, title or columns)
         for line in self.lines[at[0] + 2:]:
             if not line.strip():
                 break
@@ -67,6 +67,17 @@ class Results:
                 self.fail(f"table '{title}', row '{line.strip()}'")
             rows[' '.join(row[0].group(1).split())] = [float(number) for number in row[0].group(2).split()]
         return rows or self.fail(f"table '{title}' is empty")
+
+
+class Table(dict):
+    """What is looked up is there, or the file and the table are named."""
+
+    def __init__(self, results, title):
+        dict.__init__(self)
+        self.results, self.title = results, title
+
+    def __missing__(self, key):
+        self.results.fail(f"table '{self.title}' has no row '{key}'")
 
 
 def size(text):
