@@ -330,8 +330,12 @@ def prefix():
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 
-def slashes(numbers, form='.2f'):
-    return ' / '.join(format(number, form) for number in numbers)
+def rounded(number, form='.2f'):
+    return format(number + 1e-9, form)  # what was printed as 0.815 is 0.82
+
+
+def slashes(numbers, form='.2f', by=' / '):
+    return by.join(rounded(number, form) for number in numbers)
 
 
 def mean(numbers):
@@ -362,13 +366,13 @@ def on_gpu():
     return [
         (f'gather, {len(gathers)} sizes: mean; worst; mean with dependent launch, up to 1,024 rows',
          'a kernel compiled for the row size, time',
-         f'{mean(v[2] for v in gathers):.2f}; {max(v[2] for v in gathers):.2f}; {mean(few):.2f}'),
+         slashes((mean(v[2] for v in gathers), max(v[2] for v in gathers), mean(few)), by='; ')),
         ('gather of 65,536 rows of 128 / 256 bytes', 'that kernel, time',
          slashes(GATHER[f'{row} 65536'][2] for row in (128, 256))),
         ('gather of 2,097,152 rows of 1,024 bytes', 'device-to-device copy, GB/s',
-         f"{LARGE['gather 1024 2097152'][3]:.2f}"),
+         rounded(LARGE['gather 1024 2097152'][3])),
         (f'store, {len(stores)} sizes: mean; worst; mean with dependent launch', 'the better of two such kernels, time',
-         f'{mean(v[3] for v in stores):.2f}; {max(v[3] for v in stores):.2f}; {mean(v[7] for v in stores):.2f}'),
+         slashes((mean(v[3] for v in stores), max(v[3] for v in stores), mean(v[7] for v in stores)), by='; ')),
         ('gather / store of rows of odd sizes; at misaligned addresses: the worst',
          'the next multiple of 128 bytes; aligned ones, GB/s', f'{slashes(odd)}; {slashes(off)}'),
         ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table, speed',
@@ -381,7 +385,7 @@ def on_gpu():
         ('transfer, pinned host memory to GPU / back, 4 KB rows, 8 SMs', 'the copy engine, GB/s',
          slashes(OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
         ('transfer, 64 layers of pages in one launch, 256 MiB / 1 GiB', 'device-to-device copy, GB/s',
-         slashes(LAYERS[f'pages 32 KB {size}'][6] for size in ('256.0', '1024.0')))]
+         slashes(LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0')))]
 
 
 def on_gpus():
@@ -389,7 +393,7 @@ def on_gpus():
     for gpus, table in sorted(ALL_REDUCE.items()):
         ratios = [values[5] for values in table.values()]
         rows.append((f'all-reduce of {min(table, key=size)} to {max(table, key=size)}, bf16, {gpus} GPUs',
-                     'NCCL, the better of two ways, time', f'{min(ratios):.2f} to {max(ratios):.2f}'))
+                     'NCCL, the better of two ways, time', slashes((min(ratios), max(ratios)), by=' to ')))
     return rows
 
 
