@@ -83,7 +83,8 @@ test: $(EXAMPLES) $(TESTS)
 
 check:
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,pictures matrix symbols kernels systems sanitizers fuzzers,'test sh tests/compile/run.sh $(part) build/$(part)')
+	    $(foreach part,pictures matrix symbols kernels systems sanitizers fuzzers, \
+	    'test sh tests/compile/run.sh $(part) build/$(part)')
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
