@@ -51,6 +51,7 @@ help:
 	@echo 'make check     strict compile matrix, other processors and systems, sanitizers, fuzzers'
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
+	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
 	@echo 'make gpu-sanitize  the same under compute-sanitizer, memcheck and initcheck, a tenth of the cases'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
@@ -75,13 +76,15 @@ test: $(EXAMPLES) $(TESTS)
 	    'test build/test_kvprim_no_simd' \
 	    'exits 01_prefix build/01_prefix' \
 	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
+	    'test sh tests/compile/run.sh readme build/readme' \
 	    'test sh tests/compile/run.sh callers build/callers' \
 	    'test sh tests/compile/run.sh emulated build/emulated' \
 	    'test sh tests/compile/run.sh nccl build/nccl'
 
 check:
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,matrix symbols kernels systems sanitizers fuzzers,'test sh tests/compile/run.sh $(part) build/$(part)')
+	    $(foreach part,pictures matrix symbols kernels systems sanitizers fuzzers, \
+	    'test sh tests/compile/run.sh $(part) build/$(part)')
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
@@ -89,6 +92,11 @@ fuzz:
 bench: build/bench_prefix build/bench_host
 	@mkdir -p $(RESULTS)
 	@{ build/bench_prefix && build/bench_host; } >$(RESULTS)/bench.txt 2>&1; code=$$?; cat $(RESULTS)/bench.txt; exit $$code
+
+# What of them is shown.
+plots:
+	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
+	python3 tests/plots.py
 
 # On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
 RESULTS = tests/results
@@ -140,7 +148,7 @@ build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench gpu-test gpu-sanitize gpu-bench nccl-test nccl-bench clean FORCE
+.PHONY: help run examples test check fuzz bench plots gpu-test gpu-sanitize gpu-bench nccl-test nccl-bench clean FORCE
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

@@ -1,9 +1,11 @@
 #!/bin/sh
 # usage: tests/compile/run.sh PART BUILD_DIR      from the top folder; `make test` and `make check` call it
 #
+#     readme        what README.md shows compiles and what it names exists: CC
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     pictures      the pictures and figures of the results are theirs
 #     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
@@ -463,6 +465,54 @@ kernels()
     fi
 }
 
+# Targets of make, files and names in the headers.
+target_exists()
+{
+    # What a target asks for may be missing here: only the answer that there is no such target counts.
+    LC_ALL=C make -n A=a B=b NVCC=nvcc CXX=c++ "$1" 2>&1 | grep 'No rule to make target' || return 0
+    return 1
+}
+
+file_exists()
+{
+    [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
+}
+
+# The snippets, as strict as everything but for variables that only the reader would use; the first is also run.
+readme()
+{
+    rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
+    mkdir "$build/fresh" && ln -s "$PWD/kvprim.h" "$PWD/examples" "$build/fresh"
+    cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
+    cell 'README.md has snippets, and ends them' sh tests/readme.sh README.md "$build"
+    cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
+    cell "README.md's first snippet, run" "$build/snippet_1"
+    for source in "$build"/snippet_*.c; do
+        cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -I. -c "$source" -o "$build/unit.o"
+    done
+    group "README.md's snippets"
+    while read -r kind what; do
+        case $kind in
+        command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
+        program) cell "README.md: $what" sh -c "make -s '${what%% *}' && $what" ;;
+        target) cell "README.md: make $what" target_exists "$what" ;;
+        file) cell "README.md: $what" file_exists "$what" ;;
+        symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
+        esac
+    done <"$build/named"
+    group 'what README.md names exists'
+}
+
+pictures()
+{
+    if ! has python3; then
+        skip 'pictures and figures of the results: no python3'
+        return
+    fi
+    cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/plots.py --check
+    group 'pictures and figures are those of tests/results'
+}
+
 # works COMPILER...: its programs link and run here, by way of $launcher.
 launcher=
 works()
@@ -569,7 +619,7 @@ fuzzers()
 }
 
 case $part in
-callers | emulated | nccl | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
+readme | pictures | callers | emulated | nccl | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
 *)
     echo "tests/compile/run.sh: no part is called '$part'" >&2
     exit 2
