@@ -441,9 +441,11 @@ static void verify(const shape *s, uint64_t set, int rounds)
     describe(s, text, sizeof text);
     printf("WRONG: %s, %s, %s, set of %llu bytes: ", destination_names[s->to], method_names[s->method], text,
            (unsigned long long)set);
-    if (wrong != ~0ull)
-        printf("the first wrong word of the copy is %llu\n", wrong);
-    else
+    if (wrong != ~0ull) {
+        uint32_t got;
+        cuda(cudaMemcpy(&got, g.dst + 4 * wrong, sizeof got, cudaMemcpyDeviceToHost), "reading back");
+        printf("word %llu of the copy is %08x, expected %08x\n", wrong, got, word_at(wrong));
+    } else
         printf("the words' sum is %08x, expected %08x\n", sum, expected);
     exit(1);
 }
