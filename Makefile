@@ -55,6 +55,7 @@ help:
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
 	@echo 'make gpu-sanitize  the same under compute-sanitizer, memcheck and initcheck, a tenth of the cases'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
+	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
 	@echo 'make examples  build the examples'
 	@echo 'make clean     remove build/'
 
@@ -126,6 +127,16 @@ gpu-bench: $(GPU_BENCHES)
 	@mkdir -p $(RESULTS)
 	@{ $(CHECKSUMS) $(GPU_BENCHES:%=&& %); } >$(RESULTS)/gpu_bench.txt 2>&1; \
 	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
+
+# The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
+examples: $$(if $$(NVCC),build/09_bandwidth)
+build/09_bandwidth: examples/09_bandwidth.cu build/flags
+	$(COMPILE_CUDA) $< -o $@
+.PHONY: bandwidth
+bandwidth: build/09_bandwidth
+	@mkdir -p $(RESULTS)
+	@build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg >$(RESULTS)/gpu_bandwidth.txt 2>&1; code=$$?; \
+	    cat $(RESULTS)/gpu_bandwidth.txt; exit $$code
 
 $(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@

@@ -442,7 +442,7 @@ kernels()
         -c "$build/kernels.cu" -o "$build/unit.o"
     cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
-    for source in examples/0[345]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu; do
+    for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu; do
         cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
             -o "$build/unit.o"
     done
