@@ -4,7 +4,7 @@
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
-#     profile       the tables that `make ncu`, `make ncu-compare` and `make sass` print, of recorded input
+#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
 #     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
@@ -344,8 +344,9 @@ nccl()
     group "test_nccl and examples compiled, $CC"
     program 'test_nccl' "$build/test_nccl"
     if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
-        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu examples/06_allreduce.c; do
-            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" "$source" \
+        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu tests/profile.cu \
+            examples/06_allreduce.c; do
+            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" -DPROFILE_NCCL "$source" \
                 -Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "$(dirname "$NCCL_LIBRARY")" -lpthread \
                 -o "$build/$(basename "${source%.*}")_cuda"
         done
@@ -418,6 +419,23 @@ sass_judged()
         "$build/table" || { cat "$build/table"; return 1; }
 }
 
+# A graph as nvdisasm writes it: a loop of two blocks, one of one block inside, and one that nothing leads to.
+drawn()
+{
+    {
+        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
+        for edge in a:b b:c c:c c:b c:d x:x; do
+            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
+            last=${edge%:*}
+            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
+        done
+        printf '%s\n' '"d"' '}' '}'
+    } >"$build/graph"
+    awk -v what=cfg -v into="$build" -f tests/profile.awk "$build/graph" >"$build/table"
+    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
+        { cat "$build/table"; return 1; }
+}
+
 profile()
 {
     cell 'as it should be' counters tests/profile.csv
@@ -444,6 +462,8 @@ profile()
     cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
     cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E.64 STG.E.U16
     group 'table of SASS'
+    cell 'two loops' drawn
+    group 'control-flow graph'
 }
 
 # What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
@@ -486,7 +506,8 @@ kernels()
         -c "$build/kernels.cu" -o "$build/unit.o"
     cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
-    for source in examples/0[345]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu; do
+    for source in examples/0[345]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu \
+        tests/profile.cu; do
         cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
             -o "$build/unit.o"
     done
