@@ -53,7 +53,9 @@ help:
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
-	@echo 'make gpu-sanitize  the same under compute-sanitizer, memcheck and initcheck, a tenth of the cases'
+	@echo 'make sanitize  a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
+	@echo 'make sass      dump the kernels for CUDA_ARCH and check them: 128-bit accesses, no spills (make cfg: draw them)'
+	@echo 'make ncu       counters of each operation on a GPU against a checklist (make ncu-compare A=old.csv B=new.csv)'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
 	@echo 'make examples  build the examples'
@@ -80,7 +82,8 @@ test: $(EXAMPLES) $(TESTS)
 	    'test sh tests/compile/run.sh readme build/readme' \
 	    'test sh tests/compile/run.sh callers build/callers' \
 	    'test sh tests/compile/run.sh emulated build/emulated' \
-	    'test sh tests/compile/run.sh nccl build/nccl'
+	    'test sh tests/compile/run.sh nccl build/nccl' \
+	    'test sh tests/compile/run.sh profile build/profile'
 
 check:
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
@@ -115,12 +118,12 @@ gpu-bench: nccl-bench
 nccl-test nccl-bench:
 	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' sh tests/nccl.sh $(@:nccl-%=%)
 
-# Some minutes: about a tenth of the tests, each access of the kernels looked at.
-gpu-sanitize: build/test_cuda
-	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) && for tool in memcheck initcheck; do echo "== $$tool"; compute-sanitizer --tool $$tool \
-	    --error-exitcode 1 build/test_cuda quick || exit 1; done; } >$(RESULTS)/gpu_sanitize.txt 2>&1; \
-	    code=$$?; cat $(RESULTS)/gpu_sanitize.txt; exit $$code
+# The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
+sass cfg ncu sanitize:
+	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)' MAKE='$(MAKE)' sh tests/profile.sh $@
+
+ncu-compare:
+	@$(CUDA_ENVIRONMENT) CUDA_HOME='$(CUDA_HOME)' sh tests/profile.sh compare '$(A)' '$(B)'
 
 GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
 gpu-bench: $(GPU_BENCHES)
@@ -159,7 +162,8 @@ build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench plots gpu-test gpu-sanitize gpu-bench nccl-test nccl-bench clean FORCE
+.PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench clean FORCE
+.PHONY: sass cfg ncu ncu-compare sanitize
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

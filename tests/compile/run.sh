@@ -6,6 +6,7 @@
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     pictures      the pictures and figures of the results are theirs
+#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
 #     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
@@ -362,8 +363,9 @@ nccl()
     group "test_nccl and examples compiled, $CC"
     program 'test_nccl' "$build/test_nccl"
     if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
-        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu examples/06_allreduce.c; do
-            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" "$source" \
+        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu tests/profile.cu \
+            examples/06_allreduce.c; do
+            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" -DPROFILE_NCCL "$source" \
                 -Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "$(dirname "$NCCL_LIBRARY")" -lpthread \
                 -o "$build/$(basename "${source%.*}")_cuda"
         done
@@ -373,6 +375,7 @@ nccl()
             cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
         done
         group 'kernels of kvprim_nccl.h for five architectures'
+        sass "$build/kernels_sm_90.cubin"
         program 'test_nccl, CUDA' "$build/test_nccl_cuda"
     else
         skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
@@ -388,18 +391,98 @@ frugal()
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
 
-# wide CUBIN: its kernels for rows of whole words (template parameter `exact`) load and store 16 bytes at a time, and less
-# only for indices and counters; no kernel for plain rows has generic accesses.
-wide()
+# sass CUBIN: as `make sass` checks it.
+sass()
 {
-    "$cuobjdump" -sass "$1" >"$build/sass" || return 1
-    awk '/Function :/ { whole = $0 ~ /kvpc_move(_few)?_kernel/ || $0 ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/
-                        plain = whole || $0 ~ /kvpc_(gather|store|bytes|move_bytes|unpack)_kernel/; kernels += whole }
-         plain && / (LD|ST)\.E/ { generic++ }
-         whole && /LDG/ { loads += /LDG\.E\.128/ }
-         whole && /STG/ { stores += /STG\.E\.128/; narrow += !/STG\.E\.128/ }
-         END { print kernels " kernels, " loads " loads and " stores " stores of 128 bits, " narrow + 0 " narrower stores, " generic + 0 " generic"
-               exit kernels == 0 || loads < kernels || stores < kernels || narrow + generic > 0 }' "$build/sass"
+    if [ -n "$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)" ]; then
+        cell "SASS of $1" sh tests/profile.sh sass "$1"
+        group "SASS: $(tail -n 1 "$build/log")"
+    else
+        skip "SASS of $1: no cuobjdump"
+    fi
+}
+
+counters()
+{
+    awk -v what=table -f tests/profile.awk "$1"
+}
+
+# judged LINE SED_SCRIPT: the counters so altered have this line NOT as it should be, and no other.
+judged()
+{
+    sed "$2" tests/profile.csv >"$build/altered.csv"
+    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
+    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# compared LONELY PATTERN SED_SCRIPT: counters with the altered ones, where so many operations are in one of them only.
+compared()
+{
+    sed "$3" tests/profile.csv >"$build/altered.csv"
+    sh tests/profile.sh compare tests/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
+        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# sass_judged FAULT INSTRUCTION...: what is said of a main path's kernel that has these; `ok`: no fault.
+sass_judged()
+{
+    kernel=_Z11kvpn_kernelI13kvpn_one_shot9kvpn_bf16Li2ELb1EEv11kvpn_params fault=$1 wanted=1
+    shift
+    [ "$fault" != ok ] || wanted=0
+    {
+        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
+        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
+    } >"$build/altered.sass"
+    awk -v what=sass -f tests/profile.awk "$build/altered.sass" >"$build/table"
+    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
+        "$build/table" || { cat "$build/table"; return 1; }
+}
+
+# A graph as nvdisasm writes it: a loop of two blocks, one of one block inside, and one that nothing leads to.
+drawn()
+{
+    {
+        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
+        for edge in a:b b:c c:c c:b c:d x:x; do
+            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
+            last=${edge%:*}
+            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
+        done
+        printf '%s\n' '"d"' '}' '}'
+    } >"$build/graph"
+    awk -v what=cfg -v into="$build" -f tests/profile.awk "$build/graph" >"$build/table"
+    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
+        { cat "$build/table"; return 1; }
+}
+
+profile()
+{
+    cell 'as it should be' counters tests/profile.csv
+    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
+    cell 'a kernel too few' judged phases '$d'
+    cell 'a kernel too many' judged phases '$p'
+    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
+    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
+    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
+    cell 'spills' judged spills '$s/"0"$/"1,024"/'
+    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
+    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
+    group 'table of counters and its checklist'
+    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
+    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
+    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
+    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
+    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
+    group 'counters compared'
+    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
+    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
+    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
+    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
+    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
+    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E.64 STG.E.U16
+    group 'table of SASS'
+    cell 'two loops' drawn
+    group 'control-flow graph'
 }
 
 # What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
@@ -442,7 +525,8 @@ kernels()
         -c "$build/kernels.cu" -o "$build/unit.o"
     cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
-    for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu; do
+    for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu \
+        tests/profile.cu; do
         cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
             -o "$build/unit.o"
     done
@@ -456,13 +540,7 @@ kernels()
     group "examples and benchmarks for a GPU, $NVCC"
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     program 'test_nvtx, CUDA' "$build/test_nvtx"
-    cuobjdump=$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)
-    if [ -n "$cuobjdump" ]; then
-        cell 'SASS for sm_90' wide "$build/kernels_sm_90.cubin"
-        group "SASS: $(cat "$build/log")"
-    else
-        skip 'SASS of the kernels: no cuobjdump'
-    fi
+    sass "$build/kernels_sm_90.cubin"
 }
 
 # Targets of make, files and names in the headers.
@@ -619,7 +697,9 @@ fuzzers()
 }
 
 case $part in
-readme | pictures | callers | emulated | nccl | kernels | matrix | symbols | systems | sanitizers | fuzzers) "$part" ;;
+readme | pictures | callers | emulated | nccl | profile | kernels | matrix | symbols | systems | sanitizers | fuzzers)
+    "$part"
+    ;;
 *)
     echo "tests/compile/run.sh: no part is called '$part'" >&2
     exit 2
