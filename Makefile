@@ -115,7 +115,8 @@ gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_repl
 # Of the collectives, where there are two GPUs.
 gpu-test: nccl-test
 gpu-bench: nccl-bench
-nccl-test nccl-bench:
+sanitize: nccl-sanitize
+nccl-test nccl-bench nccl-sanitize:
 	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' sh tests/nccl.sh $(@:nccl-%=%)
 
 # The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
@@ -162,7 +163,7 @@ build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 clean:
 	rm -rf build
 
-.PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench clean FORCE
+.PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench nccl-sanitize clean FORCE
 .PHONY: sass cfg ncu ncu-compare sanitize
 
 # Changes when a compiler or its flags do, so that what others built is built again.

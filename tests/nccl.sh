@@ -1,5 +1,5 @@
 #!/bin/sh
-# usage: tests/nccl.sh test|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and gpu-sanitize call it
+# usage: tests/nccl.sh test|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize call it
 #
 # On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2,
 # 4 and 8 of the GPUs (under compute-sanitizer's memcheck: 2); what they print goes to tests/results/ too, behind the

@@ -492,13 +492,15 @@ results()
         skip 'what headers the results are of: no sha256sum'
         return
     fi
-    for result in gpu_test gpu_bench nccl_test nccl_bench; do
-        if [ ! -f tests/results/$result.txt ]; then
-            skip "tests/results/$result.txt: none (make ${result%_*}-${result#*_} on a GPU)"
-        elif head -n 2 tests/results/$result.txt | sha256sum -c --status 2>/dev/null; then
-            cell "tests/results/$result.txt is of these headers" true
+    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
+        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
+        file=tests/results/${result%:*}.txt target=${result#*:}
+        if [ ! -f "$file" ]; then
+            skip "$file: none (make $target on a GPU)"
+        elif head -n 2 "$file" | sha256sum -c --status 2>/dev/null; then
+            cell "$file is of these headers" true
         else
-            skip "tests/results/$result.txt: of other headers than these (make ${result%_*}-${result#*_} on a GPU)"
+            skip "$file: of other headers than these (make $target on a GPU)"
         fi
     done
     group 'results of the GPU are of these headers'
