@@ -6,7 +6,7 @@
        nvcc -arch=native -I. examples/11_compact.cu -o 11_compact && ./11_compact
 
    The partition is a prefix sum (cub::DeviceScan): an entry's place is the number of kept ones before it, or of the
-   others behind all kept ones. cub::DevicePartition takes one step less, but leaves its second part in reverse order. */
+   others before it behind all kept ones. cub::DevicePartition::Flagged would leave the others in reverse order. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include <cub/device/device_scan.cuh>
@@ -62,8 +62,8 @@ static __global__ void partition(int32_t *list, unsigned char *taken, int32_t *k
         *kept = all_kept;
 }
 
-/* Of the first `kept` slots those without a kept row are holes; the kept rows of later slots must move, and there are as
-   many. Thread i looks at slot i and at entry i of the list: 1 for a hole, 1 << 32 for a row that moves, so that one
+/* Of the first `kept` slots those without a kept row are holes; the kept rows of later slots must move, and there are
+   as many. Thread i looks at slot i and at entry i of the list: 1 for a hole, 1 << 32 for a row that moves, so that one
    prefix sum numbers both. */
 static __global__ void mark(uint64_t *marks, const int32_t *list, const unsigned char *taken, const int32_t *kept)
 {
@@ -134,7 +134,8 @@ static void allocate(void)
     check(cudaEventCreate(&s.moved), "cudaEventCreate");
 }
 
-/* s.slot and s.keep in; s.list out, with the new slots of what is kept, and s.to and s.from: -1 behind the last move. */
+/* s.slot and s.keep in; s.list out, with the new slots of what is kept, and s.to and s.from, with -1 behind the last
+   move. */
 static void enqueue_partition(void)
 {
     const int token_blocks = (tokens + threads - 1) / threads, slot_blocks = (slots + threads - 1) / threads;
