@@ -106,11 +106,29 @@ plots:
 RESULTS = tests/results
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload
+
+# Compaction, and a trace through CUPTI, which not every installation of CUDA has: it lies beside CUDA or in a folder of
+# its own there.
+GPU_EXAMPLES += build/11_compact
+CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
+CUPTI_INCLUDE ?= $(patsubst %/cupti.h,%,$(firstword $(wildcard $(CUPTI_PLACES:%=%/include/cupti.h))))
+CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreach folder,lib64 lib \
+    lib/x86_64-linux-gnu lib/aarch64-linux-gnu,$(place)/$(folder)/libcupti.so $(place)/$(folder)/libcupti.so.1[2-9]))))
+CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
+NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
+RUN_TRACE = $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json,$(NO_TRACE))
+examples: $$(if $$(NVCC),$$(if $$(CUPTI_HERE),build/10_trace,no_trace))
+gpu-test: $$(if $$(CUPTI_HERE),build/10_trace)
+no_trace:
+	@$(NO_TRACE)
+build/10_trace: examples/10_trace.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
+
 gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_replay_cuda
 	@mkdir -p $(RESULTS)
 	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && build/test_cuda_debug quick && \
-	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu; } >$(RESULTS)/gpu_test.txt 2>&1; \
-	    code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
+	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu && $(RUN_TRACE); } \
+	    >$(RESULTS)/gpu_test.txt 2>&1; code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
 
 # Of the collectives, where there are two GPUs.
 gpu-test: nccl-test
@@ -164,7 +182,7 @@ clean:
 	rm -rf build
 
 .PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench nccl-sanitize clean FORCE
-.PHONY: sass cfg ncu ncu-compare sanitize
+.PHONY: sass cfg ncu ncu-compare sanitize no_trace
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

@@ -527,11 +527,18 @@ kernels()
         -c "$build/kernels.cu" -o "$build/unit.o"
     cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
-    for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu \
-        tests/profile.cu; do
+    for source in examples/0[3459]_*.cu examples/11_compact.cu tests/bench_cuda.cu tests/bench_transfer.cu \
+        tests/bench_unpack.cu tests/profile.cu; do
         cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
             -o "$build/unit.o"
     done
+    cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
+    if [ -n "$cupti" ]; then
+        cell 'examples/10_trace.cu' "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. \
+            -I"${cupti%/*}" -c examples/10_trace.cu -o "$build/unit.o"
+    else
+        skip 'examples/10_trace.cu: no cupti.h'
+    fi
     cell 'test_cuda with KVPRIM_DEBUG' "$NVCC" -std=c++17 -O1 -arch=sm_90 -DKVPRIM_DEBUG -I. -c tests/test_cuda.cu \
         -o "$build/unit.o"
     cell 'test_nvtx' "$NVCC" -x cu -std=c++17 -O1 -arch=sm_90 ${NCCL_LIBRARY:+-DTEST_NCCL -isystem "$NCCL_INCLUDE"} -I. \

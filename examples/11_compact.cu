@@ -1,0 +1,301 @@
+/* Compaction: some of the sequences in a KV cache end, and the rows of the others move to the front of it, K and V of
+   every layer. The list of slots is partitioned on the GPU, kept tokens first, both sides in their old order; then one
+   transfer inside the cache moves the rows. The host waits for none of it and nothing is allocated on the way. Every
+   byte of the cache is checked before and after.
+
+       nvcc -arch=native -I. examples/11_compact.cu -o 11_compact && ./11_compact
+
+   The partition is a prefix sum (cub::DeviceScan): an entry's place is the number of kept ones before it, or of the
+   others before it behind all kept ones. cub::DevicePartition::Flagged would leave the others in reverse order. */
+#define KVPRIM_IMPLEMENTATION
+#include "kvprim_cuda.cuh"
+#include <cub/device/device_scan.cuh>
+#include <cuda_runtime.h>
+#include <stdio.h>
+#include <stdlib.h>
+
+/* A row is one token of one layer. Tokens are in slots all over the cache, and an eighth of the slots is free. */
+static const int tables = 2 * 32, slots = 8192, tokens = slots / 8 * 7, row_bytes = 2048, row_words = row_bytes / 4;
+static const int most_moves = slots / 2; /* as many holes in front of what is kept as rows behind it */
+static const int rounds = 6, threads = 256;
+static const int64_t table_words = (int64_t)slots * row_words, cache_bytes = 4 * tables * table_words;
+
+static void check(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess)
+        return;
+    printf("%s: %s\n", what, cudaGetErrorString(error));
+    exit(1);
+}
+
+static void kvprim(kvprim_status status)
+{
+    if (status == KVPRIM_OK)
+        return;
+    printf("%s: %s\n", kvprim_status_name(status), kvprim_last_error());
+    exit(1);
+}
+
+static __host__ __device__ uint32_t cache_word(int64_t word) /* what the cache holds */
+{
+    return (uint32_t)word * 2654435761u ^ (uint32_t)(word >> 20);
+}
+
+static __global__ void fill(uint32_t *words, int64_t count)
+{
+    for (int64_t i = blockIdx.x * (int64_t)blockDim.x + threadIdx.x; i < count; i += (int64_t)gridDim.x * blockDim.x)
+        words[i] = cache_word(i);
+}
+
+/* Thread i brings entry i to its place. before[i] is how many of those before it are kept; taken[] was 0. */
+static __global__ void partition(int32_t *list, unsigned char *taken, int32_t *kept, const int32_t *slot,
+                                 const int32_t *keep, const int32_t *before)
+{
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= tokens)
+        return;
+    const int32_t all_kept = before[tokens - 1] + keep[tokens - 1];
+    list[keep[i] ? before[i] : all_kept + i - before[i]] = slot[i];
+    if (keep[i])
+        taken[slot[i]] = 1;
+    if (i == 0)
+        *kept = all_kept;
+}
+
+/* Of the first `kept` slots those without a kept row are holes; the kept rows of later slots must move, and there are
+   as many. Thread i looks at slot i and at entry i of the list: 1 for a hole, 1 << 32 for a row that moves, so that one
+   prefix sum numbers both. */
+static __global__ void mark(uint64_t *marks, const int32_t *list, const unsigned char *taken, const int32_t *kept)
+{
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= slots)
+        return;
+    const bool inside = i < *kept;
+    marks[i] = (uint64_t)(inside && !taken[i]) | (uint64_t)(inside && list[i] >= *kept) << 32;
+}
+
+/* The n-th row that moves goes to the n-th hole. */
+static __global__ void pair(int32_t *to, int32_t *from, const uint64_t *marks, const uint64_t *before,
+                            const int32_t *list)
+{
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= slots)
+        return;
+    if (marks[i] & 1)
+        to[(uint32_t)before[i]] = i;
+    if (marks[i] >> 32)
+        from[before[i] >> 32] = list[i];
+}
+
+static __global__ void update(int32_t *list, const int32_t *to, const uint64_t *marks, const uint64_t *before)
+{
+    const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
+    if (i < slots && marks[i] >> 32)
+        list[i] = to[before[i] >> 32];
+}
+
+/* Device memory, all of it from the start. */
+static struct {
+    uint32_t *cache, *copy;
+    int32_t *slot, *keep, *before, *list, *kept, *to, *from;
+    uint64_t *marks, *marks_before;
+    unsigned char *taken;
+    uint32_t *rejected;
+    void *scan;
+    size_t scan_bytes;
+    cudaStream_t stream;
+    cudaEvent_t begin, partitioned, moved;
+} s;
+
+static void allocate(void)
+{
+    size_t bytes = 0;
+    check(cudaMalloc(&s.cache, cache_bytes), "cudaMalloc");
+    check(cudaMalloc(&s.copy, cache_bytes), "cudaMalloc");
+    check(cudaMalloc(&s.slot, tokens * sizeof *s.slot), "cudaMalloc");
+    check(cudaMalloc(&s.keep, tokens * sizeof *s.keep), "cudaMalloc");
+    check(cudaMalloc(&s.before, tokens * sizeof *s.before), "cudaMalloc");
+    check(cudaMalloc(&s.list, tokens * sizeof *s.list), "cudaMalloc");
+    check(cudaMalloc(&s.kept, sizeof *s.kept), "cudaMalloc");
+    check(cudaMalloc(&s.to, most_moves * sizeof *s.to), "cudaMalloc");
+    check(cudaMalloc(&s.from, most_moves * sizeof *s.from), "cudaMalloc");
+    check(cudaMalloc(&s.marks, slots * sizeof *s.marks), "cudaMalloc");
+    check(cudaMalloc(&s.marks_before, slots * sizeof *s.marks_before), "cudaMalloc");
+    check(cudaMalloc(&s.taken, slots), "cudaMalloc");
+    check(cudaMalloc(&s.rejected, sizeof *s.rejected), "cudaMalloc");
+    check(cudaMemset(s.rejected, 0, sizeof *s.rejected), "cudaMemset");
+    check(cub::DeviceScan::ExclusiveSum(NULL, bytes, s.keep, s.before, tokens), "room for the first sum");
+    check(cub::DeviceScan::ExclusiveSum(NULL, s.scan_bytes, s.marks, s.marks_before, slots), "for the second");
+    s.scan_bytes = bytes > s.scan_bytes ? bytes : s.scan_bytes;
+    check(cudaMalloc(&s.scan, s.scan_bytes), "cudaMalloc");
+    check(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    check(cudaEventCreate(&s.begin), "cudaEventCreate");
+    check(cudaEventCreate(&s.partitioned), "cudaEventCreate");
+    check(cudaEventCreate(&s.moved), "cudaEventCreate");
+}
+
+/* s.slot and s.keep in; s.list out, with the new slots of what is kept, and s.to and s.from, with -1 behind the last
+   move. */
+static void enqueue_partition(void)
+{
+    const int token_blocks = (tokens + threads - 1) / threads, slot_blocks = (slots + threads - 1) / threads;
+    check(cudaMemsetAsync(s.taken, 0, slots, s.stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(s.to, 0xff, most_moves * sizeof *s.to, s.stream), "cudaMemsetAsync");
+    check(cudaMemsetAsync(s.from, 0xff, most_moves * sizeof *s.from, s.stream), "cudaMemsetAsync");
+    check(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.keep, s.before, tokens, s.stream), "first sum");
+    partition<<<token_blocks, threads, 0, s.stream>>>(s.list, s.taken, s.kept, s.slot, s.keep, s.before);
+    mark<<<slot_blocks, threads, 0, s.stream>>>(s.marks, s.list, s.taken, s.kept);
+    check(cub::DeviceScan::ExclusiveSum(s.scan, s.scan_bytes, s.marks, s.marks_before, slots, s.stream), "second sum");
+    pair<<<slot_blocks, threads, 0, s.stream>>>(s.to, s.from, s.marks, s.marks_before, s.list);
+    update<<<slot_blocks, threads, 0, s.stream>>>(s.list, s.to, s.marks, s.marks_before);
+    check(cudaGetLastError(), "launch");
+}
+
+/* Sources are behind what is kept and destinations in front, so that none is both, which same_cache asks for. How many
+   there are the host does not know: it names as many as there can be, and rows of index -1 are skipped. */
+static void enqueue_moves(void)
+{
+    kvprim_transfer_desc transfer = {};
+    transfer.dst.data = transfer.src.data = s.cache;
+    transfer.dst.rows = transfer.src.rows = slots;
+    transfer.layers = tables;
+    transfer.row_bytes = row_bytes;
+    transfer.dst_index = s.to;
+    transfer.src_index = s.from;
+    transfer.count = most_moves;
+    transfer.rejected = s.rejected;
+    transfer.same_cache = 1;
+    kvprim_cuda_launch launch = {};
+    launch.stream = s.stream;
+    kvprim(kvprim_cuda_transfer(&transfer, &launch));
+}
+
+static float elapsed_us(cudaEvent_t from, cudaEvent_t to)
+{
+    float ms;
+    check(cudaEventElapsedTime(&ms, from, to), "cudaEventElapsedTime");
+    return 1e3f * ms;
+}
+
+/* The cache as it was, then the compaction of it: microseconds of its two parts. */
+static void compact(float *partition_us, float *moves_us)
+{
+    fill<<<1024, 256, 0, s.stream>>>(s.cache, cache_bytes / 4);
+    check(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
+    enqueue_partition();
+    check(cudaEventRecord(s.partitioned, s.stream), "cudaEventRecord");
+    enqueue_moves();
+    check(cudaEventRecord(s.moved, s.stream), "cudaEventRecord");
+    check(cudaStreamSynchronize(s.stream), "compaction");
+    *partition_us = elapsed_us(s.begin, s.partitioned);
+    *moves_us = elapsed_us(s.partitioned, s.moved);
+}
+
+static float copy_us(size_t bytes)
+{
+    check(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
+    check(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream), "cudaMemcpyAsync");
+    check(cudaEventRecord(s.moved, s.stream), "cudaEventRecord");
+    check(cudaStreamSynchronize(s.stream), "copy");
+    return elapsed_us(s.begin, s.moved);
+}
+
+/* Rows of the cache that are not, in every table, the row that was in slot origin[] of it. */
+static int wrong_rows(const int32_t *origin)
+{
+    static uint32_t table[slots][row_words];
+    int wrong = 0;
+    for (int t = 0; t < tables; t++) {
+        check(cudaMemcpy(table, s.cache + t * table_words, sizeof table, cudaMemcpyDeviceToHost), "reading back");
+        for (int64_t slot = 0; slot < slots; slot++) {
+            int same = 1;
+            for (int64_t w = 0; w < row_words; w++)
+                same &= table[slot][w] == cache_word(t * table_words + origin[slot] * (int64_t)row_words + w);
+            wrong += !same;
+        }
+    }
+    return wrong;
+}
+
+/* The same by plain loops: the list afterwards, and which slot's row is in each slot. Returns how many rows move. */
+static int expect(int32_t *list, int32_t *origin, const int32_t *slot, const int32_t *keep)
+{
+    static int taken[slots];
+    int kept = 0, n = 0, hole = 0, moves = 0;
+    for (int i = 0; i < tokens; i++)
+        kept += keep[i];
+    for (int side = 1; side >= 0; side--)
+        for (int i = 0; i < tokens; i++)
+            if (keep[i] == side)
+                list[n++] = slot[i];
+    for (int i = 0; i < slots; i++)
+        origin[i] = i;
+    for (int i = 0; i < kept; i++)
+        taken[list[i]] = 1;
+    for (int i = 0; i < kept; i++) {
+        if (list[i] < kept)
+            continue;
+        while (taken[hole])
+            hole++;
+        origin[hole] = list[i];
+        list[i] = hole++;
+        moves++;
+    }
+    return moves;
+}
+
+/* Sequences of 40 to 500 tokens one after the other in the list, in slots all over the cache; about half end. */
+static void make_sequences(int32_t *slot, int32_t *keep)
+{
+    for (int i = 0, number = 0; i < tokens; number++)
+        for (int left = 40 + number * 193 % 461; left > 0 && i < tokens; left--, i++) {
+            slot[i] = (int32_t)(i * 3571ll % slots);
+            keep[i] = number * 5 % 9 < 5;
+        }
+}
+
+int main(void)
+{
+    static int32_t slot[tokens], keep[tokens], list[tokens], got[tokens], origin[slots];
+    int devices = 0, kept = 0, wrong_entries = 0;
+    float partition_us = 1e9f, moves_us = 1e9f, plain_us = 1e9f;
+    uint32_t rejected;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("this program needs a CUDA device, and there is none\n");
+        return 1;
+    }
+    allocate();
+    make_sequences(slot, keep);
+    check(cudaMemcpy(s.slot, slot, sizeof slot, cudaMemcpyHostToDevice), "cudaMemcpy");
+    check(cudaMemcpy(s.keep, keep, sizeof keep, cudaMemcpyHostToDevice), "cudaMemcpy");
+    for (int i = 0; i < slots; i++)
+        origin[i] = i;
+    fill<<<1024, 256, 0, s.stream>>>(s.cache, cache_bytes / 4);
+    check(cudaStreamSynchronize(s.stream), "fill");
+    const int wrong_before = wrong_rows(origin);
+    const int moves = expect(list, origin, slot, keep);
+    const size_t bytes = (size_t)moves * tables * row_bytes;
+    for (int r = 0; r < rounds; r++) { /* the first loads the kernels */
+        float a, b;
+        compact(&a, &b);
+        const float c = copy_us(bytes);
+        partition_us = r && a < partition_us ? a : partition_us;
+        moves_us = r && b < moves_us ? b : moves_us;
+        plain_us = r && c < plain_us ? c : plain_us;
+    }
+    const int wrong_after = wrong_rows(origin);
+    check(cudaMemcpy(got, s.list, sizeof got, cudaMemcpyDeviceToHost), "reading back");
+    check(cudaMemcpy(&rejected, s.rejected, sizeof rejected, cudaMemcpyDeviceToHost), "reading back");
+    for (int i = 0; i < tokens; i++) {
+        kept += keep[i];
+        wrong_entries += got[i] != list[i];
+    }
+    printf("%d tokens in %d slots, %d of them kept, %d of those moved to the front, in %d tables: %.0f MB\n", tokens,
+           slots, kept, moves, tables, 1e-6 * (double)bytes);
+    printf("partition of the list and its moves   %8.1f us\n", partition_us);
+    printf("kvprim_cuda_transfer                  %8.1f us   %6.0f GB/s\n", moves_us, 1e-3 * (double)bytes / moves_us);
+    printf("cudaMemcpyAsync of as many bytes      %8.1f us   %6.0f GB/s\n", plain_us, 1e-3 * (double)bytes / plain_us);
+    printf("rows wrong before: %d, after: %d; entries of the list wrong: %d; rows rejected: %u\n", wrong_before,
+           wrong_after, wrong_entries, rejected);
+    return wrong_before || wrong_after || wrong_entries || rejected || !moves;
+}

@@ -1,0 +1,232 @@
+/* Records what a program does with the GPU, through CUPTI's activity API, into a trace (trace_events.h): kernels,
+   copies and memsets with the GPU's times, calls of the CUDA runtime, and NVTX ranges, all on one clock.
+
+       trace t = {};
+       cupti_trace_start(&t);   // phase 1, the next time 2, ...: t.phase
+       ...                      // the program, with nvtxRangePushA and nvtxRangePop around what it likes
+       cudaDeviceSynchronize();
+       if (cupti_trace_stop())  // how many records are missing
+           ...
+
+   C++, in one .cu or .cpp file, linked with -lcupti. On an error of CUPTI it says which and exits. One trace at a time,
+   and none under a profiler, which takes CUPTI for itself. Of work that is launched as a graph there are the kernels
+   and copies, but no calls for them. */
+#ifndef CUPTI_TRACE_H
+#define CUPTI_TRACE_H
+
+#include "trace_events.h"
+#include <cupti.h>
+#include <cxxabi.h>
+#include <mutex>
+#include <nvtx3/nvToolsExt.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+/* The newest records that all headers of a CUDA release have. Later ones add fields behind those that are read here. */
+#if CUPTI_API_VERSION >= 130000
+typedef CUpti_ActivityKernel10 cupti_trace_kernel;
+#else
+typedef CUpti_ActivityKernel9 cupti_trace_kernel; /* CUDA 12.0 to 12.9 */
+#endif
+#if CUPTI_API_VERSION >= 26 /* CUDA 12.8 */
+typedef CUpti_ActivityMemcpy6 cupti_trace_copy;
+#else
+typedef CUpti_ActivityMemcpy5 cupti_trace_copy;
+#endif
+
+enum { cupti_trace_buffer_bytes = 4 << 20, cupti_trace_depth = 32 };
+
+static const CUpti_ActivityKind cupti_trace_kinds[] = {CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
+                                                       CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
+                                                       CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_RUNTIME};
+
+/* CUPTI and NVTX call back without an argument of ours, the first from threads of its own. */
+static struct {
+    trace *into; /* NULL: nothing is recorded */
+    std::mutex lock;
+    size_t missing; /* records that CUPTI dropped, or that have no times */
+} cupti_tracing;
+
+static void cupti_trace_check(CUptiResult result, const char *what)
+{
+    const char *text = "unknown error";
+    if (result == CUPTI_SUCCESS)
+        return;
+    cuptiGetResultString(result, &text);
+    fprintf(stderr, "CUPTI, %s: %s\n", what, text);
+    exit(1);
+}
+
+/* "kvpc_store_kernel" for its mangled name with template arguments, namespaces and parameters. */
+static int cupti_trace_kernel_name(trace *t, const char *mangled)
+{
+    char name[128];
+    int status;
+    char *const readable = abi::__cxa_demangle(mangled, NULL, NULL, &status);
+    const char *begin = status == 0 ? readable : mangled, *end = begin;
+    if (strncmp(begin, "void ", 5) == 0) /* templates have their return type in front */
+        begin = end = begin + 5;
+    for (; *end && *end != '<' && (*end != '(' || strncmp(end, "(anonymous", 10) == 0); end++)
+        if (*end == ':' || *end == ' ')
+            begin = end + 1;
+    snprintf(name, sizeof name, "%.*s", (int)(end - begin), begin);
+    free(readable);
+    return trace_name(t, TRACE_KERNEL, name);
+}
+
+/* "copy DtoD": CUPTI numbers the directions. H host, D device, A array, P peer. */
+static int cupti_trace_copy_name(trace *t, unsigned kind)
+{
+    static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
+    char name[16];
+    snprintf(name, sizeof name, "copy %.4s", directions + 4 * (kind <= CUPTI_ACTIVITY_MEMCPY_KIND_PTOP ? kind : 0));
+    return trace_name(t, TRACE_COPY, name);
+}
+
+/* "cudaMemcpyAsync" of cudaMemcpyAsync_v3020. */
+static int cupti_trace_call_name(trace *t, CUpti_CallbackId call)
+{
+    char name[128] = "unknown call";
+    const char *full;
+    if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_RUNTIME_API, call, &full) == CUPTI_SUCCESS) {
+        const char *const version = strstr(full, "_v");
+        snprintf(name, sizeof name, "%.*s", (int)(version ? (size_t)(version - full) : strlen(full)), full);
+    }
+    return trace_name(t, TRACE_CALL, name);
+}
+
+static void cupti_trace_add(trace *t, int name, uint64_t begin, uint64_t end, uint64_t bytes, uint32_t track,
+                            uint32_t correlation)
+{
+    const trace_event event = {name, 0, begin, end, bytes, track, correlation};
+    if (begin == 0 || end < begin)
+        cupti_tracing.missing++;
+    else
+        trace_add(t, name, event);
+}
+
+static void cupti_trace_record(trace *t, const CUpti_Activity *record)
+{
+    if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL || record->kind == CUPTI_ACTIVITY_KIND_KERNEL) {
+        const cupti_trace_kernel *const k = (const cupti_trace_kernel *)record;
+        cupti_trace_add(t, cupti_trace_kernel_name(t, k->name ? k->name : "unnamed"), k->start, k->end, 0, k->streamId,
+                        k->correlationId);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
+        const cupti_trace_copy *const c = (const cupti_trace_copy *)record;
+        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->streamId,
+                        c->correlationId);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) { /* between GPUs */
+        const CUpti_ActivityMemcpyPtoP4 *const c = (const CUpti_ActivityMemcpyPtoP4 *)record;
+        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->streamId,
+                        c->correlationId);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
+        const CUpti_ActivityMemset4 *const m = (const CUpti_ActivityMemset4 *)record;
+        cupti_trace_add(t, trace_name(t, TRACE_COPY, "memset"), m->start, m->end, m->bytes, m->streamId,
+                        m->correlationId);
+    } else if (record->kind == CUPTI_ACTIVITY_KIND_RUNTIME) {
+        const CUpti_ActivityAPI *const a = (const CUpti_ActivityAPI *)record;
+        cupti_trace_add(t, cupti_trace_call_name(t, a->cbid), a->start, a->end, 0, a->threadId, a->correlationId);
+    }
+}
+
+static void CUPTIAPI cupti_trace_lend(uint8_t **buffer, size_t *bytes, size_t *most_records)
+{
+    *buffer = (uint8_t *)trace_room(NULL, cupti_trace_buffer_bytes);
+    *bytes = cupti_trace_buffer_bytes;
+    *most_records = 0; /* as many as there is room for */
+}
+
+static void CUPTIAPI cupti_trace_take(CUcontext context, uint32_t stream, uint8_t *buffer, size_t, size_t valid)
+{
+    CUpti_Activity *record = NULL;
+    size_t dropped = 0;
+    const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
+    while (cupti_tracing.into && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS)
+        cupti_trace_record(cupti_tracing.into, record);
+    cupti_trace_check(cuptiActivityGetNumDroppedRecords(context, stream, &dropped), "dropped records");
+    cupti_tracing.missing += dropped;
+    free(buffer);
+}
+
+/* ---- NVTX: this program stands in for the tool that its ranges would go to ---- */
+
+static thread_local struct {
+    int depth, name[cupti_trace_depth]; /* -1: began while nothing was recorded */
+    uint64_t begin[cupti_trace_depth];
+} cupti_trace_open;
+
+static int NVTX_API cupti_trace_push(const char *name)
+{
+    const int depth = cupti_trace_open.depth++;
+    const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
+    trace *const t = cupti_tracing.into;
+    if (depth < cupti_trace_depth) {
+        cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : -1;
+        cuptiGetTimestamp(&cupti_trace_open.begin[depth]);
+    }
+    return depth;
+}
+
+static int NVTX_API cupti_trace_pop(void)
+{
+    uint64_t end = 0;
+    if (cupti_trace_open.depth == 0)
+        return -1;
+    cuptiGetTimestamp(&end);
+    const int depth = --cupti_trace_open.depth;
+    const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
+    if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth] >= 0)
+        cupti_trace_add(cupti_tracing.into, cupti_trace_open.name[depth], cupti_trace_open.begin[depth], end, 0,
+                        (uint32_t)syscall(SYS_gettid), 0);
+    return depth;
+}
+
+/* NVTX calls this at the program's first range: it asks a tool for the functions that it wants to have. */
+static int NVTX_API cupti_trace_nvtx(NvtxGetExportTableFunc_t table_of)
+{
+    const NvtxExportTableCallbacks *const table = (const NvtxExportTableCallbacks *)table_of(NVTX_ETID_CALLBACKS);
+    NvtxFunctionTable functions;
+    unsigned int count = 0;
+    if (table == NULL || !table->GetModuleFunctionTable(NVTX_CB_MODULE_CORE, &functions, &count) ||
+        count <= NVTX_CBID_CORE_RangePop)
+        return 0;
+    *functions[NVTX_CBID_CORE_RangePushA] = (NvtxFunctionPointer)cupti_trace_push;
+    *functions[NVTX_CBID_CORE_RangePop] = (NvtxFunctionPointer)cupti_trace_pop;
+    return 1;
+}
+
+/* Before main, as NVTX looks for a tool only once. Where NVTX_INJECTION64_PATH names one it takes that. */
+__attribute__((constructor)) static void cupti_trace_hook(void)
+{
+    InitializeInjectionNvtx2_fnptr = cupti_trace_nvtx;
+}
+
+/* ---- start and stop ---- */
+
+static void cupti_trace_start(trace *t)
+{
+    static bool started;
+    if (!started) {
+        cupti_trace_check(cuptiActivityRegisterCallbacks(cupti_trace_lend, cupti_trace_take), "callbacks");
+        cupti_trace_check(cuptiSetThreadIdType(CUPTI_ACTIVITY_THREAD_ID_TYPE_SYSTEM), "thread ids");
+        started = true;
+    }
+    cupti_tracing.missing = 0;
+    t->phase++;
+    for (CUpti_ActivityKind kind : cupti_trace_kinds)
+        cupti_trace_check(cuptiActivityEnable(kind), "cuptiActivityEnable");
+    const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
+    cupti_tracing.into = t;
+}
+
+/* When the work is done (cudaDeviceSynchronize). Returns how many records are missing; 0 is a whole trace. */
+static size_t cupti_trace_stop(void)
+{
+    for (CUpti_ActivityKind kind : cupti_trace_kinds)
+        cupti_trace_check(cuptiActivityDisable(kind), "cuptiActivityDisable");
+    cupti_trace_check(cuptiActivityFlushAll(CUPTI_ACTIVITY_FLAG_FLUSH_FORCED), "cuptiActivityFlushAll");
+    const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
+    cupti_tracing.into = NULL;
+    return cupti_tracing.missing;
+}
+#endif
