@@ -277,8 +277,8 @@ callers()
 no_cuda_header()
 {
     $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
-    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl\|device' | grep -v '/kvprim_[a-z]*\.[a-z]*$\|^kvprim_\|07_engine/'
-    [ $? -eq 1 ] && grep -q kvprim_nccl.h "$build/headers"
+    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl' >"$build/named"
+    grep -q kvprim_nccl.h "$build/named" && ! grep -v 'kvprim_cuda.cuh$\|kvprim_nccl.h$' "$build/named"
 }
 
 # exits CODE COMMAND...
@@ -517,6 +517,13 @@ kernels()
         cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
             NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="$PWD/$build/engine"
     done
+    if has cmake; then
+        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
+            -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
+    else
+        skip 'examples/07_engine by CMake: no cmake'
+    fi
     group "examples and benchmarks for a GPU, $NVCC"
     if has nm; then
         cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
