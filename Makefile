@@ -59,6 +59,8 @@ help:
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
 	@echo 'make examples  build the examples'
+	@echo 'make lib       build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
+	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make clean     remove build/'
 
 # Expanded twice, so that no other target asks for a GPU.
@@ -182,7 +184,31 @@ clean:
 	rm -rf build
 
 .PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench nccl-sanitize clean FORCE
-.PHONY: sass cfg ncu ncu-compare sanitize no_trace
+.PHONY: sass cfg ncu ncu-compare sanitize no_trace lib engine
+
+# For other languages. CUDA's runtime is linked in and exports nothing: beside another one in the process, such as
+# torch's of any version, it uses the same context of the device, and there is no libcudart.so to find.
+lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
+	@ln -sf $(<F) build/libkvprim.so
+	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU,host functions alone: no nvcc)'
+
+build/libkvprim_cuda.so: kvprim.h kvprim_cuda.cuh build/flags
+	@echo '#include "kvprim_cuda.cuh"' >build/libkvprim.cu
+	@echo '{ global: kvprim_*; local: *; };' >build/libkvprim.map
+	$(COMPILE_CUDA) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=build/libkvprim.map \
+	    -DKVPRIM_IMPLEMENTATION build/libkvprim.cu -o $@
+
+build/libkvprim_host.so: kvprim.h build/flags
+	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -x c kvprim.h -o $@
+
+test: build/libkvprim_host.so
+check: $$(if $$(NVCC),build/libkvprim_cuda.so)
+
+# On all GPUs, up to four. NVLink multicast as in tests/nccl.sh.
+engine:
+	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
+	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
+gpu-test: engine
 
 # Changes when a compiler or its flags do, so that what others built is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)

@@ -2,9 +2,8 @@
 
     python3 tests/bench_torch.py [LIBRARY]
 
-LIBRARY is kvprim as a shared object; ratios are then of one run:
-
-    nvcc -arch=native -O3 -shared -Xcompiler -fPIC -DKVPRIM_IMPLEMENTATION -x cu kvprim_cuda.cuh -o build/libkvprim.so
+LIBRARY is what `make lib` builds, build/libkvprim.so; ratios are then of one run. The calls and the clock are those of
+examples/08_torch.py.
 
 Rows are bf16, tables 8 GiB, 8 sets of distinct random rows, rotating dense buffers, medians of interleaved replays of
 64 launches (24 where one moves more than 64 MB). index_select, embedding and kvprim get int32 indices, index_put_ and
@@ -12,8 +11,8 @@ index_copy_ the int64 ones that they require. embedding writes where torch's all
 calls of torch, one of kvprim. Every contender's last launch is compared with what it should have moved, in full, before
 it is timed.
 """
-import ctypes
-import statistics
+import importlib
+import os
 import sys
 
 try:
@@ -22,119 +21,20 @@ except ImportError as error:
     print(f"skip bench_torch: {error}")
     sys.exit(0)
 
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../examples"))
+by_ctypes = importlib.import_module("08_torch")
+measure, random_rows, rows_of, same_bits = (getattr(by_ctypes, name) for name in
+                                            ("measure", "random_rows", "rows_of", "same_bits"))
+
 TABLE_BYTES = 8 << 30
 SETS = 8
-REPETITIONS = 9
-
-
-class Table(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
-                ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
-                ("head_stride", ctypes.c_int64)]
-
-
-class GatherDesc(ctypes.Structure):
-    _fields_ = [("dst", Table), ("src", Table), ("row_bytes", ctypes.c_int64), ("index", ctypes.c_void_p),
-                ("index_type", ctypes.c_int), ("index_base", ctypes.c_int64), ("count", ctypes.c_int64),
-                ("rejected", ctypes.c_void_p)]
-
-
-class StoreDesc(ctypes.Structure):
-    _fields_ = [("k_cache", Table), ("v_cache", Table), ("k", Table), ("v", Table), ("k_bytes", ctypes.c_int64),
-                ("v_bytes", ctypes.c_int64), ("slot", ctypes.c_void_p), ("slot_type", ctypes.c_int),
-                ("slot_base", ctypes.c_int64), ("count", ctypes.c_int64), ("rejected", ctypes.c_void_p)]
-
-
-class Launch(ctypes.Structure):
-    _fields_ = [("stream", ctypes.c_void_p), ("pdl", ctypes.c_int32), ("max_sms", ctypes.c_int32)]
-
-
-def load_kvprim(path):
-    kvprim = ctypes.CDLL(path)
-    kvprim.kvprim_cuda_gather.argtypes = [ctypes.POINTER(GatherDesc), ctypes.POINTER(Launch)]
-    kvprim.kvprim_cuda_store.argtypes = [ctypes.POINTER(StoreDesc), ctypes.POINTER(Launch)]
-    kvprim.kvprim_last_error.restype = ctypes.c_char_p
-    return kvprim
-
-
-def check(kvprim, status):
-    if status != 0:
-        sys.exit(f"bench_torch: kvprim status {status}: {kvprim.kvprim_last_error().decode()}")
-
-
-def table_of(rows):
-    """A 2-dimensional bf16 tensor with packed rows, as kvprim sees it."""
-    return Table(data=rows.data_ptr(), rows=rows.shape[0])
-
-
-def launch_now(pdl):
-    return Launch(stream=torch.cuda.current_stream().cuda_stream, pdl=pdl)
-
-
-def kvprim_gather(kvprim, out, table, index, pdl):
-    desc = GatherDesc(dst=table_of(out), src=table_of(table), row_bytes=2 * out.shape[1], index=index.data_ptr(),
-                      count=index.numel())
-    check(kvprim, kvprim.kvprim_cuda_gather(desc, launch_now(pdl)))
-
-
-def kvprim_store(kvprim, caches, inputs, slot, pdl):
-    row_bytes = 2 * inputs[0].shape[1]
-    desc = StoreDesc(k_cache=table_of(caches[0]), v_cache=table_of(caches[1]), k=table_of(inputs[0]),
-                     v=table_of(inputs[1]), k_bytes=row_bytes, v_bytes=row_bytes, slot=slot.data_ptr(),
-                     count=slot.numel())
-    check(kvprim, kvprim.kvprim_cuda_store(desc, launch_now(pdl)))
-
-
-def random_rows(rows, row_bytes):
-    """Random bits, not zeros; as bf16."""
-    words = torch.empty((rows, row_bytes // 8), dtype=torch.int64, device="cuda")
-    return words.random_().view(torch.bfloat16)
-
-
-def same_bits(a, b):
-    return torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
 def random_sets(table_rows, rows):
     """SETS lists of distinct rows, as int32 and as int64."""
     sets = [torch.randperm(table_rows, device="cuda")[:rows].clone() for _ in range(SETS)]
     return [s.to(torch.int32) for s in sets], sets
-
-
-class Contender:
-    """A graph of `launches` calls of call(i)."""
-
-    def __init__(self, call, launches):
-        self.launches, self.us = launches, []
-        call(0)  # what a first call sets up must not be captured
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for i in range(launches):
-                self.result = call(i)
-        self.graph.replay()
-        torch.cuda.synchronize()
-
-    def time(self):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(3000000)  # cycles: the host enqueues the replay meanwhile
-        start.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        self.us.append(1000 * start.elapsed_time(end) / self.launches)
-
-
-def measure(calls, launches, verify):
-    """calls: name -> function of the launch's number. verify(name, what the last call returned)."""
-    contenders = {}
-    for name, call in calls.items():
-        contenders[name] = Contender(call, launches)
-        verify(name, contenders[name].result)
-    for repetition in range(REPETITIONS):
-        for name in sorted(contenders, reverse=repetition % 2 == 1):
-            contenders[name].time()
-    return {name: statistics.median(c.us) for name, c in contenders.items()}
 
 
 def print_row(row_bytes, rows, us, columns):
@@ -165,7 +65,7 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
         return torch.index_select(table, 0, int32[i % SETS], out=out_of(i))
 
     def ours(i, pdl):
-        kvprim_gather(kvprim, out_of(i), table, int32[i % SETS], pdl)
+        by_ctypes.gather(kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl)
         return out_of(i)
 
     def verify(name, got):
@@ -202,10 +102,12 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
                 sys.exit(f"bench_torch: FAIL {name}: wrong rows")
             cache.zero_()
 
+    def ours(i, pdl):
+        by_ctypes.store(kvprim, rows_of(caches[0]), rows_of(caches[1]), *inputs_of(i), int32[i % SETS], pdl=pdl)
+
     calls = {"index_put_": put, "index_copy_": copy}
     if kvprim:
-        calls.update({"kvprim": lambda i: kvprim_store(kvprim, caches, inputs_of(i), int32[i % SETS], 0),
-                      "kvprim+PDL": lambda i: kvprim_store(kvprim, caches, inputs_of(i), int32[i % SETS], 1)})
+        calls.update({"kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)})
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
@@ -225,7 +127,7 @@ def main():
     if not torch.cuda.is_available():
         print(f"skip bench_torch: torch {torch.__version__} finds no CUDA device")
         return
-    kvprim = load_kvprim(sys.argv[1]) if len(sys.argv) > 1 else None
+    kvprim = by_ctypes.load(sys.argv[1]) if len(sys.argv) > 1 else None
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     table = lambda row_bytes: random_rows(TABLE_BYTES // row_bytes, row_bytes)
     run("gather", gather_point, kvprim, ["index_select", "embedding"], table)

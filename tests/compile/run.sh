@@ -272,6 +272,8 @@ callers()
     else
         skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
     fi
+    engine
+    library
     ranges
 }
 
@@ -289,6 +291,86 @@ ranges()
         program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
     done
     group 'ranges of KVPRIM_NVTX compiled'
+}
+
+# no_cuda_header SOURCE FLAGS...: compiles, with no header of CUDA's or NCCL's, but kvprim's that are named after them.
+no_cuda_header()
+{
+    $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
+    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl' >"$build/named"
+    grep -q kvprim_nccl.h "$build/named" && ! grep -v 'kvprim_cuda.cuh$\|kvprim_nccl.h$' "$build/named"
+}
+
+# exits CODE COMMAND...
+exits()
+{
+    code=$1
+    shift
+    "$@"
+    [ $? -eq "$code" ]
+}
+
+# The example engine, and its threads and messages without a GPU: damage must be noticed.
+engine()
+{
+    engine=examples/07_engine/engine.c
+    unit empty 'int main(void) { return 0; }'
+    checks=$address
+    "$CC" $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && "$build/empty" || checks=-O1
+    cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
+    cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
+    for damage in 0 1 2 3; do
+        cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL -DDAMAGE=$damage $engine \
+            tests/engine_host.c -pthread -o "$build/engine_$damage"
+    done
+    for gpus in 1 3 4; do
+        cell "engine, $gpus ranks, on the CPU" "$build/engine_0" --gpus $gpus --steps 70
+    done
+    cell 'engine, a gathered byte wrong' exits 1 "$build/engine_1" --gpus 1 --steps 1
+    cell 'engine, a stored byte wrong' exits 1 "$build/engine_2" --gpus 2 --steps 1
+    cell 'engine, a rank left out of the sum' exits 1 "$build/engine_3" --gpus 2 --steps 1
+    cell 'engine, more GPUs than there are' exits 2 "$build/engine_0" --gpus 5
+    group "examples/07_engine on the CPU, $CC $checks"
+}
+
+# exports_library FILE NAMES...: these, and nothing but kvprim_*.
+exports_library()
+{
+    nm -D --defined-only "$1" >"$build/names" || return 1
+    shift
+    for name; do
+        grep -q " T $name\$" "$build/names" || { echo "does not export $name"; return 1; }
+    done
+    ! grep -v ' kvprim_[a-z0-9_]*$' "$build/names"
+}
+
+# has_layout: the structures of examples/08_torch.py are those of the headers.
+has_layout()
+{
+    python3 examples/08_torch.py --layout >"$build/layout.c" &&
+        $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
+}
+
+# What `make lib` builds without nvcc, called from Python.
+library()
+{
+    library=build/libkvprim_host.so
+    if has nm; then
+        cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
+    else
+        skip "what $library exports: no nm"
+    fi
+    if ! has python3; then
+        skip 'examples/08_torch.py: no python3'
+    else
+        cell 'structures of examples/08_torch.py' has_layout
+        if python3 -c 'import torch' >/dev/null 2>&1; then
+            cell 'examples/08_torch.py on the CPU' python3 examples/08_torch.py $library
+        else
+            skip 'examples/08_torch.py, all but its structures: python3 has no torch'
+        fi
+    fi
+    group 'shared library and Python'
 }
 
 emulated()
@@ -546,7 +628,25 @@ kernels()
         -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_INCLUDE" -I. -DKV_REPLAY_CUDA \
         -c examples/02_kv_replay.c -o "$build/unit.o"
+    for nccl in no ${NCCL_LIBRARY:+yes}; do
+        cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
+            NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="$PWD/$build/engine"
+    done
+    if has cmake; then
+        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
+            -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
+    else
+        skip 'examples/07_engine by CMake: no cmake'
+    fi
     group "examples and benchmarks for a GPU, $NVCC"
+    if has nm; then
+        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
+            kvprim_cuda_gather kvprim_cuda_unpack
+        group 'build/libkvprim_cuda.so'
+    else
+        skip 'what build/libkvprim_cuda.so exports: no nm'
+    fi
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     program 'test_nvtx, CUDA' "$build/test_nvtx"
     sass "$build/kernels_sm_90.cubin"

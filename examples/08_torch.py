@@ -1,0 +1,397 @@
+"""kvprim on torch's tensors, by ctypes alone: gather and store against torch's own, checked and timed.
+
+    make lib && python3 examples/08_torch.py [LIBRARY]      LIBRARY: build/libkvprim.so
+    python3 examples/08_torch.py --layout                   no library, no torch: see layout()
+
+Tensors of the CPU go to the host functions, tensors of a GPU to the CUDA ones, on torch's current stream; what the
+library refuses is a Python exception. Where there is no GPU, or the library has none of its functions, the part on the
+CPU runs alone. To use it in a program of your own, copy everything down to "the example".
+"""
+import ctypes
+import os
+import statistics
+import sys
+import time
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+I32, I64 = 0, 1  # kvprim_index_type
+
+
+class Table(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
+                ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
+                ("head_stride", ctypes.c_int64)]
+
+
+class GatherDesc(ctypes.Structure):
+    _fields_ = [("dst", Table), ("src", Table), ("row_bytes", ctypes.c_int64), ("index", ctypes.c_void_p),
+                ("index_type", ctypes.c_int), ("index_base", ctypes.c_int64), ("count", ctypes.c_int64),
+                ("rejected", ctypes.c_void_p)]
+
+
+class StoreDesc(ctypes.Structure):
+    _fields_ = [("k_cache", Table), ("v_cache", Table), ("k", Table), ("v", Table), ("k_bytes", ctypes.c_int64),
+                ("v_bytes", ctypes.c_int64), ("slot", ctypes.c_void_p), ("slot_type", ctypes.c_int),
+                ("slot_base", ctypes.c_int64), ("count", ctypes.c_int64), ("rejected", ctypes.c_void_p)]
+
+
+class Launch(ctypes.Structure):
+    _fields_ = [("stream", ctypes.c_void_p), ("pdl", ctypes.c_int32), ("max_sms", ctypes.c_int32)]
+
+
+STRUCTURES = {"kvprim_table": Table, "kvprim_gather_desc": GatherDesc, "kvprim_store_desc": StoreDesc,
+              "kvprim_cuda_launch": Launch}
+
+
+def layout():
+    """A C file that compiles, warnings as errors, if the structures above are those of the headers: the same fields at
+    the same places, and none missing, which the initialisers of all fields find (-Wmissing-field-initializers)."""
+    lines = ['#include "kvprim_cuda.cuh"', f"_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, \"\");"]
+    for name, structure in STRUCTURES.items():
+        lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");')
+        for field, kind in structure._fields_:
+            lines.append(f"_Static_assert(offsetof({name}, {field}) == {getattr(structure, field).offset} && "
+                         f'sizeof((({name} *)0)->{field}) == {ctypes.sizeof(kind)}, "{name}.{field}");')
+        values = ", ".join("{0}" if kind is Table else "0" for _, kind in structure._fields_)
+        lines.append(f"const {name} all_of_{name} = {{{values}}};")
+    return "\n".join(lines)
+
+
+class KvprimError(RuntimeError):
+    pass
+
+
+def load(path):
+    library = ctypes.CDLL(path)
+    library.kvprim_status_name.restype = library.kvprim_last_error.restype = ctypes.c_char_p
+    library.kvprim_gather.argtypes = [ctypes.POINTER(GatherDesc)]
+    library.kvprim_store.argtypes = [ctypes.POINTER(StoreDesc)]
+    library.has_cuda = hasattr(library, "kvprim_cuda_gather")
+    if library.has_cuda:
+        library.kvprim_cuda_gather.argtypes = [ctypes.POINTER(GatherDesc), ctypes.POINTER(Launch)]
+        library.kvprim_cuda_store.argtypes = [ctypes.POINTER(StoreDesc), ctypes.POINTER(Launch)]
+    return library
+
+
+def row_bytes(rows):
+    return rows.shape[-1] * rows.element_size()
+
+
+def rows_of(rows):
+    """A 2-dimensional tensor, whose rows may lie apart (a part of a packed tensor)."""
+    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
+        raise ValueError(f"rows of shape {tuple(rows.shape)} have strides {rows.stride()}: elements must be packed")
+    return Table(data=rows.data_ptr(), rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
+
+
+def nhd(cache):
+    """A token-major paged cache: [pages, page_rows, row]."""
+    size = cache.element_size()
+    return Table(data=cache.data_ptr(), rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
+                 stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
+
+
+def hnd(cache):
+    """A head-major paged cache: [pages, heads, page_rows, head]."""
+    size = cache.element_size()
+    return Table(data=cache.data_ptr(), rows=cache.shape[0] * cache.shape[2], page_rows=cache.shape[2],
+                 stride=cache.stride(2) * size, page_stride=cache.stride(0) * size, heads=cache.shape[1],
+                 head_stride=cache.stride(1) * size)
+
+
+def index_type(index):
+    """Of a packed tensor of int32 or int64."""
+    if index.dtype not in (torch.int32, torch.int64) or not index.is_contiguous():
+        raise ValueError(f"indices are {index.dtype} with strides {index.stride()}: packed int32 or int64, please")
+    return I32 if index.dtype == torch.int32 else I64
+
+
+def call(library, name, desc, on, pdl):
+    """kvprim_NAME or kvprim_cuda_NAME, as the tensor `on` lies; of a GPU, that must be the current one."""
+    if on.is_cuda:
+        launch = Launch(stream=torch.cuda.current_stream().cuda_stream, pdl=pdl)
+        status = getattr(library, "kvprim_cuda_" + name)(desc, launch)
+    else:
+        status = getattr(library, "kvprim_" + name)(desc)
+    if status != 0:
+        raise KvprimError(f"{library.kvprim_status_name(status).decode()}: {library.kvprim_last_error().decode()}")
+
+
+def gather(library, out, table, index, base=0, rejected=None, pdl=0):
+    """out[i] = row index[i] - base of the Table `table`, or zeros where there is none. All on one device."""
+    desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
+                      index_type=index_type(index), index_base=base, count=index.numel(),
+                      rejected=None if rejected is None else rejected.data_ptr())
+    call(library, "gather", desc, out, pdl)
+
+
+def store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
+    """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; other slots are skipped."""
+    desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
+                     v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
+                     count=slot.numel(), rejected=None if rejected is None else rejected.data_ptr())
+    call(library, "store", desc, k, pdl)
+
+
+# ---- the example: against torch's index_select, index_put_ and index_copy_ -------------------------------------------
+
+def random_rows(rows, width_bytes, device="cuda"):
+    """Random bits, not zeros; as bf16."""
+    words = torch.empty((rows, width_bytes // 8), dtype=torch.int64, device=device)
+    return words.random_().view(torch.bfloat16)
+
+
+def same_bits(a, b):
+    """NaNs too."""
+    return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
+
+
+class Checks:
+    def __init__(self, device):
+        self.device, self.passed, self.failed = device, 0, 0
+
+    def that(self, holds, what):
+        self.passed, self.failed = self.passed + bool(holds), self.failed + (not holds)
+        if not holds:
+            print(f"FAIL {self.device}: {what}")
+
+
+def check_gather(library, checks):
+    device = checks.device
+    table = random_rows(1000, 384, device)
+    for dtype in (torch.int32, torch.int64):
+        index = torch.randint(1000, (77,), device=device).to(dtype)
+        out = random_rows(77, 384, device)
+        gather(library, out, rows_of(table), index)
+        checks.that(same_bits(out, torch.index_select(table, 0, index)), f"gather, {dtype}")
+
+    # Padding, a shard of a vocabulary (ids 500 to 1499) and what lies past it: zeros, as torch makes with a mask.
+    index = torch.tensor([-1, 0, 499, 500, 1499, 1500, -7, 900], dtype=torch.int32, device=device)
+    inside = (index >= 500) & (index < 1500)
+    expected = torch.index_select(table, 0, torch.where(inside, index - 500, torch.zeros_like(index)))
+    expected[~inside] = 0
+    out, rejected = random_rows(8, 384, device), torch.zeros(1, dtype=torch.int32, device=device)
+    gather(library, out, rows_of(table), index, base=500, rejected=rejected)
+    checks.that(same_bits(out, expected), "gather from a shard, with padding")
+    checks.that(rejected.item() == 1, f"ids past the shard: counted {rejected.item()}, expected 1")
+
+    part = table.view(torch.int16)[:, 64:128].view(torch.bfloat16)
+    out = random_rows(20, 128, device)
+    gather(library, out, rows_of(part), index := torch.randperm(1000, device=device)[:20])
+    checks.that(same_bits(out, torch.index_select(part, 0, index)), "gather of parts of rows")
+
+
+def new_rows(count, heads, head, device):
+    """K and V of new tokens as parts of a packed QKV tensor; slots of 40 pages of 16, some of them padding."""
+    width = heads * head
+    qkv = random_rows(count, 2 * 3 * width, device)
+    slot = torch.randperm(640, device=device)[:count]
+    slot[::7] = -1
+    return qkv[:, width:2 * width], qkv[:, 2 * width:], slot
+
+
+def check_store(library, checks):
+    device, heads, head = checks.device, 8, 64
+    k, v, slot = new_rows(100, heads, head, device)
+    keep = slot >= 0
+
+    caches = [random_rows(640, 2 * heads * head, device).view(40, 16, heads * head) for _ in "kv"]
+    expected = [c.clone() for c in caches]
+    for cache, rows in zip(expected, (k, v)):
+        cache.view(640, -1).index_put_((slot[keep],), rows[keep])
+    store(library, nhd(caches[0]), nhd(caches[1]), k, v, slot.to(torch.int32))
+    checks.that(same_bits(caches[0], expected[0]) and same_bits(caches[1], expected[1]), "store, NHD: index_put_")
+
+    # Slot s of a head-major cache is [s // 16, :, s % 16, :].
+    page = torch.div(slot[keep], 16, rounding_mode="floor")
+    caches = [random_rows(640 * heads, 2 * head, device).view(40, heads, 16, head) for _ in "kv"]
+    expected = [c.clone() for c in caches]
+    for cache, rows in zip(expected, (k, v)):
+        cache[page, :, slot[keep] % 16] = rows[keep].reshape(-1, heads, head)
+    rejected = torch.zeros(1, dtype=torch.int32, device=device)
+    store(library, hnd(caches[0]), hnd(caches[1]), k, v, slot, rejected=rejected)
+    checks.that(same_bits(caches[0], expected[0]) and same_bits(caches[1], expected[1]), "store, HND: index_put_")
+    checks.that(rejected.item() == 0, "store counts padding as rejected")
+
+    out, with_zeros = random_rows(100, 2 * heads * head, device), k.clone()
+    with_zeros[~keep] = 0
+    gather(library, out, hnd(caches[0]), slot)
+    checks.that(same_bits(out, with_zeros), "gather from HND: the rows stored, zeros for padding")
+
+    # A row of slot 0 that is reserved: slots count from 1.
+    cache, plus_one = torch.zeros_like(caches[0]), torch.where(keep, slot + 1, torch.zeros_like(slot))
+    store(library, hnd(cache), hnd(caches[1]), k, v, plus_one, base=1)
+    gather(library, out, hnd(cache), slot)
+    checks.that(same_bits(out, with_zeros), "store with a reserved slot 0")
+
+
+def check_errors(library, checks):
+    rows, index = random_rows(8, 128, checks.device), torch.arange(8, dtype=torch.int32, device=checks.device)
+    for what, out in (("no KVPRIM_ERROR_OVERLAP", rows), ("no KVPRIM_ERROR_SIZE", random_rows(7, 128, checks.device))):
+        try:
+            gather(library, out, rows_of(rows), index)
+            checks.that(False, what)
+        except KvprimError as error:
+            checks.that(what[3:] in str(error) and "kvprim" in str(error), f"{what}: {error}")
+    for what, broken in (("rows that are columns", lambda: rows_of(rows.t())),
+                         ("one row for all", lambda: rows_of(rows[:1].expand(8, -1))),
+                         ("int16 indices", lambda: index_type(index.to(torch.int16)))):
+        try:
+            broken()
+            checks.that(False, f"{what}: no exception")
+        except ValueError:
+            checks.that(True, what)
+
+
+class Contender:
+    """A graph of `launches` calls of call(i)."""
+
+    def __init__(self, call, launches):
+        self.launches, self.us = launches, []
+        call(0)  # what a first call sets up must not be captured
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(launches):
+                self.result = call(i)
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def time(self):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(3000000)  # cycles: the host enqueues the replay meanwhile
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        self.us.append(1000 * start.elapsed_time(end) / self.launches)
+
+
+def measure(calls, launches, verify, repetitions=9):
+    """Microseconds on the GPU. calls: name -> function of the launch's number. verify(name, what the last returned)."""
+    contenders = {}
+    for name, call_ in calls.items():
+        contenders[name] = Contender(call_, launches)
+        verify(name, contenders[name].result)
+    for repetition in range(repetitions):
+        for name in sorted(contenders, reverse=repetition % 2 == 1):
+            contenders[name].time()
+    return {name: statistics.median(c.us) for name, c in contenders.items()}
+
+
+def measure_host(calls, launches, repetitions=9):
+    """Microseconds that the host takes for a call from Python, which only enqueues."""
+    us = {name: [] for name in calls}
+    for repetition in range(repetitions):
+        for name in sorted(calls, reverse=repetition % 2 == 1):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for i in range(launches):
+                calls[name](i)
+            us[name].append(1e6 * (time.perf_counter() - start) / launches)
+    torch.cuda.synchronize()
+    return {name: statistics.median(times) for name, times in us.items()}
+
+
+def print_times(what, calls, launches, verify):
+    gpu, host = measure(calls, launches, verify), measure_host(calls, launches)
+    for kind, us in (("GPU", gpu), ("host", host)):
+        best = min(us[name] for name in us if not name.startswith("kvprim"))
+        print(f"{what}  {kind:4}  " + "  ".join(f"{name} {us[name]:7.2f}" for name in us) +
+              f"  {best / us['kvprim']:5.2f}", flush=True)
+
+
+def time_gather(library, checks, table, count, launches):
+    """Lists of random rows and outputs rotate, so that a launch does not find the last one's rows in the caches."""
+    sets = [torch.randperm(table.shape[0], device="cuda")[:count].to(torch.int32) for _ in range(8)]
+    outs = [torch.zeros((count, table.shape[1]), dtype=table.dtype, device="cuda") for _ in range(8)]
+
+    def select(i):
+        return torch.index_select(table, 0, sets[i % 8], out=outs[i % 8])
+
+    def ours(i, pdl):
+        gather(library, outs[i % 8], rows_of(table), sets[i % 8], pdl=pdl)
+        return outs[i % 8]
+
+    def verify(name, got):
+        last = (launches - 1) % 8
+        checks.that(same_bits(got, table[sets[last].long()]), f"{name}: wrong rows of {count}")
+        got.zero_()
+
+    calls = {"index_select": select, "kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)}
+    print_times(f"gather {count:6} x {row_bytes(table):4} B", calls, launches, verify)
+
+
+def time_store(library, checks, caches, count, launches):
+    """K and V: two calls of torch, one of kvprim."""
+    sets = [torch.randperm(caches[0].shape[0], device="cuda")[:count] for _ in range(8)]
+    short = [s.to(torch.int32) for s in sets]
+    width = row_bytes(caches[0])
+    inputs = [(random_rows(count, width), random_rows(count, width)) for _ in range(8)]
+
+    def both(method, i):
+        for cache, rows in zip(caches, inputs[i % 8]):
+            method(cache, sets[i % 8], rows)
+
+    def ours(i, pdl):
+        store(library, rows_of(caches[0]), rows_of(caches[1]), *inputs[i % 8], short[i % 8], pdl=pdl)
+
+    def verify(name, _):
+        last = (launches - 1) % 8
+        for cache, rows in zip(caches, inputs[last]):
+            checks.that(same_bits(cache[sets[last]], rows), f"{name}: wrong rows of {count}")
+            cache.zero_()
+
+    calls = {"index_put_": lambda i: both(lambda cache, slot, rows: cache.index_put_((slot,), rows), i),
+             "index_copy_": lambda i: both(lambda cache, slot, rows: cache.index_copy_(0, slot, rows), i),
+             "kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)}
+    print_times(f"store  {count:6} x {width:4} B", calls, launches, verify)
+
+
+def check_and_time(library):
+    """Returns how many checks failed."""
+    cuda = library.has_cuda and torch.cuda.is_available()
+    all_checks = [Checks("cpu")] + ([Checks("cuda")] if cuda else [])
+    for checks in all_checks:
+        torch.manual_seed(1)
+        check_gather(library, checks)
+        check_store(library, checks)
+        check_errors(library, checks)
+    if cuda:
+        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: medians of us per call; GPU: in replayed "
+              "graphs, host: the call from Python, which enqueues; last: best of torch / kvprim")
+        for width in (256, 2048):
+            memory = [random_rows((1 << 30) // width, width) for _ in "kv"]
+            for count in (64, 1024, 65536):
+                time_gather(library, all_checks[1], memory[0], count, 64 if count < 65536 else 24)
+                time_store(library, all_checks[1], memory, count, 64 if count < 65536 else 24)
+            del memory
+    else:
+        why = "torch finds no CUDA device" if library.has_cuda else "the library was built without nvcc"
+        print(f"skip the part on a GPU: {why}")
+    for checks in all_checks:
+        print(f"{checks.device}: {checks.passed} checks passed, {checks.failed} failed")
+    return sum(checks.failed for checks in all_checks)
+
+
+def main():
+    if sys.argv[1:] == ["--layout"]:
+        print(layout())
+        return 0
+    if torch is None:
+        sys.exit("08_torch: python3 has no torch: pip install torch")
+    built = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../build/libkvprim.so")
+    try:
+        library = load(sys.argv[1] if len(sys.argv) > 1 else built)
+    except OSError as error:
+        sys.exit(f"08_torch: {error}: make lib builds it")
+    with torch.no_grad():
+        return check_and_time(library) != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
