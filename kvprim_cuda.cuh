@@ -230,7 +230,8 @@ enum {
     kvpc_bytes_loads = 3,           /* as aligned rows, plus one: rows of a power of two begin and end inside a word */
     kvpc_granule = 64,              /* bytes that memory is written in: see kvpc_fetch_edges */
     kvpc_few_bytes = 128 << 10,     /* of a table: see kvpc_store_by_size */
-    kvpc_many_rows = 16384          /* see kvpc_gather_by_size */
+    kvpc_many_rows = 16384,         /* both: see kvpc_gather_by_size */
+    kvpc_few_gathered = 1 << 20     /* bytes */
 };
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
@@ -1272,19 +1273,20 @@ static bool kvpc_fills(int64_t row_bytes, int64_t unit)
     return parts > 0 && parts * unit == row_bytes && (parts & (parts - 1)) == 0;
 }
 
-/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Rows of 128 bytes take
-   one load per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts
-   less than one block per nanosecond: blocks must not be small where there are many. */
+/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Short rows take one load
+   per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts less than
+   one block per nanosecond: blocks must not be small where there are many. */
 static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p)
 {
     const int64_t row_bytes = job->row_bytes[0];
+    const bool few = job->count * row_bytes <= kvpc_few_gathered;
     if (!p->fetch) {
         if (kvpc_fills(row_bytes, 1024))
             return kvpc_start_gather<32, 2, true>(job, p);
         if (row_bytes == 512)
-            return kvpc_start_gather<16, 2, true>(job, p);
+            return few ? kvpc_start_gather<32, 1, true>(job, p) : kvpc_start_gather<16, 2, true>(job, p);
         if (row_bytes == 256)
-            return kvpc_start_gather<8, 2, true>(job, p);
+            return few ? kvpc_start_gather<16, 1, true>(job, p) : kvpc_start_gather<8, 2, true>(job, p);
         if (row_bytes == 128 && job->count > kvpc_many_rows)
             return kvpc_start_gather<4, 2, true>(job, p);
         if (row_bytes == 128)
