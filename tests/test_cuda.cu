@@ -310,9 +310,11 @@ static void test_other_memory()
     CUDA(cudaHostGetDevicePointer(&mapped, pinned, 0));
     memory.device = static_cast<unsigned char *>(mapped);
     small_matrix(&memory);
+    small_batches(&memory);
     CUDA(cudaMallocManaged(&managed, bytes));
     memory.device = static_cast<unsigned char *>(managed);
     small_matrix(&memory);
+    small_batches(&memory);
     memory.device = device;
     CUDA(cudaFreeHost(pinned));
     CUDA(cudaFree(managed));
@@ -384,6 +386,12 @@ static void test_peer_memory()
         transfers_between(PEER, kind);
         transfers_between(kind, PEER);
     }
+    unsigned char *const device = memory.device;
+    memory.device = open_memory(PEER, size_t(24) << 20);
+    small_matrix(&memory);
+    small_batches(&memory);
+    close_memory(PEER, memory.device);
+    memory.device = device;
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
@@ -563,20 +571,77 @@ static void test_many_rows()
     const int64_t rows = static_cast<int64_t>(count);
     const kvprim_gather_desc d = {
         {dst, rows, 0, 0, 0, 0, 0}, {src, many_rows, 0, 0, 0, 0, 0}, 1, index, KVPRIM_I32, 0, rows, rejected_on};
-    if (kvprim_cuda_gather(&d, nullptr) != KVPRIM_OK)
-        fail("%s", kvprim_last_error());
-    check_many<<<2048, 256>>>(dst, src, count, wrong_on);
-    CUDA(cudaGetLastError());
-    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(&rejected, rejected_on, sizeof rejected, cudaMemcpyDeviceToHost));
-    if (wrong != 0 || rejected != past)
-        fail("%llu of %llu rows are wrong, %u indices rejected, expected %llu", wrong,
-             static_cast<unsigned long long>(count), rejected, static_cast<unsigned long long>(past));
-    CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
+    kvprim_transfer_desc t = {};
+    t.dst = d.dst, t.src = d.src, t.row_bytes = 1, t.src_index = index, t.count = rows, t.rejected = rejected_on;
+    for (uint64_t moves = 1; moves <= 2; moves++) {
+        if ((moves == 1 ? kvprim_cuda_gather(&d, nullptr) : kvprim_cuda_transfer(&t, nullptr)) != KVPRIM_OK)
+            fail("%s", kvprim_last_error());
+        check_many<<<2048, 256>>>(dst, src, count, wrong_on);
+        CUDA(cudaGetLastError());
+        CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+        CUDA(cudaMemcpy(&rejected, rejected_on, sizeof rejected, cudaMemcpyDeviceToHost));
+        if (wrong != 0 || rejected != moves * past)
+            fail("move %d: %llu of %llu rows are wrong, %u indices rejected, expected %llu", static_cast<int>(moves),
+                 wrong, static_cast<unsigned long long>(count), rejected,
+                 static_cast<unsigned long long>(moves * past));
+        CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
+        CUDA(cudaMemset(dst, 0, count)); /* a transfer leaves the rows of padding as they were */
+    }
     CUDA(cudaFree(block));
     CUDA(cudaFree(src));
     CUDA(cudaFree(wrong_on));
     CUDA(cudaFree(rejected_on));
+}
+
+/* Row i of a store of more than 2^31 rows goes to the cache's row count - 1 - i, by slots from INT32_MIN on. */
+static __device__ unsigned char many_byte(uint64_t i)
+{
+    return static_cast<unsigned char>(i * 2654435761u >> 13);
+}
+
+static __global__ void fill_store(int32_t *slot, unsigned char *input, uint64_t count)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count;
+         i += uint64_t(gridDim.x) * blockDim.x) {
+        slot[i] = static_cast<int32_t>(static_cast<int64_t>(count - 1 - i) + INT32_MIN);
+        input[i] = many_byte(i);
+    }
+}
+
+static __global__ void check_store(const unsigned char *cache, uint64_t count, unsigned long long *wrong)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count; i += uint64_t(gridDim.x) * blockDim.x)
+        if (cache[i] != many_byte(count - 1 - i))
+            atomicAdd(wrong, 1ull);
+}
+
+static void test_many_slots()
+{
+    const uint64_t count = (uint64_t(1) << 31) + 77;
+    unsigned char *const block = much_device_memory(count * 6 + 4096);
+    if (!block)
+        return;
+    int32_t *const slot = reinterpret_cast<int32_t *>(block);
+    unsigned char *const input = block + count * 4, *const cache = input + count;
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    CUDA(cudaMemset(cache, 0xa5, count + 4096));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    fill_store<<<2048, 256>>>(slot, input, count);
+    CUDA(cudaGetLastError());
+    kvprim_store_desc d = {};
+    d.k_cache.data = cache, d.k.data = input;
+    d.k_cache.rows = d.k.rows = d.count = static_cast<int64_t>(count);
+    d.k_bytes = 1, d.slot = slot, d.slot_base = INT32_MIN;
+    if (kvprim_cuda_store(&d, nullptr) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+    check_store<<<2048, 256>>>(cache, count, wrong_on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+    if (wrong != 0)
+        fail("%llu of %llu rows are wrong", wrong, static_cast<unsigned long long>(count));
+    CHECK(bytes_other_than(0xa5, cache + count, 4096) == 0);
+    CUDA(cudaFree(block));
+    CUDA(cudaFree(wrong_on));
 }
 
 /* ---- graphs, chains, streams ---- */
@@ -823,7 +888,7 @@ static __global__ void __launch_bounds__(1024) crowd(volatile unsigned *sm_of_bl
    Every layer of it is the same host memory and goes to the same place: it takes long, and little memory. */
 static int sms_of_transfer(int32_t max_sms, int sms)
 {
-    enum { rows = 4096, row_bytes = 4096, layers = 16 };
+    enum { rows = 4096, row_bytes = 4096, layers = 128 }; /* 40 ms, of which the crowd is looked at after 10 */
     unsigned char *const host = open_memory(PINNED, size_t(rows) * row_bytes);
     unsigned char *const on = device_memory<unsigned char>(size_t(rows) * row_bytes);
     const size_t blocks = 2 * static_cast<size_t>(sms);
@@ -850,7 +915,7 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     CUDA(cudaEventRecord(done, main_launch.stream));
     crowd<<<unsigned(blocks), 1024, 0, beside>>>(seen, seen + blocks);
     CUDA(cudaGetLastError());
-    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
     std::vector<int> on_sm(static_cast<size_t>(sms));
     for (size_t b = 0; b < blocks; b++)
         if (seen[b])
@@ -896,6 +961,9 @@ static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), con
     begin_capture();
     CHECK(call(launch) == KVPRIM_OK);
     CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, nullptr, &n));
+    CHECK(n == 1);
+    n = 1;
     CUDA(cudaGraphGetNodes(graph, &node, &n));
     CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
     CUDA(cudaGraphDestroy(graph));
@@ -929,10 +997,30 @@ static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
     return kvprim_cuda_transfer(&d, launch);
 }
 
+static kvprim_status call_store(const kvprim_cuda_launch *launch)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = {memory.device, 4000, 0, 0, 0, 0, 0};
+    d.k = {memory.device + (16 << 20), 4000, 0, 0, 0, 0, 0};
+    d.k_bytes = 2048;
+    d.slot = memory.device + (32 << 20);
+    d.count = 4000;
+    return kvprim_cuda_store(&d, launch);
+}
+
+static kvprim_status call_unpack(const kvprim_cuda_launch *launch)
+{
+    static kvprim_fragment f[1000];
+    for (uint64_t i = 0; i < 1000; i++)
+        f[i] = {i * 7001, i * 8192, 7000};
+    const kvprim_unpack_desc d = {memory.device, 8 << 20, memory.device + (16 << 20), 8 << 20, f, 1000, nullptr, 0};
+    return kvprim_cuda_unpack(&d, launch);
+}
+
 /* As many blocks as there may be: no block runs on more than one SM. */
 static void test_blocks()
 {
-    for (const auto call : {call_gather, call_transfer}) {
+    for (const auto call : {call_gather, call_store, call_transfer, call_unpack}) {
         for (const int32_t max_sms : {1, 3, 8, 100}) {
             const kvprim_cuda_launch limited = {main_launch.stream, 0, max_sms};
             CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
@@ -1477,6 +1565,7 @@ int main(int argc, char **argv)
         run("cuda: past 4 GiB and 2^31", test_large_table);
         run("cuda: an earlier error of the caller's", test_earlier_error);
         run("cuda: more than 2^31 rows", test_many_rows);
+        run("cuda: more than 2^31 slots", test_many_slots);
         run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
         run("cuda: the legacy stream beside a capture", test_legacy_capture);
         run("cuda: earlier work that failed", test_earlier_work);
