@@ -304,7 +304,8 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 #else
 #include <nvtx3/nvToolsExt.h>
 #ifdef __cplusplus
-namespace { /* no symbol that another copy's range could be taken for */
+namespace /* no symbol that another copy's range could be taken for */
+{
 struct kvpi_range {
     explicit kvpi_range(const char *name)
     {
