@@ -51,9 +51,11 @@
    KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
    KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. It sorts
                                them, in memory from malloc; where there is none they are not checked
-   KVPRIM_NVTX                 in the implementing ones: an NVTX range around every call that moves or compares, named
-                               after the function, as profilers show. Needs NVTX's header-only C API, nvtx3/ of the
-                               CUDA Toolkit, and C++ or a compiler with the attribute `cleanup`. Left out: no cost
+   KVPRIM_NVTX                 in the implementing ones, before the first kvprim header: an NVTX range around every call
+                               that moves or compares, but for the named variants, named after the function, as
+                               profilers show. Needs NVTX's header-only C API, nvtx3/ of the CUDA Toolkit, C++ or a
+                               compiler with the attribute `cleanup`, and -ldl where dlopen is not in libc. Left out:
+                               no cost
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -302,6 +304,8 @@ kvprim_fail(kvprim_status status, const char *format, ...);
 #else
 #include <nvtx3/nvToolsExt.h>
 #ifdef __cplusplus
+namespace /* no symbol that another copy's range could be taken for */
+{
 struct kvpi_range {
     explicit kvpi_range(const char *name)
     {
@@ -312,6 +316,7 @@ struct kvpi_range {
         (void)nvtxRangePop();
     }
 };
+} /* namespace */
 #define KVPRIM_RANGE(name) const kvpi_range kvpi_this_range(name)
 #else
 static inline void kvpi_end_range(const int *level)

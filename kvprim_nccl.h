@@ -48,7 +48,7 @@
                                another. Needs the headers of CUDA and NCCL. Compiled by nvcc as C++17 or newer with NCCL
                                2.28.9 or newer it has the kernels too, which run with that same version of NCCL.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h
+   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too
 */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
@@ -334,14 +334,14 @@ KVPRIM_NCCL_DEVICE void kvpn_write_host(uint32_t *at, uint32_t value)
    is here at the same time. The other way round the compiler waits for it first, a tenth of a small sum. */
 KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_self &me, uint32_t j)
 {
-#ifndef KVPRIM_NCCL_EMULATE
     if (j == me.thread)
+#ifndef KVPRIM_NCCL_EMULATE
         asm volatile("ld.global.u32 %0, [%1];"
                      : "=r"(me.turn)
                      : "l"(__cvta_generic_to_global(p.turn + me.block))
                      : "memory");
 #else
-    (void)p, (void)me, (void)j; /* it is set */
+        me.turn = p.turn[me.block];
 #endif
 }
 

@@ -100,7 +100,7 @@ static void test_store()
 
 static void test_counts()
 {
-    static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 20000};
+    static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 2048, 2049, 4096, 4097, 20000};
     count_matrix(&memory, 1 << 21, counts, sizeof counts / sizeof *counts);
 }
 
@@ -319,6 +319,49 @@ static void test_chains_of_launches()
     kvprim_emulate_pdl = false;
 }
 
+/* Fragments of so many pieces each, and the table of them, in as much memory as kvpc_words_for gives it. */
+static void one_table(const std::vector<uint32_t> &pieces, uint32_t each)
+{
+    const uint32_t count = static_cast<uint32_t>(pieces.size());
+    const size_t room = pieces.size() * each + pieces.size() / kvpc_table_share + 2;
+    uint32_t *const words = static_cast<uint32_t *>(malloc(room * sizeof *words));
+    kvpc_unpack h = {};
+    h.count = count;
+    for (uint32_t i = 0; words && i < count; h.pieces += pieces[i++])
+        words[i * each + 3] = h.pieces;
+    kvpc_encode_table(&h, words, each);
+    const uint32_t places = static_cast<uint32_t>((h.pieces + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
+    CHECK(h.table == count * each && h.table + places < room && words[h.table + places] == count - 1);
+    for (uint32_t k = 0, i = 0; k < places; k++) {
+        while (i + 1 < count && words[(i + 1) * each + 3] <= k << h.table_shift)
+            i++;
+        if (words[h.table + k] != i)
+            fail("table of %u fragments, %u pieces: word %u is %u, not %u", count, h.pieces, k, words[h.table + k], i);
+    }
+    free(words);
+}
+
+/* Empty fragments at every place; as many pieces as there may be. */
+static void test_unpack_tables()
+{
+    const uint32_t most = kvpc_most_pieces - 1;
+    for (const uint32_t each : {4u, 6u}) {
+        for (uint32_t bits = 0; bits < 1 << 17; bits++) {
+            std::vector<uint32_t> pieces(1 + bits % 17);
+            for (size_t i = 0; i < pieces.size(); i++)
+                pieces[i] = (bits >> i & 1) * (1 + bits % 3 * 40);
+            one_table(pieces, each);
+        }
+        for (unsigned n = 0; n < 2000; n++) {
+            std::vector<uint32_t> pieces(1 + below(n % 20 ? 60 : 5000));
+            for (uint32_t &p : pieces)
+                p = n % 4 == 0 ? most / static_cast<uint32_t>(pieces.size()) : chance(3) ? 0 : uint32_t(below(200));
+            pieces[below(pieces.size())] += n % 8 == 0 ? 1u << 23 : 0; /* the last one may go beyond */
+            one_table(pieces, each);
+        }
+    }
+}
+
 #if !defined(_WIN32)
 /* In memory that is reserved but hardly touched. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
@@ -455,6 +498,7 @@ int main(int argc, char **argv)
     run("emulated: unpack, bad descriptors", test_bad_unpacks);
     run("emulated: random unpacks", test_random_unpacks);
     run("emulated: warp copy and zero", test_warps);
+    run("emulated: unpack, tables of uneven batches", test_unpack_tables);
     run("emulated: unpack, chains of launches", test_chains_of_launches);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);

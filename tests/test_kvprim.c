@@ -762,6 +762,24 @@ static void test_unpack_errors(void)
 
 /* ---- bad descriptors ---- */
 
+/* What the sizes are checked with, against long multiplication: around powers of two, and where the product is about
+   the largest. */
+static void test_products(void)
+{
+    for (int i = 0; i < 64; i++)
+        for (int j = 0; j < 65; j++)
+            for (uint64_t n = 0; n < 25; n++) {
+                const uint64_t a = ((uint64_t)1 << i) + n / 5 - 2;
+                const uint64_t b = (j < 64 ? (uint64_t)1 << j : a ? kvpi_too_large / a : 0) + n % 5 - 2;
+                const uint64_t low = (a & UINT32_MAX) * (b & UINT32_MAX), one = (a >> 32) * (b & UINT32_MAX),
+                               other = (a & UINT32_MAX) * (b >> 32);
+                const uint64_t middle = (low >> 32) + (one & UINT32_MAX) + (other & UINT32_MAX);
+                const uint64_t high = (a >> 32) * (b >> 32) + (one >> 32) + (other >> 32) + (middle >> 32);
+                const uint64_t product = middle << 32 | (low & UINT32_MAX);
+                CHECK(kvpi_mul(a, b) == (high || product > kvpi_too_large ? kvpi_too_large : product));
+            }
+}
+
 static void test_gather_errors(void)
 {
     static unsigned char dst[4096], src[4096], want[4096];
@@ -1115,6 +1133,7 @@ int main(void)
 #endif
     run("status", test_status);
     run("table: defaults", test_defaults);
+    run("sizes: products that do not wrap", test_products);
     run("gather: bad descriptors", test_gather_errors);
     run("store: K and V interleaved", test_store_interleaved);
     run("store: bad descriptors", test_store_errors);

@@ -119,17 +119,23 @@ static bool is_right(const call &c, uint32_t world, const unsigned char *got)
     return true;
 }
 
+/* What a thread has for its block's turn before it takes it: slots out of reach. */
+static const uint32_t no_turn = 1 << 20;
+
 template <class Way, class T, int most, bool whole> static void run_kernel(const kvpn_params &p, const call &c)
 {
     std::vector<kvpn_self> threads;
     std::vector<bool> in_time;
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads; t++)
-            threads.push_back({b, t, c.threads, p.turn[b], 0, 0});
+            threads.push_back({b, t, c.threads, no_turn, 0, 0});
     for (kvpn_self &me : threads)
         Way::template send<T, most, whole>(p, me);
-    for (uint32_t b = 0; b < c.used_blocks; b++)
-        p.turn[b] ^= 1;
+    for (const kvpn_self &me : threads)
+        if (me.thread == 0) {
+            faults += me.turn > 1;
+            p.turn[me.block] = me.turn ^ 1;
+        }
     for (kvpn_self &me : threads)
         in_time.push_back(Way::template sum<T, most, whole>(p, me));
     for (size_t k = 0; k < threads.size(); k++)
@@ -269,7 +275,7 @@ static void test_stop()
 int main(int argc, char **argv)
 {
     const uint64_t calls = argc > 1 ? strtoull(argv[1], nullptr, 10) : 2000;
-    for (const uint32_t world : {2u, 3u, 4u, 7u, 8u})
+    for (uint32_t world = 2; world <= 8; world++)
         test_world(world, calls);
     test_missing();
     test_stop();

@@ -664,7 +664,7 @@ static void store_matrix(arena *a)
 /* Counts around the sizes of warps and blocks, and more rows than threads. */
 static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, size_t n_counts)
 {
-    static const int64_t sizes[] = {4, 16, 100, 128, 256, 576, 1024, 2048, 4096};
+    static const int64_t sizes[] = {4, 16, 100, 128, 256, 576, 1024, 2048, 4096, 512};
     for (unsigned s = 0; s < sizeof sizes / sizeof *sizes; s++)
         for (unsigned i = 0; i < n_counts; i++) {
             if (counts[i] * sizes[s] > most_bytes)

@@ -289,6 +289,10 @@ ranges()
         cell "test_nvtx, $compiler" $compiler $warnings -I. -isystem "$CUDA_INCLUDE" tests/test_nvtx.c -ldl \
             -o "$build/test_nvtx"
         program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
+        has nm || continue
+        cell "exports only kvprim_* and NVTX's, $compiler" \
+            exports_only '^kvprim_|[Nn]vtx|gxx_personality|^__clang_call' "$build/implemented.c" $compiler -O0 \
+            -DKVPRIM_NVTX -isystem "$CUDA_INCLUDE"
     done
     group 'ranges of KVPRIM_NVTX compiled'
 }
