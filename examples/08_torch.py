@@ -6,6 +6,12 @@
 Tensors of the CPU go to the host functions, tensors of a GPU to the CUDA ones, on torch's current stream; what the
 library refuses is a Python exception. Where there is no GPU, or the library has none of its functions, the part on the
 CPU runs alone. To use it in a program of your own, copy everything down to "the example".
+
+gather() and store() are for a call now and then: most of their time goes into making descriptors in Python. What is
+called again with the same tensors, as each layer of a decode step is, prepare once:
+
+    append = prepare_store(library, nhd(k_cache), nhd(v_cache), k, v, slot)
+    append(stream)      every step, when k, v and slot have been written; stream: see current_stream()
 """
 import ctypes
 import os
@@ -81,26 +87,33 @@ def row_bytes(rows):
     return rows.shape[-1] * rows.element_size()
 
 
+def table_of(tensor, **fields):
+    """Of the tensor's memory, which lives as long as the Table."""
+    table = Table(data=tensor.data_ptr(), **fields)
+    table.tensor = tensor
+    return table
+
+
 def rows_of(rows):
     """A 2-dimensional tensor, whose rows may lie apart (a part of a packed tensor)."""
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
         raise ValueError(f"rows of shape {tuple(rows.shape)} have strides {rows.stride()}: elements must be packed")
-    return Table(data=rows.data_ptr(), rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
+    return table_of(rows, rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
 
 
 def nhd(cache):
     """A token-major paged cache: [pages, page_rows, row]."""
     size = cache.element_size()
-    return Table(data=cache.data_ptr(), rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
-                 stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
+    return table_of(cache, rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
+                    stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
 
 
 def hnd(cache):
     """A head-major paged cache: [pages, heads, page_rows, head]."""
     size = cache.element_size()
-    return Table(data=cache.data_ptr(), rows=cache.shape[0] * cache.shape[2], page_rows=cache.shape[2],
-                 stride=cache.stride(2) * size, page_stride=cache.stride(0) * size, heads=cache.shape[1],
-                 head_stride=cache.stride(1) * size)
+    return table_of(cache, rows=cache.shape[0] * cache.shape[2], page_rows=cache.shape[2],
+                    stride=cache.stride(2) * size, page_stride=cache.stride(0) * size, heads=cache.shape[1],
+                    head_stride=cache.stride(1) * size)
 
 
 def index_type(index):
@@ -110,31 +123,55 @@ def index_type(index):
     return I32 if index.dtype == torch.int32 else I64
 
 
-def call(library, name, desc, on, pdl):
-    """kvprim_NAME or kvprim_cuda_NAME, as the tensor `on` lies; of a GPU, that must be the current one."""
-    if on.is_cuda:
-        launch = Launch(stream=torch.cuda.current_stream().cuda_stream, pdl=pdl)
-        status = getattr(library, "kvprim_cuda_" + name)(desc, launch)
-    else:
-        status = getattr(library, "kvprim_" + name)(desc)
-    if status != 0:
-        raise KvprimError(f"{library.kvprim_status_name(status).decode()}: {library.kvprim_last_error().decode()}")
+def current_stream():
+    """The handle of torch's current stream: ask once a step, not once a call."""
+    return torch.cuda.current_stream().cuda_stream
 
 
-def gather(library, out, table, index, base=0, rejected=None, pdl=0):
+class Prepared:
+    """A call of kvprim_NAME, or of kvprim_cuda_NAME where the tensor `on` lies on a GPU, which must be the current one.
+    It may be repeated: what the tensors hold may change, where they lie may not. They live as long as it does."""
+
+    def __init__(self, library, name, desc, on, tensors, pdl):
+        self.library, self.tensors, self.on_gpu = library, tensors, on.is_cuda
+        self.launch = Launch(pdl=pdl)
+        self.function = getattr(library, ("kvprim_cuda_" if self.on_gpu else "kvprim_") + name)
+        pointers = (desc, self.launch) if self.on_gpu else (desc,)
+        self.arguments = tuple(ctypes.byref(structure) for structure in pointers)
+
+    def __call__(self, stream=None):
+        if self.on_gpu:
+            self.launch.stream = current_stream() if stream is None else stream
+        status = self.function(*self.arguments)
+        if status != 0:
+            name, text = self.library.kvprim_status_name(status), self.library.kvprim_last_error()
+            raise KvprimError(f"{name.decode()}: {text.decode()}")
+
+
+def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
     """out[i] = row index[i] - base of the Table `table`, or zeros where there is none. All on one device."""
     desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
                       index_type=index_type(index), index_base=base, count=index.numel(),
                       rejected=None if rejected is None else rejected.data_ptr())
-    call(library, "gather", desc, out, pdl)
+    return Prepared(library, "gather", desc, out, (out, table, index, rejected), pdl)
 
 
-def store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
+def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
     """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; other slots are skipped."""
     desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
                      v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
                      count=slot.numel(), rejected=None if rejected is None else rejected.data_ptr())
-    call(library, "store", desc, k, pdl)
+    return Prepared(library, "store", desc, k, (k_cache, v_cache, k, v, slot, rejected), pdl)
+
+
+def gather(*arguments, **options):
+    """As prepare_gather, once."""
+    prepare_gather(*arguments, **options)()
+
+
+def store(*arguments, **options):
+    """As prepare_store, once."""
+    prepare_store(*arguments, **options)()
 
 
 # ---- the example: against torch's index_select, index_put_ and index_copy_ -------------------------------------------
@@ -168,6 +205,12 @@ def check_gather(library, checks):
         out = random_rows(77, 384, device)
         gather(library, out, rows_of(table), index)
         checks.that(same_bits(out, torch.index_select(table, 0, index)), f"gather, {dtype}")
+
+    again = prepare_gather(library, out, rows_of(table), index)
+    for _ in range(2):
+        index.random_(1000)
+        again()
+        checks.that(same_bits(out, torch.index_select(table, 0, index)), "gather prepared, then other indices")
 
     # Padding, a shard of a vocabulary (ids 500 to 1499) and what lies past it: zeros, as torch makes with a mask.
     index = torch.tensor([-1, 0, 499, 500, 1499, 1500, -7, 900], dtype=torch.int32, device=device)
@@ -248,16 +291,17 @@ def check_errors(library, checks):
 
 
 class Contender:
-    """A graph of `launches` calls of call(i)."""
+    """A graph of `launches` calls of call(i, stream)."""
 
     def __init__(self, call, launches):
         self.launches, self.us = launches, []
-        call(0)  # what a first call sets up must not be captured
+        call(0, current_stream())  # what a first call sets up must not be captured
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
+            stream = current_stream()
             for i in range(launches):
-                self.result = call(i)
+                self.result = call(i, stream)
         self.graph.replay()
         torch.cuda.synchronize()
 
@@ -272,7 +316,8 @@ class Contender:
 
 
 def measure(calls, launches, verify, repetitions=9):
-    """Microseconds on the GPU. calls: name -> function of the launch's number. verify(name, what the last returned)."""
+    """Microseconds on the GPU. calls: name -> function of the launch's number and the current stream's handle, which
+    torch's functions need not be told. verify(name, what the last returned)."""
     contenders = {}
     for name, call_ in calls.items():
         contenders[name] = Contender(call_, launches)
@@ -285,13 +330,13 @@ def measure(calls, launches, verify, repetitions=9):
 
 def measure_host(calls, launches, repetitions=9):
     """Microseconds that the host takes for a call from Python, which only enqueues."""
-    us = {name: [] for name in calls}
+    us, stream = {name: [] for name in calls}, current_stream()
     for repetition in range(repetitions):
         for name in sorted(calls, reverse=repetition % 2 == 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
             for i in range(launches):
-                calls[name](i)
+                calls[name](i, stream)
             us[name].append(1e6 * (time.perf_counter() - start) / launches)
     torch.cuda.synchronize()
     return {name: statistics.median(times) for name, times in us.items()}
@@ -310,19 +355,23 @@ def time_gather(library, checks, table, count, launches):
     sets = [torch.randperm(table.shape[0], device="cuda")[:count].to(torch.int32) for _ in range(8)]
     outs = [torch.zeros((count, table.shape[1]), dtype=table.dtype, device="cuda") for _ in range(8)]
 
-    def select(i):
+    def select(i, _):
         return torch.index_select(table, 0, sets[i % 8], out=outs[i % 8])
 
-    def ours(i, pdl):
-        gather(library, outs[i % 8], rows_of(table), sets[i % 8], pdl=pdl)
-        return outs[i % 8]
+    def ours(pdl):
+        prepared = [prepare_gather(library, outs[i], rows_of(table), sets[i], pdl=pdl) for i in range(8)]
+
+        def call(i, stream):
+            prepared[i % 8](stream)
+            return outs[i % 8]
+        return call
 
     def verify(name, got):
         last = (launches - 1) % 8
         checks.that(same_bits(got, table[sets[last].long()]), f"{name}: wrong rows of {count}")
         got.zero_()
 
-    calls = {"index_select": select, "kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)}
+    calls = {"index_select": select, "kvprim": ours(0), "kvprim+PDL": ours(1)}
     print_times(f"gather {count:6} x {row_bytes(table):4} B", calls, launches, verify)
 
 
@@ -337,8 +386,10 @@ def time_store(library, checks, caches, count, launches):
         for cache, rows in zip(caches, inputs[i % 8]):
             method(cache, sets[i % 8], rows)
 
-    def ours(i, pdl):
-        store(library, rows_of(caches[0]), rows_of(caches[1]), *inputs[i % 8], short[i % 8], pdl=pdl)
+    def ours(pdl):
+        tables = [rows_of(cache) for cache in caches]
+        prepared = [prepare_store(library, *tables, *inputs[i], short[i], pdl=pdl) for i in range(8)]
+        return lambda i, stream: prepared[i % 8](stream)
 
     def verify(name, _):
         last = (launches - 1) % 8
@@ -346,9 +397,9 @@ def time_store(library, checks, caches, count, launches):
             checks.that(same_bits(cache[sets[last]], rows), f"{name}: wrong rows of {count}")
             cache.zero_()
 
-    calls = {"index_put_": lambda i: both(lambda cache, slot, rows: cache.index_put_((slot,), rows), i),
-             "index_copy_": lambda i: both(lambda cache, slot, rows: cache.index_copy_(0, slot, rows), i),
-             "kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)}
+    calls = {"index_put_": lambda i, _: both(lambda cache, slot, rows: cache.index_put_((slot,), rows), i),
+             "index_copy_": lambda i, _: both(lambda cache, slot, rows: cache.index_copy_(0, slot, rows), i),
+             "kvprim": ours(0), "kvprim+PDL": ours(1)}
     print_times(f"store  {count:6} x {width:4} B", calls, launches, verify)
 
 
@@ -363,7 +414,8 @@ def check_and_time(library):
         check_errors(library, checks)
     if cuda:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: medians of us per call; GPU: in replayed "
-              "graphs, host: the call from Python, which enqueues; last: best of torch / kvprim")
+              "graphs, host: the call from Python, which enqueues (kvprim's prepared before); last: best of torch / "
+              "kvprim")
         for width in (256, 2048):
             memory = [random_rows((1 << 30) // width, width) for _ in "kv"]
             for count in (64, 1024, 65536):

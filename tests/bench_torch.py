@@ -61,12 +61,17 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
     outs = dense_buffers(empty, rows, row_bytes, launches)
     out_of = lambda i: outs[i % len(outs)]
 
-    def select(i):
+    def select(i, _):
         return torch.index_select(table, 0, int32[i % SETS], out=out_of(i))
 
-    def ours(i, pdl):
-        by_ctypes.gather(kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl)
-        return out_of(i)
+    def ours(pdl):
+        prepared = [by_ctypes.prepare_gather(kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl)
+                    for i in range(launches)]
+
+        def call(i, stream):
+            prepared[i](stream)
+            return out_of(i)
+        return call
 
     def verify(name, got):
         if not same_bits(got, table[int64[(launches - 1) % SETS]]):
@@ -74,9 +79,9 @@ def gather_point(kvprim, table, row_bytes, rows, columns):
         got.zero_()
 
     calls = {"index_select": select,
-             "embedding": lambda i: torch.nn.functional.embedding(int32[i % SETS], table)}
+             "embedding": lambda i, _: torch.nn.functional.embedding(int32[i % SETS], table)}
     if kvprim:
-        calls.update({"kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)})
+        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
@@ -87,11 +92,11 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
     inputs = dense_buffers(pair, rows, 2 * row_bytes, launches)
     inputs_of = lambda i: inputs[i % len(inputs)]
 
-    def put(i):
+    def put(i, _):
         for cache, rows_in in zip(caches, inputs_of(i)):
             cache.index_put_((int64[i % SETS],), rows_in)
 
-    def copy(i):
+    def copy(i, _):
         for cache, rows_in in zip(caches, inputs_of(i)):
             cache.index_copy_(0, int64[i % SETS], rows_in)
 
@@ -102,12 +107,15 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
                 sys.exit(f"bench_torch: FAIL {name}: wrong rows")
             cache.zero_()
 
-    def ours(i, pdl):
-        by_ctypes.store(kvprim, rows_of(caches[0]), rows_of(caches[1]), *inputs_of(i), int32[i % SETS], pdl=pdl)
+    def ours(pdl):
+        tables = [rows_of(cache) for cache in caches]
+        prepared = [by_ctypes.prepare_store(kvprim, *tables, *inputs_of(i), int32[i % SETS], pdl=pdl)
+                    for i in range(launches)]
+        return lambda i, stream: prepared[i](stream)
 
     calls = {"index_put_": put, "index_copy_": copy}
     if kvprim:
-        calls.update({"kvprim": lambda i: ours(i, 0), "kvprim+PDL": lambda i: ours(i, 1)})
+        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 

@@ -7,8 +7,11 @@
        gathers K and V of every token of every sequence so far, as attention would
 
    The last rows of the batch are padding, and so is what a sequence has not reached yet: -1, as in an engine that
-   replays a graph of one size. The host functions make the same of the same descriptors and a plain loop sums; every
-   byte is compared. To build it: Makefile or CMakeLists.txt. */
+   replays a graph of one size. The host functions make the same of the same descriptors, and every byte is compared. To
+   build it: Makefile or CMakeLists.txt.
+
+   To start an engine of your own from it, keep the sections "descriptors" and "a step", and what they use. The rest
+   makes up tokens and checks what became of them. */
 #include "engine_device.h"
 #include "kvprim.h"
 #include "kvprim_cuda.cuh"
@@ -34,40 +37,41 @@ enum {
     history = batch * context /* rows that a step reads back */
 };
 
-/* What a step is told, and what it makes: each one copy. */
+/* What a rank has on the GPU, and on the host once more to check it: one block of memory each. Where there are several
+   ranks, each uses a part of cache and shard. */
 typedef struct input {
     int32_t id[batch], slot[batch], past[history]; /* past: slots of sequence s from s * context on */
 } input;
 
 typedef struct output {
-    char x[batch * row_bytes], k[history * part_bytes], v[history * part_bytes];
+    uint16_t x[batch * row_bytes / 2];
+    char k[history * part_bytes], v[history * part_bytes];
     uint32_t rejected;
 } output;
 
-/* Where a step happens: the GPU, or the host, which checks it. */
-typedef struct place {
-    char *cache; /* [page][K or V][row] */
-    input *in;
-    output *out;
-} place;
+typedef struct memory {
+    char cache[2 * slots * part_bytes]; /* [page][K or V][row], of this rank's heads */
+    char shard[vocabulary * row_bytes];
+    output out;
+    input in;
+} memory;
 
 typedef struct rank {
     pthread_t thread;
     int number;
     kvprim_comm comm; /* not used by one rank alone */
     struct CUstream_st *stream;
-    char *shard; /* on the GPU */
-    place gpu, host;
-    output *got; /* pinned: the GPU's output */
+    memory *gpu, *host, *got; /* got: what the GPU made, as far as it was copied back */
     long wrong;
 } rank;
 
 static int world;
-static long steps = 200;
-static char *embedding; /* the whole vocabulary's, which a real engine would not have in one place */
+static long gpus_wanted, steps = 200; /* 0: all there are */
+static kvprim_comm_id id;
+static uint16_t embedding[vocabulary][row_bytes / 2]; /* a real engine would not have all of it in one place */
 
 /* Not exit(): other threads are inside CUDA, waiting for this one. */
-static void check_device(const char *error, int line)
+static void check(const char *error, int line)
 {
     if (!error)
         return;
@@ -75,136 +79,73 @@ static void check_device(const char *error, int line)
     _Exit(1);
 }
 
-static void check_kvprim(kvprim_status status, int line)
-{
-    if (status == KVPRIM_OK)
-        return;
-    fprintf(stderr, "engine.c:%d: %s: %s\n", line, kvprim_status_name(status), kvprim_last_error());
-    _Exit(1);
-}
+#define DEVICE(call) check(call, __LINE__)
+#define KVPRIM(call) check((call) == KVPRIM_OK ? NULL : kvprim_last_error(), __LINE__)
 
-static void *memory_of(size_t bytes, const char *(*alloc)(void **, size_t), int line)
-{
-    void *memory = NULL;
-    check_device(alloc(&memory, bytes), line);
-    return memory;
-}
-
-static const char *alloc_host(void **memory, size_t bytes)
-{
-    *memory = calloc(1, bytes);
-    return *memory ? NULL : "out of memory";
-}
-
-/* ---- the sum over the ranks; one rank has nothing to sum, and needs no NCCL -------------------------------------- */
-
+/* One rank alone has nothing to sum, calls none of these and needs no NCCL. */
 #ifdef ENGINE_NCCL
-static const bool with_nccl = true;
-static kvprim_comm_id id;
-
-static void comm_prepare(void)
-{
-    if (world > 1)
-        check_kvprim(kvprim_comm_new_id(&id), __LINE__);
-}
-
-static void comm_open(rank *r)
-{
-    const kvprim_comm_desc desc = {.rank = r->number, .world = world, .id = id};
-    if (world == 1)
-        return;
-    check_kvprim(kvprim_comm_init(&r->comm, &desc), __LINE__);
-    if (r->number == 0)
-        printf("%s\n", kvprim_comm_describe(&r->comm));
-}
-
-static void comm_sum(rank *r)
-{
-    char *const x = r->gpu.out->x;
-    if (world > 1)
-        check_kvprim(kvprim_all_reduce(&r->comm, x, x, batch * row_bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r->stream),
-                     __LINE__);
-}
-
-static void comm_check(rank *r)
-{
-    if (r->comm.self) /* from init to destroy */
-        check_kvprim(kvprim_comm_check(&r->comm), __LINE__);
-}
-
-static void comm_close(rank *r)
-{
-    if (world > 1)
-        check_kvprim(kvprim_comm_destroy(&r->comm), __LINE__);
-}
+enum { with_nccl = 1 };
 #else
-static const bool with_nccl = false;
-
-static void comm_prepare(void)
-{
-}
-
-static void comm_nothing(rank *r)
-{
-    (void)r;
-}
-#define comm_open comm_nothing
-#define comm_sum comm_nothing
-#define comm_check comm_nothing
-#define comm_close comm_nothing
+enum { with_nccl = 0 };
+#define kvprim_comm_new_id(id) ((void)(id), KVPRIM_ERROR_UNSUPPORTED)
+#define kvprim_comm_init(comm, desc) ((void)(desc), KVPRIM_ERROR_UNSUPPORTED)
+#define kvprim_comm_describe(comm) ""
+#define kvprim_comm_check(comm) KVPRIM_ERROR_UNSUPPORTED
+#define kvprim_comm_destroy(comm) KVPRIM_ERROR_UNSUPPORTED
+#define kvprim_all_reduce(comm, to, from, count, dtype, op, stream) KVPRIM_ERROR_UNSUPPORTED
 #endif
 
-/* ---- what is moved: the same descriptors for the GPU and for the host -------------------------------------------- */
+/* ---- descriptors: the same for the GPU and for the host, but for the memory -------------------------------------- */
 
 static int32_t first_id(int number)
 {
     return number * vocabulary / world;
 }
 
-static kvprim_gather_desc embed(const place *p, char *shard, int number, char *x)
+static kvprim_gather_desc embed(memory *m, void *shard, int number, void *x)
 {
     return (kvprim_gather_desc){.dst = {.data = x, .rows = batch},
                                 .src = {.data = shard, .rows = first_id(number + 1) - first_id(number)},
                                 .row_bytes = row_bytes,
-                                .index = p->in->id,
+                                .index = m->in.id,
                                 .index_base = first_id(number),
                                 .count = batch};
 }
 
-static kvprim_table cache_of(const place *p, bool v)
+static kvprim_table cache_of(memory *m, bool v)
 {
     const int64_t share = part_bytes / world, half = page_rows * share;
     return (kvprim_table){
-        .data = p->cache + (v ? half : 0), .rows = slots, .page_rows = page_rows, .page_stride = 2 * half};
+        .data = m->cache + (v ? half : 0), .rows = slots, .page_rows = page_rows, .page_stride = 2 * half};
 }
 
 /* K and V of this rank's heads lie inside each row of x. */
-static kvprim_store_desc append(const place *p, int number)
+static kvprim_store_desc append(memory *m, int number)
 {
     const int64_t share = part_bytes / world;
-    char *const k = p->out->x + part_bytes + number * share;
-    return (kvprim_store_desc){.k_cache = cache_of(p, false),
-                               .v_cache = cache_of(p, true),
+    char *const k = (char *)m->out.x + part_bytes + number * share;
+    return (kvprim_store_desc){.k_cache = cache_of(m, false),
+                               .v_cache = cache_of(m, true),
                                .k = {.data = k, .rows = batch, .stride = row_bytes},
                                .v = {.data = k + part_bytes, .rows = batch, .stride = row_bytes},
                                .k_bytes = share,
                                .v_bytes = share,
-                               .slot = p->in->slot,
+                               .slot = m->in.slot,
                                .count = batch,
-                               .rejected = &p->out->rejected};
+                               .rejected = &m->out.rejected};
 }
 
-static kvprim_gather_desc recall(const place *p, bool v)
+static kvprim_gather_desc recall(memory *m, bool v)
 {
-    return (kvprim_gather_desc){.dst = {.data = v ? p->out->v : p->out->k, .rows = history},
-                                .src = cache_of(p, v),
+    return (kvprim_gather_desc){.dst = {.data = v ? m->out.v : m->out.k, .rows = history},
+                                .src = cache_of(m, v),
                                 .row_bytes = part_bytes / world,
-                                .index = p->in->past,
+                                .index = m->in.past,
                                 .count = history,
-                                .rejected = &p->out->rejected};
+                                .rejected = &m->out.rejected};
 }
 
-/* ---- the engine -------------------------------------------------------------------------------------------------- */
+/* ---- what a step is told ----------------------------------------------------------------------------------------- */
 
 /* Stands for the sampler. */
 static int32_t token(long step, int sequence)
@@ -230,20 +171,24 @@ static void prepare(input *in, long step)
     }
 }
 
+/* ---- a step ------------------------------------------------------------------------------------------------------ */
+
 static void enqueue_step(rank *r, bool with_sum)
 {
+    memory *const m = r->gpu;
     const kvprim_cuda_launch launch = {.stream = r->stream};
-    const kvprim_gather_desc rows = embed(&r->gpu, r->shard, r->number, r->gpu.out->x);
-    const kvprim_store_desc new_kv = append(&r->gpu, r->number);
-    const kvprim_gather_desc k = recall(&r->gpu, false), v = recall(&r->gpu, true);
-    check_device(device_copy(r->gpu.in, r->host.in, sizeof(input), r->stream), __LINE__);
-    check_kvprim(kvprim_cuda_gather(&rows, &launch), __LINE__);
+    const kvprim_gather_desc rows = embed(m, m->shard, r->number, m->out.x);
+    const kvprim_store_desc new_kv = append(m, r->number);
+    const kvprim_gather_desc k = recall(m, false), v = recall(m, true);
+    DEVICE(device_copy(&m->in, &r->host->in, sizeof(input), r->stream));
+    KVPRIM(kvprim_cuda_gather(&rows, &launch));
     if (with_sum)
-        comm_sum(r);
-    check_kvprim(kvprim_cuda_store(&new_kv, &launch), __LINE__);
-    check_kvprim(kvprim_cuda_gather(&k, &launch), __LINE__);
-    check_kvprim(kvprim_cuda_gather(&v, &launch), __LINE__);
-    check_device(device_copy(r->got, r->gpu.out, sizeof(output), r->stream), __LINE__);
+        KVPRIM(
+            kvprim_all_reduce(&r->comm, m->out.x, m->out.x, batch * row_bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r->stream));
+    KVPRIM(kvprim_cuda_store(&new_kv, &launch));
+    KVPRIM(kvprim_cuda_gather(&k, &launch));
+    KVPRIM(kvprim_cuda_gather(&v, &launch));
+    DEVICE(device_copy(&r->got->out, &m->out, sizeof(output), r->stream));
 }
 
 /* Asks again and again, rather than to wait in CUDA, which would not notice that another rank is gone. */
@@ -251,49 +196,30 @@ static void wait_for(rank *r)
 {
     int done = 0;
     while (!done) {
-        check_device(device_poll(r->stream, &done), __LINE__);
-        comm_check(r);
+        DEVICE(device_poll(r->stream, &done));
+        if (r->comm.self) /* from init to destroy */
+            KVPRIM(kvprim_comm_check(&r->comm));
     }
 }
 
 /* ---- the same on the host, and the comparison -------------------------------------------------------------------- */
 
-static float from_bf16(uint16_t bits)
-{
-    const uint32_t wide = (uint32_t)bits << 16;
-    float value;
-    memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-static uint16_t to_bf16(float value) /* that is one: nothing to round */
-{
-    uint32_t wide;
-    memcpy(&wide, &value, sizeof wide);
-    return (uint16_t)(wide >> 16);
-}
-
-static void host_embedding(rank *r, char *x)
-{
-    static _Thread_local uint16_t part[batch * row_bytes / 2], sum[batch * row_bytes / 2];
-    memset(sum, 0, sizeof sum);
-    for (int n = 0; n < world; n++) {
-        const kvprim_gather_desc rows = embed(&r->host, embedding + (size_t)first_id(n) * row_bytes, n, (char *)part);
-        check_kvprim(kvprim_gather(&rows), __LINE__);
-        for (size_t i = 0; i < batch * row_bytes / 2; i++)
-            sum[i] = to_bf16(from_bf16(sum[i]) + from_bf16(part[i]));
-    }
-    memcpy(x, sum, sizeof sum);
-}
-
 static void host_step(rank *r)
 {
-    const kvprim_store_desc new_kv = append(&r->host, r->number);
-    const kvprim_gather_desc k = recall(&r->host, false), v = recall(&r->host, true);
-    host_embedding(r, r->host.out->x);
-    check_kvprim(kvprim_store(&new_kv), __LINE__);
-    check_kvprim(kvprim_gather(&k), __LINE__);
-    check_kvprim(kvprim_gather(&v), __LINE__);
+    static _Thread_local uint16_t part[batch * row_bytes / 2];
+    memory *const m = r->host;
+    const kvprim_store_desc new_kv = append(m, r->number);
+    const kvprim_gather_desc k = recall(m, false), v = recall(m, true);
+    memset(m->out.x, 0, sizeof m->out.x);
+    for (int n = 0; n < world; n++) {
+        const kvprim_gather_desc rows = embed(m, embedding[first_id(n)], n, part);
+        KVPRIM(kvprim_gather(&rows));
+        for (int i = 0; i < batch * row_bytes / 2; i++)
+            m->out.x[i] |= part[i]; /* the sum: all ranks but one have zeros here */
+    }
+    KVPRIM(kvprim_store(&new_kv));
+    KVPRIM(kvprim_gather(&k));
+    KVPRIM(kvprim_gather(&v));
 }
 
 static void differ(rank *r, long step, const char *what, const void *got, const void *expected, size_t bytes)
@@ -311,7 +237,7 @@ static void differ(rank *r, long step, const char *what, const void *got, const 
    there, which finds a descriptor that is wrong for both. */
 static void compare(rank *r, long step)
 {
-    const output *const got = r->got, *const expected = r->host.out;
+    const output *const got = &r->got->out, *const expected = &r->host->out;
     const size_t share = (size_t)(part_bytes / world);
     const long start = step - step % context;
     differ(r, step, "embedding rows", got->x, expected->x, sizeof got->x);
@@ -321,8 +247,7 @@ static void compare(rank *r, long step)
     for (int s = 0; s < sequences; s++)
         for (long p = 0; start + p <= step; p++) {
             const size_t row = (size_t)(s * context + p) * share;
-            const char *const k =
-                embedding + (size_t)token(start + p, s) * row_bytes + part_bytes + (size_t)r->number * share;
+            const char *const k = (const char *)embedding[token(start + p, s)] + part_bytes + (size_t)r->number * share;
             differ(r, step, "a token's K", got->k + row, k, share);
             differ(r, step, "a token's V", got->v + row, k + part_bytes, share);
         }
@@ -330,69 +255,59 @@ static void compare(rank *r, long step)
 
 /* ---- a rank's life ----------------------------------------------------------------------------------------------- */
 
-static size_t cache_bytes(void)
-{
-    return 2 * (size_t)slots * (size_t)(part_bytes / world);
-}
-
 static void open_rank(rank *r)
 {
-    const size_t first = (size_t)first_id(r->number), ids = (size_t)first_id(r->number + 1) - first;
-    check_device(device_use(r->number), __LINE__);
-    check_device(device_open_stream(&r->stream), __LINE__);
-    r->host.in = memory_of(sizeof(input), device_alloc_pinned, __LINE__);
-    r->got = memory_of(sizeof(output), device_alloc_pinned, __LINE__);
-    r->host.out = memory_of(sizeof(output), alloc_host, __LINE__);
-    r->host.cache = memory_of(cache_bytes(), alloc_host, __LINE__);
-    r->gpu.in = memory_of(sizeof(input), device_alloc, __LINE__);
-    r->gpu.out = memory_of(sizeof(output), device_alloc, __LINE__);
-    r->gpu.cache = memory_of(cache_bytes(), device_alloc, __LINE__);
-    r->shard = memory_of(ids * row_bytes, device_alloc, __LINE__);
-    memset(r->host.cache, 0xEE, cache_bytes());
-    check_device(device_copy(r->shard, embedding + first * row_bytes, ids * row_bytes, r->stream), __LINE__);
-    check_device(device_copy(r->gpu.cache, r->host.cache, cache_bytes(), r->stream), __LINE__);
-    check_device(device_copy(r->gpu.out, r->host.out, sizeof(output), r->stream), __LINE__);
+    const int first = first_id(r->number), ids = first_id(r->number + 1) - first;
+    const kvprim_comm_desc desc = {.rank = r->number, .world = world, .id = id};
+    void *gpu, *host, *got;
+    DEVICE(device_use(r->number));
+    DEVICE(device_open_stream(&r->stream));
+    DEVICE(device_alloc(&gpu, sizeof(memory)));
+    DEVICE(device_alloc_pinned(&host, sizeof(memory)));
+    DEVICE(device_alloc_pinned(&got, sizeof(memory)));
+    r->gpu = (memory *)gpu, r->host = (memory *)host, r->got = (memory *)got;
+    memset(r->host, 0, sizeof(memory));
+    memset(r->host->cache, 0xEE, sizeof r->host->cache);
+    memset(&r->host->in, 0xFF, sizeof(input));
+    memcpy(r->host->shard, embedding[first], (size_t)ids * row_bytes);
+    DEVICE(device_copy(r->gpu, r->host, sizeof(memory), r->stream));
 
     /* A step of padding. CUDA loads a kernel's code when it is first launched, and may wait for running kernels then:
        so before any of them waits for another rank. */
-    memset(r->host.in, 0xFF, sizeof(input));
     enqueue_step(r, false);
     wait_for(r);
-    comm_open(r);
+    if (world == 1)
+        return;
+    KVPRIM(kvprim_comm_init(&r->comm, &desc));
+    if (r->number == 0)
+        printf("%s\n", kvprim_comm_describe(&r->comm));
 }
 
 /* The communicator first: it waits until no rank needs this one's memory any more. */
 static void close_rank(rank *r)
 {
-    comm_close(r);
-    check_device(device_free(r->shard), __LINE__);
-    check_device(device_free(r->gpu.cache), __LINE__);
-    check_device(device_free(r->gpu.out), __LINE__);
-    check_device(device_free(r->gpu.in), __LINE__);
-    check_device(device_free_pinned(r->got), __LINE__);
-    check_device(device_free_pinned(r->host.in), __LINE__);
-    check_device(device_close_stream(r->stream), __LINE__);
-    free(r->host.cache);
-    free(r->host.out);
+    if (world > 1)
+        KVPRIM(kvprim_comm_destroy(&r->comm));
+    DEVICE(device_free_pinned(r->got));
+    DEVICE(device_free_pinned(r->host));
+    DEVICE(device_free(r->gpu));
+    DEVICE(device_close_stream(r->stream));
 }
 
 static void *run_rank(void *argument)
 {
     rank *const r = (rank *)argument;
-    char *cache;
     open_rank(r);
     for (long step = 0; step < steps; step++) {
-        prepare(r->host.in, step);
-        enqueue_step(r, true);
+        prepare(&r->host->in, step);
+        enqueue_step(r, world > 1);
         host_step(r);
         wait_for(r);
         compare(r, step);
     }
-    cache = memory_of(cache_bytes(), alloc_host, __LINE__);
-    check_device(device_copy(cache, r->gpu.cache, cache_bytes(), r->stream), __LINE__);
+    DEVICE(device_copy(r->got->cache, r->gpu->cache, sizeof r->got->cache, r->stream));
     wait_for(r);
-    differ(r, steps, "the whole cache", cache, r->host.cache, cache_bytes());
-    free(cache);
+    differ(r, steps, "the whole cache", r->got->cache, r->host->cache, sizeof r->got->cache);
     close_rank(r);
     return NULL;
 }
@@ -402,49 +317,43 @@ static void *run_rank(void *argument)
 /* bf16 of 1 to 2, of either sign: the sum with the zeros of other ranks is exact, and no row has zeros of its own. */
 static void make_embedding(void)
 {
-    const size_t count = (size_t)vocabulary * row_bytes / 2;
     uint32_t state = 1;
-    embedding = memory_of(count * 2, alloc_host, __LINE__);
-    for (size_t i = 0; i < count; i++) {
-        state = state * 1664525u + 1013904223u;
-        const uint16_t bits = (uint16_t)(0x3F80u | (state >> 16 & 0x807Fu));
-        memcpy(embedding + 2 * i, &bits, sizeof bits);
-    }
+    for (int t = 0; t < vocabulary; t++)
+        for (int i = 0; i < row_bytes / 2; i++) {
+            state = state * 1664525u + 1013904223u;
+            embedding[t][i] = (uint16_t)(0x3F80u | (state >> 16 & 0x807Fu));
+        }
 }
 
-static long number_after(const char *option, const char *text, long most)
+static void usage(FILE *to, int code)
 {
-    char *end = NULL;
-    const long number = text ? strtol(text, &end, 10) : 0;
-    if (number >= 1 && number <= most && *end == '\0')
-        return number;
-    fprintf(stderr, "engine: %s takes a number from 1 to %ld\n", option, most);
-    exit(2);
-}
-
-static void usage(void)
-{
-    printf("usage: engine [--gpus N] [--steps N]\n\n"
-           "    --gpus N    1 to %d; without it all there are, up to %d\n"
-           "    --steps N   tokens that each sequence gets (%ld)\n"
-           "    --help      this\n",
-           most_gpus, most_gpus, steps);
-    exit(0);
+    fprintf(to,
+            "usage: engine [--gpus N] [--steps N]\n\n"
+            "    --gpus N    1 to %d; without it all there are, up to %d\n"
+            "    --steps N   tokens that each sequence gets (%ld)\n"
+            "    --help      this\n",
+            most_gpus, most_gpus, steps);
+    exit(code);
 }
 
 static void parse(int argc, char **argv)
 {
-    for (int i = 1; i < argc; i++) {
+    for (int i = 1; i < argc; i += 2) {
+        const bool gpus = strcmp(argv[i], "--gpus") == 0;
+        const long most = gpus ? most_gpus : 1000000;
+        char *end = NULL;
         if (strcmp(argv[i], "--help") == 0)
-            usage();
-        else if (strcmp(argv[i], "--gpus") == 0)
-            world = (int)number_after("--gpus", argv[++i], most_gpus);
-        else if (strcmp(argv[i], "--steps") == 0)
-            steps = number_after("--steps", argv[++i], 1000000);
-        else {
-            fprintf(stderr, "engine: no option %s: see --help\n", argv[i]);
+            usage(stdout, 0);
+        if (!gpus && strcmp(argv[i], "--steps") != 0) {
+            fprintf(stderr, "engine: no option %s\n", argv[i]);
+            usage(stderr, 2);
+        }
+        const long number = argv[i + 1] ? strtol(argv[i + 1], &end, 10) : 0;
+        if (number < 1 || number > most || *end) {
+            fprintf(stderr, "engine: %s takes a number from 1 to %ld\n", argv[i], most);
             exit(2);
         }
+        *(gpus ? &gpus_wanted : &steps) = number;
     }
 }
 
@@ -453,20 +362,17 @@ static void choose_gpus(void)
 {
     int found = 0;
     const char *const error = device_count(&found);
+    const int most = !with_nccl && found ? 1 : found < most_gpus ? found : most_gpus;
     if (error || found == 0) {
         fprintf(stderr, "engine: needs a CUDA device: %s\n", error ? error : "there is none");
         exit(1);
     }
-    if (world > found) {
-        fprintf(stderr, "engine: --gpus %d, but there are %d\n", world, found);
+    if (gpus_wanted > most) {
+        fprintf(stderr, "engine: --gpus %ld, but %s %d\n", gpus_wanted,
+                with_nccl ? "this machine has" : "this was built without NCCL: at most", most);
         exit(2);
     }
-    if (world > 1 && !with_nccl) {
-        fprintf(stderr, "engine: --gpus %d, but this was built without NCCL\n", world);
-        exit(2);
-    }
-    if (world == 0)
-        world = !with_nccl ? 1 : found < most_gpus ? found : most_gpus;
+    world = gpus_wanted ? (int)gpus_wanted : most;
     if (world == 1)
         printf("one GPU: nothing to sum%s\n", with_nccl ? "" : ", and built without NCCL");
 }
@@ -478,16 +384,16 @@ int main(int argc, char **argv)
     parse(argc, argv);
     choose_gpus();
     make_embedding();
-    comm_prepare();
+    if (world > 1)
+        KVPRIM(kvprim_comm_new_id(&id));
     for (int n = 0; n < world; n++) {
         ranks[n].number = n;
-        check_device(pthread_create(&ranks[n].thread, NULL, run_rank, &ranks[n]) ? "no thread" : NULL, __LINE__);
+        check(pthread_create(&ranks[n].thread, NULL, run_rank, &ranks[n]) ? "no thread" : NULL, __LINE__);
     }
     for (int n = 0; n < world; n++) {
-        check_device(pthread_join(ranks[n].thread, NULL) ? "no thread" : NULL, __LINE__);
+        check(pthread_join(ranks[n].thread, NULL) ? "no thread" : NULL, __LINE__);
         wrong += ranks[n].wrong;
     }
-    free(embedding);
     printf("%d ranks, %ld steps of %d sequences, %d of K and V rows read back in each: %ld differences\n", world, steps,
            sequences, history, wrong);
     return wrong != 0;
