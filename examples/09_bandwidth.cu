@@ -4,8 +4,9 @@
    compared. The kernels are in bandwidth_kernels.cuh, the plot in bandwidth_plot.h; here is what is measured with them,
    and what the figures answer.
 
-       nvcc -arch=native -O3 examples/09_bandwidth.cu -o 09_bandwidth && ./09_bandwidth [--svg FILE]
-*/
+       nvcc -arch=native -O3 examples/09_bandwidth.cu -o 09_bandwidth && ./09_bandwidth
+
+   With --svg FILE it draws the plot. */
 #include "bandwidth_kernels.cuh"
 #include "bandwidth_plot.h"
 #include <errno.h>
