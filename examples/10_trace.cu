@@ -5,8 +5,8 @@
        nvcc -arch=native -I. examples/10_trace.cu -lcupti -o 10_trace && ./10_trace
 
    With --out FILE it writes the trace, for ui.perfetto.dev. (Where cupti.h is not found: -I and -L of include and lib64
-   under $CUDA_HOME/extras/CUPTI, or `make examples`.) Both caches must hold the same rows in the end, and the trace must
-   hold every launch and byte, once. The two caches take half a GB of the GPU's memory. */
+   under $CUDA_HOME/extras/CUPTI, or `make examples`.) Both caches must hold the same rows in the end, and the trace
+   must hold every launch and byte, once. The two caches take half a GB of the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"

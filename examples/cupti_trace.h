@@ -9,9 +9,9 @@
            ...
 
    C++, in one .cu or .cpp file, linked with -lcupti, CUDA 12 or newer, Linux. On an error of CUPTI start and stop say
-   which and exit. One trace at a time, and none under a profiler, which takes CUPTI for itself. Of work that is launched
-   as a graph there are the kernels and copies, but no calls for them. A range is recorded if it begins and ends between
-   start and stop. */
+   which and exit. One trace at a time, and none under a profiler, which takes CUPTI for itself. Of work that is
+   launched as a graph there are the kernels and copies, but no calls for them. A range is recorded if it begins and
+   ends between start and stop. */
 #ifndef CUPTI_TRACE_H
 #define CUPTI_TRACE_H
 
