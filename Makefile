@@ -154,7 +154,7 @@ gpu-bench: $(GPU_BENCHES)
 
 # The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
 examples: $$(if $$(NVCC),build/09_bandwidth)
-build/09_bandwidth: examples/09_bandwidth.cu build/flags
+build/09_bandwidth: examples/09_bandwidth.cu examples/bandwidth_kernels.cuh examples/bandwidth_plot.h build/flags
 	$(COMPILE_CUDA) $< -o $@
 .PHONY: bandwidth
 bandwidth: build/09_bandwidth

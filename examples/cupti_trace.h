@@ -8,9 +8,10 @@
        if (cupti_trace_stop())  // how many records are missing
            ...
 
-   C++, in one .cu or .cpp file, linked with -lcupti. On an error of CUPTI it says which and exits. One trace at a time,
-   and none under a profiler, which takes CUPTI for itself. Of work that is launched as a graph there are the kernels
-   and copies, but no calls for them. */
+   C++, in one .cu or .cpp file, linked with -lcupti, CUDA 12 or newer, Linux. On an error of CUPTI start and stop say
+   which and exit. One trace at a time, and none under a profiler, which takes CUPTI for itself. Of work that is
+   launched as a graph there are the kernels and copies, but no calls for them. A range is recorded if it begins and
+   ends between start and stop. */
 #ifndef CUPTI_TRACE_H
 #define CUPTI_TRACE_H
 
@@ -44,7 +45,7 @@ static const CUpti_ActivityKind cupti_trace_kinds[] = {CUPTI_ACTIVITY_KIND_CONCU
 static struct {
     trace *into; /* NULL: nothing is recorded */
     std::mutex lock;
-    size_t missing; /* records that CUPTI dropped, or that have no times */
+    size_t missing; /* records that CUPTI dropped or could not read, that have no times, or ranges nested too deep */
 } cupti_tracing;
 
 static void cupti_trace_check(CUptiResult result, const char *what)
@@ -139,11 +140,14 @@ static void CUPTIAPI cupti_trace_lend(uint8_t **buffer, size_t *bytes, size_t *m
 static void CUPTIAPI cupti_trace_take(CUcontext context, uint32_t stream, uint8_t *buffer, size_t, size_t valid)
 {
     CUpti_Activity *record = NULL;
+    CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;
     size_t dropped = 0;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
-    while (cupti_tracing.into && cuptiActivityGetNextRecord(buffer, valid, &record) == CUPTI_SUCCESS)
+    while (cupti_tracing.into && (result = cuptiActivityGetNextRecord(buffer, valid, &record)) == CUPTI_SUCCESS)
         cupti_trace_record(cupti_tracing.into, record);
-    cupti_trace_check(cuptiActivityGetNumDroppedRecords(context, stream, &dropped), "dropped records");
+    cupti_tracing.missing += result != CUPTI_ERROR_MAX_LIMIT_REACHED; /* which says that there are no more */
+    if (cuptiActivityGetNumDroppedRecords(context, stream, &dropped) != CUPTI_SUCCESS)
+        dropped = 1; /* no exit from a thread of CUPTI's, with the lock held */
     cupti_tracing.missing += dropped;
     free(buffer);
 }
@@ -160,10 +164,14 @@ static int NVTX_API cupti_trace_push(const char *name)
     const int depth = cupti_trace_open.depth++;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
     trace *const t = cupti_tracing.into;
-    if (depth < cupti_trace_depth) {
-        cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : -1;
-        cuptiGetTimestamp(&cupti_trace_open.begin[depth]);
+    if (depth >= cupti_trace_depth) {
+        cupti_tracing.missing += t != NULL;
+        return depth;
     }
+    cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : -1;
+    cupti_trace_open.begin[depth] = 0; /* stays so on an error, and is missed at the range's end */
+    if (t)
+        (void)cuptiGetTimestamp(&cupti_trace_open.begin[depth]);
     return depth;
 }
 
@@ -172,7 +180,7 @@ static int NVTX_API cupti_trace_pop(void)
     uint64_t end = 0;
     if (cupti_trace_open.depth == 0)
         return -1;
-    cuptiGetTimestamp(&end);
+    (void)cuptiGetTimestamp(&end); /* 0 on an error: before any begin */
     const int depth = --cupti_trace_open.depth;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
     if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth] >= 0)

@@ -3,7 +3,7 @@
    come from anywhere (cupti_trace.h records a program's own).
 
        trace t = {0};
-       trace_add(&t, trace_name(&t, TRACE_KERNEL, "store", -1), (trace_event){.begin = 1000, .end = 3500, .track = 7});
+       trace_add(&t, trace_name(&t, TRACE_KERNEL, "store"), (trace_event){.begin = 1000, .end = 3500, .track = 7});
        trace_write(&t, "trace.json");
        trace_report(&t, t.phase, "store");
 
@@ -253,8 +253,9 @@ static int trace_by_begin(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The phase's events on the GPU in order of time; *busy is how long at least one of them ran. */
-static trace_event *trace_on_gpu(const trace *t, int phase, size_t *count, uint64_t *busy)
+/* The phase's events on the GPU in order of time; *busy is how long at least one of them ran, *span the time from the
+   first one's begin to the last one's end. */
+static trace_event *trace_on_gpu(const trace *t, int phase, size_t *count, uint64_t *busy, uint64_t *span)
 {
     trace_event *const on_gpu = (trace_event *)trace_room(NULL, (t->count + 1) * sizeof *on_gpu);
     uint64_t until = 0;
@@ -270,6 +271,7 @@ static trace_event *trace_on_gpu(const trace *t, int phase, size_t *count, uint6
             until = on_gpu[i].end;
         }
     }
+    *span = *count ? until - on_gpu[0].begin : 0;
     return on_gpu;
 }
 
@@ -300,39 +302,45 @@ static void trace_print_copies(const trace *t, const trace_sum *sums)
                (double)sums[n].bytes / (double)(sums[n].ns ? sums[n].ns : 1));
 }
 
+/* Whether the GPU waits for the host: operations so short that launching them takes as long. */
+static void trace_print_small(const trace *t, int phase, size_t count, uint64_t busy, uint64_t span)
+{
+    enum { small_ns = 5000 };
+    trace_sum *const small = trace_sums(t, phase, TRACE_KERNEL, TRACE_COPY, small_ns);
+    const trace_sum smalls = trace_total(small, t->names_count);
+    printf(
+        "3   small and frequent: %llu of %zu operations take less than %d us each, %.3f ms together; the GPU works\n"
+        "    %.3f of %.3f ms from the first operation to the last. What the host spends in calls and in NVTX ranges:\n",
+        (unsigned long long)smalls.count, count, small_ns / 1000, 1e-6 * (double)smalls.ns, 1e-6 * (double)busy,
+        1e-6 * (double)span);
+    free(small);
+}
+
 /* What one asks a trace: of one phase, and of the kernels whose names contain `family`. */
 static void trace_report(const trace *t, int phase, const char *family)
 {
-    enum { few = 6, small_ns = 5000 };
+    enum { few = 6 };
     size_t count;
-    uint64_t busy, until = 0;
-    trace_event *const on_gpu = trace_on_gpu(t, phase, &count, &busy);
+    uint64_t busy, span;
+    trace_event *const on_gpu = trace_on_gpu(t, phase, &count, &busy, &span);
     trace_sum *const all = trace_sums(t, phase, TRACE_KERNEL, TRACE_COPY, UINT64_MAX);
-    trace_sum *const small = trace_sums(t, phase, TRACE_KERNEL, TRACE_COPY, small_ns);
     trace_sum *const calls = trace_sums(t, phase, TRACE_CALL, TRACE_CALL, UINT64_MAX);
     trace_sum *const ranges = trace_sums(t, phase, TRACE_RANGE, TRACE_RANGE, UINT64_MAX);
     trace_sum *const copies = trace_sums(t, phase, TRACE_COPY, TRACE_COPY, UINT64_MAX);
-    const trace_sum smalls = trace_total(small, t->names_count), one = trace_family(t, phase, TRACE_KERNEL, family);
-    for (size_t i = 0; i < count; i++)
-        until = on_gpu[i].end > until ? on_gpu[i].end : until;
-    const double span = count ? 1e-6 * (double)(until - on_gpu[0].begin) : 0;
+    const trace_sum one = trace_family(t, phase, TRACE_KERNEL, family);
     printf("1   top operations by total time: how many, together, each, share\n");
     trace_print_sums(t, all, trace_total(all, t->names_count).ns, few);
     printf("2   the longest operations, in order of time\n");
     trace_print_longest(t, on_gpu, count, few);
-    printf(
-        "3   small and frequent: %llu of %zu operations take less than 5 us each, %.3f ms together; the GPU works\n"
-        "    %.3f of %.3f ms from the first operation to the last. What the host spends in calls and in NVTX ranges:\n",
-        (unsigned long long)smalls.count, count, 1e-6 * (double)smalls.ns, 1e-6 * (double)busy, span);
+    trace_print_small(t, phase, count, busy, span);
     trace_print_sums(t, calls, trace_total(calls, t->names_count).ns, few);
-    trace_print_sums(t, ranges, ranges[0].ns, few); /* of the outermost */
-    ;
+    trace_print_sums(t, ranges, ranges[0].ns, few); /* shares of the outermost */
     printf("4   memory operations by direction: how many, together, bytes, speed\n");
     trace_print_copies(t, copies);
     printf("5   kernels named *%s*: %llu, %.3f ms, %.2f us each (%.2f to %.2f)\n", family,
            (unsigned long long)one.count, 1e-6 * (double)one.ns,
            1e-3 * (double)one.ns / (double)(one.count ? one.count : 1), 1e-3 * (double)one.shortest,
            1e-3 * (double)one.longest);
-    free(on_gpu), free(all), free(small), free(calls), free(ranges), free(copies);
+    free(on_gpu), free(all), free(calls), free(ranges), free(copies);
 }
 #endif
