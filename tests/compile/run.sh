@@ -92,7 +92,7 @@ include='#include "kvprim.h"'
 
 # ---- what several parts use ----
 
-# Every way to include the headers, each in a unit of its own; those that differ in more than what is included where.
+# Every way to include the headers, each in a unit of its own: sets units, and differing, those whose code differs.
 write_units()
 {
     unit declared "$include"
@@ -109,7 +109,7 @@ write_units()
     unit no_simd '#define KVPRIM_NO_SIMD' "$implement" "$include"
     units='declared declared_cuda declared_nccl declared_twice implemented core twice late'
     units="$units static_copy static_twice no_simd"
-    differing='declared implemented core static_copy no_simd'
+    differing='declared declared_cuda declared_nccl implemented core static_copy no_simd'
     for a in $headers; do
         for b in $headers; do
             for c in $headers; do
@@ -528,7 +528,7 @@ systems()
         skip "AArch64 with clang: no clang or no $arm_include"
     fi
     if has x86_64-w64-mingw32-gcc; then
-        matrix_of "$units" x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
+        matrix_of "$differing" x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
         cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
         cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc $replay $warnings -static -o "$build/02_kv_replay.exe"
         group 'programs for Windows'
