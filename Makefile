@@ -71,7 +71,7 @@ ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 endif
 
 # All parts, also after one that failed.
-each = +@code=0; for part in $(1); do $(MAKE) $$part || code=1; done; exit $$code
+each = +@code=0; for part in $(1); do $(MAKE) --no-print-directory $$part || code=1; done; exit $$code
 
 # What the commands print is kept; one that fails says so by failed=1.
 RESULTS = tests/results
