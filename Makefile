@@ -23,8 +23,8 @@ COMPILE_C = $(CC) -std=c11 $(WARNINGS) $(CPPFLAGS) $(CFLAGS) -pthread -I.
 COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 
 CUDA_ARCH ?= native
-COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) -std=c++17 \
-    -O3 -arch=$(CUDA_ARCH) -lineinfo -I.
+COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
+    -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo -I.
 
 TRACE ?= examples/trace_small.jsonl
 ARGS ?=
@@ -47,21 +47,36 @@ TESTS = build/test_kvprim build/test_kvprim_no_simd
 
 help:
 	@echo 'make run       build the main job and replay a small trace through it (TRACE=path: any other; ARGS=options)'
+	@echo 'make examples  build the examples'
+	@echo 'make lib       build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
 	@echo 'make test      build and run every test that this machine can run'
 	@echo 'make check     strict compile matrix, other processors and systems, sanitizers, fuzzers'
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
+	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
+	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
+	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
 	@echo 'make sanitize  a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
 	@echo 'make sass      dump the kernels for CUDA_ARCH and check them: 128-bit accesses, no spills (make cfg: draw them)'
 	@echo 'make ncu       counters of each operation on a GPU against a checklist (make ncu-compare A=old.csv B=new.csv)'
-	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
-	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
-	@echo 'make examples  build the examples'
-	@echo 'make lib       build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
-	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make clean     remove build/'
+
+# Of targets that run programs, one runs after the other, whatever -j says: they share the GPUs and tests/results/.
+RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench nccl-bench bandwidth \
+    sanitize cuda-sanitize nccl-sanitize sass cfg ncu
+ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
+.NOTPARALLEL:
+endif
+
+# All parts, also after one that failed.
+each = +@code=0; for part in $(1); do $(MAKE) --no-print-directory $$part || code=1; done; exit $$code
+
+# What the commands print is kept; one that fails says so by failed=1.
+RESULTS = tests/results
+keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).txt 2>&1; code=$$?; \
+    cat $(RESULTS)/$(1).txt; exit $$code
 
 # Expanded twice, so that no other target asks for a GPU.
 .SECONDEXPANSION:
@@ -69,13 +84,10 @@ GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
 run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
 	$< $(DEVICE:%=--device %) $(ARGS) '$(TRACE)'
 
-# Those for a GPU where there is nvcc.
-examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES))
-
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
-    NCCL_LIBRARY='$(NCCL_LIBRARY)'
-test: $(EXAMPLES) $(TESTS)
+    NCCL_LIBRARY='$(NCCL_LIBRARY)' CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)'
+test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
 	    'test build/test_kvprim_no_simd' \
@@ -87,7 +99,7 @@ test: $(EXAMPLES) $(TESTS)
 	    'test sh tests/compile/run.sh nccl build/nccl' \
 	    'test sh tests/compile/run.sh profile build/profile'
 
-check:
+check: $$(if $$(NVCC),build/libkvprim_cuda.so)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    $(foreach part,pictures matrix symbols kernels systems sanitizers fuzzers, \
 	    'test sh tests/compile/run.sh $(part) build/$(part)')
@@ -96,71 +108,77 @@ fuzz:
 	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
-	@mkdir -p $(RESULTS)
-	@{ build/bench_prefix && build/bench_host; } >$(RESULTS)/bench.txt 2>&1; code=$$?; cat $(RESULTS)/bench.txt; exit $$code
+	$(call keep,bench,build/bench_prefix || failed=1; build/bench_host || failed=1)
 
 # What of them is shown.
 plots:
 	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
 	python3 tests/plots.py
 
-# On a machine with a GPU. What they print is kept with the headers' checksums, which say what it is true of.
-RESULTS = tests/results
-CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
-GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload
+# ---- on a machine with a GPU ----
 
-# Compaction, and a trace through CUPTI, which not every installation of CUDA has: it lies beside CUDA or in a folder of
-# its own there.
-GPU_EXAMPLES += build/11_compact
+# Checksums say what headers a result is true of.
+CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
+GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact
+GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
+GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
+
+# CUPTI, which not every installation of CUDA has, lies beside CUDA or in a folder of its own there.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
 CUPTI_INCLUDE ?= $(patsubst %/cupti.h,%,$(firstword $(wildcard $(CUPTI_PLACES:%=%/include/cupti.h))))
 CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreach folder,lib64 lib \
     lib/x86_64-linux-gnu lib/aarch64-linux-gnu,$(place)/$(folder)/libcupti.so $(place)/$(folder)/libcupti.so.1[2-9]))))
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
-RUN_TRACE = $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json,$(NO_TRACE))
-examples: $$(if $$(NVCC),$$(if $$(CUPTI_HERE),build/10_trace,no_trace))
-gpu-test: $$(if $$(CUPTI_HERE),build/10_trace)
-no_trace:
-	@$(NO_TRACE)
-build/10_trace: examples/10_trace.cu $(HEADERS) build/flags
-	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
 
-gpu-test: build/test_cuda build/test_cuda_debug $(GPU_EXAMPLES) build/02_kv_replay_cuda
-	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) $(GPU_EXAMPLES:%=&& %) && build/test_cuda && build/test_cuda_debug quick && \
-	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu && $(RUN_TRACE); } \
-	    >$(RESULTS)/gpu_test.txt 2>&1; code=$$?; cat $(RESULTS)/gpu_test.txt; exit $$code
+# 06 is built where it is run, by nccl-test.
+examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
+	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
-# Of the collectives, where there are two GPUs.
-gpu-test: nccl-test
-gpu-bench: nccl-bench
-sanitize: nccl-sanitize
+# cuda-*: one GPU; nccl-*: the collectives, where there are two.
+gpu-test:
+	$(call each,cuda-test nccl-test engine)
+gpu-bench:
+	$(call each,cuda-bench nccl-bench)
+sanitize:
+	$(call each,cuda-sanitize nccl-sanitize)
+
+cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
+	$(call keep,gpu_test,$(CHECKSUMS)$(GPU_EXAMPLES:%=; % || failed=1); build/test_cuda || failed=1; \
+	    build/test_cuda_debug quick || failed=1; \
+	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
+	    $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json || failed=1,$(NO_TRACE)))
+
+cuda-bench: $(GPU_BENCHES)
+	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
+
 nccl-test nccl-bench nccl-sanitize:
-	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' sh tests/nccl.sh $(@:nccl-%=%)
-
-# The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
-sass cfg ncu sanitize:
-	@$(CUDA_ENVIRONMENT) CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)' MAKE='$(MAKE)' sh tests/profile.sh $@
-
-ncu-compare:
-	@$(CUDA_ENVIRONMENT) CUDA_HOME='$(CUDA_HOME)' sh tests/profile.sh compare '$(A)' '$(B)'
-
-GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
-gpu-bench: $(GPU_BENCHES)
-	@mkdir -p $(RESULTS)
-	@{ $(CHECKSUMS) $(GPU_BENCHES:%=&& %); } >$(RESULTS)/gpu_bench.txt 2>&1; \
-	    code=$$?; cat $(RESULTS)/gpu_bench.txt; exit $$code
+	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%)
 
 # The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
-examples: $$(if $$(NVCC),build/09_bandwidth)
+bandwidth: build/09_bandwidth
+	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
+
+# On all GPUs, up to four. NVLink multicast as in tests/gpu.sh.
+engine:
+	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
+	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
+
+# The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
+cuda-sanitize: build/test_cuda
+sass cfg ncu cuda-sanitize:
+	@$(CUDA_ENVIRONMENT) sh tests/profile.sh $(@:cuda-%=%)
+
+ncu-compare:
+	@$(CUDA_ENVIRONMENT) sh tests/profile.sh compare '$(A)' '$(B)'
+
+# ---- programs and libraries ----
+
 build/09_bandwidth: examples/09_bandwidth.cu examples/bandwidth_kernels.cuh examples/bandwidth_plot.h build/flags
 	$(COMPILE_CUDA) $< -o $@
-.PHONY: bandwidth
-bandwidth: build/09_bandwidth
-	@mkdir -p $(RESULTS)
-	@build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg >$(RESULTS)/gpu_bandwidth.txt 2>&1; code=$$?; \
-	    cat $(RESULTS)/gpu_bandwidth.txt; exit $$code
+
+build/10_trace: examples/10_trace.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
 
 $(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
@@ -180,12 +198,6 @@ build/test_cuda_debug: tests/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-clean:
-	rm -rf build
-
-.PHONY: help run examples test check fuzz bench plots gpu-test gpu-bench nccl-test nccl-bench nccl-sanitize clean FORCE
-.PHONY: sass cfg ncu ncu-compare sanitize no_trace lib engine
-
 # For other languages. CUDA's runtime is linked in and exports nothing: beside another one in the process, such as
 # torch's of any version, it uses the same context of the device, and there is no libcudart.so to find.
 lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
@@ -201,17 +213,8 @@ build/libkvprim_cuda.so: kvprim.h kvprim_cuda.cuh build/flags
 build/libkvprim_host.so: kvprim.h build/flags
 	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -x c kvprim.h -o $@
 
-test: build/libkvprim_host.so
-check: $$(if $$(NVCC),build/libkvprim_cuda.so)
-
-# On all GPUs, up to four. NVLink multicast as in tests/nccl.sh.
-engine:
-	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
-	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
-gpu-test: engine
-
 # Changes when a compiler or its flags do, so that what others built is built again.
-FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(CUDA_ARCH)
+FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH)
 build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
@@ -230,3 +233,8 @@ build/bench_prefix: tests/bench_prefix.c build/bench_mismatch.o $(HEADERS) build
 
 build/bench_mismatch.o: tests/bench_mismatch.cpp build/flags
 	$(if $(CXX),,$(error make bench compares with std::mismatch and needs a C++ compiler))$(COMPILE_CXX) -c $< -o $@
+
+clean:
+	rm -rf build
+
+.PHONY: help examples lib clean ncu-compare FORCE $(RUN)

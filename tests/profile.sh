@@ -6,27 +6,15 @@
 #     sass      registers, stack and widths of memory accesses of every kernel, and whether main paths are 128 bits wide
 #     cfg       control-flow graphs of the kernels, build/cfg/*.dot, and .svg where there is Graphviz
 #     ncu       counters of one launch of each operation, as a table and a checklist: needs a GPU
-#     sanitize  compute-sanitizer's four tools over a tenth of the tests: needs a GPU
+#     sanitize  compute-sanitizer's four tools over a tenth of the tests, build/test_cuda: needs a GPU
 #
-# NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with. NVIDIA's tools are looked for on PATH,
-# beside nvcc, and where their packages put them. Exit code 1: something is not as it should be, or a tool is missing.
+# NVIDIA's tools are looked for on PATH, beside nvcc, and where their packages put them. Exit code 1: something is not
+# as it should be, or a tool is missing.
 
-: "${NVCC=}" "${CUDA_ARCH=native}" "${CUDA_HOME=}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${NCCL_NVLS_ENABLE=0}"
-export NCCL_NVLS_ENABLE LC_ALL=C
-gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+. tests/gpu.sh
+export LC_ALL=C
 headers='kvprim.h kvprim_cuda.cuh'
 [ -z "$NCCL_INCLUDE" ] || headers="$headers kvprim_nccl.h"
-
-# tool NAME PACKAGE: prints where it is, or says what to install.
-tool()
-{
-    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "${NVCC%/*}/$1" /usr/local/cuda/bin/"$1" /opt/cuda/bin/"$1" \
-        /opt/nvidia/nsight-compute/*/"$1"; do
-        [ ! -x "$place" ] || [ -d "$place" ] || { echo "$place"; return; }
-    done
-    echo "no $1 on PATH, under CUDA_HOME or beside nvcc: it is in $2" >&2
-    return 1
-}
 
 need_gpu()
 {
@@ -50,8 +38,8 @@ compile_kernels()
         unit=build/sass/${header%.*}
         printf '#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' "$header" >"$unit.cu"
         echo "$header for $arch"
-        "$NVCC" -std=c++17 -O3 -arch="$arch" -lineinfo -I. ${NCCL_INCLUDE:+-isystem "$NCCL_INCLUDE"} -cubin "$unit.cu" \
-            -o "$unit.cubin" || return 1
+        "$NVCC" -std=c++17 -O3 -arch="$arch" -lineinfo -I. $nccl_headers -cubin "$unit.cu" -o "$unit.cubin" ||
+            return 1
         cubins="$cubins $unit.cubin"
     done
     [ -n "$NCCL_INCLUDE" ] || echo 'without kvprim_nccl.h: no nccl.h under NCCL_HOME or in the usual places'
@@ -124,7 +112,7 @@ measure()
     report=build/ncu/$1 seconds=$2
     shift 2
     rm -f "$report.ncu-rep" "$report.csv"
-    timeout "$seconds" "$ncu" --clock-control none --profile-from-start off --target-processes application-only \
+    timeout -k 10 "$seconds" "$ncu" --clock-control none --profile-from-start off --target-processes application-only \
         --force-overwrite --export "$report" --section LaunchStats --section Occupancy --metrics "$metrics" "$@" \
         >"$report.log" 2>&1
     ended=$?
@@ -132,7 +120,7 @@ measure()
     tail -n 20 "$report.log"
     ! grep -q ERR_NVGPUCTRPERM "$report.log" ||
         echo 'only root may read the counters, unless the driver is loaded with NVreg_RestrictProfilingToAdminUsers=0'
-    echo "ncu made no $report.csv: exit code $ended (124: not done after $seconds s)"
+    echo "ncu made no $report.csv: exit code $ended (124: not done after $seconds s; 142: a rank waited too long)"
     return 1
 }
 
@@ -146,51 +134,68 @@ build_program()
 {
     collectives=
     if [ "$gpus" -gt 1 ] && [ -n "$NCCL_INCLUDE" ] && [ -n "$NCCL_LIBRARY" ]; then
-        collectives="-DPROFILE_NCCL -isystem $NCCL_INCLUDE -Xlinker $NCCL_LIBRARY -Xlinker -rpath -Xlinker
-            $(dirname "$NCCL_LIBRARY") -lpthread"
+        collectives="-DPROFILE_NCCL $nccl_headers $nccl_link"
     fi
     "$NVCC" -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. tests/profile.cu $collectives -o build/ncu/profile
 }
 
 # Kernels of two GPUs wait for each other, and ncu runs those of a process one by one, each as often as its counters
 # take. So each rank is a process, rank 1 runs without ncu, and what is run again is not the kernel but both processes.
-measure_all_reduce()
+# Neither lives long without the other: see tests/profile.cu.
+start_rank1()
 {
     id=build/ncu/id
-    rm -f $id
-    while timeout 60 build/ncu/profile all_reduce 1 $id; do :; done >build/ncu/rank1.log 2>&1 &
+    rm -f $id $id.new build/ncu/all_reduce.*
+    while build/ncu/profile all_reduce 1 $id; do :; done >build/ncu/rank1.log 2>&1 &
     rank1=$!
-    timeout 60 build/ncu/profile all_reduce 0 $id >build/ncu/all_reduce.plan 2>&1
-    ended=$?
-    grep -v '^# ' build/ncu/all_reduce.plan
-    if [ $ended -ne 0 ]; then
-        echo "all-reduce: exit code $ended"
-        code=1
-    elif grep -q '^# ' build/ncu/all_reduce.plan; then
-        if measure all_reduce 240 --replay-mode application --cache-control none \
-            build/ncu/profile all_reduce 0 $id; then
-            grep '^# ' build/ncu/all_reduce.plan | cat - build/ncu/all_reduce.csv >>build/ncu.csv
-        else
-            echo 'all-reduce: no counters; what stands above is all that was measured of it'
-            code=1
-        fi
-    fi
-    echo end >$id.new && mv $id.new $id # instead of the next id
+    trap end_rank1 EXIT
+    trap 'exit 130' HUP INT TERM
+}
+
+# A word where it waits for the next id.
+end_rank1()
+{
+    trap - EXIT HUP INT TERM
+    echo end >$id.new && mv $id.new $id
     wait $rank1
     rm -f $id
+}
+
+measure_all_reduce()
+{
+    export CUDA_VISIBLE_DEVICES=0,1 # of more, each start takes longer
+    start_rank1
+    plan=build/ncu/all_reduce.plan wrong=
+    build/ncu/profile all_reduce 0 $id >$plan 2>&1 || wrong="rank 0, without ncu: exit code $?"
+    grep -v '^# ' $plan
+    if [ -z "$wrong" ] && grep '^# ' $plan >build/ncu/all_reduce.lines; then
+        if measure all_reduce 60 --replay-mode application --cache-control none build/ncu/profile all_reduce 0 $id; then
+            cat build/ncu/all_reduce.lines build/ncu/all_reduce.csv >>build/ncu.csv
+        else
+            wrong='no counters; what stands above is all that was measured of it'
+        fi
+    fi
+    end_rank1
+    ! grep -q '^rank 1: ' build/ncu/rank1.log || wrong="${wrong:+$wrong; }wrong sums"
+    [ -n "$wrong" ] || return 0
+    echo "FAIL all-reduce: $wrong"
+    echo 'the end of what rank 1 says:'
+    tail -n 5 build/ncu/rank1.log
+    return 1
 }
 
 operations()
 {
     code=0
+    rm -f build/ncu.csv
     build_program || return 1
-    build/ncu/profile >build/ncu/rows.plan 2>&1 || { cat build/ncu/rows.plan; return 1; }
+    timeout -k 10 100 build/ncu/profile >build/ncu/rows.plan 2>&1 || { cat build/ncu/rows.plan; return 1; }
     grep -v '^# ' build/ncu/rows.plan
     choose_metrics
     measure rows 300 build/ncu/profile || return 1
     grep '^# ' build/ncu/rows.plan | cat - build/ncu/rows.csv >build/ncu.csv
     if [ -n "$collectives" ]; then
-        measure_all_reduce
+        measure_all_reduce || code=1
     else
         echo 'without all-reduce: it takes two GPUs and NCCL'
     fi
@@ -199,22 +204,11 @@ operations()
     return $code
 }
 
-# recorded FILE COMMAND: what the command prints goes to tests/results/FILE too, behind the headers' checksums.
-recorded()
-{
-    result=tests/results/$1
-    shift
-    mkdir -p tests/results
-    { sha256sum $headers && "$@"; echo $? >build/recorded_code; } >"$result" 2>&1
-    cat "$result"
-    return "$(cat build/recorded_code)"
-}
-
 ncu()
 {
     need_gpu && need_nvcc || return 1
     ncu=$(tool ncu "Nsight Compute, the toolkit's package cuda-nsight-compute-X-Y") || return 1
-    mkdir -p build/ncu && recorded gpu_ncu.txt operations
+    mkdir -p build/ncu && recorded gpu_ncu.txt "$headers" operations
 }
 
 # compare A B
@@ -245,7 +239,7 @@ each_tool()
     code=0
     for check in memcheck racecheck synccheck initcheck; do
         echo "== $check"
-        timeout 600 "$sanitizer" --tool "$check" --error-exitcode 1 build/test_cuda quick
+        timeout -k 10 600 "$sanitizer" --tool "$check" --error-exitcode 1 build/test_cuda quick
         ended=$?
         [ $ended -eq 0 ] || { echo "FAIL $check: exit code $ended"; code=1; }
     done
@@ -254,10 +248,9 @@ each_tool()
 
 sanitize()
 {
-    need_gpu && need_nvcc || return 1
+    need_gpu || return 1
     sanitizer=$(tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y") || return 1
-    headers='kvprim.h kvprim_cuda.cuh' # it tests no others
-    ${MAKE:-make} build/test_cuda && recorded gpu_sanitize.txt each_tool
+    recorded gpu_sanitize.txt 'kvprim.h kvprim_cuda.cuh' each_tool # it tests no others
 }
 
 job=$1

@@ -4,24 +4,31 @@
 #     readme        what README.md shows compiles and what it names exists: CC
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
-#     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     pictures      the pictures and figures of the results are theirs
-#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
-#     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
 #     systems       the tests as a program compiled for this very processor, on AArch64 under qemu, for Windows
 #     sanitizers    the tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
+#
+# and in tests/compile/gpu.sh
+#
+#     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
+#     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
+#
+# A part is the function of its name. Of each test it says what is missing here.
 
 part=$1 build=$2
-: "${CC=cc}" "${CXX=c++}" "${NVCC=}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}" "${FUZZ_SECONDS=10}"
+: "${CC=cc}" "${CXX=c++}" "${FUZZ_SECONDS=10}"
+. tests/gpu.sh
 warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror'
+strict='-Xcompiler -Wall,-Wextra,-Werror' # of nvcc
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
 thread='-O1 -g -fsanitize=thread'
 headers='kvprim.h kvprim_cuda.cuh kvprim_nccl.h'
-passed=0 failed=0 skipped=0
+launcher= passed=0 failed=0 skipped=0
 mkdir -p "$build" || exit 1
 
 has()
@@ -53,7 +60,7 @@ cell()
 # group NAME: one line for the cells since the last group.
 group()
 {
-    [ "$cells_failed" -gt 0 ] || echo "ok $1: $cells"
+    [ "$cells_failed" -gt 0 ] || [ "$cells" -eq 0 ] || echo "ok $1: $cells"
     cells=0 cells_failed=0
 }
 
@@ -80,11 +87,12 @@ unit()
     shift
     printf '%s\n' "$@" >"$file"
 }
-
 implement='#define KVPRIM_IMPLEMENTATION'
 include='#include "kvprim.h"'
 
-# Every way to include the headers, each in a unit of its own.
+# ---- what several parts use ----
+
+# Every way to include the headers, each in a unit of its own: sets units, and differing, those whose code differs.
 write_units()
 {
     unit declared "$include"
@@ -101,6 +109,7 @@ write_units()
     unit no_simd '#define KVPRIM_NO_SIMD' "$implement" "$include"
     units='declared declared_cuda declared_nccl declared_twice implemented core twice late'
     units="$units static_copy static_twice no_simd"
+    differing='declared declared_cuda declared_nccl implemented core static_copy no_simd'
     for a in $headers; do
         for b in $headers; do
             for c in $headers; do
@@ -113,37 +122,18 @@ write_units()
     done
 }
 
+# matrix_of UNITS COMPILER...
 matrix_of()
 {
-    for unit in $units; do
+    some=$1
+    shift
+    for unit in $some; do
         cell "$unit $*" "$@" $warnings -I. -c "$build/$unit.c" -o "$build/unit.o"
     done
     for flag in -DKVPRIM_IMPLEMENTATION -DKVPRIM_CORE_IMPLEMENTATION; do
         cell "command line $*" "$@" $warnings -I. $flag -c "$build/declared_twice.c" -o "$build/unit.o"
     done
     group "$*"
-}
-
-matrix()
-{
-    write_units
-    for pair in gcc:g++ clang:clang++; do
-        cc=${pair%:*} cxx=${pair#*:}
-        if has "$cc"; then
-            matrix_of "$cc" -std=c11 $prototypes
-            matrix_of "$cc" -std=c11 $prototypes -O2
-            matrix_of "$cc" -std=c11 $prototypes -O3
-        else
-            skip "$cc: not on this machine"
-        fi
-        if has "$cxx"; then
-            matrix_of "$cxx" -x c++ -std=c++11
-            matrix_of "$cxx" -x c++ -std=c++17
-            matrix_of "$cxx" -x c++ -std=c++20
-        else
-            skip "$cxx: not on this machine"
-        fi
-    done
 }
 
 # exports_only NAMES SOURCE COMPILER...: the object exports something, and nothing that the pattern does not match.
@@ -156,6 +146,305 @@ exports_only()
         NF == 3 && $3 !~ names { print "exports " $3; bad = 1 }
         END { exit bad || !known }' "$build/names"
 }
+
+# exports_library FILE NAMES...: these, and nothing but kvprim_*.
+exports_library()
+{
+    nm -D --defined-only "$1" >"$build/names" || return 1
+    shift
+    for name; do
+        grep -q " T $name\$" "$build/names" || { echo "does not export $name"; return 1; }
+    done
+    ! grep -v ' kvprim_[a-z0-9_]*$' "$build/names"
+}
+
+# works COMPILER...: its programs link and run here, by way of $launcher.
+works()
+{
+    unit empty 'int main(void) { return 0; }'
+    "$@" "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && $launcher "$build/empty" >/dev/null 2>&1
+}
+
+# starts COMPILER...: the same; sets launcher. ThreadSanitizer does not start on kernels that randomise addresses
+# further than it expects.
+starts()
+{
+    launcher=
+    works "$@" || { launcher='setarch -R' && has setarch && works "$@"; }
+}
+
+# The first of clang, gcc and $CC whose programs run with these flags: sets cc and launcher.
+compiler_with()
+{
+    for cc in clang gcc "$CC"; do
+        has "$cc" && starts "$cc" "$@" && return
+    done
+    return 1
+}
+
+# ---- readme ----
+
+# Targets of make, files and names in the headers.
+target_exists()
+{
+    # What a target asks for may be missing here: only the answer that there is no such target counts.
+    LC_ALL=C make -n A=a B=b NVCC=nvcc CXX=c++ "$1" 2>&1 | grep 'No rule to make target' || return 0
+    return 1
+}
+
+file_exists()
+{
+    [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
+}
+
+# The snippets, as strict as everything but for variables that only the reader would use; the first is also run.
+readme()
+{
+    rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
+    mkdir "$build/fresh" && ln -s "$PWD/kvprim.h" "$PWD/examples" "$build/fresh"
+    cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
+    cell 'README.md has snippets, and ends them' sh tests/readme.sh README.md "$build"
+    cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
+    cell "README.md's first snippet, run" "$build/snippet_1"
+    for source in "$build"/snippet_*.c; do
+        cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -I. -c "$source" -o "$build/unit.o"
+    done
+    group "README.md's snippets"
+    while read -r kind what; do
+        case $kind in
+        command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
+        program) cell "README.md: $what" sh -c "make -s '${what%% *}' && $what" ;;
+        target) cell "README.md: make $what" target_exists "$what" ;;
+        file) cell "README.md: $what" file_exists "$what" ;;
+        symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
+        esac
+    done <"$build/named"
+    group 'what README.md names exists'
+}
+
+# ---- callers ----
+
+# linked NAME LINKER OBJECT...: a program of main.c and callers, which must find nothing wrong.
+linked()
+{
+    binary=$build/$1 linker=$2
+    shift 2
+    cell "link $binary" $linker "$@" -pthread -o "$binary"
+    cell "run $binary" "$binary"
+}
+
+callers_in_c()
+{
+    unit implemented "$implement" "$include"
+    cell 'main in C' $c -c tests/compile/main.c -o "$build/main.o"
+    cell 'implementation in C' $c -c "$build/implemented.c" -o "$build/implemented_c.o"
+    cell 'caller in C' $c -c $use -o "$build/caller_c.o"
+    linked two_units "$CC" "$build/main.o" "$build/caller_c.o" "$build/implemented_c.o"
+    cell 'macro from the command line' $c -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_one.o"
+    linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
+    cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
+    linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
+
+    cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/compile/main.c \
+        -o "$build/main_three.o"
+    cell 'vendored copy a' $c $static -DCALLER=caller_a -c $use -o "$build/caller_a.o"
+    cell 'vendored copy b' $c $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+    linked vendored "$CC" "$build/main_three.o" "$build/caller_c.o" "$build/implemented_c.o" "$build/caller_a.o" \
+        "$build/caller_b.o"
+    cell 'caller compiled for AVX-512' $c -O2 tests/compile/registers.c -o "$build/registers"
+    cell 'it keeps its registers' "$build/registers"
+    group "units in C, $CC"
+}
+
+# Of those in C, some.
+callers_in_cxx()
+{
+    cell 'implementation in C++' $cxx -c "$build/implemented.c" -o "$build/implemented_cxx.o"
+    cell 'caller in C++' $cxx -c $use -o "$build/caller_cxx.o"
+    cell 'vendored copy in C++' $cxx $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+    linked cxx_calls_c "$CXX" "$build/main.o" "$build/caller_cxx.o" "$build/implemented_c.o"
+    linked c_calls_cxx "$CXX" "$build/main.o" "$build/caller_c.o" "$build/implemented_cxx.o"
+    linked vendored_mixed "$CXX" "$build/main_three.o" "$build/caller_cxx.o" "$build/implemented_c.o" \
+        "$build/caller_a.o" "$build/caller_b.o"
+    group "units in C and C++, $CC and $CXX"
+}
+
+callers_of_cuda()
+{
+    if [ -n "$NVCC" ] && has "$CXX"; then
+        cell 'CUDA unit' "$NVCC" -I. tests/compile/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'run CUDA unit' "$build/cuda_unit"
+        group "unit in CUDA, $NVCC"
+    else
+        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places) or no C++ compiler for it'
+    fi
+
+    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
+        cell 'next to nccl.h' $c -Wall -Wextra -Werror $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE") \
+            -c tests/compile/nccl_unit.c -o "$build/unit.o"
+        group "declarations next to $NCCL_INCLUDE/nccl.h"
+    else
+        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
+    fi
+}
+
+# no_cuda_header SOURCE FLAGS...: compiles, with no header of CUDA's or NCCL's, but kvprim's that are named after them.
+no_cuda_header()
+{
+    $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
+    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl' >"$build/named"
+    grep -q kvprim_nccl.h "$build/named" && ! grep -v 'kvprim_cuda.cuh$\|kvprim_nccl.h$' "$build/named"
+}
+
+# exits CODE COMMAND...
+exits()
+{
+    code=$1
+    shift
+    "$@"
+    [ $? -eq "$code" ]
+}
+
+# The example engine, and its threads and messages without a GPU: damage must be noticed.
+engine()
+{
+    engine=examples/07_engine/engine.c
+    checks=$address
+    works "$CC" $checks || checks=-O1
+    cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
+    cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
+    for damage in 0 1 2 3; do
+        cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL -DDAMAGE=$damage $engine \
+            tests/engine_host.c -pthread -o "$build/engine_$damage"
+    done
+    for gpus in 1 3 4; do
+        cell "engine, $gpus ranks, on the CPU" "$build/engine_0" --gpus $gpus --steps 70
+    done
+    cell 'engine, a gathered byte wrong' exits 1 "$build/engine_1" --gpus 1 --steps 1
+    cell 'engine, a stored byte wrong' exits 1 "$build/engine_2" --gpus 2 --steps 1
+    cell 'engine, a rank left out of the sum' exits 1 "$build/engine_3" --gpus 2 --steps 1
+    cell 'engine, more GPUs than there are' exits 2 "$build/engine_0" --gpus 5
+    group "examples/07_engine on the CPU, $CC $checks"
+}
+
+# has_layout: the structures of examples/08_torch.py are those of the headers.
+has_layout()
+{
+    python3 examples/08_torch.py --layout >"$build/layout.c" &&
+        $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
+}
+
+# What `make lib` builds without nvcc, called from Python.
+library()
+{
+    library=build/libkvprim_host.so
+    if has nm; then
+        cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
+    else
+        skip "what $library exports: no nm"
+    fi
+    if ! has python3; then
+        skip 'examples/08_torch.py: no python3'
+    else
+        cell 'structures of examples/08_torch.py' has_layout
+        if python3 -c 'import torch' >/dev/null 2>&1; then
+            cell 'examples/08_torch.py on the CPU' python3 examples/08_torch.py $library
+        else
+            skip 'examples/08_torch.py, all but its structures: python3 has no torch'
+        fi
+    fi
+    group 'shared library and Python'
+}
+
+# With KVPRIM_NVTX, where there is NVTX.
+ranges()
+{
+    if [ -z "$CUDA_INCLUDE" ] || [ ! -f "$CUDA_INCLUDE/nvtx3/nvToolsExt.h" ]; then
+        skip "ranges of KVPRIM_NVTX: no nvtx3/nvToolsExt.h beside CUDA's headers"
+        return
+    fi
+    for compiler in "$CC -std=c11 $prototypes" "${CXX:+$CXX -x c++ -std=c++17}"; do
+        has "${compiler%% *}" || continue
+        cell "test_nvtx, $compiler" $compiler $warnings -I. $(system_headers "$CUDA_INCLUDE") tests/test_nvtx.c -ldl \
+            -o "$build/test_nvtx"
+        program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
+        has nm || continue
+        cell "exports only kvprim_* and NVTX's, $compiler" \
+            exports_only '^kvprim_|[Nn]vtx|gxx_personality|^__clang_call' "$build/implemented.c" $compiler -O0 \
+            -DKVPRIM_NVTX $(system_headers "$CUDA_INCLUDE")
+    done
+    group 'ranges of KVPRIM_NVTX compiled'
+}
+
+callers()
+{
+    use=tests/compile/use.c c="$CC -std=c11 -O1 -I." cxx="$CXX -x c++ -std=c++17 -O1 -I."
+    static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
+    callers_in_c
+    if has "$CXX"; then
+        callers_in_cxx
+    else
+        skip 'units in C++: no C++ compiler'
+    fi
+    callers_of_cuda
+    engine
+    library
+    ranges
+}
+
+# ---- emulated ----
+
+emulated()
+{
+    if ! has "$CXX"; then
+        skip 'kernels emulated on the CPU: no C++ compiler'
+        return
+    fi
+    checks=$address
+    works "$CXX" -x c++ $checks || checks=-O1
+    cell "test_cuda_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. tests/test_cuda_emulated.cpp \
+        -o "$build/test_cuda_emulated"
+    group "test_cuda_emulated compiled, $CXX $checks"
+    program 'test_cuda_emulated' "$build/test_cuda_emulated"
+}
+
+# ---- pictures ----
+
+pictures()
+{
+    if ! has python3; then
+        skip 'pictures and figures of the results: no python3'
+        return
+    fi
+    cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/plots.py --check
+    group 'pictures and figures are those of tests/results'
+}
+
+# ---- matrix ----
+
+matrix()
+{
+    write_units
+    for pair in gcc:g++ clang:clang++; do
+        cc=${pair%:*} cxx=${pair#*:}
+        if has "$cc"; then
+            matrix_of "$units" "$cc" -std=c11 $prototypes
+            matrix_of "$differing" "$cc" -std=c11 $prototypes -O2
+            matrix_of "$differing" "$cc" -std=c11 $prototypes -O3
+        else
+            skip "$cc: not on this machine"
+        fi
+        if has "$cxx"; then
+            matrix_of "$units" "$cxx" -x c++ -std=c++11
+            matrix_of "$units" "$cxx" -x c++ -std=c++17
+            matrix_of "$units" "$cxx" -x c++ -std=c++20
+        else
+            skip "$cxx: not on this machine"
+        fi
+    done
+}
+
+# ---- symbols ----
 
 # The macros without KVPRIM_ that a header of ours defines and does not undefine.
 macros_left()
@@ -211,515 +500,7 @@ symbols()
     group 'macros and symbols'
 }
 
-# linked NAME LINKER OBJECT...: a program of main.c and callers, which must find nothing wrong.
-linked()
-{
-    binary=$build/$1 linker=$2
-    shift 2
-    cell "link $binary" $linker "$@" -pthread -o "$binary"
-    cell "run $binary" "$binary"
-}
-
-callers()
-{
-    use=tests/compile/use.c c="$CC -std=c11 -O1 -I." cxx="$CXX -x c++ -std=c++17 -O1 -I."
-    static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
-    unit implemented "$implement" "$include"
-    cell 'main in C' $c -c tests/compile/main.c -o "$build/main.o"
-    cell 'implementation in C' $c -c "$build/implemented.c" -o "$build/implemented_c.o"
-    cell 'caller in C' $c -c $use -o "$build/caller_c.o"
-    linked two_units "$CC" "$build/main.o" "$build/caller_c.o" "$build/implemented_c.o"
-    cell 'macro from the command line' $c -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_one.o"
-    linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
-    cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
-    linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
-
-    cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/compile/main.c \
-        -o "$build/main_three.o"
-    cell 'vendored copy a' $c $static -DCALLER=caller_a -c $use -o "$build/caller_a.o"
-    cell 'vendored copy b' $c $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
-    linked vendored "$CC" "$build/main_three.o" "$build/caller_c.o" "$build/implemented_c.o" "$build/caller_a.o" \
-        "$build/caller_b.o"
-    cell 'caller compiled for AVX-512' $c -O2 tests/compile/registers.c -o "$build/registers"
-    cell 'it keeps its registers' "$build/registers"
-    group "units in C, $CC"
-
-    if [ -n "$CXX" ] && has "$CXX"; then
-        cell 'implementation in C++' $cxx -c "$build/implemented.c" -o "$build/implemented_cxx.o"
-        cell 'caller in C++' $cxx -c $use -o "$build/caller_cxx.o"
-        cell 'vendored copy in C++' $cxx $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
-        linked cxx_calls_c "$CXX" "$build/main.o" "$build/caller_cxx.o" "$build/implemented_c.o"
-        linked c_calls_cxx "$CXX" "$build/main.o" "$build/caller_c.o" "$build/implemented_cxx.o"
-        linked vendored_mixed "$CXX" "$build/main_three.o" "$build/caller_cxx.o" "$build/implemented_c.o" \
-            "$build/caller_a.o" "$build/caller_b.o"
-        group "units in C and C++, $CC and $CXX"
-    else
-        skip 'units in C++: no C++ compiler'
-    fi
-
-    if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
-        cell 'CUDA unit' "$NVCC" -I. tests/compile/cuda_unit.cu -o "$build/cuda_unit"
-        cell 'run CUDA unit' "$build/cuda_unit"
-        group "unit in CUDA, $NVCC"
-    else
-        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places) or no C++ compiler for it'
-    fi
-
-    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
-        cell 'next to nccl.h' $c -Wall -Wextra -Werror -isystem "$NCCL_INCLUDE" -isystem "$CUDA_INCLUDE" \
-            -c tests/compile/nccl_unit.c -o "$build/unit.o"
-        group "declarations next to $NCCL_INCLUDE/nccl.h"
-    else
-        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
-    fi
-    engine
-    library
-    ranges
-}
-
-# With KVPRIM_NVTX, where there is NVTX.
-ranges()
-{
-    if [ -z "$CUDA_INCLUDE" ] || [ ! -f "$CUDA_INCLUDE/nvtx3/nvToolsExt.h" ]; then
-        skip "ranges of KVPRIM_NVTX: no nvtx3/nvToolsExt.h beside CUDA's headers"
-        return
-    fi
-    for compiler in "$CC -std=c11 $prototypes" "${CXX:+$CXX -x c++ -std=c++17}"; do
-        has "${compiler%% *}" || continue
-        cell "test_nvtx, $compiler" $compiler $warnings -I. -isystem "$CUDA_INCLUDE" tests/test_nvtx.c -ldl \
-            -o "$build/test_nvtx"
-        program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
-        has nm || continue
-        cell "exports only kvprim_* and NVTX's, $compiler" \
-            exports_only '^kvprim_|[Nn]vtx|gxx_personality|^__clang_call' "$build/implemented.c" $compiler -O0 \
-            -DKVPRIM_NVTX -isystem "$CUDA_INCLUDE"
-    done
-    group 'ranges of KVPRIM_NVTX compiled'
-}
-
-# no_cuda_header SOURCE FLAGS...: compiles, with no header of CUDA's or NCCL's, but kvprim's that are named after them.
-no_cuda_header()
-{
-    $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
-    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl' >"$build/named"
-    grep -q kvprim_nccl.h "$build/named" && ! grep -v 'kvprim_cuda.cuh$\|kvprim_nccl.h$' "$build/named"
-}
-
-# exits CODE COMMAND...
-exits()
-{
-    code=$1
-    shift
-    "$@"
-    [ $? -eq "$code" ]
-}
-
-# The example engine, and its threads and messages without a GPU: damage must be noticed.
-engine()
-{
-    engine=examples/07_engine/engine.c
-    unit empty 'int main(void) { return 0; }'
-    checks=$address
-    "$CC" $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && "$build/empty" || checks=-O1
-    cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
-    cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
-    for damage in 0 1 2 3; do
-        cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL -DDAMAGE=$damage $engine \
-            tests/engine_host.c -pthread -o "$build/engine_$damage"
-    done
-    for gpus in 1 3 4; do
-        cell "engine, $gpus ranks, on the CPU" "$build/engine_0" --gpus $gpus --steps 70
-    done
-    cell 'engine, a gathered byte wrong' exits 1 "$build/engine_1" --gpus 1 --steps 1
-    cell 'engine, a stored byte wrong' exits 1 "$build/engine_2" --gpus 2 --steps 1
-    cell 'engine, a rank left out of the sum' exits 1 "$build/engine_3" --gpus 2 --steps 1
-    cell 'engine, more GPUs than there are' exits 2 "$build/engine_0" --gpus 5
-    group "examples/07_engine on the CPU, $CC $checks"
-}
-
-# exports_library FILE NAMES...: these, and nothing but kvprim_*.
-exports_library()
-{
-    nm -D --defined-only "$1" >"$build/names" || return 1
-    shift
-    for name; do
-        grep -q " T $name\$" "$build/names" || { echo "does not export $name"; return 1; }
-    done
-    ! grep -v ' kvprim_[a-z0-9_]*$' "$build/names"
-}
-
-# has_layout: the structures of examples/08_torch.py are those of the headers.
-has_layout()
-{
-    python3 examples/08_torch.py --layout >"$build/layout.c" &&
-        $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
-}
-
-# What `make lib` builds without nvcc, called from Python.
-library()
-{
-    library=build/libkvprim_host.so
-    if has nm; then
-        cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
-    else
-        skip "what $library exports: no nm"
-    fi
-    if ! has python3; then
-        skip 'examples/08_torch.py: no python3'
-    else
-        cell 'structures of examples/08_torch.py' has_layout
-        if python3 -c 'import torch' >/dev/null 2>&1; then
-            cell 'examples/08_torch.py on the CPU' python3 examples/08_torch.py $library
-        else
-            skip 'examples/08_torch.py, all but its structures: python3 has no torch'
-        fi
-    fi
-    group 'shared library and Python'
-}
-
-emulated()
-{
-    if [ -z "$CXX" ] || ! has "$CXX"; then
-        skip 'kernels emulated on the CPU: no C++ compiler'
-        return
-    fi
-    unit empty 'int main(void) { return 0; }'
-    checks=$address
-    "$CXX" -x c++ $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && "$build/empty" || checks=-O1
-    cell "test_cuda_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. tests/test_cuda_emulated.cpp \
-        -o "$build/test_cuda_emulated"
-    group "test_cuda_emulated compiled, $CXX $checks"
-    program 'test_cuda_emulated' "$build/test_cuda_emulated"
-}
-
-# What NCCL_LIBRARY and CUDA's runtime are linked with, from the folders that they are in.
-nccl_libraries()
-{
-    runtime=
-    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu \
-        /usr/lib/aarch64-linux-gnu; do
-        [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
-    done
-    [ -n "$runtime" ] || return 1
-    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
-}
-
-nccl()
-{
-    if [ -n "$CXX" ] && has "$CXX"; then
-        for checks in "$address" "$thread"; do
-            launcher=
-            unit empty 'int main(void) { return 0; }'
-            "$CXX" -x c++ $checks "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 || continue
-            "$build/empty" || { launcher='setarch -R' && $launcher "$build/empty"; } || continue
-            cell "test_nccl_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
-                tests/test_nccl_emulated.cpp -pthread -o "$build/test_nccl_emulated"
-            group "test_nccl_emulated compiled, $CXX $checks"
-            program 'test_nccl_emulated' $launcher "$build/test_nccl_emulated" 300
-        done
-    fi
-    [ "$passed" -gt 0 ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
-    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
-        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
-        return
-    fi
-    system="-isystem $NCCL_INCLUDE -isystem $CUDA_INCLUDE"
-    unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
-    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++11' 'g++ -x c++ -std=c++20' \
-        'clang++ -x c++ -std=c++17'; do
-        has "${compiler%% *}" || continue
-        for flag in -DKVPRIM_OTHER -DKVPRIM_STATIC; do
-            cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system -c "$build/implemented_nccl.c" \
-                -o "$build/unit.o"
-        done
-        case $compiler in *c++*) continue ;; esac # CUDA's own headers leave symbols in C++
-        has nm && cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
-            $compiler $system
-    done
-    group 'implementation of kvprim_nccl.h'
-    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/test_nccl.c $libraries -o "$build/test_nccl"
-    cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
-        -o "$build/06_allreduce"
-    if has mpicc; then
-        cell 'example 06 for MPI' mpicc -std=c11 $warnings -I. $system examples/06_allreduce_mpi.c $libraries \
-            -o "$build/06_allreduce_mpi"
-    else
-        skip 'example 06 for MPI: no mpicc'
-    fi
-    group "test_nccl and examples compiled, $CC"
-    program 'test_nccl' "$build/test_nccl"
-    if [ -n "$NVCC" ] && [ -n "$CXX" ] && has "$CXX"; then
-        for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu tests/profile.cu \
-            examples/06_allreduce.c; do
-            cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. -isystem "$NCCL_INCLUDE" -DPROFILE_NCCL "$source" \
-                -Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "$(dirname "$NCCL_LIBRARY")" -lpthread \
-                -o "$build/$(basename "${source%.*}")_cuda"
-        done
-        group "test_nccl and what runs on GPUs compiled, $NVCC"
-        cp "$build/implemented_nccl.c" "$build/kernels.cu"
-        for arch in 75 80 90 100 120; do
-            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
-        done
-        group 'kernels of kvprim_nccl.h for five architectures'
-        sass "$build/kernels_sm_90.cubin"
-        program 'test_nccl, CUDA' "$build/test_nccl_cuda"
-    else
-        skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
-    fi
-}
-
-# frugal ARCH: compiles the kernels, and none of them uses the stack.
-frugal()
-{
-    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v -Xcompiler -Wall,-Wextra,-Werror -I. ${system-} -cubin "$build/kernels.cu" \
-        -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
-    grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
-    ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
-}
-
-# sass CUBIN: as `make sass` checks it.
-sass()
-{
-    if [ -n "$(command -v cuobjdump || ls "${NVCC%/*}/cuobjdump" 2>/dev/null)" ]; then
-        cell "SASS of $1" sh tests/profile.sh sass "$1"
-        group "SASS: $(tail -n 1 "$build/log")"
-    else
-        skip "SASS of $1: no cuobjdump"
-    fi
-}
-
-counters()
-{
-    awk -v what=table -f tests/profile.awk "$1"
-}
-
-# judged LINE SED_SCRIPT: the counters so altered have this line NOT as it should be, and no other.
-judged()
-{
-    sed "$2" tests/profile.csv >"$build/altered.csv"
-    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
-    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# compared LONELY PATTERN SED_SCRIPT: counters with the altered ones, where so many operations are in one of them only.
-compared()
-{
-    sed "$3" tests/profile.csv >"$build/altered.csv"
-    sh tests/profile.sh compare tests/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
-        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# sass_judged FAULT INSTRUCTION...: what is said of a main path's kernel that has these; `ok`: no fault.
-sass_judged()
-{
-    kernel=_Z11kvpn_kernelI13kvpn_one_shot9kvpn_bf16Li2ELb1EEv11kvpn_params fault=$1 wanted=1
-    shift
-    [ "$fault" != ok ] || wanted=0
-    {
-        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
-        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
-    } >"$build/altered.sass"
-    awk -v what=sass -f tests/profile.awk "$build/altered.sass" >"$build/table"
-    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
-        "$build/table" || { cat "$build/table"; return 1; }
-}
-
-# A graph as nvdisasm writes it: a loop of two blocks, one of one block inside, and one that nothing leads to.
-drawn()
-{
-    {
-        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
-        for edge in a:b b:c c:c c:b c:d x:x; do
-            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
-            last=${edge%:*}
-            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
-        done
-        printf '%s\n' '"d"' '}' '}'
-    } >"$build/graph"
-    awk -v what=cfg -v into="$build" -f tests/profile.awk "$build/graph" >"$build/table"
-    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
-        { cat "$build/table"; return 1; }
-}
-
-profile()
-{
-    cell 'as it should be' counters tests/profile.csv
-    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
-    cell 'a kernel too few' judged phases '$d'
-    cell 'a kernel too many' judged phases '$p'
-    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
-    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
-    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
-    cell 'spills' judged spills '$s/"0"$/"1,024"/'
-    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
-    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
-    group 'table of counters and its checklist'
-    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
-    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
-    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
-    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
-    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
-    group 'counters compared'
-    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
-    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
-    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
-    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
-    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
-    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E.64 STG.E.U16
-    group 'table of SASS'
-    cell 'two loops' drawn
-    group 'control-flow graph'
-}
-
-# What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
-results()
-{
-    if ! has sha256sum; then
-        skip 'what headers the results are of: no sha256sum'
-        return
-    fi
-    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
-        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
-        file=tests/results/${result%:*}.txt target=${result#*:}
-        if [ ! -f "$file" ]; then
-            skip "$file: none (make $target on a GPU)"
-        elif head -n 2 "$file" | sha256sum -c --status 2>/dev/null; then
-            cell "$file is of these headers" true
-        else
-            skip "$file: of other headers than these (make $target on a GPU)"
-        fi
-    done
-    group 'results of the GPU are of these headers'
-}
-
-kernels()
-{
-    results
-    if [ -z "$NVCC" ]; then
-        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
-        return
-    fi
-    printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
-    newest=75
-    for arch in 75 80 86 89 90 100 120; do
-        if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
-            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
-            newest=$arch
-        else
-            skip "kernels for sm_$arch: this nvcc does not know it"
-        fi
-    done
-    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -gencode "arch=compute_$newest,code=compute_$newest" -I. \
-        -c "$build/kernels.cu" -o "$build/unit.o"
-    cell 'test_cuda' "$NVCC" -std=c++17 -O1 -arch=sm_90 -I. tests/test_cuda.cu -o "$build/test_cuda"
-    group "kernels, $NVCC, sm_75 to sm_120 and PTX"
-    for source in examples/0[3459]_*.cu examples/11_compact.cu tests/bench_cuda.cu tests/bench_transfer.cu \
-        tests/bench_unpack.cu tests/profile.cu; do
-        cell "$source" "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. -c "$source" \
-            -o "$build/unit.o"
-    done
-    cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
-    if [ -n "$cupti" ]; then
-        cell 'examples/10_trace.cu' "$NVCC" -std=c++17 -O1 -arch=sm_90 -Xcompiler -Wall,-Wextra,-Werror -I. \
-            -I"${cupti%/*}" -c examples/10_trace.cu -o "$build/unit.o"
-    else
-        skip 'examples/10_trace.cu: no cupti.h'
-    fi
-    cell 'test_cuda with KVPRIM_DEBUG' "$NVCC" -std=c++17 -O1 -arch=sm_90 -DKVPRIM_DEBUG -I. -c tests/test_cuda.cu \
-        -o "$build/unit.o"
-    cell 'test_nvtx' "$NVCC" -x cu -std=c++17 -O1 -arch=sm_90 ${NCCL_LIBRARY:+-DTEST_NCCL -isystem "$NCCL_INCLUDE"} -I. \
-        tests/test_nvtx.c ${NCCL_LIBRARY:+-Xlinker "$NCCL_LIBRARY" -Xlinker -rpath -Xlinker "${NCCL_LIBRARY%/*}"} \
-        -o "$build/test_nvtx"
-    cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror -isystem "$CUDA_INCLUDE" -I. -DKV_REPLAY_CUDA \
-        -c examples/02_kv_replay.c -o "$build/unit.o"
-    for nccl in no ${NCCL_LIBRARY:+yes}; do
-        cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
-            NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="$PWD/$build/engine"
-    done
-    if has cmake; then
-        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
-            -DCMAKE_CUDA_ARCHITECTURES=90
-        cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
-    else
-        skip 'examples/07_engine by CMake: no cmake'
-    fi
-    group "examples and benchmarks for a GPU, $NVCC"
-    if has nm; then
-        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
-            kvprim_cuda_gather kvprim_cuda_unpack
-        group 'build/libkvprim_cuda.so'
-    else
-        skip 'what build/libkvprim_cuda.so exports: no nm'
-    fi
-    program 'test_cuda, here or without a GPU' "$build/test_cuda"
-    program 'test_nvtx, CUDA' "$build/test_nvtx"
-    sass "$build/kernels_sm_90.cubin"
-}
-
-# Targets of make, files and names in the headers.
-target_exists()
-{
-    # What a target asks for may be missing here: only the answer that there is no such target counts.
-    LC_ALL=C make -n A=a B=b NVCC=nvcc CXX=c++ "$1" 2>&1 | grep 'No rule to make target' || return 0
-    return 1
-}
-
-file_exists()
-{
-    [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
-}
-
-# The snippets, as strict as everything but for variables that only the reader would use; the first is also run.
-readme()
-{
-    rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
-    mkdir "$build/fresh" && ln -s "$PWD/kvprim.h" "$PWD/examples" "$build/fresh"
-    cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
-    cell 'README.md has snippets, and ends them' sh tests/readme.sh README.md "$build"
-    cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
-    cell "README.md's first snippet, run" "$build/snippet_1"
-    for source in "$build"/snippet_*.c; do
-        cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -I. -c "$source" -o "$build/unit.o"
-    done
-    group "README.md's snippets"
-    while read -r kind what; do
-        case $kind in
-        command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
-        program) cell "README.md: $what" sh -c "make -s '${what%% *}' && $what" ;;
-        target) cell "README.md: make $what" target_exists "$what" ;;
-        file) cell "README.md: $what" file_exists "$what" ;;
-        symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
-        esac
-    done <"$build/named"
-    group 'what README.md names exists'
-}
-
-pictures()
-{
-    if ! has python3; then
-        skip 'pictures and figures of the results: no python3'
-        return
-    fi
-    cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/plots.py --check
-    group 'pictures and figures are those of tests/results'
-}
-
-# works COMPILER...: its programs link and run here, by way of $launcher.
-launcher=
-works()
-{
-    unit empty 'int main(void) { return 0; }'
-    "$@" "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && $launcher "$build/empty" >/dev/null 2>&1
-}
-
-# The first of clang, gcc and $CC whose programs run with these flags: sets cc.
-compiler_with()
-{
-    for cc in clang gcc "$CC"; do
-        has "$cc" && works "$cc" "$@" && return
-    done
-    return 1
-}
+# ---- systems ----
 
 systems()
 {
@@ -733,7 +514,7 @@ systems()
         program "test_kvprim, $cc -O3 -march=native -flto" "$build/test_native"
     done
     if has aarch64-linux-gnu-gcc; then
-        matrix_of aarch64-linux-gnu-gcc -std=c11 $prototypes -O2
+        matrix_of "$differing" aarch64-linux-gnu-gcc -std=c11 $prototypes -O2
         cell 'test_kvprim for AArch64' aarch64-linux-gnu-gcc $tests $warnings -static -o "$build/test_aarch64"
         group 'test_kvprim compiled for AArch64'
         if qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static); then
@@ -746,12 +527,12 @@ systems()
     fi
     arm_include=/usr/aarch64-linux-gnu/include
     if has clang && [ -d $arm_include ]; then
-        matrix_of clang --target=aarch64-linux-gnu -isystem $arm_include -std=c11 $prototypes -O2
+        matrix_of "$differing" clang --target=aarch64-linux-gnu -isystem $arm_include -std=c11 $prototypes -O2
     else
         skip "AArch64 with clang: no clang or no $arm_include"
     fi
     if has x86_64-w64-mingw32-gcc; then
-        matrix_of x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
+        matrix_of "$differing" x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
         cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
         cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc $replay $warnings -static -o "$build/02_kv_replay.exe"
         group 'programs for Windows'
@@ -765,6 +546,8 @@ systems()
     fi
 }
 
+# ---- sanitizers ----
+
 sanitizers()
 {
     tests='-I. tests/test_kvprim.c -std=c11 -pthread'
@@ -772,14 +555,14 @@ sanitizers()
         cell "test_kvprim, $cc $address" $cc $tests $address -o "$build/test_address"
         cell "02_kv_replay, $cc $address" $cc -I. examples/02_kv_replay.c -std=c11 -pthread $address \
             -o "$build/replay_address"
-        cell '02_kv_replay, addresses and undefined behaviour' "$build/replay_address" examples/trace_small.jsonl
+        cell '02_kv_replay, addresses and undefined behaviour' $launcher "$build/replay_address" \
+            examples/trace_small.jsonl
         group "$cc $address, 02_kv_replay run"
-        program 'test_kvprim, addresses and undefined behaviour' "$build/test_address"
+        program 'test_kvprim, addresses and undefined behaviour' $launcher "$build/test_address"
     else
         skip 'AddressSanitizer: no compiler here has it'
     fi
-    # ThreadSanitizer does not start on kernels that randomise addresses further than it expects.
-    if compiler_with $thread || { launcher='setarch -R' && has setarch && compiler_with $thread; }; then
+    if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $tests $thread -o "$build/test_thread"
         group "$cc $thread"
         program 'test_kvprim, threads' $launcher "$build/test_thread"
@@ -787,6 +570,8 @@ sanitizers()
         skip 'ThreadSanitizer: no compiler here has it, or its programs do not start'
     fi
 }
+
+# ---- fuzzers ----
 
 fuzzers()
 {
@@ -803,11 +588,13 @@ fuzzers()
     fi
     for name in prefix moves unpack trace; do
         cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz_$name.c" -std=c11 $address -o "$build/fuzz_$name"
-        cell "fuzz_$name" "$build/fuzz_$name" -seed=1 -max_len=400 -max_total_time="$FUZZ_SECONDS" -timeout=20 \
-            -artifact_prefix="$build/${name}_"
+        cell "fuzz_$name" $launcher "$build/fuzz_$name" -seed=1 -max_len=400 -max_total_time="$FUZZ_SECONDS" \
+            -timeout=20 -artifact_prefix="$build/${name}_"
         group "fuzz_$name ($by), $(sed -n 's/^Done \([0-9]* runs\) in.*/\1/p' "$build/log"); compiled and run"
     done
 }
+
+. tests/compile/gpu.sh
 
 case $part in
 readme | pictures | callers | emulated | nccl | profile | kernels | matrix | symbols | systems | sanitizers | fuzzers)

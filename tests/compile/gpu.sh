@@ -1,0 +1,312 @@
+# The parts of tests/compile/run.sh about kernels and collectives; it reads this, and has cell, group, program and skip.
+
+# ---- what several parts use ----
+
+# frugal ARCH: compiles the kernels, and none of them uses the stack.
+frugal()
+{
+    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v $strict -I. $nccl_headers -cubin "$build/kernels.cu" \
+        -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
+    grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
+    ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
+}
+
+# kernels_for ARCH...: those of $build/kernels.cu; sets newest to the last that this nvcc knows.
+kernels_for()
+{
+    newest=75
+    for arch; do
+        if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+            newest=$arch
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
+    done
+}
+
+# sass CUBIN: as `make sass` checks it.
+sass()
+{
+    if tool cuobjdump '' >/dev/null 2>&1; then
+        cell "SASS of $1" sh tests/profile.sh sass "$1"
+        group "SASS: $(tail -n 1 "$build/log")"
+    else
+        skip "SASS of $1: no cuobjdump"
+    fi
+}
+
+# ---- nccl ----
+
+nccl_emulated()
+{
+    tested=no
+    for checks in "$address" "$thread"; do
+        has "$CXX" && starts "$CXX" -x c++ $checks || continue
+        cell "test_nccl_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
+            tests/test_nccl_emulated.cpp -pthread -o "$build/test_nccl_emulated"
+        group "test_nccl_emulated compiled, $CXX $checks"
+        program 'test_nccl_emulated' $launcher "$build/test_nccl_emulated" 300
+        tested=yes
+    done
+    [ $tested = yes ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
+}
+
+# What NCCL_LIBRARY and CUDA's runtime are linked with, from the folders that they are in.
+nccl_libraries()
+{
+    runtime=
+    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu \
+        /usr/lib/aarch64-linux-gnu; do
+        [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
+    done
+    [ -n "$runtime" ] || return 1
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+}
+
+# Where compilers warn as they do of the other headers.
+nccl_implemented()
+{
+    unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++11' 'g++ -x c++ -std=c++20' \
+        'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        for flag in -DKVPRIM_OTHER -DKVPRIM_STATIC; do
+            cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system \
+                -c "$build/implemented_nccl.c" -o "$build/unit.o"
+        done
+        case $compiler in *c++*) continue ;; esac # CUDA's own headers leave symbols in C++
+        has nm || continue
+        cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
+            $compiler $system
+    done
+    group 'implementation of kvprim_nccl.h'
+}
+
+nccl_programs()
+{
+    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/test_nccl.c $libraries -o "$build/test_nccl"
+    cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
+        -o "$build/06_allreduce"
+    if has mpicc; then
+        cell 'example 06 for MPI' mpicc -std=c11 $warnings -I. $system examples/06_allreduce_mpi.c $libraries \
+            -o "$build/06_allreduce_mpi"
+    else
+        skip 'example 06 for MPI: no mpicc'
+    fi
+    group "test_nccl and examples compiled, $CC"
+    program 'test_nccl' "$build/test_nccl"
+}
+
+nccl_cuda()
+{
+    for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu tests/profile.cu \
+        examples/06_allreduce.c; do
+        cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. $nccl_headers -DPROFILE_NCCL "$source" $nccl_link \
+            -o "$build/$(basename "${source%.*}")_cuda"
+    done
+    group "test_nccl and what runs on GPUs compiled, $NVCC"
+    cp "$build/implemented_nccl.c" "$build/kernels.cu"
+    kernels_for 75 80 90 100 120
+    group 'kernels of kvprim_nccl.h for five architectures'
+    sass "$build/kernels_sm_90.cubin"
+    program 'test_nccl, CUDA' "$build/test_nccl_cuda"
+}
+
+nccl()
+{
+    nccl_emulated
+    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
+        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
+        return
+    fi
+    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+    nccl_implemented
+    nccl_programs
+    if [ -n "$NVCC" ] && has "$CXX"; then
+        nccl_cuda
+    else
+        skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
+    fi
+}
+
+# ---- profile ----
+
+counters()
+{
+    awk -v what=table -f tests/profile.awk "$1"
+}
+
+# judged LINE SED_SCRIPT: the counters so altered have this line NOT as it should be, and no other.
+judged()
+{
+    sed "$2" tests/profile.csv >"$build/altered.csv"
+    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
+    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# compared LONELY PATTERN SED_SCRIPT: counters with the altered ones, where so many operations are in one of them only.
+compared()
+{
+    sed "$3" tests/profile.csv >"$build/altered.csv"
+    sh tests/profile.sh compare tests/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
+        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# sass_judged FAULT INSTRUCTION...: what is said of a main path's kernel that has these; `ok`: no fault.
+sass_judged()
+{
+    kernel=_Z11kvpn_kernelI13kvpn_one_shot9kvpn_bf16Li2ELb1EEv11kvpn_params fault=$1 wanted=1
+    shift
+    [ "$fault" != ok ] || wanted=0
+    {
+        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
+        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
+    } >"$build/altered.sass"
+    awk -v what=sass -f tests/profile.awk "$build/altered.sass" >"$build/table"
+    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
+        "$build/table" || { cat "$build/table"; return 1; }
+}
+
+# A graph as nvdisasm writes it: a loop of two blocks, one of one block inside, and one that nothing leads to.
+drawn()
+{
+    {
+        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
+        for edge in a:b b:c c:c c:b c:d x:x; do
+            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
+            last=${edge%:*}
+            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
+        done
+        printf '%s\n' '"d"' '}' '}'
+    } >"$build/graph"
+    awk -v what=cfg -v into="$build" -f tests/profile.awk "$build/graph" >"$build/table"
+    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
+        { cat "$build/table"; return 1; }
+}
+
+profile()
+{
+    cell 'as it should be' counters tests/profile.csv
+    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
+    cell 'a kernel too few' judged phases '$d'
+    cell 'a kernel too many' judged phases '$p'
+    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
+    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
+    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
+    cell 'spills' judged spills '$s/"0"$/"1,024"/'
+    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
+    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
+    group 'table of counters and its checklist'
+    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
+    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
+    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
+    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
+    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
+    group 'counters compared'
+    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
+    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
+    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
+    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
+    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
+    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E.64 STG.E.U16
+    group 'table of SASS'
+    cell 'two loops' drawn
+    group 'control-flow graph'
+}
+
+# ---- kernels ----
+
+# What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
+results()
+{
+    if ! has sha256sum; then
+        skip 'what headers the results are of: no sha256sum'
+        return
+    fi
+    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
+        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
+        file=tests/results/${result%:*}.txt target=${result#*:}
+        if [ ! -f "$file" ]; then
+            skip "$file: none (make $target on a GPU)"
+        elif grep "^[0-9a-f]\{64\}  kvprim" "$file" | sha256sum -c --status 2>/dev/null; then
+            cell "$file is of these headers" true
+        else
+            skip "$file: of other headers than these (make $target on a GPU)"
+        fi
+    done
+    group 'results of the GPU are of these headers'
+}
+
+kernels_of_all()
+{
+    printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
+    kernels_for 75 80 86 89 90 100 120
+    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 \
+        -gencode "arch=compute_$newest,code=compute_$newest" -I. -c "$build/kernels.cu" -o "$build/unit.o"
+    group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+}
+
+# What is run on a GPU, as programs or objects.
+gpu_programs()
+{
+    cu="$NVCC -std=c++17 -O1 -arch=sm_90 -I." sources=tests/profile.cu
+    [ -z "$NCCL_LIBRARY" ] || sources= # compiled by the part nccl
+    for source in examples/0[3459]_*.cu examples/11_compact.cu tests/bench_cuda.cu tests/bench_transfer.cu \
+        tests/bench_unpack.cu $sources; do
+        cell "$source" $cu $strict -c "$source" -o "$build/unit.o"
+    done
+    cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
+    if [ -n "$cupti" ]; then
+        cell 'examples/10_trace.cu' $cu $strict -I"${cupti%/*}" -c examples/10_trace.cu -o "$build/unit.o"
+    else
+        skip 'examples/10_trace.cu: no cupti.h'
+    fi
+    cell 'test_cuda' $cu tests/test_cuda.cu -o "$build/test_cuda"
+    cell 'test_cuda with KVPRIM_DEBUG' $cu -DKVPRIM_DEBUG -c tests/test_cuda.cu -o "$build/unit.o"
+    cell 'test_nvtx' $cu -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_headers tests/test_nvtx.c $nccl_link \
+        -o "$build/test_nvtx"
+    cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
+        -DKV_REPLAY_CUDA -c examples/02_kv_replay.c -o "$build/unit.o"
+    group "examples, tests and benchmarks for a GPU, $NVCC"
+}
+
+# As its two builds do it.
+engine_built()
+{
+    for nccl in no ${NCCL_LIBRARY:+yes}; do
+        cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
+            NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="$PWD/$build/engine"
+    done
+    if has cmake; then
+        rm -rf "$build/cmake" # which remembers where the sources lay
+        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
+            -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
+    else
+        skip 'examples/07_engine by CMake: no cmake'
+    fi
+    group "examples/07_engine, $NVCC"
+}
+
+kernels()
+{
+    results
+    if [ -z "$NVCC" ]; then
+        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        return
+    fi
+    kernels_of_all
+    gpu_programs
+    engine_built
+    if has nm; then
+        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
+            kvprim_cuda_gather kvprim_cuda_unpack
+        group 'build/libkvprim_cuda.so'
+    else
+        skip 'what build/libkvprim_cuda.so exports: no nm'
+    fi
+    program 'test_cuda, here or without a GPU' "$build/test_cuda"
+    program 'test_nvtx, CUDA' "$build/test_nvtx"
+    sass "$build/kernels_sm_90.cubin"
+}
