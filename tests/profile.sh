@@ -237,9 +237,10 @@ compare()
 each_tool()
 {
     code=0
-    for check in memcheck racecheck synccheck initcheck; do
-        echo "== $check"
-        timeout -k 10 600 "$sanitizer" --tool "$check" --error-exitcode 1 build/test_cuda quick
+    for check in memcheck initcheck racecheck synccheck; do
+        case $check in memcheck | initcheck) some=quick ;; *) some=brief ;; esac
+        echo "== $check, $some"
+        timeout -k 10 600 "$sanitizer" --tool "$check" --error-exitcode 1 build/test_cuda $some
         ended=$?
         [ $ended -eq 0 ] || { echo "FAIL $check: exit code $ended"; code=1; }
     done

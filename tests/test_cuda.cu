@@ -2,7 +2,8 @@
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/test_cuda.cu -o test_cuda && ./test_cuda
 
-   With the argument `quick` about a tenth of the cases, for compute-sanitizer. */
+   With the argument `quick` about a tenth of the cases, for compute-sanitizer; with `brief` each kernel a few times, for
+   those of its tools that look for what no kernel here has: shared memory and barriers. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
@@ -1513,18 +1514,18 @@ static bool find_device()
     return true;
 }
 
-int main(int argc, char **argv)
+static void run_brief()
 {
-    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
-    if (argc > 2 || (argc == 2 && !quick)) {
-        fprintf(stderr, "usage: %s [quick]\n", argv[0]);
-        return 2;
-    }
-    if (!find_device())
-        return finish();
-    thin = quick ? 13 : 1;
-    CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
-    open_arena(&memory, size_t(288) << 20, &main_launch);
+    run("cuda: max_sms, pdl", test_options);
+    run("cuda: transfers in graphs", test_transfer_graphs);
+    run("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run("cuda: graphs replayed with other indices", test_graphs);
+    run("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run("cuda: two threads, two streams", test_threads);
+}
+
+static void run_quick()
+{
     run("cuda: gather, sizes x layouts, sizes x alignments", test_gather);
     run("cuda: store, sizes x layouts, sizes x alignments", test_store);
     run("cuda: counts", test_counts);
@@ -1560,15 +1561,37 @@ int main(int argc, char **argv)
 #ifdef KVPRIM_DEBUG
     run("cuda: memory out of the GPU's reach", test_unreachable);
 #endif
-    if (!quick) { /* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows */
-        run("cuda: max_sms, what runs beside", test_crowds);
-        run("cuda: past 4 GiB and 2^31", test_large_table);
-        run("cuda: an earlier error of the caller's", test_earlier_error);
-        run("cuda: more than 2^31 rows", test_many_rows);
-        run("cuda: more than 2^31 slots", test_many_slots);
-        run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
-        run("cuda: the legacy stream beside a capture", test_legacy_capture);
-        run("cuda: earlier work that failed", test_earlier_work);
+}
+
+/* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows. */
+static void run_long()
+{
+    run("cuda: max_sms, what runs beside", test_crowds);
+    run("cuda: past 4 GiB and 2^31", test_large_table);
+    run("cuda: an earlier error of the caller's", test_earlier_error);
+    run("cuda: more than 2^31 rows", test_many_rows);
+    run("cuda: more than 2^31 slots", test_many_slots);
+    run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
+    run("cuda: the legacy stream beside a capture", test_legacy_capture);
+    run("cuda: earlier work that failed", test_earlier_work);
+}
+
+int main(int argc, char **argv)
+{
+    const bool brief = argc == 2 && strcmp(argv[1], "brief") == 0;
+    quick = brief || (argc == 2 && strcmp(argv[1], "quick") == 0);
+    if (argc > 2 || (argc == 2 && !quick)) {
+        fprintf(stderr, "usage: %s [quick|brief]\n", argv[0]);
+        return 2;
+    }
+    if (!find_device())
+        return finish();
+    thin = quick ? 13 : 1;
+    CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
+    open_arena(&memory, size_t(288) << 20, &main_launch);
+    brief ? run_brief() : run_quick();
+    if (!quick) {
+        run_long();
         return finish(); /* nothing can be freed any more */
     }
     CUDA(cudaFreeHost(lent_memory));
