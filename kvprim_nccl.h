@@ -239,7 +239,9 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 enum {
     kvpn_max_world = 8,
     kvpn_max_threads = 512, /* in a block, of more than 4 ranks half of them: two blocks fit on a multiprocessor */
-    kvpn_patience = 256     /* looks at a slot, before a look at the clock and at what the host says */
+    kvpn_patience = 256,    /* looks at a slot, some ten microseconds, before one at whether all is over */
+    kvpn_endurance = 65536, /* looks, some ten milliseconds, before one at the clock and at what the host says */
+    kvpn_ended = 512        /* word of the page where the turns are, behind the last: see kvpn_wait */
 };
 static const uint32_t kvpn_empty = 0xffffffffu;
 
@@ -312,16 +314,17 @@ KVPRIM_NCCL_DEVICE uint64_t kvpn_ns(void)
 #endif
 }
 
-KVPRIM_NCCL_DEVICE uint32_t kvpn_read_host(uint32_t *at)
+/* Memory that others write, in the GPU's or the host's. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_read(uint32_t *at)
 {
 #ifndef KVPRIM_NCCL_EMULATE
     return *(volatile uint32_t *)at;
 #else
-    return __atomic_load_n(at, __ATOMIC_RELAXED);
+    return kvprim_emulate_read(at);
 #endif
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_write_host(uint32_t *at, uint32_t value)
+KVPRIM_NCCL_DEVICE void kvpn_write(uint32_t *at, uint32_t value)
 {
 #ifndef KVPRIM_NCCL_EMULATE
     *(volatile uint32_t *)at = value;
@@ -352,19 +355,28 @@ KVPRIM_NCCL_DEVICE size_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, u
     return ((size_t)region * p.block_slots + j) * 16;
 }
 
-/* False: the wait for `rank` is over without result. */
+/* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and what a warp asks of the
+   host's memory takes a microsecond, one after the other: two milliseconds for all. If that were asked earlier, a rank
+   that has waited once would be late by as much in the next call, the others would wait for it and be late in the one
+   after it, and so on for ever. Whoever sees that all is over says so in the GPU's memory, so that what is queued behind
+   this call need not find out by itself. */
 KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t rank)
 {
     if (++me.looks % kvpn_patience)
         return true;
-    const uint64_t now = kvpn_ns();
-    if (me.looks == kvpn_patience)
-        me.since = now;
-    if (kvpn_read_host(&p.control->stop))
+    if (kvpn_read(p.turn + kvpn_ended))
         return false;
-    if (now - me.since < p.timeout_ns)
+    if (me.looks % kvpn_endurance)
         return true;
-    kvpn_write_host(&p.control->stop, kvpn_late + rank);
+    const uint64_t now = kvpn_ns();
+    if (me.since == 0)
+        me.since = now;
+    if (!kvpn_read(&p.control->stop)) {
+        if (now - me.since < p.timeout_ns)
+            return true;
+        kvpn_write(&p.control->stop, kvpn_late + rank);
+    }
+    kvpn_write(p.turn + kvpn_ended, 1);
     return false;
 }
 

@@ -303,6 +303,44 @@ static void bench_all_gather()
     judge_worst("all_gather to raw, from its buffer if that is faster", to_raw, '<', 1.02);
 }
 
+/* One call after the other, launched one by one, while the last rank begins a millisecond late: whoever has waited must
+   not be late in turn. Per call of that rank. */
+static double time_behind(rank_state &r, const way &w, int calls)
+{
+    float ms;
+    meet();
+    if (r.rank == world - 1)
+        spin<<<1, 1, 0, r.stream>>>(1000000);
+    CUDA(cudaEventRecord(r.start, r.stream));
+    for (int i = 0; i < calls; i++)
+        w.enqueue(r);
+    CUDA(cudaEventRecord(r.end, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
+    return 1000.0 * double(ms) / calls;
+}
+
+static void bench_late()
+{
+    std::vector<figure> ratios;
+    printf("\nall_reduce, launched one by one behind a late rank, us\n%8s %8s %8s\n", "", "NCCL", "kvprim");
+    for (const size_t bytes : {size_t(2) << 10, size_t(64) << 10, size_t(1) << 20, size_t(4) << 20, size_t(16) << 20}) {
+        const std::vector<way> ways = all_reduces(bytes);
+        std::vector<double> nccl, own;
+        on_all([&](rank_state &r) {
+            for (int k = 0; k < (quick ? 3 : 9); k++) {
+                const double of_nccl = time_behind(r, ways[0], 50), of_own = time_behind(r, ways[3], 50);
+                if (r.rank == world - 1)
+                    nccl.push_back(of_nccl), own.push_back(of_own);
+            }
+        });
+        printf("%8s %8.2f %8.2f\n", size_name(bytes).c_str(), median(nccl), median(own));
+        fflush(stdout);
+        ratios.push_back({median(own) / median(nccl), size_name(bytes)});
+    }
+    judge_worst("all_reduce behind a late rank to NCCL", ratios, '<', 1.0);
+}
+
 /* Microseconds that a call takes on the host: nothing waits, as there are fewer calls than a stream holds. */
 static double host_us(rank_state &r, const std::function<void(rank_state &)> &call)
 {
@@ -398,6 +436,7 @@ int main(int argc, char **argv)
     } else {
         bench_all_reduce();
         bench_all_gather();
+        bench_late();
         bench_host();
     }
     on_all(close_rank);
