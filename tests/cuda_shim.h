@@ -48,7 +48,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
-static bool kvprim_emulate_pdl;          /* as if the device had programmatic dependent launch */
+[[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
 static bool kvprim_emulate_last_only;    /* of a launch run the last block alone */
 static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
 static unsigned kvprim_emulate_launches; /* so far */
