@@ -49,9 +49,9 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 }
 
 [[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
-static bool kvprim_emulate_last_only;    /* of a launch run the last block alone */
-static bool kvprim_emulate_last_first;   /* blocks, and threads in them, run from the last to the first */
-static unsigned kvprim_emulate_launches; /* so far */
+static bool kvprim_emulate_last_only;            /* of a launch run the last block alone */
+static bool kvprim_emulate_last_first;           /* blocks, and threads in them, run from the last to the first */
+static unsigned kvprim_emulate_launches;         /* so far */
 
 template <class Kernel, class Params>
 static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
