@@ -239,7 +239,7 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 enum {
     kvpn_max_world = 8,
     kvpn_max_threads = 512, /* in a block, of more than 4 ranks half of them: two blocks fit on a multiprocessor */
-    kvpn_patience = 256,    /* looks at a slot, some ten microseconds, before one at whether all is over */
+    kvpn_patience = 256,    /* looks at a slot, tens of microseconds, before one at whether all is over */
     kvpn_endurance = 65536, /* looks, some ten milliseconds, before one at the clock and at what the host says */
     kvpn_ended = 512        /* word of the page where the turns are, behind the last: see kvpn_wait */
 };
@@ -356,10 +356,10 @@ KVPRIM_NCCL_DEVICE size_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, u
 }
 
 /* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and what a warp asks of the
-   host's memory takes a microsecond, one after the other: two milliseconds for all. If that were asked earlier, a rank
-   that has waited once would be late by as much in the next call, the others would wait for it and be late in the one
-   after it, and so on for ever. Whoever sees that all is over says so in the GPU's memory, so that what is queued behind
-   this call need not find out by itself. */
+   host's memory takes half a microsecond, one after the other: a millisecond for all, in each wait of a call. If that
+   were asked earlier, a rank that has waited once would be late by as much in the next call, the others would wait for
+   it and be late in the one after it, and so on for ever. Whoever sees that all is over says so in the GPU's memory, so
+   that what is queued behind this call need not find out by itself. */
 KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t rank)
 {
     if (++me.looks % kvpn_patience)
@@ -1008,7 +1008,7 @@ static kvprim_status kvpn_register(kvpn_opening *o, size_t bytes)
 }
 #endif
 
-/* One allocation: a page of the blocks' turns, slots, the caller's buffer. */
+/* One allocation: a page of the blocks' turns and of kvpn_ended, slots, the caller's buffer. */
 static kvprim_status kvpn_allocate(kvpn_opening *o)
 {
     const char *const f = "kvprim_comm_init";
