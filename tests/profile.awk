@@ -89,7 +89,8 @@ function used(kernel, instruction)
 }
 
 # What is wrong with a kernel. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each. One of
-# the collectives also stores which half of its slots is next, and, wherever it waits, that this was in vain.
+# the collectives also stores which half of its slots is next, and, wherever it waits, that this was in vain: to the host
+# and to its own GPU.
 function sass_fault(kernel, path)
 {
     if (usage[kernel, "REG"] == "")
@@ -102,7 +103,7 @@ function sass_fault(kernel, path)
         return ""
     if (!uses[kernel, "LDG", "wide"] || !uses[kernel, "STG", "wide"])
         return "no 128-bit accesses"
-    if (uses[kernel, "STG", "narrow"] > (path != "all_reduce" ? 0 : kernel ~ /two_shot/ ? 3 : 2))
+    if (uses[kernel, "STG", "narrow"] > (path != "all_reduce" ? 0 : kernel ~ /two_shot/ ? 5 : 3))
         return "narrow stores"
     return uses[kernel, "bytes"] > 0 ? "narrow loads" : ""
 }

@@ -209,7 +209,7 @@ profile()
     cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
     cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
     cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
-    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E.64 STG.E.U16
+    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E STG.E.64 STG.E.U16
     group 'table of SASS'
     cell 'two loops' drawn
     group 'control-flow graph'
