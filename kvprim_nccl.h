@@ -95,10 +95,10 @@ typedef struct kvprim_comm_id {
 
 /* Zero-initialise, then set what differs. */
 typedef struct kvprim_comm_desc {
-    int32_t rank, world;   /* 0 <= rank < world */
-    kvprim_comm_id id;     /* the same on every rank */
-    size_t buffer_bytes;   /* symmetric buffer, the same on every rank; 0: none */
-    int32_t timeout_ms;    /* for waits on other ranks; 0: 30 s */
+    int32_t rank, world; /* 0 <= rank < world */
+    kvprim_comm_id id;   /* the same on every rank */
+    size_t buffer_bytes; /* symmetric buffer, the same on every rank; 0: none */
+    int32_t timeout_ms;  /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
     int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
                               every size, the same bits always. UNSUPPORTED where only NCCL can sum */
 } kvprim_comm_desc;
@@ -355,11 +355,11 @@ KVPRIM_NCCL_DEVICE size_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, u
     return ((size_t)region * p.block_slots + j) * 16;
 }
 
-/* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and what a warp asks of the
-   host's memory takes half a microsecond, one after the other: a millisecond for all, in each wait of a call. If that
-   were asked earlier, a rank that has waited once would be late by as much in the next call, the others would wait for
-   it and be late in the one after it, and so on for ever. Whoever sees that all is over says so in the GPU's memory, so
-   that what is queued behind this call need not find out by itself. */
+/* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and the clock and the
+   host's memory together take half a microsecond a warp, one after the other: a millisecond for all, in each wait of
+   a call. If they were asked earlier, a rank that has waited once would be late by as much in the next call, the
+   others would wait for it and be late in the one after it, and so on for ever. Whoever sees that all is over says
+   so in the GPU's memory, so that what is queued behind this call need not find out by itself. */
 KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t rank)
 {
     if (++me.looks % kvpn_patience)
@@ -1585,6 +1585,8 @@ static kvprim_status kvpn_done(const kvpn_call *c, const char *call, ncclResult_
 extern "C++" {
 
 /* ---- which kernel, and in what shape ---- */
+
+static_assert(kvpn_ended >= kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page, "behind the turns, in their page");
 
 /* The largest tensor in bytes that one shot is the fastest for, and two; measured on H200s. */
 typedef struct kvpn_limits {
