@@ -83,7 +83,7 @@ typedef enum kvprim_op {
     KVPRIM_MAX = 1,
     KVPRIM_PROD = 2,
     KVPRIM_MIN = 3,
-    KVPRIM_AVG = 4 /* the sum divided by world, of integers rounded as NCCL does */
+    KVPRIM_AVG = 4 /* as NCCL rounds: sums of integers are divided by world, others multiplied by 1 / world before */
 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
@@ -95,10 +95,10 @@ typedef struct kvprim_comm_id {
 
 /* Zero-initialise, then set what differs. */
 typedef struct kvprim_comm_desc {
-    int32_t rank, world; /* 0 <= rank < world */
-    kvprim_comm_id id;   /* the same on every rank */
-    size_t buffer_bytes; /* symmetric buffer, the same on every rank; 0: none */
-    int32_t timeout_ms;  /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
+    int32_t rank, world;   /* 0 <= rank < world */
+    kvprim_comm_id id;     /* the same on every rank */
+    size_t buffer_bytes;   /* symmetric buffer, the same on every rank; 0: none */
+    int32_t timeout_ms;    /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
     int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
                               every size, the same bits always. UNSUPPORTED where only NCCL can sum */
 } kvprim_comm_desc;
@@ -251,19 +251,21 @@ typedef struct kvpn_control {
     uint32_t stop;
 } kvpn_control;
 
+/* Slots lie by turn, area, sender and block, and a block's one behind the other: from one to the next are turn_bytes,
+   area_bytes and so on. In the order of use: what is needed first comes with one line of the constant cache. */
 typedef struct kvpn_params {
     const void *send;
-    void *recv;
+    uint32_t *turn;            /* of each block: which set of slots is next */
+    uint32_t slice, per_block; /* words: one rank's to sum, and a block's of them */
+    uint32_t rank, world;
+    uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* slots: of this rank, of the next one, and so on around */
-    uint32_t *turn;             /* of each block: which set of slots is next */
+    void *recv;
+    uint64_t count; /* elements; all_gather: bytes */
+    uint32_t words; /* of the tensor */
+    uint32_t send_aligned, recv_aligned;
     kvpn_control *control;
     uint64_t timeout_ns;
-    uint64_t count; /* elements; all_gather: bytes */
-    uint32_t rank, world;
-    uint32_t words; /* of a tensor: those of `slice` are one rank's to sum */
-    uint32_t slice, per_block;
-    uint32_t blocks, block_slots; /* the most there are: where slots lie */
-    uint32_t send_aligned, recv_aligned;
 } kvpn_params;
 
 /* Who runs: what the kernels take from CUDA, and the emulation sets. */
@@ -349,10 +351,11 @@ KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_self &me, uint
 }
 
 /* Where a rank finds, in area 0 or 1 of its slots, word j of this block that rank `from` sent. */
-KVPRIM_NCCL_DEVICE size_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, uint32_t area, uint32_t from, uint32_t j)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, uint32_t area, uint32_t from,
+                                      uint32_t j)
 {
-    const uint32_t region = ((me.turn * 2 + area) * p.world + from) * p.blocks + me.block;
-    return ((size_t)region * p.block_slots + j) * 16;
+    const uint32_t place = area * p.area_bytes + from * p.sender_bytes + me.block * p.block_bytes + j * 16;
+    return place + me.turn * p.turn_bytes; /* known last */
 }
 
 /* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and the clock and the
@@ -380,49 +383,52 @@ KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t 
     return false;
 }
 
-KVPRIM_NCCL_DEVICE bool kvpn_is_full(uint4 v)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_max(uint32_t a, uint32_t b)
 {
-    return v.x != kvpn_empty && v.y != kvpn_empty && v.z != kvpn_empty && v.w != kvpn_empty;
+    return a > b ? a : b;
 }
 
-/* Of the flags alone: the other two words may have any value. */
-KVPRIM_NCCL_DEVICE bool kvpn_is_flagged(uint4 v)
+/* What is kvpn_empty, the largest there is, if a word that was waited for has not come. `flagged`: two of them say so
+   for all, which may have any value. */
+template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_fullness(uint4 v)
 {
-    return v.y != kvpn_empty && v.w != kvpn_empty;
+    const uint32_t flags = kvpn_max(v.y, v.w);
+    return flagged ? flags : kvpn_max(flags, kvpn_max(v.x, v.z));
 }
 
-/* From the slots at `first`, a rank's to the next rank's `step` bytes, what the ranks sent whose bit is set. Empties
-   them. Looks at all that are missing together, as every look takes as long as some hundred instructions. False:
-   something did not come. */
+/* From the slots at `first`, one a sender, what the ranks sent whose bit is set; v of the others stays, and is not
+   kvpn_empty. Looks at all together and again until all are there: a look takes longer than some hundred
+   instructions, and little is done between one and the next. False: something did not come. */
 template <int most, bool flagged>
-KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, char *first, size_t step, uint32_t ranks,
+KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const char *first, uint32_t ranks,
                                      uint4 (&v)[most])
 {
-    const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
-    uint32_t missing = ranks;
-    bool waits = true;
-    while (missing && waits) {
+    for (;;) {
+        uint32_t fullness = 0, late = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
-            if (missing >> r & 1)
-                v[r] = kvpn_look(first + r * step);
-        uint32_t late = 0;
+            if (ranks >> r & 1)
+                v[r] = kvpn_look(first + (size_t)r * p.sender_bytes);
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
-            if (missing >> r & 1) {
-                if (flagged ? kvpn_is_flagged(v[r]) : kvpn_is_full(v[r]))
-                    missing &= ~(1u << r);
-                else
-                    late = r;
-            }
-        if (missing)
-            waits = kvpn_wait(p, me, late);
+            fullness = kvpn_max(fullness, kvpn_fullness<flagged>(v[r]));
+        if (fullness != kvpn_empty)
+            return true;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            late = kvpn_fullness<flagged>(v[r]) == kvpn_empty ? r : late;
+        if (!kvpn_wait(p, me, late))
+            return false;
     }
+}
+
+/* When all else is done: nobody waits for it. */
+template <int most> KVPRIM_NCCL_DEVICE void kvpn_empty_slots(const kvpn_params &p, char *first, uint32_t ranks)
+{
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < most; r++)
-        if (!missing && ranks >> r & 1)
-            kvpn_put(first + r * step, empty);
-    return !missing;
+        if (ranks >> r & 1)
+            kvpn_put(first + (size_t)r * p.sender_bytes, uint4{kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty});
 }
 
 /* All ones as the NaN 0x7fffffff, of which no half is all ones but the lower. */
@@ -526,8 +532,18 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep(const kvpn_para
             to[e] = (typename T::bits)(w[e / T::per_word] >> e % T::per_word * 16);
 }
 
+/* What a sum begins with: the own word, and of ranks that there are not -0, which changes no sum. */
+template <class T, int most> KVPRIM_NCCL_DEVICE void kvpn_begin_sum(const kvpn_params &p, uint4 own, uint4 (&v)[most])
+{
+    const uint32_t none = T::per_word == 1 ? 0x80000000u : 0x80008000u;
+    own = kvpn_sendable(own);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < most; r++)
+        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+}
+
 /* Rank 0's first: the same bits on every rank. */
-template <class T, int most> KVPRIM_NCCL_DEVICE uint4 kvpn_sum(const uint4 (&v)[most], uint32_t world)
+template <class T, int most> KVPRIM_NCCL_DEVICE uint4 kvpn_sum(const uint4 (&v)[most])
 {
     float sum[4 * T::per_word];
     KVPRIM_NCCL_UNROLL
@@ -539,9 +555,7 @@ template <class T, int most> KVPRIM_NCCL_DEVICE uint4 kvpn_sum(const uint4 (&v)[
             T::split(w[k], f);
             KVPRIM_NCCL_UNROLL
             for (int e = 0; e < T::per_word; e++)
-                sum[k * T::per_word + e] = r == 0                ? f[e]
-                                           : (uint32_t)r < world ? sum[k * T::per_word + e] + f[e]
-                                                                 : sum[k * T::per_word + e];
+                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
         }
     }
     return kvpn_sendable(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
@@ -569,7 +583,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_next(const kvpn_params &p, uint32_t k)
 }
 
 /* To every other rank's slot at the same place. */
-template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, size_t slot, uint4 v)
+template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, uint32_t slot, uint4 v)
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 1; k < most; k++)
@@ -596,16 +610,14 @@ struct kvpn_one_shot {
     static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
-        const size_t step = (size_t)p.blocks * p.block_slots * 16;
         for (uint32_t j = me.thread; j < words; j += me.threads) {
             uint4 v[most];
-            const uint4 own = kvpn_fetch<T, whole>(p, first + j);
-            if (!kvpn_receive<most, false>(p, me, p.peer[0] + kvpn_slot(p, me, 0, 0, j), step, others, v))
+            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
+            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, first + j), v);
+            if (!kvpn_receive<most, false>(p, me, slots, others, v))
                 return false;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < most; r++)
-                v[r] = r == p.rank ? own : v[r];
-            kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v, p.world));
+            kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v));
+            kvpn_empty_slots<most>(p, slots, others);
         }
         return true;
     }
@@ -649,18 +661,16 @@ struct kvpn_two_shot {
     {
         const uint32_t first = p.rank * p.slice + me.block * p.per_block, words = kvpn_block_words(p, me);
         const uint32_t others = kvpn_others(p);
-        const size_t step = (size_t)p.blocks * p.block_slots * 16;
         for (uint32_t j = me.thread; j < words && first + j < p.words; j += me.threads) {
             uint4 v[most];
-            const uint4 own = kvpn_fetch<T, whole>(p, first + j);
-            if (!kvpn_receive<most, false>(p, me, p.peer[0] + kvpn_slot(p, me, 0, 0, j), step, others, v))
+            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
+            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, first + j), v);
+            if (!kvpn_receive<most, false>(p, me, slots, others, v))
                 return false;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < most; r++)
-                v[r] = r == p.rank ? own : v[r];
-            const uint4 all = kvpn_sum<T, most>(v, p.world);
+            const uint4 all = kvpn_sum<T, most>(v);
             kvpn_put_all<most>(p, kvpn_slot(p, me, 1, p.rank, j), all);
             kvpn_keep<T, whole>(p, first + j, all);
+            kvpn_empty_slots<most>(p, slots, others);
         }
         return true;
     }
@@ -669,19 +679,20 @@ struct kvpn_two_shot {
     static __device__ __forceinline__ void finish(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        const size_t step = (size_t)p.blocks * p.block_slots * 16;
         for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
+            uint4 v[most] = {};
+            char *const slots = p.peer[0] + kvpn_slot(p, me, 1, 0, j);
             uint32_t ranks = 0; /* whose slice has such a word */
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice + first + j < p.words) << r;
-            if (!kvpn_receive<most, false>(p, me, p.peer[0] + kvpn_slot(p, me, 1, 0, j), step, ranks, v))
+            if (!kvpn_receive<most, false>(p, me, slots, ranks, v))
                 return;
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 if (ranks >> r & 1)
                     kvpn_keep<T, whole>(p, r * p.slice + first + j, v[r]);
+            kvpn_empty_slots<most>(p, slots, ranks);
         }
     }
 };
@@ -733,18 +744,19 @@ struct kvpn_gather_all {
     static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
-        const size_t step = (size_t)p.blocks * p.block_slots * 16;
         char *const to = (char *)p.recv;
         for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
+            uint4 v[most] = {};
+            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
             const uint2 own = kvpn_fetch8<whole>(p.send, p.count, first + j);
             kvpn_keep8<whole>(to + p.rank * p.count, p.count, first + j, own);
-            if (!kvpn_receive<most, true>(p, me, p.peer[0] + kvpn_slot(p, me, 0, 0, j), step, others, v))
+            if (!kvpn_receive<most, true>(p, me, slots, others, v))
                 return false;
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 if (others >> r & 1)
                     kvpn_keep8<whole>(to + r * p.count, p.count, first + j, uint2{v[r].x, v[r].z});
+            kvpn_empty_slots<most>(p, slots, others);
         }
         return true;
     }
@@ -1586,7 +1598,8 @@ extern "C++" {
 
 /* ---- which kernel, and in what shape ---- */
 
-static_assert(kvpn_ended >= kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page, "behind the turns, in their page");
+static_assert(kvpn_ended >= (int)kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page,
+              "behind the turns, in their page");
 
 /* The largest tensor in bytes that one shot is the fastest for, and two; measured on H200s. */
 typedef struct kvpn_limits {
@@ -1648,7 +1661,10 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way)
     p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
     p.words = (uint32_t)((bytes + unit - 1) / unit);
     p.slice = way == kvpn_by_two_shot ? (p.words + p.world - 1) / p.world : p.words;
-    p.blocks = comm->blocks, p.block_slots = comm->block_slots;
+    p.block_bytes = 16 * comm->block_slots;
+    p.sender_bytes = comm->blocks * p.block_bytes;
+    p.area_bytes = p.world * p.sender_bytes;
+    p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = (uintptr_t)c->send % unit == 0, p.recv_aligned = (uintptr_t)c->recv % unit == 0;
     kvpn_shape(comm, &p, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;

@@ -206,7 +206,8 @@ template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, 
     p.count = c.count, p.rank = rank, p.world = j.world;
     p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
-    p.per_block = c.per_block, p.blocks = blocks, p.block_slots = block_slots;
+    p.per_block = c.per_block, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
+    p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = send_shift % unit == 0, p.recv_aligned = recv_shift % unit == 0;
     if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
         run_call<most, true>(p, c);
@@ -251,7 +252,7 @@ static void test_world(uint32_t world, uint64_t calls)
         t.join();
     for (const std::vector<uint4> &slots : j.slots)
         for (const uint4 &slot : slots)
-            if (kvpn_is_full(slot) || kvpn_is_flagged(slot))
+            if (kvpn_fullness<false>(slot) != kvpn_empty || kvpn_fullness<true>(slot) != kvpn_empty)
                 faults++;
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
