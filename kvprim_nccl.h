@@ -18,7 +18,7 @@
 
    What it does: reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from one
    to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and fp32, and
-   gathers of few bytes, between GPUs that write to each other's memory. Neither CUDA's nor NCCL's headers are needed to
+   gathers, between GPUs that write to each other's memory. Neither CUDA's nor NCCL's headers are needed to
    call it: cudaStream_t is a struct CUstream_st *, ncclComm_t a struct ncclComm *.
 
    What it does NOT do: start processes or threads, carry the id from rank 0 to the others, choose the device.
@@ -101,13 +101,15 @@ typedef struct kvprim_comm_desc {
     int32_t timeout_ms;    /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
     int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
                               every size, the same bits always. UNSUPPORTED where only NCCL can sum */
+    int32_t no_pdl; /* 1: no programmatic dependent launch, by which own kernels start sooner and which is an edge of
+                       its kind in captured graphs (cudaGraphGetEdges without edge data cannot return it) */
 } kvprim_comm_desc;
 
 /* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */
 typedef struct kvprim_comm {
     struct ncclComm *nccl;
     int32_t rank, world, device;
-    int32_t timeout_ms, deterministic;
+    int32_t timeout_ms, deterministic, pdl;
     void *buffer;
     size_t buffer_bytes;
 
@@ -133,8 +135,8 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    ranks have them and write to each other's memory (NVLink, one machine or one NVLink domain), for up to 8 ranks; they
    take 32 MB of device memory. kvprim_comm_describe says whether, and why not.
    Errors, on every rank where it is something that ranks compare: NULL, ARGUMENT (rank, world, timeout_ms,
-   deterministic), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on one
-   device: those two hear of it, others may go on waiting for them). What it began with is freed again. */
+   deterministic, no_pdl), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on
+   one device: those two hear of it, others may go on waiting for them). What it began with is freed again. */
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: waits for all work of the device, then frees what kvprim_comm_init made. Graphs that hold collectives of
@@ -168,9 +170,9 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
    stream, another current device), OVERLAP, UNSUPPORTED (dtype), TIMEOUT (an earlier call's), CUDA, NCCL.
 
-   all_reduce: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and have the same
-   bits on all ranks, wherever the library's own kernels make them: kvprim_comm_describe says up to which size. A NaN
-   stays a NaN, its other bits are not kept. */
+   all_reduce, reduce_scatter: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and
+   have the same bits on all ranks and in both, wherever the library's own kernels make them: kvprim_comm_describe says
+   up to how many bytes of send. A NaN stays a NaN, its other bits are not kept. */
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
@@ -211,7 +213,8 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
    ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot
    that is not empty holds its word, with no flag beside it, no fence and no barrier, and of the hardware nothing is
    asked but that 4 bytes arrive at once. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero:
-   there it takes that 8 bytes arrive at once.
+   there it takes that 8 bytes arrive at once. Many go 16 to a slot, and every fifth slot says which 4 bytes of the four
+   slots before it were all ones.
 
    Whoever has read a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next
    is in device memory, so that a launch may be replayed. That two are enough: a rank writes in its call k + 2 what I
@@ -238,10 +241,11 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
 enum {
     kvpn_max_world = 8,
-    kvpn_max_threads = 512, /* in a block, of more than 4 ranks half of them: two blocks fit on a multiprocessor */
-    kvpn_patience = 256,    /* looks at a slot, tens of microseconds, before one at whether all is over */
-    kvpn_endurance = 65536, /* looks, some ten milliseconds, before one at the clock and at what the host says */
-    kvpn_ended = 512        /* word of the page where the turns are, behind the last: see kvpn_wait */
+    kvpn_max_threads = 512,  /* in a block; two blocks fit on a multiprocessor */
+    kvpn_less_threads = 256, /* in one whose threads hold more: they may have twice as many registers */
+    kvpn_patience = 256,     /* looks at a slot, tens of microseconds, before one at whether all is over */
+    kvpn_endurance = 65536,  /* looks, some ten milliseconds, before one at the clock and at what the host says */
+    kvpn_ended = 512         /* word of the page where the turns are, behind the last: see kvpn_wait */
 };
 static const uint32_t kvpn_empty = 0xffffffffu;
 
@@ -262,15 +266,17 @@ typedef struct kvpn_params {
     char *peer[kvpn_max_world]; /* slots: of this rank, of the next one, and so on around */
     void *recv;
     uint64_t count; /* elements; all_gather: bytes */
+    uint64_t pitch; /* all_gather: bytes from a rank's part to the next one's in recv; reduce_scatter: in send */
     uint32_t words; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     kvpn_control *control;
     uint64_t timeout_ns;
 } kvpn_params;
 
-/* Who runs: what the kernels take from CUDA, and the emulation sets. */
+/* Who runs: what the kernels take from CUDA, and the emulation sets. A block's threads are equal parts, which do
+   different things at the same time; thread and threads are those of the part. */
 typedef struct kvpn_self {
-    uint32_t block, thread, threads, turn;
+    uint32_t block, part, thread, threads, turn;
     uint32_t looks;
     uint64_t since;
 } kvpn_self;
@@ -396,19 +402,20 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_fullness(uint4 v)
     return flagged ? flags : kvpn_max(flags, kvpn_max(v.x, v.z));
 }
 
-/* From the slots at `first`, one a sender, what the ranks sent whose bit is set; v of the others stays, and is not
+/* From `most` slots that lie `step` bytes apart those whose bit is set in `which`; v of the others stays, and is not
    kvpn_empty. Looks at all together and again until all are there: a look takes longer than some hundred
-   instructions, and little is done between one and the next. False: something did not come. */
+   instructions, and little is done between one and the next. sender: who fills them, -1: rank r slot r. False:
+   something did not come. */
 template <int most, bool flagged>
-KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const char *first, uint32_t ranks,
-                                     uint4 (&v)[most])
+KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const char *first, uint32_t step,
+                                     uint32_t which, int32_t sender, uint4 (&v)[most])
 {
     for (;;) {
         uint32_t fullness = 0, late = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
-            if (ranks >> r & 1)
-                v[r] = kvpn_look(first + (size_t)r * p.sender_bytes);
+            if (which >> r & 1)
+                v[r] = kvpn_look(first + (size_t)r * step);
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
             fullness = kvpn_max(fullness, kvpn_fullness<flagged>(v[r]));
@@ -417,18 +424,18 @@ KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const 
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
             late = kvpn_fullness<flagged>(v[r]) == kvpn_empty ? r : late;
-        if (!kvpn_wait(p, me, late))
+        if (!kvpn_wait(p, me, sender < 0 ? late : (uint32_t)sender))
             return false;
     }
 }
 
 /* When all else is done: nobody waits for it. */
-template <int most> KVPRIM_NCCL_DEVICE void kvpn_empty_slots(const kvpn_params &p, char *first, uint32_t ranks)
+template <int most> KVPRIM_NCCL_DEVICE void kvpn_empty_slots(char *first, uint32_t step, uint32_t which)
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < most; r++)
-        if (ranks >> r & 1)
-            kvpn_put(first + (size_t)r * p.sender_bytes, uint4{kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty});
+        if (which >> r & 1)
+            kvpn_put(first + (size_t)r * step, uint4{kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty});
 }
 
 /* All ones as the NaN 0x7fffffff, of which no half is all ones but the lower. */
@@ -501,12 +508,12 @@ struct kvpn_f16 {
 #endif
 
 /* Word i of a tensor, zeros behind its end. `whole`: it is aligned, and ends with a word. */
-template <class T, bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch(const kvpn_params &p, uint32_t i)
+template <class T, bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch(const kvpn_params &p, const void *send, uint32_t i)
 {
     enum { elements = 4 * T::per_word };
     if (whole || (p.send_aligned && (i + 1ull) * elements <= p.count))
-        return ((const uint4 *)p.send)[i];
-    const typename T::bits *const from = (const typename T::bits *)p.send + (size_t)i * elements;
+        return ((const uint4 *)send)[i];
+    const typename T::bits *const from = (const typename T::bits *)send + (size_t)i * elements;
     const uint64_t left = p.count - (uint64_t)i * elements;
     uint32_t w[4] = {0, 0, 0, 0};
     KVPRIM_NCCL_UNROLL
@@ -591,16 +598,23 @@ template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, u
             kvpn_put(p.peer[k] + slot, v);
 }
 
+/* The ways. A thread runs send, sum and finish in this order; T is the type of what is summed, `most` the ranks that
+   there may be (2, 4 or 8), and `whole` says that all is aligned and ends with a word. threads: the most in a block,
+   threads_of_8: if `most` is 8. turn_last: some threads are done while others have not taken their turn, which then
+   ends when all are done. */
+
 /* One shot: every rank sends the whole tensor to every other and sums by itself. Thread t of a block has every
    threads-th word of the block from the t-th on, here as below: the same ones when it sends, sums and writes, so that
    send may be recv. */
 struct kvpn_one_shot {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+
     template <class T, int most, bool whole>
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
         for (uint32_t j = me.thread; j < words; j += me.threads) {
-            const uint4 v = kvpn_fetch<T, whole>(p, first + j);
+            const uint4 v = kvpn_fetch<T, whole>(p, p.send, first + j);
             kvpn_take_turn(p, me, j);
             kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v));
         }
@@ -613,11 +627,11 @@ struct kvpn_one_shot {
         for (uint32_t j = me.thread; j < words; j += me.threads) {
             uint4 v[most];
             char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, first + j), v);
-            if (!kvpn_receive<most, false>(p, me, slots, others, v))
+            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, p.send, first + j), v);
+            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
                 return false;
             kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v));
-            kvpn_empty_slots<most>(p, slots, others);
+            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
         }
         return true;
     }
@@ -631,6 +645,8 @@ struct kvpn_one_shot {
 /* Two shots: of world slices every rank sums one, which the others sent it, and sends the sum to all. Word j of a block
    is the same place of every slice. */
 struct kvpn_two_shot {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+
     template <class T, int most, bool whole>
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
     {
@@ -642,7 +658,7 @@ struct kvpn_two_shot {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 1; k < most; k++)
                 if (k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words) {
-                    v[k] = kvpn_fetch<T, whole>(p, kvpn_next(p, k) * p.slice + first + j);
+                    v[k] = kvpn_fetch<T, whole>(p, p.send, kvpn_next(p, k) * p.slice + first + j);
                     if (!whole) /* fewer registers */
                         kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
                 }
@@ -664,13 +680,13 @@ struct kvpn_two_shot {
         for (uint32_t j = me.thread; j < words && first + j < p.words; j += me.threads) {
             uint4 v[most];
             char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, first + j), v);
-            if (!kvpn_receive<most, false>(p, me, slots, others, v))
+            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, p.send, first + j), v);
+            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
                 return false;
             const uint4 all = kvpn_sum<T, most>(v);
             kvpn_put_all<most>(p, kvpn_slot(p, me, 1, p.rank, j), all);
             kvpn_keep<T, whole>(p, first + j, all);
-            kvpn_empty_slots<most>(p, slots, others);
+            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
         }
         return true;
     }
@@ -686,28 +702,84 @@ struct kvpn_two_shot {
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice + first + j < p.words) << r;
-            if (!kvpn_receive<most, false>(p, me, slots, ranks, v))
+            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
                 return;
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 if (ranks >> r & 1)
                     kvpn_keep<T, whole>(p, r * p.slice + first + j, v[r]);
-            kvpn_empty_slots<most>(p, slots, ranks);
+            kvpn_empty_slots<most>(slots, p.sender_bytes, ranks);
         }
     }
 };
 
-/* 8 bytes at place i, or those before the end of `bytes`. */
+/* Every rank sends to every other the part that is the other's, and sums its own: the first of two shots. */
+struct kvpn_scatter {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+
+    static __device__ __forceinline__ const char *part_of(const kvpn_params &p, uint32_t rank)
+    {
+        return (const char *)p.send + rank * p.pitch;
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    {
+        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
+        for (uint32_t j = me.thread; j < words; j += me.threads) {
+            uint4 v[most];
+            if (!whole)
+                kvpn_take_turn(p, me, j);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 1; k < most; k++)
+                if (k < p.world) {
+                    v[k] = kvpn_fetch<T, whole>(p, part_of(p, kvpn_next(p, k)), first + j);
+                    if (!whole) /* fewer registers */
+                        kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
+                }
+            if (!whole)
+                continue;
+            kvpn_take_turn(p, me, j);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 1; k < most; k++)
+                if (k < p.world)
+                    kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
+        }
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    {
+        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
+        for (uint32_t j = me.thread; j < words; j += me.threads) {
+            uint4 v[most];
+            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
+            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, part_of(p, p.rank), first + j), v);
+            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
+                return false;
+            kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v));
+            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
+        }
+        return true;
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
+    {
+    }
+};
+
+/* 8 bytes at place i, or those before the end of `bytes`, which may be none. */
 template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_fetch8(const void *from, uint64_t bytes, uint32_t i)
 {
     if (whole)
         return ((const uint2 *)from)[i];
     const unsigned char *const b = (const unsigned char *)from + (size_t)i * 8;
-    const uint64_t left = bytes - (uint64_t)i * 8;
+    const int64_t left = (int64_t)bytes - (int64_t)i * 8;
     uint32_t w[2] = {0, 0};
     KVPRIM_NCCL_UNROLL
     for (int e = 0; e < 8; e++)
-        if ((uint64_t)e < left)
+        if (e < left)
             w[e / 4] |= (uint32_t)b[e] << e % 4 * 8;
     return uint2{w[0], w[1]};
 }
@@ -719,16 +791,18 @@ template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep8(void *to, uint64_t byte
         return;
     }
     unsigned char *const b = (unsigned char *)to + (size_t)i * 8;
-    const uint64_t left = bytes - (uint64_t)i * 8;
+    const int64_t left = (int64_t)bytes - (int64_t)i * 8;
     const uint32_t w[2] = {v.x, v.y};
     KVPRIM_NCCL_UNROLL
     for (int e = 0; e < 8; e++)
-        if ((uint64_t)e < left)
+        if (e < left)
             b[e] = (unsigned char)(w[e / 4] >> e % 4 * 8);
 }
 
-/* Every rank sends its `count` bytes to every other, 8 to a slot. T is not used. */
+/* Every rank sends its `count` bytes to every other, 8 to a slot. */
 struct kvpn_gather_all {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+
     template <class T, int most, bool whole>
     static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
     {
@@ -749,14 +823,114 @@ struct kvpn_gather_all {
             uint4 v[most] = {};
             char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
             const uint2 own = kvpn_fetch8<whole>(p.send, p.count, first + j);
-            kvpn_keep8<whole>(to + p.rank * p.count, p.count, first + j, own);
-            if (!kvpn_receive<most, true>(p, me, slots, others, v))
+            kvpn_keep8<whole>(to + p.rank * p.pitch, p.count, first + j, own);
+            if (!kvpn_receive<most, true>(p, me, slots, p.sender_bytes, others, -1, v))
                 return false;
             KVPRIM_NCCL_UNROLL
             for (uint32_t r = 0; r < most; r++)
                 if (others >> r & 1)
-                    kvpn_keep8<whole>(to + r * p.count, p.count, first + j, uint2{v[r].x, v[r].z});
-            kvpn_empty_slots<most>(p, slots, others);
+                    kvpn_keep8<whole>(to + r * p.pitch, p.count, first + j, uint2{v[r].x, v[r].z});
+            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
+        }
+        return true;
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
+    {
+    }
+};
+
+/* 16 bytes at place i, or those before the end of `bytes`. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch16(const void *from, uint64_t bytes, uint32_t i)
+{
+    if (whole)
+        return ((const uint4 *)from)[i];
+    const uint2 low = kvpn_fetch8<false>(from, bytes, 2 * i), high = kvpn_fetch8<false>(from, bytes, 2 * i + 1);
+    return uint4{low.x, low.y, high.x, high.y};
+}
+
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep16(void *to, uint64_t bytes, uint32_t i, uint4 v)
+{
+    if (whole) {
+        ((uint4 *)to)[i] = v;
+        return;
+    }
+    kvpn_keep8<false>(to, bytes, 2 * i, uint2{v.x, v.y});
+    kvpn_keep8<false>(to, bytes, 2 * i + 1, uint2{v.z, v.w});
+}
+
+/* Of many bytes 16 go to a slot, as in sums. Behind four slots of a thread a fifth says which of their 32-bit words
+   were all ones. A block's threads are `world` equal parts: the first sends, each other one receives from one rank, at
+   the same time. A thread's slots lie a part's threads apart, those of its next four words in the other area. */
+struct kvpn_gather_many {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, group = 4, slots = group + 1, turn_last = 1 };
+
+    static __device__ __forceinline__ uint32_t slot_of(const kvpn_params &p, const kvpn_self &me, uint32_t from,
+                                                       uint32_t round, uint32_t k)
+    {
+        return kvpn_slot(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+    }
+
+    static __device__ __forceinline__ uint32_t ones_of(uint4 v)
+    {
+        return (uint32_t)(v.x == kvpn_empty) | (uint32_t)(v.y == kvpn_empty) << 1 | (uint32_t)(v.z == kvpn_empty) << 2 |
+               (uint32_t)(v.w == kvpn_empty) << 3;
+    }
+
+    static __device__ __forceinline__ uint4 with_ones(uint4 v, uint32_t ones)
+    {
+        return uint4{ones & 1 ? kvpn_empty : v.x, ones & 2 ? kvpn_empty : v.y, ones & 4 ? kvpn_empty : v.z,
+                     ones & 8 ? kvpn_empty : v.w};
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    {
+        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
+        char *const own = (char *)p.recv + p.rank * p.pitch;
+        if (me.part != 0)
+            kvpn_take_turn(p, me, me.thread);
+        for (uint32_t j = me.thread, round = 0; me.part == 0 && j < words; j += group * me.threads, round++) {
+            uint4 v[group];
+            uint32_t ones = 0;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < group; k++)
+                if (j + k * me.threads < words)
+                    v[k] = kvpn_fetch16<whole>(p.send, p.count, first + j + k * me.threads);
+            kvpn_take_turn(p, me, j);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < group; k++)
+                if (j + k * me.threads < words) {
+                    kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, k), kvpn_sendable(v[k]));
+                    kvpn_keep16<whole>(own, p.count, first + j + k * me.threads, v[k]);
+                    ones |= ones_of(v[k]) << 4 * k;
+                }
+            kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, group), uint4{ones, 0, 0, 0});
+        }
+    }
+
+    template <class T, int most, bool whole>
+    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    {
+        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
+        const uint32_t from = kvpn_next(p, me.part);
+        char *const to = (char *)p.recv + from * p.pitch;
+        for (uint32_t j = me.thread, round = 0; me.part != 0 && j < words; j += group * me.threads, round++) {
+            uint4 v[slots] = {};
+            uint32_t which = 1u << group;
+            char *const at = p.peer[0] + slot_of(p, me, from, round, 0);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t i = 0; i < group; i++)
+                which |= (uint32_t)(j + i * me.threads < words) << i;
+            if (!kvpn_receive<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
+                return false;
+            const uint32_t ones = v[group].x;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t i = 0; i < group; i++)
+                if (which >> i & 1)
+                    kvpn_keep16<whole>(to, p.count, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
+            kvpn_empty_slots<slots>(at, 16 * me.threads, which);
         }
         return true;
     }
@@ -768,17 +942,36 @@ struct kvpn_gather_all {
 };
 
 #ifndef KVPRIM_NCCL_EMULATE
+/* Before the first access of memory. Nothing here lets the next kernel start early: it may be one of NCCL's, some of
+   which (2.28 to 2.30.6) read what is before them in the stream without waiting for it. */
+KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* When all have taken their turn: thread 0 always has a word. */
+KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_self &me)
+{
+    __syncthreads();
+    if (me.thread == 0 && me.part == 0)
+        p.turn[me.block] = me.turn ^ 1;
+}
+
 template <class Way, class T, int most, bool whole>
-static __global__ __launch_bounds__(most <= 4 ? kvpn_max_threads : kvpn_max_threads / 2,
+static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::threads_of_8,
                                     2) void kvpn_kernel(const __grid_constant__ kvpn_params p)
 {
-    kvpn_self me = {blockIdx.x, threadIdx.x, blockDim.x, 0, 0, 0};
+    kvpn_self me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0};
+    kvpn_wait_for_predecessor();
     Way::template send<T, most, whole>(p, me);
-    __syncthreads(); /* all have taken their turn; thread 0 always has a word */
-    if (me.thread == 0)
-        p.turn[me.block] = me.turn ^ 1;
+    if (!Way::turn_last)
+        kvpn_end_turn(p, me);
     if (Way::template sum<T, most, whole>(p, me))
         Way::template finish<T, most, whole>(p, me);
+    if (Way::turn_last)
+        kvpn_end_turn(p, me);
 }
 #endif
 
@@ -892,6 +1085,8 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
     if (desc->deterministic != 0 && desc->deterministic != 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->deterministic is %d, must be 0 or 1", f,
                            (int)desc->deterministic);
+    if (desc->no_pdl != 0 && desc->no_pdl != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->no_pdl is %d, must be 0 or 1", f, (int)desc->no_pdl);
     if (desc->buffer_bytes > SIZE_MAX / 2)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %llu, must be at most %llu", f,
                            (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
@@ -1056,7 +1251,14 @@ static kvprim_status kvpn_allocate(kvpn_opening *o)
 
 #ifdef KVPRIM_NCCL_FAST
 extern "C++" {
-typedef enum kvpn_way { kvpn_by_nccl, kvpn_by_one_shot, kvpn_by_two_shot, kvpn_by_gather } kvpn_way;
+typedef enum kvpn_way {
+    kvpn_by_nccl,
+    kvpn_by_one_shot,
+    kvpn_by_two_shot,
+    kvpn_by_scatter,
+    kvpn_by_gather,
+    kvpn_by_gather_many
+} kvpn_way;
 
 typedef void (*kvpn_kernel_of)(kvpn_params);
 
@@ -1081,9 +1283,11 @@ template <class Way> static kvpn_kernel_of kvpn_pick(kvprim_dtype dtype, int wor
 
 static kvpn_kernel_of kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_gather     ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_one_shot ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                     : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_gather        ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                        : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 /* CUDA loads a kernel at its first launch, which then may wait for a kernel that waits for another rank. */
@@ -1091,7 +1295,7 @@ static kvprim_status kvpn_load_kernels(int world)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
     kvprim_status s = KVPRIM_OK;
-    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather; way++)
+    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_many; way++)
         for (int k = 0; k < 6 && s == KVPRIM_OK; k++) {
             cudaFuncAttributes attributes;
             s = kvpn_cuda("kvprim_comm_init", "cudaFuncGetAttributes",
@@ -1099,6 +1303,18 @@ static kvprim_status kvpn_load_kernels(int world)
                               &attributes, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1)));
         }
     return s;
+}
+
+/* Whether every kernel here waits for its predecessor, whichever of this file's architectures the driver picks, and
+   such launches can be captured. */
+static bool kvpn_has_pdl(void)
+{
+    const int architectures[] = {__CUDA_ARCH_LIST__};
+    int driver;
+    for (int architecture : architectures)
+        if (architecture < 900)
+            return false;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
 /* Every rank's slots, as this GPU sees them. */
@@ -1139,24 +1355,52 @@ static kvprim_status kvpn_connect(kvpn_opening *o)
         s = kvpn_cuda(f, "cudaStreamSynchronize", cudaStreamSynchronize(o->stream));
     if (s == KVPRIM_OK)
         s = kvpn_load_kernels(comm->world);
+    comm->pdl = comm->pdl && kvpn_has_pdl();
     return kvpn_together(o, s);
+}
+#endif
+
+#ifdef KVPRIM_NCCL_FAST
+/* The largest tensor in bytes that one shot is the fastest for, and two; of reduce_scatter the largest of a rank's, of
+   gathers the largest result; measured on 2 and 4 H200s, of more ranks estimated. */
+typedef struct kvpn_limits {
+    size_t one_shot, two_shot, scatter, gather, gather_many;
+} kvpn_limits;
+
+static kvpn_limits kvpn_limits_of(int world)
+{
+    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 64 << 20},
+                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 8 << 20},
+                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 4 << 20};
+    return world == 2 ? two : world <= 4 ? four : eight;
+}
+
+static void kvpn_describe_kernels(const kvprim_comm *comm, char *text, size_t bytes)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm->world);
+    const unsigned long long all_reduce = limits.two_shot, scatter = limits.scatter, gather = limits.gather_many;
+    const int used = snprintf(text, bytes, "on, %s, all_gather to %llu bytes",
+                              comm->pdl ? "dependent launch" : "no dependent launch", gather);
+    if (comm->deterministic)
+        (void)snprintf(text + used, bytes - (size_t)used, ", sums of any size");
+    else
+        (void)snprintf(text + used, bytes - (size_t)used, ", all_reduce of up to %llu, reduce_scatter of up to %llu",
+                       all_reduce, scatter);
 }
 #endif
 
 static void kvpn_describe(kvpn_opening *o, int running)
 {
-    char kernels[160];
+    char kernels[256];
     kvprim_comm *const comm = o->comm;
     struct cudaDeviceProp device;
     if (cudaGetDeviceProperties(&device, comm->device) != cudaSuccess)
         memcpy(device.name, "?", 2);
+    (void)snprintf(kernels, sizeof kernels, "off: %s", o->why_not ? o->why_not : "compiled without them");
+#ifdef KVPRIM_NCCL_FAST
     if (comm->peer[0])
-        (void)snprintf(kernels, sizeof kernels, "on, %u blocks, sums of fp16, bf16 and fp32 up to %llu bytes%s",
-                       (unsigned)comm->blocks,
-                       (unsigned long long)16 * (unsigned)comm->world * comm->blocks * comm->block_slots,
-                       comm->deterministic ? " at once, and of any size" : "");
-    else
-        (void)snprintf(kernels, sizeof kernels, "off: %s", o->why_not ? o->why_not : "compiled without them");
+        kvpn_describe_kernels(comm, kernels, sizeof kernels);
+#endif
     (void)snprintf(comm->description, sizeof comm->description,
                    "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d; buffer of %llu bytes, %s; "
                    "own kernels %s",
@@ -1251,6 +1495,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
     comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
     comm->deterministic = desc->deterministic;
+    comm->pdl = !desc->no_pdl;
     comm->buffer_bytes = desc->buffer_bytes;
     memcpy(id.internal, desc->id.bytes, sizeof id.internal);
     s = kvpn_nccl(f, "ncclCommInitRank", ncclCommInitRank(&comm->nccl, comm->world, id, comm->rank));
@@ -1601,42 +1846,79 @@ extern "C++" {
 static_assert(kvpn_ended >= (int)kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page,
               "behind the turns, in their page");
 
-/* The largest tensor in bytes that one shot is the fastest for, and two; measured on H200s. */
-typedef struct kvpn_limits {
-    size_t one_shot, two_shot, gather;
-} kvpn_limits;
-
-static kvpn_limits kvpn_limits_of(int world)
+static uint32_t kvpn_most_threads(int world)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 4 << 20}, four = {128 << 10, 32 << 20, 1 << 20},
-                      eight = {32 << 10, 8 << 20, 512 << 10};
-    return world == 2 ? two : world <= 4 ? four : eight;
+    return world <= 4 ? kvpn_max_threads : kvpn_less_threads;
+}
+
+/* Of a part of a block of gather_many, which has slots in each area for all of them. */
+static uint32_t kvpn_most_threads_of_many(const kvprim_comm *comm)
+{
+    const uint32_t held = comm->block_slots / kvpn_gather_many::slots / 32 * 32,
+                   run = (uint32_t)kvpn_gather_many::threads / (uint32_t)comm->world / 32 * 32;
+    return held < run ? held : run;
 }
 
 /* What the slots hold of a tensor, in bytes: by the way and not by what pays. */
 static size_t kvpn_room(const kvprim_comm *comm, kvpn_way way)
 {
     const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    return way == kvpn_by_two_shot ? slots * (size_t)comm->world : way == kvpn_by_gather ? slots / 2 : slots;
+    const uint32_t threads = kvpn_most_threads_of_many(comm);
+    switch (way) {
+    case kvpn_by_two_shot:
+        return slots * (size_t)comm->world;
+    case kvpn_by_gather:
+        return slots / 2;
+    case kvpn_by_gather_many: /* 2: the areas */
+        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / (kvpn_gather_many::slots * threads)) *
+               (kvpn_gather_many::group * threads);
+    default:
+        return slots;
+    }
 }
 
 /* The same on every rank: it depends on nothing that may differ. */
+static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
+{
+    return comm->peer[0] && op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+}
+
 static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
 {
     const kvpn_limits limits = kvpn_limits_of(comm->world);
-    if (!comm->peer[0] || op != KVPRIM_SUM || (dtype != KVPRIM_F16 && dtype != KVPRIM_BF16 && dtype != KVPRIM_F32))
+    if (!kvpn_has_kernels(comm, dtype, op))
         return kvpn_by_nccl;
     if (bytes <= limits.one_shot && bytes <= kvpn_room(comm, kvpn_by_one_shot))
         return kvpn_by_one_shot;
     return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
 }
 
+/* `bytes`: of the result. */
+static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
+{
+    if (!kvpn_has_kernels(comm, dtype, op))
+        return kvpn_by_nccl;
+    return bytes <= kvpn_limits_of(comm->world).scatter / (size_t)comm->world || comm->deterministic ? kvpn_by_scatter
+                                                                                                     : kvpn_by_nccl;
+}
+
+/* `bytes`: of each rank. */
+static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm->world);
+    const size_t all = bytes * (size_t)comm->world;
+    if (!comm->peer[0])
+        return kvpn_by_nccl;
+    if (all <= limits.gather && bytes <= kvpn_room(comm, kvpn_by_gather))
+        return kvpn_by_gather;
+    return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_nccl;
+}
+
 /* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin
    at a multiple of 8, that is 128 bytes. */
 static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
 {
-    const uint32_t most = comm->world <= 4 ? kvpn_max_threads : kvpn_max_threads / 2;
-    for (*threads = 128; *threads < most && p->slice > comm->blocks * *threads;)
+    for (*threads = 128; *threads < kvpn_most_threads(comm->world) && p->slice > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice + *threads - 1) / *threads;
     if (*blocks > comm->blocks)
@@ -1645,9 +1927,38 @@ static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks
     *blocks = (p->slice + p->per_block - 1) / p->per_block;
 }
 
-static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way)
+/* Of gather_many: all multiprocessors, and threads for a group of words each. */
+static void kvpn_shape_many(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
+{
+    const uint32_t most = kvpn_most_threads_of_many(comm);
+    p->per_block = ((p->slice + comm->blocks - 1) / comm->blocks + 7) / 8 * 8;
+    for (*threads = 32; *threads < most && kvpn_gather_many::group * *threads < p->per_block;)
+        *threads += 32;
+    *blocks = (p->slice + p->per_block - 1) / p->per_block;
+}
+
+static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint32_t blocks, dim3 threads,
+                                kvpn_params *p)
+{
+    cudaLaunchAttribute pdl;
+    cudaLaunchConfig_t config = {};
+    void *args[] = {p};
+    config.gridDim = dim3(blocks);
+    config.blockDim = threads;
+    config.stream = c->stream;
+    config.attrs = &pdl;
+    config.numAttrs = c->comm->pdl;
+    pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl.val.programmaticStreamSerializationAllowed = 1;
+    return kvpn_cuda(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
+}
+
+/* `pitch`: of gathers and scatters, the elements from one rank's part to the next one's. */
+static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
+    const bool gathers = way == kvpn_by_gather || way == kvpn_by_gather_many;
+    const uint32_t parts = way == kvpn_by_gather_many ? (uint32_t)comm->world : 1;
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
@@ -1657,7 +1968,8 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way)
     p.turn = (uint32_t *)comm->memory;
     p.control = comm->control_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
-    p.count = way == kvpn_by_gather ? bytes : c->count;
+    p.count = gathers ? bytes : c->count;
+    p.pitch = pitch * c->element;
     p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
     p.words = (uint32_t)((bytes + unit - 1) / unit);
     p.slice = way == kvpn_by_two_shot ? (p.words + p.world - 1) / p.world : p.words;
@@ -1665,13 +1977,14 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way)
     p.sender_bytes = comm->blocks * p.block_bytes;
     p.area_bytes = p.world * p.sender_bytes;
     p.turn_bytes = 2 * p.area_bytes;
-    p.send_aligned = (uintptr_t)c->send % unit == 0, p.recv_aligned = (uintptr_t)c->recv % unit == 0;
-    kvpn_shape(comm, &p, &blocks, &threads);
+    p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
+    p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
+    if (way == kvpn_by_gather_many)
+        kvpn_shape_many(comm, &p, &blocks, &threads);
+    else
+        kvpn_shape(comm, &p, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    const kvpn_kernel_of kernel = kvpn_pick(way, c->dtype, comm->world, whole);
-    void *args[] = {&p};
-    return kvpn_cuda(c->function, "kernel launch",
-                     cudaLaunchKernel((const void *)kernel, dim3(blocks), dim3(threads), args, 0, c->stream));
+    return kvpn_start(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, parts), &p);
 }
 
 /* A tensor larger than the slots in pieces of as much as they hold. */
@@ -1684,7 +1997,7 @@ static kvprim_status kvpn_launch_all(const kvpn_call *c, kvpn_way way)
         piece.recv = (char *)c->recv + at * c->element;
         piece.send = (const char *)c->send + at * c->element;
         piece.count = c->count - at < most ? c->count - at : most;
-        s = kvpn_launch(&piece, way);
+        s = kvpn_launch(&piece, way, c->count);
     }
     return s;
 }
@@ -1737,9 +2050,9 @@ static kvprim_status kvpn_run_all_gather(kvpn_call *c)
     if (s != KVPRIM_OK)
         return s;
 #ifdef KVPRIM_NCCL_FAST
-    if (c->comm->peer[0] && bytes * (size_t)c->comm->world <= kvpn_limits_of(c->comm->world).gather &&
-        bytes <= kvpn_room(c->comm, kvpn_by_gather))
-        return kvpn_launch(c, kvpn_by_gather);
+    const kvpn_way way = kvpn_choose_gather(c->comm, bytes);
+    if (way != kvpn_by_nccl)
+        return kvpn_launch_all(c, way);
 #endif
     return kvpn_done(c, "ncclAllGather", ncclAllGather(c->send, c->recv, c->count, c->type, c->comm->nccl, c->stream));
 }
@@ -1763,6 +2076,11 @@ static kvprim_status kvpn_run_reduce_scatter(kvpn_call *c)
         s = kvpn_check_aliasing(c, 0, (size_t)c->comm->rank * c->count * c->element);
     if (s != KVPRIM_OK)
         return s;
+#ifdef KVPRIM_NCCL_FAST
+    const kvpn_way way = kvpn_choose_scatter(c->comm, c->count * c->element, c->dtype, c->op);
+    if (way != kvpn_by_nccl)
+        return kvpn_launch_all(c, way);
+#endif
     if (((uintptr_t)c->send | (uintptr_t)c->recv | (c->count * c->element)) % 16 != 0 && kvpn_is_inside(c))
         return kvpn_done(c, "ncclReduce", kvpn_reduce_each(c));
     return kvpn_done(

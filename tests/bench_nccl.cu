@@ -303,6 +303,46 @@ static void bench_all_gather()
     judge_worst("all_gather to raw, from its buffer if that is faster", to_raw, '<', 1.02);
 }
 
+/* `bytes`: of what each rank gives. */
+static void bench_reduce_scatter()
+{
+    std::vector<figure> small, to_raw;
+    printf("\nreduce_scatter, bf16 sum, us, by bytes that each rank gives\n%8s %8s %8s %8s %9s   %-9s %s\n", "", "NCCL",
+           "window", "kvprim", "in buffer", "to NCCL", "to raw");
+    for (const size_t bytes : sizes()) {
+        const size_t n = bytes / 2 / size_t(world);
+        std::vector<way> w = {
+            {"NCCL",
+             [n](rank_state &r) { NCCL(ncclReduceScatter(r.x, r.y, n, ncclBfloat16, ncclSum, r.nccl, r.stream)); }},
+            {"window",
+             [n](rank_state &r) {
+                 NCCL(ncclReduceScatter(r.window, r.window + most_bytes, n, ncclBfloat16, ncclSum, r.comm.nccl,
+                                        r.stream));
+             },
+             true},
+            {"kvprim",
+             [n](rank_state &r) {
+                 check_kvprim(kvprim_reduce_scatter(&r.comm, r.y, r.x, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+             }},
+            {"in buffer",
+             [n](rank_state &r) {
+                 check_kvprim(kvprim_reduce_scatter(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_BF16,
+                                                    KVPRIM_SUM, r.stream));
+             },
+             true}};
+        measure(w, bytes, 2 * n);
+        const double raw = std::min(w[0].us, w[1].us);
+        printf("%8s %8.2f %8.2f %8.2f %9.2f   %-9.3f %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[2].us,
+               w[3].us, w[2].us / w[0].us, w[2].us / raw);
+        fflush(stdout);
+        if (bytes <= 128 << 10)
+            small.push_back({w[2].us / raw, size_name(bytes)});
+        to_raw.push_back({std::min(w[2].us, w[3].us) / raw, size_name(bytes)});
+    }
+    judge_worst("reduce_scatter to raw, up to 128 KB", small, '<', 0.62);
+    judge_worst("reduce_scatter to raw, from its buffer if that is faster", to_raw, '<', 1.02);
+}
+
 /* One call after the other, launched one by one, while the last rank begins a millisecond late: whoever has waited must
    not be late in turn. Per call of that rank. */
 static double time_behind(rank_state &r, const way &w, int calls)
@@ -437,6 +477,7 @@ int main(int argc, char **argv)
     } else {
         bench_all_reduce();
         bench_all_gather();
+        bench_reduce_scatter();
         bench_late();
         bench_host();
     }

@@ -62,7 +62,11 @@ function main_path(mangled)
         return "transfer"
     if (mangled ~ /kvpc_unpack_kernelI[^E]*ELb1E/)
         return "unpack"
-    return mangled ~ /kvpn_kernelI13kvpn_(one|two)_shot[^E]*ELb1E/ ? "all_reduce" : ""
+    if (mangled ~ /kvpn_kernelI13kvpn_(one|two)_shot[^E]*ELb1E/)
+        return "all_reduce"
+    if (mangled ~ /kvpn_kernelI12kvpn_scatter[^E]*ELb1E/)
+        return "scatter"
+    return mangled ~ /kvpn_kernelI16kvpn_gather_many[^E]*ELb1E/ ? "gather_all" : ""
 }
 
 what == "sass" && $1 == "Function" && $2 != ":" { sub(/:$/, "", $2); resources = $2 }
@@ -103,7 +107,7 @@ function sass_fault(kernel, path)
         return ""
     if (!uses[kernel, "LDG", "wide"] || !uses[kernel, "STG", "wide"])
         return "no 128-bit accesses"
-    if (uses[kernel, "STG", "narrow"] > (path != "all_reduce" ? 0 : kernel ~ /two_shot/ ? 5 : 3))
+    if (uses[kernel, "STG", "narrow"] > (kernel !~ /kvpn_kernel/ ? 0 : kernel ~ /two_shot/ ? 5 : 3))
         return "narrow stores"
     return uses[kernel, "bytes"] > 0 ? "narrow loads" : ""
 }
@@ -126,7 +130,7 @@ function print_sass(k, kernel, path, fault, faults, found, name)
         if (name ~ /^kvpc_/)
             expected = "gather store transfer unpack " expected
         if (name ~ /^kvpn_/)
-            expected = "all_reduce " expected
+            expected = "all_reduce scatter gather_all " expected
     }
     path_count = split(expected, paths)
     for (k = 1; k <= path_count; k++)

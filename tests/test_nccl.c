@@ -59,6 +59,8 @@ static void test_descriptors(void)
     d = good_desc();
     d.deterministic = 2;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->deterministic is 2");
+    d.deterministic = 0, d.no_pdl = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_pdl is -1");
     d = good_desc();
     d.buffer_bytes = SIZE_MAX;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->buffer_bytes is");
@@ -221,10 +223,20 @@ static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
     p.slice = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
-    kvpn_shape(comm, &p, &blocks, &threads);
+    if (way == kvpn_by_gather_many)
+        kvpn_shape_many(comm, &p, &blocks, &threads);
+    else
+        kvpn_shape(comm, &p, &blocks, &threads);
     CHECK(blocks >= 1 && blocks <= comm->blocks);
-    CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0 && (comm->world <= 4 || threads <= 256));
-    CHECK(p.per_block <= comm->block_slots && p.per_block % 8 == 0);
+    CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
+    CHECK(comm->world <= 4 || threads <= 256);
+    CHECK(p.per_block % 8 == 0);
+    if (way == kvpn_by_gather_many) { /* five slots for four words, every other four in the other area */
+        const uint32_t rounds = (p.per_block + 4 * threads - 1) / (4 * threads);
+        CHECK((rounds + 1) / 2 * 5 * threads <= comm->block_slots && threads * (uint32_t)comm->world <= 512);
+    } else {
+        CHECK(p.per_block <= comm->block_slots);
+    }
     CHECK((uint64_t)p.per_block * blocks >= p.slice && (uint64_t)p.per_block * (blocks - 1) < p.slice);
 }
 
@@ -238,21 +250,32 @@ static void test_shapes(void)
             open_for_shape(&comm, world, multiprocessors[m]);
             CHECK(kvpn_slots_bytes(&comm) <= (size_t)32 << 20 && kvpn_slots_bytes(&comm) > (size_t)31 << 20);
             const size_t most[] = {kvpn_room(&comm, kvpn_by_one_shot), kvpn_room(&comm, kvpn_by_two_shot),
-                                   2 * kvpn_room(&comm, kvpn_by_gather)};
-            for (int way = 0; way < 3; way++)
+                                   kvpn_room(&comm, kvpn_by_scatter), 2 * kvpn_room(&comm, kvpn_by_gather),
+                                   kvpn_room(&comm, kvpn_by_gather_many)};
+            for (int way = 0; way < 5; way++)
                 for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
                     check_shape(&comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
-            for (int way = 0; way < 3; way++)
+            for (int way = 0; way < 5; way++)
                 check_shape(&comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
             for (size_t bytes = 2; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
                 if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
                     CHECK(bytes <= most[0]);
+            for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
+                const kvpn_way way = kvpn_choose_gather(&comm, bytes);
+                CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
+            }
+            CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
+            CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_AVG) == kvpn_by_nccl);
+            CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+            CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_MAX) == kvpn_by_nccl);
+            CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F64, KVPRIM_SUM) == kvpn_by_nccl);
             CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
             comm.deterministic = 1;
             CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+            CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
             comm.peer[0] = NULL;
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         }

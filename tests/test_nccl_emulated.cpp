@@ -43,7 +43,7 @@ static uint32_t kvprim_emulate_bf16(float f)
 #define KVPRIM_NCCL_EMULATE
 #include "../kvprim_nccl.h"
 
-enum { blocks = 3, block_slots = 16, most_bytes = blocks * block_slots * 16 };
+enum { blocks = 3, block_slots = 40, most_bytes = blocks * block_slots * 16 };
 static int passed, failed;
 static std::atomic<int> faults;
 
@@ -54,15 +54,35 @@ static uint64_t mix(uint64_t h)
     return h ^ h >> 31;
 }
 
-enum kind { one_shot_f32, one_shot_bf16, two_shot_f32, two_shot_bf16, gather, kinds };
+enum kind {
+    one_shot_f32,
+    one_shot_bf16,
+    two_shot_f32,
+    two_shot_bf16,
+    scatter_f32,
+    scatter_bf16,
+    gather,
+    gather_many,
+    kinds
+};
 
 /* A call, which every rank derives from its number alone, and what differs by rank: places. */
 struct call {
     kind what;
     uint64_t number;
     size_t element, count;
-    uint32_t threads, per_block, used_blocks;
+    uint32_t threads, parts, per_block, used_blocks;
 };
+
+static bool scatters(kind what)
+{
+    return what == scatter_f32 || what == scatter_bf16;
+}
+
+static bool gathers(kind what)
+{
+    return what == gather || what == gather_many;
+}
 
 static call call_of(uint64_t number, uint32_t world)
 {
@@ -70,7 +90,8 @@ static call call_of(uint64_t number, uint32_t world)
     const uint64_t h = mix(number);
     c.number = number;
     c.what = static_cast<kind>(h % kinds);
-    c.element = c.what == gather ? 1 : c.what == one_shot_bf16 || c.what == two_shot_bf16 ? 2 : 4;
+    const bool halves = c.what == one_shot_bf16 || c.what == two_shot_bf16 || c.what == scatter_bf16;
+    c.element = gathers(c.what) ? 1 : halves ? 2 : 4;
     const bool two = c.what == two_shot_f32 || c.what == two_shot_bf16;
     const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
@@ -80,7 +101,9 @@ static call call_of(uint64_t number, uint32_t world)
     const uint32_t least = (slice + blocks - 1) / blocks;
     c.per_block = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.per_block - 1) / c.per_block;
-    c.threads = 1 + static_cast<uint32_t>(h >> 56) % 8;
+    c.threads =
+        1 + static_cast<uint32_t>(h >> 56) % (c.what == gather_many ? 4 : 8); /* of them there are slots for 4 */
+    c.parts = c.what == gather_many ? world : 1;
     return c;
 }
 
@@ -102,21 +125,22 @@ static float element_of(const unsigned char *at, size_t element)
     return f;
 }
 
-static bool is_right(const call &c, uint32_t world, const unsigned char *got)
+static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
 {
     const size_t bytes = c.count * c.element;
-    if (c.what == gather) {
+    if (gathers(c.what)) {
         for (size_t b = 0; b < bytes * world; b++)
             if (got[b] != input_byte(c, static_cast<uint32_t>(b / bytes), b % bytes))
                 return false;
         return true;
     }
+    const size_t first = scatters(c.what) ? rank * bytes : 0;
     for (size_t e = 0; e < c.count; e++) {
         float sum = 0;
         for (uint32_t r = 0; r < world; r++) {
             unsigned char in[4];
             for (size_t b = 0; b < c.element; b++)
-                in[b] = input_byte(c, r, e * c.element + b);
+                in[b] = input_byte(c, r, first + e * c.element + b);
             sum = r ? sum + element_of(in, c.element) : element_of(in, c.element);
         }
         unsigned char expected[4];
@@ -137,12 +161,12 @@ template <class Way, class T, int most, bool whole> static void run_kernel(const
     std::vector<kvpn_self> threads;
     std::vector<bool> in_time;
     for (uint32_t b = 0; b < c.used_blocks; b++)
-        for (uint32_t t = 0; t < c.threads; t++)
-            threads.push_back({b, t, c.threads, no_turn, 0, 0});
+        for (uint32_t t = 0; t < c.threads * c.parts; t++)
+            threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0});
     for (kvpn_self &me : threads)
         Way::template send<T, most, whole>(p, me);
     for (const kvpn_self &me : threads)
-        if (me.thread == 0) {
+        if (me.thread == 0 && me.part == 0) {
             faults += me.turn > 1;
             p.turn[me.block] = me.turn ^ 1;
         }
@@ -164,8 +188,14 @@ template <int most, bool whole> static void run_call(const kvpn_params &p, const
         return run_kernel<kvpn_two_shot, kvpn_f32, most, whole>(p, c);
     case two_shot_bf16:
         return run_kernel<kvpn_two_shot, kvpn_bf16, most, whole>(p, c);
-    default:
+    case scatter_f32:
+        return run_kernel<kvpn_scatter, kvpn_f32, most, whole>(p, c);
+    case scatter_bf16:
+        return run_kernel<kvpn_scatter, kvpn_bf16, most, whole>(p, c);
+    case gather:
         return run_kernel<kvpn_gather_all, kvpn_f32, most, whole>(p, c);
+    default:
+        return run_kernel<kvpn_gather_many, kvpn_f32, most, whole>(p, c);
     }
 }
 
@@ -190,33 +220,37 @@ template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, 
     alignas(16) static thread_local unsigned char memory[2][most_bytes * 8 + 64];
     const uint64_t h = mix(c.number * 31 + rank);
     const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
-    const bool in_place = c.what != gather && h & 1;
+    const bool in_place = !gathers(c.what) && h & 1;
     const size_t send_shift = h & 2 ? h / 4 % 8 * c.element : 0,
                  recv_shift = in_place ? send_shift : h / 64 % 8 * c.element;
-    unsigned char *const send = memory[0] + send_shift, *const recv = memory[in_place ? 0 : 1] + recv_shift;
-    const size_t result = c.what == gather ? bytes * j.world : bytes;
+    const size_t given = scatters(c.what) ? bytes * j.world : bytes, result = gathers(c.what) ? bytes * j.world : bytes;
+    unsigned char *const send = memory[0] + send_shift;
+    unsigned char *const recv = !in_place ? memory[1] + recv_shift : scatters(c.what) ? send + rank * bytes : send;
     kvpn_params p = {};
     memset(recv, 0xa5, result + 16);
-    memset(send, 0xa5, bytes + 16);
-    for (size_t b = 0; b < bytes; b++)
+    memset(send, 0xa5, given + 16);
+    for (size_t b = 0; b < given; b++)
         send[b] = input_byte(c, rank, b);
     for (uint32_t r = 0; r < j.world; r++)
         p.peer[r] = reinterpret_cast<char *>(j.slots[(rank + r) % j.world].data());
     p.send = send, p.recv = recv, p.turn = turn, p.control = &j.control[rank], p.timeout_ns = j.timeout_ns;
-    p.count = c.count, p.rank = rank, p.world = j.world;
+    p.count = c.count, p.pitch = bytes, p.rank = rank, p.world = j.world;
     p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
     p.per_block = c.per_block, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
-    p.send_aligned = send_shift % unit == 0, p.recv_aligned = recv_shift % unit == 0;
+    p.send_aligned = send_shift % unit == 0 && (!scatters(c.what) || bytes % unit == 0);
+    p.recv_aligned = reinterpret_cast<uintptr_t>(recv) % unit == 0 && (!gathers(c.what) || bytes % unit == 0);
     if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
         run_call<most, true>(p, c);
     else
         run_call<most, false>(p, c);
     for (size_t b = result; b < result + 16; b++)
-        if (recv[b] != 0xa5)
+        if (recv[b] != (recv + b < send + given && recv >= send
+                            ? input_byte(c, rank, static_cast<size_t>(recv + b - send))
+                            : 0xa5))
             return false;
-    return is_right(c, j.world, recv);
+    return is_right(c, j.world, rank, recv);
 }
 
 static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
@@ -283,14 +317,14 @@ static void test_stop()
     report("nccl emulated: a wait that is stopped ends");
 }
 
-/* While others may still come, the host's memory is asked for nothing: what a thousand warps ask of it takes longer than
-   all ordinary waits, and makes this rank the next one that is waited for. */
+/* While others may still come, the host's memory is asked for nothing: what a thousand warps ask of it takes longer
+   than all ordinary waits, and makes this rank the next one that is waited for. */
 static void test_short_waits()
 {
     uint32_t turn[kvpn_ended + 1] = {};
     kvpn_control control = {0};
     kvpn_params p = {};
-    kvpn_self patient = {0, 0, 128, 0, 0, 0}, late = patient;
+    kvpn_self patient = {0, 0, 0, 128, 0, 0, 0}, late = patient;
     p.turn = turn, p.control = &control, p.timeout_ns = 1000000000000ull;
     counted = &control.stop, reads = 0;
     for (uint32_t n = 1; n < kvpn_endurance; n++)

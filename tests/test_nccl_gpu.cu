@@ -203,12 +203,12 @@ template <class T> __global__ void fill(T *out, size_t count, const uint64_t *it
 
 template <class T>
 __global__ void verify(const T *got, size_t count, const uint64_t *iteration, uint64_t seed, int ranks_count,
-                       uint32_t *wrong)
+                       uint32_t *wrong, size_t first = 0)
 {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-        float sum = float(value_at<T>(seed + *iteration, i, 0));
+        float sum = float(value_at<T>(seed + *iteration, first + i, 0));
         for (int r = 1; r < ranks_count; r++)
-            sum += float(value_at<T>(seed + *iteration, i, r));
+            sum += float(value_at<T>(seed + *iteration, first + i, r));
         const T expected = from_float<T>(sum);
         const bool both_nan = isnan(float(expected)) && isnan(float(got[i]));
         if (!both_nan && bits_of(expected) != bits_of(got[i]))
@@ -247,6 +247,33 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
         enqueue_sum<__nv_bfloat16>(r, comm, stream, send, recv, count, dtype, seed);
     else
         enqueue_sum<float>(r, comm, stream, send, recv, count, dtype, seed);
+}
+
+/* Of `count` elements a rank. send: `world` times as many. */
+template <class T>
+static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *recv, size_t count, kvprim_dtype dtype,
+                            uint64_t seed)
+{
+    const size_t all = count * size_t(world), first = count * size_t(r.rank);
+    const unsigned blocks = unsigned(std::min<size_t>(256, all / 256 + 1));
+    fill<T><<<blocks, 256, 0, r.stream>>>(static_cast<T *>(send), all, r.iteration, seed, r.rank);
+    if (recv == send)
+        recv = static_cast<T *>(send) + first;
+    OK(kvprim_reduce_scatter(comm, recv, send, count, dtype, KVPRIM_SUM, r.stream));
+    verify<T>
+        <<<blocks, 256, 0, r.stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong, first);
+    CUDA(cudaGetLastError());
+}
+
+static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *recv, size_t count, kvprim_dtype dtype,
+                            uint64_t seed)
+{
+    if (dtype == KVPRIM_F16)
+        enqueue_scatter<__half>(r, comm, send, recv, count, dtype, seed);
+    else if (dtype == KVPRIM_BF16)
+        enqueue_scatter<__nv_bfloat16>(r, comm, send, recv, count, dtype, seed);
+    else
+        enqueue_scatter<float>(r, comm, send, recv, count, dtype, seed);
 }
 
 static void expect_none_wrong(rank_state &r, const char *what, size_t n)
@@ -291,6 +318,23 @@ static void test_sums(rank_state &r)
                 enqueue_sum(r, &r.comm, r.stream, send, recv, count, t, count + uint64_t(k));
                 expect_none_wrong(r, "count", count);
             }
+        }
+}
+
+/* Parts in place, apart, and shifted by elements, of which one rank alone is aligned. */
+static void test_scatters(rank_state &r)
+{
+    for (const kvprim_dtype t : sum_types)
+        for (size_t count = 1; count < (quick ? 3000u : 2000000u); count += count / 3 + 1) {
+            if (count * size_t(world) * size_of(t) > own_limit())
+                continue;
+            for (int k = 0; k < 4; k++) {
+                const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
+                char *const send = r.device[0] + shift;
+                enqueue_scatter(r, &r.comm, send, k == 0 ? send : r.device[1] + (k == 3 ? shift : 0), count, t,
+                                count + uint64_t(k));
+            }
+            expect_none_wrong(r, "reduce_scatter, count", count);
         }
 }
 
@@ -386,6 +430,10 @@ static void test_deterministic(rank_state &r)
         for (const kvprim_dtype t : sum_types) {
             enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], count, t, count);
             expect_none_wrong(r, "deterministic, count", count);
+            if (count > size_t(world)) {
+                enqueue_scatter(r, &comm, r.device[0], r.device[1], count / size_t(world), t, count);
+                expect_none_wrong(r, "deterministic, reduce_scatter, count", count);
+            }
         }
     OK(kvprim_comm_destroy(&comm));
 }
@@ -634,11 +682,12 @@ static void test_collectives(rank_state &r)
     OK(kvprim_comm_check(&r.comm));
 }
 
-/* Bytes of any value and number, at any place: the own kernel and NCCL's. */
+/* Bytes of any value and number, at any place: the own kernels and NCCL's. */
 static void test_gathers(rank_state &r)
 {
-    for (size_t count = 1; count < (quick ? 3000u : 600000u); count += count / 3 + 1)
-        for (size_t shift = 0; shift < 9; shift += 4) {
+    const size_t most = quick ? 3000 : std::min(size_t(9) << 20, (room - 64) / size_t(world));
+    for (size_t count = 1; count < most; count += count / 3 + 1 - (count > 5000 ? count % 16 : 0))
+        for (size_t shift = 0; shift < (count < 600000 ? 9 : 1); shift += 4) {
             std::vector<unsigned char> mine(count), got(count * size_t(world) + 16), expected(got.size(), 0xa5);
             const auto byte = [count](size_t i, int rank) {
                 return (unsigned char)(i % 11 < 7 ? 0xff : (i * 31 + i / 256 + size_t(rank) * 5 + count));
@@ -658,14 +707,72 @@ static void test_gathers(rank_state &r)
         }
 }
 
+/* Lets its successors begin before it writes. */
+__global__ void fill_late(float *out, size_t count, float value)
+{
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+    uint64_t begun, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
+    do
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    while (now - begun < 30000);
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+        out[i] = value;
+}
+
+__global__ void count_unlike(const float *got, size_t count, float value, uint32_t *wrong)
+{
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+        if (got[i] != value)
+            atomicAdd(wrong, 1);
+}
+
+/* Kernels launched dependent on one that ends late read what it wrote, all of them, enqueued and captured. */
+static void enqueue_dependent(rank_state &r, size_t count, int number)
+{
+    float *const send = reinterpret_cast<float *>(r.device[0]), *const recv = reinterpret_cast<float *>(r.device[1]);
+    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(number + r.rank));
+    OK(kvprim_all_reduce(&r.comm, recv, send, count, KVPRIM_F32, KVPRIM_SUM, r.stream));
+    count_unlike<<<16, 256, 0, r.stream>>>(recv, count, float(number * world + world * (world - 1) / 2), r.wrong);
+    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(-number - r.rank));
+    OK(kvprim_all_gather(&r.comm, recv, send, count, KVPRIM_F32, r.stream));
+    for (int from = 0; from < world; from++)
+        count_unlike<<<16, 256, 0, r.stream>>>(recv + size_t(from) * count, count, float(-number - from), r.wrong);
+    CUDA(cudaGetLastError());
+}
+
+static void test_dependent(rank_state &r)
+{
+    static const size_t counts[] = {500, 30000, 300000};
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    for (int n = 1; n < 20; n++)
+        enqueue_dependent(r, counts[n % 3], n);
+    expect_none_wrong(r, "behind a kernel that ends late", 0);
+    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    for (int n = 1; n < 7; n++)
+        enqueue_dependent(r, counts[n % 3], n);
+    CUDA(cudaStreamEndCapture(r.stream, &graph));
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    for (int n = 0; n < 10; n++)
+        CUDA(cudaGraphLaunch(exec, r.stream));
+    expect_none_wrong(r, "behind a kernel that ends late, in a graph", 0);
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaGraphDestroy(graph));
+}
+
 /* ---- several communicators, late and missing ranks ---- */
 
 static void test_two_communicators(rank_state &r)
 {
     kvprim_comm other = {};
     cudaStream_t stream;
-    const kvprim_comm_desc desc = desc_of(r, 0);
+    kvprim_comm_desc desc = desc_of(r, 0);
+    desc.no_pdl = 1;
     OK(kvprim_comm_init(&other, &desc));
+    CHECK(strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaStreamSynchronize(r.stream));
     for (int n = 0; n < (quick ? 20 : 600); n++) {
@@ -1003,11 +1110,13 @@ int main(int argc, char **argv)
     if (faults)
         return finish();
     run("nccl: sums, sizes x types x places", test_sums);
+    run("nccl: sums of parts, sizes x types x places", test_scatters);
     run("nccl: sums inside the buffer", test_placement);
     run("nccl: sums, sizes in turn without synchronisation", test_sizes_in_turn);
     run("nccl: the same bits on all ranks, again and again", test_same_bits);
     run("nccl: a graph replayed", test_graph);
     run("nccl: gathers of any bytes", test_gathers);
+    run("nccl: launched dependent", test_dependent);
     run("nccl: every collective, type, operation and place", test_collectives);
     run("nccl: deterministic at every size", test_deterministic);
     run("nccl: two communicators at once", test_two_communicators);
