@@ -101,8 +101,10 @@ typedef struct kvprim_comm_desc {
     int32_t timeout_ms;    /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
     int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
                               every size, the same bits always. UNSUPPORTED where only NCCL can sum */
-    int32_t no_pdl; /* 1: no programmatic dependent launch, by which own kernels start sooner and which is an edge of
-                       its kind in captured graphs (cudaGraphGetEdges without edge data cannot return it) */
+    int32_t no_pdl; /* 1: own kernels are launched without programmatic dependent launch. With it they start sooner,
+                       and wait for the end and the memory of the kernel ahead of them. So that one, if it is launched
+                       that way too and is not this library's, must have waited for what was ahead of it. In captured
+                       graphs it is a programmatic edge, which cudaGraphGetEdges returns only with edge data */
 } kvprim_comm_desc;
 
 /* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */
@@ -123,6 +125,7 @@ typedef struct kvprim_comm {
     struct CUevent_st *watch[2]; /* behind collectives of NCCL's: see kvpn_watch */
     double watched_since[2];     /* 0: no event there */
     int32_t watch_next;
+    int32_t behind_nccl;                /* the last call was NCCL's: see kvpn_start */
     struct CUstream_st *checked_stream; /* the last one that was found to be of the right device */
     char description[1024];
 } kvprim_comm;
@@ -172,7 +175,7 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
    all_reduce, reduce_scatter: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and
    have the same bits on all ranks and in both, wherever the library's own kernels make them: kvprim_comm_describe says
-   up to how many bytes of send. A NaN stays a NaN, its other bits are not kept. */
+   up to which size. A NaN stays a NaN, its other bits are not kept. */
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
@@ -218,12 +221,14 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
    Whoever has read a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next
    is in device memory, so that a launch may be replayed. That two are enough: a rank writes in its call k + 2 what I
-   emptied in my call k only when its call k + 1 is over. That call waited for words of mine, of my call k + 1, which
-   began when my call k was over. So sizes may change from call to call, and no call waits for more than the words that
-   it needs.
+   emptied in my call k only when its call k + 1 is over. That call waited for words of my call k + 1, which began
+   when my call k was over, from me or from a rank that had waited for mine (two shots: at least of the first slice,
+   which is never empty). So sizes may change from call to call, and no call waits for more than the words that it
+   needs.
 
    A thread sends all its words before it waits for the first, and block b waits for nothing but blocks b of the other
-   ranks: it is enough that all blocks of a call are resident at once. They are: see kvpn_shape. */
+   ranks: it is enough that all blocks of a call are resident at once. They are: there are no more of them than the
+   smallest of the GPUs has multiprocessors (kvpn_compare). */
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
     defined(KVPRIM_NCCL_EMULATE)
 #ifndef KVPRIM_NCCL_KERNELS
@@ -600,8 +605,8 @@ template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, u
 
 /* The ways. A thread runs send, sum and finish in this order; T is the type of what is summed, `most` the ranks that
    there may be (2, 4 or 8), and `whole` says that all is aligned and ends with a word. threads: the most in a block,
-   threads_of_8: if `most` is 8. turn_last: some threads are done while others have not taken their turn, which then
-   ends when all are done. */
+   threads_of_8: if `most` is 8. turn_last: the turn ends behind finish and not behind send, whose barrier would let
+   those that receive wait for those that send. */
 
 /* One shot: every rank sends the whole tensor to every other and sums by itself. Thread t of a block has every
    threads-th word of the block from the t-th on, here as below: the same ones when it sends, sums and writes, so that
@@ -769,17 +774,17 @@ struct kvpn_scatter {
     }
 };
 
-/* 8 bytes at place i, or those before the end of `bytes`, which may be none. */
+/* 8 bytes at place i, or those before the end of `bytes`. */
 template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_fetch8(const void *from, uint64_t bytes, uint32_t i)
 {
     if (whole)
         return ((const uint2 *)from)[i];
     const unsigned char *const b = (const unsigned char *)from + (size_t)i * 8;
-    const int64_t left = (int64_t)bytes - (int64_t)i * 8;
+    const uint64_t left = bytes - (uint64_t)i * 8;
     uint32_t w[2] = {0, 0};
     KVPRIM_NCCL_UNROLL
     for (int e = 0; e < 8; e++)
-        if (e < left)
+        if ((uint64_t)e < left)
             w[e / 4] |= (uint32_t)b[e] << e % 4 * 8;
     return uint2{w[0], w[1]};
 }
@@ -791,11 +796,11 @@ template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep8(void *to, uint64_t byte
         return;
     }
     unsigned char *const b = (unsigned char *)to + (size_t)i * 8;
-    const int64_t left = (int64_t)bytes - (int64_t)i * 8;
+    const uint64_t left = bytes - (uint64_t)i * 8;
     const uint32_t w[2] = {v.x, v.y};
     KVPRIM_NCCL_UNROLL
     for (int e = 0; e < 8; e++)
-        if (e < left)
+        if ((uint64_t)e < left)
             b[e] = (unsigned char)(w[e / 4] >> e % 4 * 8);
 }
 
@@ -841,28 +846,45 @@ struct kvpn_gather_all {
     }
 };
 
-/* 16 bytes at place i, or those before the end of `bytes`. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch16(const void *from, uint64_t bytes, uint32_t i)
+/* 16 bytes at place i, `whole`: of aligned ones. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch16(const void *from, uint32_t i)
 {
     if (whole)
         return ((const uint4 *)from)[i];
-    const uint2 low = kvpn_fetch8<false>(from, bytes, 2 * i), high = kvpn_fetch8<false>(from, bytes, 2 * i + 1);
-    return uint4{low.x, low.y, high.x, high.y};
+    const unsigned char *const b = (const unsigned char *)from + (size_t)i * 16;
+    const bool by_word = (uintptr_t)b % 4 == 0;
+    uint32_t w[4] = {0, 0, 0, 0};
+    KVPRIM_NCCL_UNROLL
+    for (int k = 0; k < 4; k++)
+        w[k] = by_word ? ((const uint32_t *)b)[k]
+                       : (uint32_t)b[4 * k] | (uint32_t)b[4 * k + 1] << 8 | (uint32_t)b[4 * k + 2] << 16 |
+                             (uint32_t)b[4 * k + 3] << 24;
+    return uint4{w[0], w[1], w[2], w[3]};
 }
 
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep16(void *to, uint64_t bytes, uint32_t i, uint4 v)
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep16(void *to, uint32_t i, uint4 v)
 {
     if (whole) {
         ((uint4 *)to)[i] = v;
         return;
     }
-    kvpn_keep8<false>(to, bytes, 2 * i, uint2{v.x, v.y});
-    kvpn_keep8<false>(to, bytes, 2 * i + 1, uint2{v.z, v.w});
+    unsigned char *const b = (unsigned char *)to + (size_t)i * 16;
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+    const bool by_word = (uintptr_t)b % 4 == 0;
+    KVPRIM_NCCL_UNROLL
+    for (int k = 0; k < 4; k++)
+        if (by_word)
+            ((uint32_t *)b)[k] = w[k];
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 16; e++)
+        if (!by_word)
+            b[e] = (unsigned char)(w[e / 4] >> e % 4 * 8);
 }
 
-/* Of many bytes 16 go to a slot, as in sums. Behind four slots of a thread a fifth says which of their 32-bit words
-   were all ones. A block's threads are `world` equal parts: the first sends, each other one receives from one rank, at
-   the same time. A thread's slots lie a part's threads apart, those of its next four words in the other area. */
+/* Of many bytes, a multiple of 16, 16 go to a slot, as in sums. Behind four slots of a thread a fifth says which of
+   their 32-bit words were all ones. A block's threads are `world` equal parts: the first sends, each other one receives
+   from one rank, at the same time. A thread's slots lie a part's threads apart, those of its next four words in the
+   other area. */
 struct kvpn_gather_many {
     enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, group = 4, slots = group + 1, turn_last = 1 };
 
@@ -897,13 +919,13 @@ struct kvpn_gather_many {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < words)
-                    v[k] = kvpn_fetch16<whole>(p.send, p.count, first + j + k * me.threads);
+                    v[k] = kvpn_fetch16<whole>(p.send, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < words) {
                     kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, k), kvpn_sendable(v[k]));
-                    kvpn_keep16<whole>(own, p.count, first + j + k * me.threads, v[k]);
+                    kvpn_keep16<whole>(own, first + j + k * me.threads, v[k]);
                     ones |= ones_of(v[k]) << 4 * k;
                 }
             kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, group), uint4{ones, 0, 0, 0});
@@ -929,7 +951,7 @@ struct kvpn_gather_many {
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    kvpn_keep16<whole>(to, p.count, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
+                    kvpn_keep16<whole>(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
             kvpn_empty_slots<slots>(at, 16 * me.threads, which);
         }
         return true;
@@ -1015,6 +1037,7 @@ enum {
     kvpn_aborted = 2,
     kvpn_max_ranks = 8, /* of a communicator with kernels */
     kvpn_max_blocks = 128,
+    kvpn_protocol = 2,       /* raised when ranks of two builds would choose other ways, or place words elsewhere */
     kvpn_slot_megabytes = 8, /* of a tensor that is summed in one launch; of slots there are four times as much */
     kvpn_page = 4096         /* what windows and buffers are aligned to */
 };
@@ -1355,23 +1378,23 @@ static kvprim_status kvpn_connect(kvpn_opening *o)
         s = kvpn_cuda(f, "cudaStreamSynchronize", cudaStreamSynchronize(o->stream));
     if (s == KVPRIM_OK)
         s = kvpn_load_kernels(comm->world);
-    comm->pdl = comm->pdl && kvpn_has_pdl();
     return kvpn_together(o, s);
 }
 #endif
 
 #ifdef KVPRIM_NCCL_FAST
-/* The largest tensor in bytes that one shot is the fastest for, and two; of reduce_scatter the largest of a rank's, of
-   gathers the largest result; measured on 2 and 4 H200s, of more ranks estimated. */
+/* The largest tensor in bytes that one shot is the fastest for, and two; of reduce_scatter what each rank gives, of
+   gathers the result, odd where a rank's part is no multiple of 16. Measured on 2 and 4 H200s, of more ranks estimated.
+   Another number here: another kvpn_protocol. */
 typedef struct kvpn_limits {
-    size_t one_shot, two_shot, scatter, gather, gather_many;
+    size_t one_shot, two_shot, scatter, gather, gather_odd, gather_many;
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(int world)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 64 << 20},
-                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 8 << 20},
-                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 4 << 20};
+    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 4 << 20, 64 << 20},
+                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 1 << 20, 8 << 20},
+                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 512 << 10, 4 << 20};
     return world == 2 ? two : world <= 4 ? four : eight;
 }
 
@@ -1379,12 +1402,12 @@ static void kvpn_describe_kernels(const kvprim_comm *comm, char *text, size_t by
 {
     const kvpn_limits limits = kvpn_limits_of(comm->world);
     const unsigned long long all_reduce = limits.two_shot, scatter = limits.scatter, gather = limits.gather_many;
-    const int used = snprintf(text, bytes, "on, %s, all_gather to %llu bytes",
+    const int used = snprintf(text, bytes, "on, %s, all_gather up to %llu bytes received",
                               comm->pdl ? "dependent launch" : "no dependent launch", gather);
     if (comm->deterministic)
         (void)snprintf(text + used, bytes - (size_t)used, ", sums of any size");
     else
-        (void)snprintf(text + used, bytes - (size_t)used, ", all_reduce of up to %llu, reduce_scatter of up to %llu",
+        (void)snprintf(text + used, bytes - (size_t)used, ", all_reduce and reduce_scatter up to %llu and %llu sent",
                        all_reduce, scatter);
 }
 #endif
@@ -1426,7 +1449,7 @@ static kvprim_status kvpn_open(kvpn_opening *o, const kvprim_comm_desc *desc)
     o->mine.deterministic = desc->deterministic;
     o->mine.fast = !o->why_not;
     o->mine.version = running;
-    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR;
+    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
     if (s == KVPRIM_OK)
         s = kvpn_cuda(f, "cudaDeviceGetAttribute",
                       cudaDeviceGetAttribute(&o->mine.multiprocessors, cudaDevAttrMultiProcessorCount, comm->device));
@@ -1445,6 +1468,7 @@ static kvprim_status kvpn_open(kvpn_opening *o, const kvprim_comm_desc *desc)
 #ifdef KVPRIM_NCCL_FAST
     if (s == KVPRIM_OK)
         s = kvpn_connect(o);
+    comm->pdl = comm->peer[0] && !desc->no_pdl && kvpn_has_pdl();
 #endif
     if (s == KVPRIM_OK && comm->deterministic && comm->world > 1 && !comm->peer[0])
         s = kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: desc->deterministic is 1, and kernels for it are off: %s", f,
@@ -1495,7 +1519,6 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
     comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
     comm->deterministic = desc->deterministic;
-    comm->pdl = !desc->no_pdl;
     comm->buffer_bytes = desc->buffer_bytes;
     memcpy(id.internal, desc->id.bytes, sizeof id.internal);
     s = kvpn_nccl(f, "ncclCommInitRank", ncclCommInitRank(&comm->nccl, comm->world, id, comm->rank));
@@ -1744,6 +1767,12 @@ typedef struct kvpn_call {
 } kvpn_call;
 
 /* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
+/* NULL: the legacy default stream, however the file is compiled. */
+static cudaStream_t kvpn_stream_of(const kvpn_call *c)
+{
+    return c->stream ? c->stream : cudaStreamLegacy;
+}
+
 static kvprim_status kvpn_check_device(kvpn_call *c)
 {
     int device = -1;
@@ -1753,7 +1782,7 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", c->function,
                            device, (int)c->comm->device);
     if (s == KVPRIM_OK)
-        s = kvpn_cuda(c->function, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture));
+        s = kvpn_cuda(c->function, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(kvpn_stream_of(c), &capture));
     c->captured = s != KVPRIM_OK || capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (s == KVPRIM_OK && c->stream && c->stream != c->comm->checked_stream && !c->captured) {
@@ -1833,8 +1862,9 @@ static ncclRedOp_t kvpn_op_of(int op)
 static kvprim_status kvpn_done(const kvpn_call *c, const char *call, ncclResult_t result)
 {
     const kvprim_status s = kvpn_nccl(c->function, call, result);
+    c->comm->behind_nccl = 1;
     if (s == KVPRIM_OK && !c->captured)
-        kvpn_watch(c->comm, c->stream);
+        kvpn_watch(c->comm, kvpn_stream_of(c));
     return s;
 }
 
@@ -1845,6 +1875,9 @@ extern "C++" {
 
 static_assert(kvpn_ended >= (int)kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page,
               "behind the turns, in their page");
+static_assert((kvpn_slot_megabytes << 20) / (16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
+                  32 * (int)kvpn_gather_many::slots,
+              "a block has slots for a warp");
 
 static uint32_t kvpn_most_threads(int world)
 {
@@ -1909,9 +1942,10 @@ static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
     const size_t all = bytes * (size_t)comm->world;
     if (!comm->peer[0])
         return kvpn_by_nccl;
-    if (all <= limits.gather && bytes <= kvpn_room(comm, kvpn_by_gather))
+    const bool odd = bytes % 16 != 0;
+    if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_room(comm, kvpn_by_gather))
         return kvpn_by_gather;
-    return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_nccl;
+    return !odd && all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_nccl;
 }
 
 /* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin
@@ -1937,6 +1971,7 @@ static void kvpn_shape_many(const kvprim_comm *comm, kvpn_params *p, uint32_t *b
     *blocks = (p->slice + p->per_block - 1) / p->per_block;
 }
 
+/* Behind a kernel of NCCL's without dependent launch: it may not have waited for what is ahead of it. */
 static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint32_t blocks, dim3 threads,
                                 kvpn_params *p)
 {
@@ -1945,9 +1980,10 @@ static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint3
     void *args[] = {p};
     config.gridDim = dim3(blocks);
     config.blockDim = threads;
-    config.stream = c->stream;
+    config.stream = kvpn_stream_of(c);
     config.attrs = &pdl;
-    config.numAttrs = c->comm->pdl;
+    config.numAttrs = c->comm->pdl && !c->comm->behind_nccl;
+    c->comm->behind_nccl = 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     return kvpn_cuda(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));

@@ -397,7 +397,8 @@ def on_gpus():
     for gpus, table in sorted(ALL_REDUCE.items()):
         all_ratios = [[values[5] for values in table.values()]]
         all_ratios += [[values[5] for values in PARTS[name][gpus].values()] for name in PARTS]
-        rows.append((f'all-reduce; {"; ".join(PARTS)} of {min(table, key=size)} to {max(table, key=size)}, {gpus} GPUs',
+        rows.append((f'all-reduce; {"; ".join(PARTS)} of {min(table, key=size)} to {max(table, key=size)}, bf16, '
+                     f'{gpus} GPUs',
                      'NCCL, the better of two ways, time',
                      '; '.join(slashes((min(ratios), max(ratios)), by=' to ') for ratios in all_ratios)))
     return rows

@@ -66,7 +66,7 @@ function main_path(mangled)
         return "all_reduce"
     if (mangled ~ /kvpn_kernelI12kvpn_scatter[^E]*ELb1E/)
         return "scatter"
-    return mangled ~ /kvpn_kernelI16kvpn_gather_many[^E]*ELb1E/ ? "gather_all" : ""
+    return mangled ~ /kvpn_kernelI16kvpn_gather_many[^E]*ELb1E/ ? "gather_many" : ""
 }
 
 what == "sass" && $1 == "Function" && $2 != ":" { sub(/:$/, "", $2); resources = $2 }
@@ -130,7 +130,7 @@ function print_sass(k, kernel, path, fault, faults, found, name)
         if (name ~ /^kvpc_/)
             expected = "gather store transfer unpack " expected
         if (name ~ /^kvpn_/)
-            expected = "all_reduce scatter gather_all " expected
+            expected = "all_reduce scatter gather_many " expected
     }
     path_count = split(expected, paths)
     for (k = 1; k <= path_count; k++)

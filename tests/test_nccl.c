@@ -263,8 +263,10 @@ static void test_shapes(void)
             for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
                 const kvpn_way way = kvpn_choose_gather(&comm, bytes);
                 CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
+                CHECK(way != kvpn_by_gather_many || bytes % 16 == 0);
             }
             CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
+            CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
             CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
             CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_AVG) == kvpn_by_nccl);

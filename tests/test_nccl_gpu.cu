@@ -276,6 +276,27 @@ static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *
         enqueue_scatter<float>(r, comm, send, recv, count, dtype, seed);
 }
 
+__global__ void verify_gather(const float *got, size_t count, const uint64_t *iteration, uint64_t seed, int from,
+                              uint32_t *wrong)
+{
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
+        if (bits_of(got[i]) != bits_of(value_at<float>(seed + *iteration, i, from)))
+            atomicAdd(wrong, 1);
+}
+
+/* `count` floats a rank, some of all ones. */
+static void enqueue_gather(rank_state &r, void *send, void *recv, size_t count, uint64_t seed)
+{
+    const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
+    float *const out = static_cast<float *>(recv);
+    fill<float><<<blocks, 256, 0, r.stream>>>(static_cast<float *>(send), count, r.iteration, seed, r.rank);
+    OK(kvprim_all_gather(&r.comm, out, send, count, KVPRIM_F32, r.stream));
+    for (int from = 0; from < world; from++)
+        verify_gather<<<blocks, 256, 0, r.stream>>>(out + size_t(from) * count, count, r.iteration, seed, from,
+                                                    r.wrong);
+    CUDA(cudaGetLastError());
+}
+
 static void expect_none_wrong(rank_state &r, const char *what, size_t n)
 {
     uint32_t wrong = 0;
@@ -321,24 +342,26 @@ static void test_sums(rank_state &r)
         }
 }
 
-/* Parts in place, apart, and shifted by elements, of which one rank alone is aligned. */
+/* Parts in place, apart, and shifted by elements, of which one rank alone is aligned; of whole words and not; in one
+   piece and, the last ones, in several. */
 static void test_scatters(rank_state &r)
 {
+    const size_t most = std::min(kvpn_limits_of(world).scatter, size_t(24) << 20) / size_t(world);
     for (const kvprim_dtype t : sum_types)
-        for (size_t count = 1; count < (quick ? 3000u : 2000000u); count += count / 3 + 1) {
-            if (count * size_t(world) * size_of(t) > own_limit())
-                continue;
-            for (int k = 0; k < 4; k++) {
-                const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
-                char *const send = r.device[0] + shift;
-                enqueue_scatter(r, &r.comm, send, k == 0 ? send : r.device[1] + (k == 3 ? shift : 0), count, t,
-                                count + uint64_t(k));
+        for (size_t n = 1; n * size_of(t) <= (quick ? 6000 : most); n += n / 3 + 1)
+            for (const size_t count : {n, n / 8 * 8}) {
+                for (int k = 0; k < (count ? 4 : 0); k++) {
+                    const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
+                    char *const send = r.device[0] + shift;
+                    enqueue_scatter(r, &r.comm, send, k == 0 ? send : r.device[1] + (k == 3 ? shift : 0), count, t,
+                                    count + uint64_t(k));
+                }
+                expect_none_wrong(r, "reduce_scatter, count", count);
             }
-            expect_none_wrong(r, "reduce_scatter, count", count);
-        }
 }
 
-/* Inside the buffer, at an offset, on one rank only, and beyond the own kernels' sizes into NCCL's. */
+/* Inside the buffer, at an offset, on one rank only, and beyond the own kernels' sizes into NCCL's; the default
+   stream. */
 static void test_placement(rank_state &r)
 {
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
@@ -348,10 +371,14 @@ static void test_placement(rank_state &r)
         enqueue_sum(r, &r.comm, r.stream, r.rank == 0 ? buffer : r.device[0],
                     r.rank == 1 ? buffer + (16 << 20) : r.device[1], count, KVPRIM_F32, 3);
         expect_none_wrong(r, "in the buffer, count", count);
+        enqueue_sum(r, &r.comm, nullptr, r.device[0], r.device[1], count, KVPRIM_F16, 4);
+        CUDA(cudaStreamSynchronize(cudaStreamLegacy));
+        expect_none_wrong(r, "on the default stream, count", count);
     }
 }
 
-/* No synchronisation in between; every size on both sides of every change of kernel. */
+/* No synchronisation in between; every size on both sides of every change of kernel, and every third call another
+   collective. */
 static void test_sizes_in_turn(rank_state &r)
 {
     uint64_t random = 7;
@@ -361,6 +388,10 @@ static void test_sizes_in_turn(rank_state &r)
         const size_t count = n < 200 ? fixed[n % 8] : 1 + (random >> 33) % (size_t(1) << (1 + n % 19));
         if (count * 4 > own_limit())
             continue;
+        if (n % 6 == 2 && count * 4 * size_t(world) <= room)
+            enqueue_gather(r, r.device[n % 2], r.device[2], count, random);
+        if (n % 6 == 5)
+            enqueue_scatter(r, &r.comm, r.device[n % 2], r.device[2], (count + 7) / 8, sum_types[n % 3], random);
         enqueue_sum(r, &r.comm, r.stream, r.device[n % 2], r.device[n % 3 == 0 ? n % 2 : 2], count, sum_types[n % 3],
                     random);
         if (n % 100 == 99) {
@@ -682,29 +713,37 @@ static void test_collectives(rank_state &r)
     OK(kvprim_comm_check(&r.comm));
 }
 
-/* Bytes of any value and number, at any place: the own kernels and NCCL's. */
+static void one_gather(rank_state &r, size_t count, size_t send_shift, size_t recv_shift)
+{
+    std::vector<unsigned char> mine(count), got(count * size_t(world) + 16), expected(got.size(), 0xa5);
+    const auto byte = [count](size_t i, int rank) {
+        return (unsigned char)(i % 11 < 7 ? 0xff : (i * 31 + i / 256 + size_t(rank) * 5 + count));
+    };
+    for (size_t i = 0; i < count; i++)
+        mine[i] = byte(i, r.rank);
+    for (int from = 0; from < world; from++)
+        for (size_t i = 0; i < count; i++)
+            expected[size_t(from) * count + i] = byte(i, from);
+    char *const send = r.device[0] + send_shift, *const recv = r.device[1] + recv_shift;
+    CUDA(cudaMemcpyAsync(send, mine.data(), count, cudaMemcpyHostToDevice, r.stream));
+    CUDA(cudaMemsetAsync(recv, 0xa5, expected.size(), r.stream));
+    OK(kvprim_all_gather(&r.comm, recv, send, count, KVPRIM_U8, r.stream));
+    CUDA(cudaMemcpyAsync(got.data(), recv, got.size(), cudaMemcpyDeviceToHost, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    if (got != expected)
+        fail("rank %d: all_gather of %zu bytes shifted by %zu to %zu", r.rank, count, send_shift, recv_shift);
+}
+
+/* Bytes of any value and number, at any place: the own kernels, in one piece and in several, and NCCL's. */
 static void test_gathers(rank_state &r)
 {
     const size_t most = quick ? 3000 : std::min(size_t(9) << 20, (room - 64) / size_t(world));
-    for (size_t count = 1; count < most; count += count / 3 + 1 - (count > 5000 ? count % 16 : 0))
-        for (size_t shift = 0; shift < (count < 600000 ? 9 : 1); shift += 4) {
-            std::vector<unsigned char> mine(count), got(count * size_t(world) + 16), expected(got.size(), 0xa5);
-            const auto byte = [count](size_t i, int rank) {
-                return (unsigned char)(i % 11 < 7 ? 0xff : (i * 31 + i / 256 + size_t(rank) * 5 + count));
-            };
-            for (size_t i = 0; i < count; i++)
-                mine[i] = byte(i, r.rank);
-            for (size_t i = 0; i < count * size_t(world); i++)
-                expected[i] = byte(i % count, int(i / count));
-            char *const send = r.device[0] + shift, *const recv = r.device[1] + shift / 4;
-            CUDA(cudaMemcpyAsync(send, mine.data(), count, cudaMemcpyHostToDevice, r.stream));
-            CUDA(cudaMemsetAsync(recv, 0xa5, expected.size(), r.stream));
-            OK(kvprim_all_gather(&r.comm, recv, send, count, KVPRIM_U8, r.stream));
-            CUDA(cudaMemcpyAsync(got.data(), recv, got.size(), cudaMemcpyDeviceToHost, r.stream));
-            CUDA(cudaStreamSynchronize(r.stream));
-            if (got != expected)
-                fail("rank %d: all_gather of %zu bytes shifted by %zu", r.rank, count, shift);
-        }
+    for (size_t n = 1; n < most; n += n / 3 + 1)
+        for (const size_t count : {n, n / 16 * 16})
+            for (size_t shift = 0; shift < (count == 0 ? 0u : count < 600000 ? 9u : 1u); shift += 4)
+                one_gather(r, count, shift, shift / 4);
+    for (const size_t shift : {4, 3}) /* by 4 bytes and by one */
+        one_gather(r, quick ? 4096 : 400000, shift, 2 * shift);
 }
 
 /* Lets its successors begin before it writes. */
@@ -746,6 +785,10 @@ static void enqueue_dependent(rank_state &r, size_t count, int number)
 static void test_dependent(rank_state &r)
 {
     static const size_t counts[] = {500, 30000, 300000};
+    cudaDeviceProp device;
+    CUDA(cudaGetDeviceProperties(&device, r.rank));
+    if (kvpn_has_pdl() && device.major >= 9)
+        CHECK(strstr(kvprim_comm_describe(&r.comm), "on, dependent launch") != nullptr);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     for (int n = 1; n < 20; n++)
@@ -765,14 +808,14 @@ static void test_dependent(rank_state &r)
 
 /* ---- several communicators, late and missing ranks ---- */
 
-static void test_two_communicators(rank_state &r)
+static void with_another(rank_state &r, int no_pdl)
 {
     kvprim_comm other = {};
     cudaStream_t stream;
     kvprim_comm_desc desc = desc_of(r, 0);
-    desc.no_pdl = 1;
+    desc.no_pdl = no_pdl;
     OK(kvprim_comm_init(&other, &desc));
-    CHECK(strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
+    CHECK(!no_pdl || strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaStreamSynchronize(r.stream));
     for (int n = 0; n < (quick ? 20 : 600); n++) {
@@ -785,6 +828,12 @@ static void test_two_communicators(rank_state &r)
     OK(kvprim_comm_check(&other));
     OK(kvprim_comm_destroy(&other));
     CUDA(cudaStreamDestroy(stream));
+}
+
+static void test_two_communicators(rank_state &r)
+{
+    with_another(r, 0);
+    with_another(r, 1);
 }
 
 static void test_late(rank_state &r)
@@ -800,18 +849,35 @@ static void test_late(rank_state &r)
 }
 
 /* One rank stays away: the others hear of it in time, whoever sums, and abort ends it. */
-static void one_missing(rank_state &r, size_t count, kvprim_dtype dtype, bool named)
+static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
+}
+
+static kvprim_status gather_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_gather(comm, r.device[1], r.device[0], count, dtype, r.stream);
+}
+
+static kvprim_status scatter_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_reduce_scatter(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
+}
+
+typedef kvprim_status collective(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype);
+
+static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dtype dtype, bool named)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 500);
     kvprim_status status = KVPRIM_OK;
     OK(kvprim_comm_init(&comm, &desc));
-    OK(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream));
+    OK(call(r, &comm, count, dtype));
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
     const double begun = seconds();
     if (r.rank != world - 1) {
-        OK(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream));
+        OK(call(r, &comm, count, dtype));
         while ((status = kvprim_comm_check(&comm)) == KVPRIM_OK && seconds() - begun < 5)
             sleep_ms(1);
         const double took = seconds() - begun;
@@ -822,8 +888,7 @@ static void one_missing(rank_state &r, size_t count, kvprim_dtype dtype, bool na
         if (named)
             SAYS(name.c_str());
         if (named) /* it goes on saying so */
-            IS(kvprim_all_reduce(&comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream),
-               KVPRIM_ERROR_TIMEOUT);
+            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT);
     }
     meet();
     const double abort_begun = seconds();
@@ -837,13 +902,16 @@ static void one_missing(rank_state &r, size_t count, kvprim_dtype dtype, bool na
 
 static void test_missing(rank_state &r)
 {
-    one_missing(r, 1024, KVPRIM_BF16, true);
-    one_missing(r, own_limit() / 4, KVPRIM_F32, true);
+    one_missing(r, sum_of_device, 1024, KVPRIM_BF16, true);
+    one_missing(r, sum_of_device, own_limit() / 4, KVPRIM_F32, true);
+    one_missing(r, scatter_of_device, 100000, KVPRIM_F16, true);
+    one_missing(r, gather_of_device, 500, KVPRIM_F32, true);
+    one_missing(r, gather_of_device, 100000, KVPRIM_F32, true);
 }
 
 static void test_missing_in_nccl(rank_state &r)
 {
-    one_missing(r, 1000, KVPRIM_INT32, false);
+    one_missing(r, sum_of_device, 1000, KVPRIM_INT32, false);
 }
 
 /* Another thread aborts while this one calls: errors, and an end. */
