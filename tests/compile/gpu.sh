@@ -153,16 +153,17 @@ compared()
         [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
 }
 
-# sass_judged FAULT INSTRUCTION...: what is said of a main path's kernel that has these; `ok`: no fault.
+# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels that have these; `ok`: no fault.
 sass_judged()
 {
-    kernel=_Z11kvpn_kernelI13kvpn_one_shot9kvpn_bf16Li2ELb1EEv11kvpn_params fault=$1 wanted=1
+    fault=$1 wanted=1
     shift
     [ "$fault" != ok ] || wanted=0
-    {
+    for way in 13kvpn_one_shot 12kvpn_scatter 16kvpn_gather_many; do
+        kernel=_Z11kvpn_kernelI${way}9kvpn_bf16Li2ELb1EEv11kvpn_params
         printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
         printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
-    } >"$build/altered.sass"
+    done >"$build/altered.sass"
     awk -v what=sass -f tests/profile.awk "$build/altered.sass" >"$build/table"
     [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
         "$build/table" || { cat "$build/table"; return 1; }
