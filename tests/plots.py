@@ -111,13 +111,15 @@ PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx5
           for name in ('both aligned to 64 bytes', 'mutually misaligned')}
 HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
                         'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
-NCCL_PARTS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
-ALL_REDUCE = {gpus: part.table('all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper '
-                               'GB/s (bus)', r'\d+ [KM]B', 8) for gpus, part in NCCL_PARTS.items()}
-PARTS = {name: {gpus: part.table(title, 'NCCL window kvprim in buffer to NCCL to raw', r'\d+ [KM]B', 6)
-                for gpus, part in NCCL_PARTS.items()}
-         for name, title in (('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives'),
-                             ('all-gather', 'all_gather, us, by bytes of the result'))}
+NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
+BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
+COLLECTIVES = {  # "to raw" is the sixth number of each
+    name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
+    for name, title, columns, count in (
+        ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)', 8),
+        ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
+        ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
+ALL_REDUCE = COLLECTIVES['all-reduce']
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
@@ -395,12 +397,10 @@ def on_gpu():
 def on_gpus():
     rows = []
     for gpus, table in sorted(ALL_REDUCE.items()):
-        all_ratios = [[values[5] for values in table.values()]]
-        all_ratios += [[values[5] for values in PARTS[name][gpus].values()] for name in PARTS]
-        rows.append((f'all-reduce; {"; ".join(PARTS)} of {min(table, key=size)} to {max(table, key=size)}, bf16, '
-                     f'{gpus} GPUs',
+        ratios = [[values[5] for values in tables[gpus].values()] for tables in COLLECTIVES.values()]
+        rows.append((f'{"; ".join(COLLECTIVES)} of {min(table, key=size)} to {max(table, key=size)}, bf16, {gpus} GPUs',
                      'NCCL, the better of two ways, time',
-                     '; '.join(slashes((min(ratios), max(ratios)), by=' to ') for ratios in all_ratios)))
+                     '; '.join(slashes((min(some), max(some)), by=' to ') for some in ratios)))
     return rows
 
 
