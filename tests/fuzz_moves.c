@@ -262,7 +262,8 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
 
 static uint8_t *layer_of(const struct layout *t, wide layer)
 {
-    return t->bases ? t->bases[layer] : (uint8_t *)t->table.data + (int64_t)(layer * t->layer_stride);
+    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL where no row is: no pointer to add to */
+    return t->bases ? t->bases[layer] : (uint8_t *)(layers + (uintptr_t)(layer * t->layer_stride));
 }
 
 static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
