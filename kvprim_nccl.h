@@ -18,10 +18,11 @@
 
    What it does: reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from one
    to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and fp32, and
-   gathers, between GPUs that write to each other's memory. Neither CUDA's nor NCCL's headers are needed to
-   call it: cudaStream_t is a struct CUstream_st *, ncclComm_t a struct ncclComm *.
+   gathers, between GPUs of one machine that write to each other's memory. Neither CUDA's nor NCCL's headers are needed
+   to call it: cudaStream_t is a struct CUstream_st *, ncclComm_t a struct ncclComm *.
 
-   What it does NOT do: start processes or threads, carry the id from rank 0 to the others, choose the device.
+   What it does NOT do: start processes, carry the id from rank 0 to the others, choose the device, keep threads. (init,
+   abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
 
    Contents, search for the tag:
        >>config      macros you may define
@@ -38,15 +39,20 @@
                   types and operations, in the same order, and they must run in that order: on one stream, or on several
                   that wait for each other. May be captured into a graph, on all ranks or on none.
        Threads    One communicator is used by one thread at a time; different ones by different threads at once.
-                  kvprim_comm_abort may be called from any thread at any time.
+                  kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
+                  call of destroy: also while another thread is inside init or a collective, and while streams are
+                  captured in any mode.
+       Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call of the library's
+                  own kernels then either has the right result or is followed by an error on its rank.
        Alignment  That of the element type. Fastest at multiples of 16 bytes.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
    KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
-                               another. Needs the headers of CUDA and NCCL. Compiled by nvcc as C++17 or newer with NCCL
-                               2.28.9 or newer it has the kernels too, which run with that same version of NCCL.
+                               another. Needs the headers of CUDA and NCCL, and -pthread with an older C library.
+                               Compiled by nvcc it has the kernels too; they run with every NCCL from 2.19 on, whichever
+                               it was compiled with.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too
 */
@@ -60,7 +66,6 @@ extern "C" {
 #endif
 
 struct CUstream_st; /* what a cudaStream_t points to */
-struct CUevent_st;  /* what a cudaEvent_t points to */
 struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>types ---------------------------------------------------------------------------------------------------------- */
@@ -74,8 +79,8 @@ typedef enum kvprim_dtype {
     KVPRIM_INT8 = 5,
     KVPRIM_INT32 = 6,
     KVPRIM_INT64 = 7,
-    KVPRIM_F8E4M3 = 8, /* both: NCCL 2.24 and newer; reduced on compute capability 9.0 and newer */
-    KVPRIM_F8E5M2 = 9
+    KVPRIM_F8E4M3 = 8, /* NCCL 2.24 and newer; reductions: compute capability 9.0 and newer */
+    KVPRIM_F8E5M2 = 9  /* the same */
 } kvprim_dtype;
 
 typedef enum kvprim_op {
@@ -83,7 +88,7 @@ typedef enum kvprim_op {
     KVPRIM_MAX = 1,
     KVPRIM_PROD = 2,
     KVPRIM_MIN = 3,
-    KVPRIM_AVG = 4 /* as NCCL rounds: sums of integers are divided by world, others multiplied by 1 / world before */
+    KVPRIM_AVG = 4 /* rounded as by NCCL: integers are divided by world after the sum, others multiplied before it */
 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
@@ -93,76 +98,135 @@ typedef struct kvprim_comm_id {
     char bytes[128];
 } kvprim_comm_id;
 
-/* Zero-initialise, then set what differs. */
+/* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
+   bytes. Called up to three times, on the thread that is inside init. Nothing interrupts it, neither init_timeout_ms nor
+   kvprim_comm_abort: it must end by itself. Returns 0 for success. */
+typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
+
+/* Zero-initialise, then set what differs. "The same": on every rank, otherwise init fails on all of them. KB and MB are
+   2^10 and 2^20 bytes. */
 typedef struct kvprim_comm_desc {
-    int32_t rank, world;   /* 0 <= rank < world */
-    kvprim_comm_id id;     /* the same on every rank */
-    size_t buffer_bytes;   /* symmetric buffer, the same on every rank; 0: none */
-    int32_t timeout_ms;    /* for waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
-    int32_t deterministic; /* 1, on every rank: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at
-                              every size, the same bits always. UNSUPPORTED where only NCCL can sum */
-    int32_t no_pdl; /* 1: own kernels are launched without programmatic dependent launch. With it they start sooner,
-                       and wait for the end and the memory of the kernel ahead of them. So that one, if it is launched
-                       that way too and is not this library's, must have waited for what was ahead of it. In captured
-                       graphs it is a programmatic edge, which cudaGraphGetEdges returns only with edge data */
+    int32_t rank, world; /* 0 <= rank < world */
+    kvprim_comm_id id;   /* the same; not looked at if there is `nccl` */
+    size_t buffer_bytes; /* the communicator's buffer, the same; 0: none */
+    int32_t timeout_ms;  /* for a collective's waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
+    int32_t deterministic; /* 1, the same: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at every
+                              size, the same bits always. UNSUPPORTED where only NCCL can sum */
+    int32_t no_pdl;     /* 1: own kernels are launched without programmatic dependent launch. With it a kernel may start
+                           before its predecessor ends, and waits for that one's memory. The predecessor must then have
+                           waited for what was before it, which only matters if it is launched that way too and is not
+                           this library's. In captured graphs it is a programmatic edge, which cudaGraphGetEdges returns
+                           only with edge data */
+    int32_t no_kernels; /* 1: no kernels of the library's own, everything through NCCL. One rank is enough */
+    int32_t max_sms;    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for
+                           other ranks; 0: half of them. The least of all ranks counts. Communicators whose kernels may
+                           run at the same time must fit on the GPU together: three need a third each */
+    int32_t nccl_window; /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels, for tensors in the buffer.
+                            They are faster for some calls that NCCL makes, but no abort ends them, and an abort while
+                            any of NCCL's work is stuck leaves the buffer's memory to NCCL. Tensors then lie in
+                            the buffer at the same offset on every rank, or outside on every rank, and calls not between
+                            ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts those kernels too early: a
+                            memset of 4 bytes before each, which takes 5 us, mends it. With a `nccl` the buffer is not
+                            registered; if its tensors may lie in windows of the caller's, set it for that mend: they
+                            must be aligned to 16 bytes on every rank or on none */
+    int32_t init_timeout_ms; /* for init's waits on other ranks, all together; 0: ten minutes */
+    struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. It stays
+                                the caller's: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
+                                live until kvprim_comm_destroy is called or kvprim_comm_abort has returned */
+    size_t all_reduce_limit; /* up to how many bytes of tensor own kernels are used, unless deterministic */
+    size_t reduce_scatter_limit; /* up to how many bytes that each rank sends, unless deterministic */
+    size_t all_gather_limit;     /* up to how many bytes that each rank receives; at most 4 MB where a rank's part is no
+                                multiple of 16. All three: the same; 0: see kvprim_comm_describe, measured on H200s for
+                                2 to 4 ranks, estimated for more */
+    kvprim_exchange exchange; /* init exchanges its data this way and not through NCCL, where that is not wanted before
+                                 the first collective; on every rank or on none */
+    void *exchange_context;
+    void *const *peers; /* host array of `world` pointers: memory of every rank, as this GPU addresses it, that the own
+                           kernels take for their slots instead of allocating and exchanging it (symmetric memory of a
+                           framework, say); on every rank or on none. Aligned to 16, not read or written by the caller
+                           until all ranks' destroy has returned */
+    size_t peer_bytes;  /* of each; at least 16 MB, and 33,562,624 of it (32 MB and 8,192 bytes) are used at most */
 } kvprim_comm_desc;
 
 /* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */
 typedef struct kvprim_comm {
     struct ncclComm *nccl;
     int32_t rank, world, device;
-    int32_t timeout_ms, deterministic, pdl;
+    int32_t timeout_ms, deterministic, pdl, nccl_version;
+    int32_t foreign;                 /* nccl is the caller's */
+    int32_t nccl_window, in_windows; /* as asked for; tensors may lie in windows, on all ranks or on none */
     void *buffer;
-    size_t buffer_bytes;
+    size_t buffer_bytes, all_reduce_limit, reduce_scatter_limit, all_gather_limit;
 
-    const struct kvprim_comm *self; /* itself from init to destroy */
-    int32_t state, busy;            /* calls inside: abort waits for them */
-    void *memory, *window;          /* slots and buffer; the window that they are registered as */
-    struct kvpn_control *control;   /* pinned host memory, and where the GPU sees it */
-    struct kvpn_control *control_on_gpu;
-    void *peer[8]; /* every rank's slots, as this GPU addresses them; peer[0] NULL: no kernels of one's own */
+    uint32_t *stop; /* pinned host memory: why own kernels end; 0: they do not */
+    uint32_t *stop_on_gpu;
+    void *peer[8]; /* every rank's page and slots, as this GPU addresses them; [0] NULL: no kernels */
     uint32_t blocks, block_slots;
-    struct CUevent_st *watch[2]; /* behind collectives of NCCL's: see kvpn_watch */
-    double watched_since[2];     /* 0: no event there */
+    struct kvpn_slots *slots[8]; /* of this rank and of those in this process; NULL: mapped, or the caller's */
+    void *mapped[8];             /* of ranks in other processes */
+    void *window;                /* of NCCL's, around the buffer */
+    void *scratch;               /* device memory for init's exchanges, and for kvpn_run_by_nccl */
+    struct CUstream_st *stream;  /* for init's exchanges, and for abort */
+    int64_t watched_since[2];    /* microseconds; 0: no event there */
     int32_t watch_next;
-    int32_t behind_nccl;                /* the last call was NCCL's: see kvpn_start */
+    int32_t after_nccl;                 /* the last call was NCCL's: see kvpn_start */
+    int32_t nccl_starts_early;          /* see kvpn_run_by_nccl */
+    struct kvpn_ending *ending;         /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be of the right device */
     char description[1024];
+
+    const struct kvprim_comm *self; /* itself from init to destroy; this and what follows is not part of init's copy */
+    int32_t state, busy, telling;   /* busy: calls inside, which abort and destroy wait for; telling: see kvpn_tell */
 } kvprim_comm;
 
 /* Errors: NULL, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
-/* Collective, on the current device: returns when all `world` ranks have called it, and waits for them without end, as
-   NCCL does. Allocates, and registers what there is to register: nothing later does. Fast kernels are on where all
-   ranks have them and write to each other's memory (NVLink, one machine or one NVLink domain), for up to 8 ranks; they
-   take 32 MB of device memory. kvprim_comm_describe says whether, and why not.
-   Errors, on every rank where it is something that ranks compare: NULL, ARGUMENT (rank, world, timeout_ms,
-   deterministic, no_pdl), SIZE (buffer_bytes, or they differ), UNSUPPORTED (deterministic), CUDA, NCCL (two ranks on
-   one device: those two hear of it, others may go on waiting for them). What it began with is freed again. */
+/* Collective, on the current device: returns when all `world` ranks have called it. Allocates, and registers what there
+   is to register: nothing later does. The library's own kernels are on where all ranks have them and can write to each
+   other's memory, on one machine (found out by writing), for 2 to 8 ranks, unless NCCL_P2P_DISABLE=1 or
+   NCCL_P2P_LEVEL=LOC is in the environment. They take 32 MB of device memory. kvprim_comm_describe says whether they
+   are on, and why not. Ranks may be processes or threads of one process.
+   Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
+   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, or flags and limits that
+   differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT (init_timeout_ms is
+   over, or kvprim_comm_abort was called), CUDA, NCCL. What it began with is freed again; after a TIMEOUT with `nccl`
+   given, when the caller ends that. */
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
-/* Collective: waits for all work of the device, then frees what kvprim_comm_init made. Graphs that hold collectives of
-   the communicator must not be launched any more. Errors: NULL, ARGUMENT (not initialised, already destroyed, moved),
+/* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. Where a
+   collective may hang, call kvprim_comm_abort before: then it is not collective, and frees what is left. Graphs that
+   hold own kernels of the communicator must not be launched any more; graphs that hold collectives of NCCL's must be
+   destroyed before.
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms, as
+   graphs with its collectives exist, or another call has not returned: only another destroy may follow, which goes on),
    CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
-/* Not collective, from any thread: ends the work that is under way, whose results are lost, and frees. For a rank whose
-   peers are gone. A call that is inside a collective is waited for, up to a second. Errors: as destroy. */
+/* Not collective, from any thread: ends the collectives that wait, whose results are lost, and tells the other ranks.
+   For a rank whose peers are gone. Returns within a second and leaves all memory as it is, the buffer and what captured
+   graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
+   that fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it. Errors: NULL, ARGUMENT
+   (not initialised, already aborted, moved). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
-/* Whether something went wrong since init without a call to report it; does not wait. NCCL: an error of a peer or of
-   the network. TIMEOUT: a kernel of ours waited timeout_ms for a rank (the text says for which, and this and every
-   later collective has ended without result), or a collective of NCCL's was not done timeout_ms after the call, not
-   counting those captured into graphs (NCCL does not say for whom it waits). Then call kvprim_comm_abort. */
+/* Whether something went wrong since init without a call to report it; does not wait. Errors: NULL, ARGUMENT (not
+   initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the device's context is dead),
+   TIMEOUT: an own kernel waited timeout_ms for a rank, here or on another rank, or another rank was aborted (the text
+   says which; this and every later collective has ended without result); or a collective of NCCL's had not ended
+   timeout_ms after the call (NCCL does not say for whom it waits; those captured into graphs or between ncclGroupStart
+   and ncclGroupEnd are not watched). Then call kvprim_comm_abort, also from another thread than the one that sits in
+   cudaStreamSynchronize, which then returns. KVPRIM_OK while init runs. A watchdog's thread calls cudaSetDevice once, or
+   CUDA may make a context on device 0 for it. */
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
-/* The symmetric buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size.
-   NCCL 2.27 and newer reduce and gather tensors that lie in it without staging; then they must lie in it on every rank,
-   at the same offset. Aligned to 4096. Uninitialised. */
+/* The buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size. Device
+   memory, aligned to 256, uninitialised, until destroy. Own kernels are as fast on any other memory; it is for
+   nccl_window. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Versions, links, which fast paths are on, and of the others why not. Valid as long as comm. */
+/* Versions, links, multiprocessors, limits, timeouts, which fast paths are on, and of the others why not. Valid as long
+   as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
@@ -212,23 +276,41 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
 /* ---- kernels ----
 
-   Ranks exchange words of 16 bytes through slots: memory of each rank that all others write to. An empty slot is all
-   ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot
-   that is not empty holds its word, with no flag beside it, no fence and no barrier, and of the hardware nothing is
-   asked but that 4 bytes arrive at once. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero:
-   there it takes that 8 bytes arrive at once. Many go 16 to a slot, and every fifth slot says which 4 bytes of the four
-   slots before it were all ones.
+   Ranks exchange words of 16 bytes through slots: memory of each rank that all others write to. The data is its own
+   flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot is all ones. A word of a tensor never is: all ones are a
+   NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot that is not empty holds its word, with no flag
+   beside it, no fence and no barrier. The only hardware guarantee it needs is that an aligned 4-byte store becomes
+   visible as a whole. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero, as in NCCL's LL
+   protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every group of
+   slots one more says which 4 bytes of the group were all ones.
 
-   Whoever has read a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next
-   is in device memory, so that a launch may be replayed. That two are enough: a rank writes in its call k + 2 what I
-   emptied in my call k only when its call k + 1 is over. That call waited for words of my call k + 1, which began
-   when my call k was over, from me or from a rank that had waited for mine (two shots: at least of the first slice,
-   which is never empty). So sizes may change from call to call, and no call waits for more than the words that it
-   needs.
+   The reader of a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next is in
+   device memory, so that a launch may be replayed. Two sets suffice. A rank writes to a set again in its call k + 2,
+   after its call k + 1 has ended. That one needed a word of my call k + 1, from me or from a rank that needed one from
+   me (two shots: at least of the first slice, which is never empty), and my call k + 1 began when my call k had emptied
+   that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
    A thread sends all its words before it waits for the first, and block b waits for nothing but blocks b of the other
-   ranks: it is enough that all blocks of a call are resident at once. They are: there are no more of them than the
-   smallest of the GPUs has multiprocessors (kvpn_compare). */
+   ranks: it is enough that all blocks of a call are resident at once. They are: there are at most half as many as the
+   smallest of the GPUs has multiprocessors, or max_sms (kvpn_compare).
+
+   A rank that has ended, by its own timeout, by an abort or because another one told it, sends no more words: in a call
+   k + 2 they could overwrite those of its call k that a late rank has not read. It says so in its own memory
+   (kvpn_ended), which each call reads before it sends, and in that of all others, so that they end too. */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION) || defined(KVPRIM_NCCL_EMULATE)) &&         \
+    !defined(KVPRIM_NCCL_LAYOUT)
+#define KVPRIM_NCCL_LAYOUT
+enum { kvpn_max_world = 8 }; /* of a communicator with kernels */
+
+/* A rank's memory: a page of 32-bit words, slots, and a page of which 16 bytes are written to and never read. In the
+   first page: the turn of each block, from `ended` on why the rank has ended (0: it has not), from `marks` on 64 bits of
+   each rank, to show that it can write here. */
+enum { kvpn_page = 4096, kvpn_ended = 512, kvpn_marks = 768 };
+
+/* Why a rank has ended: the kind, the rank that ended first << 8, and whom that one waited for << 16. */
+enum { kvpn_aborted_by = 1, kvpn_late = 2 };
+#endif
+
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
     defined(KVPRIM_NCCL_EMULATE)
 #ifndef KVPRIM_NCCL_KERNELS
@@ -238,33 +320,30 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#define KVPRIM_NCCL_PRAGMA(text) _Pragma(#text)
 #define KVPRIM_NCCL_UNROLL _Pragma("unroll")
+#define KVPRIM_NCCL_UNROLL_BY(n) KVPRIM_NCCL_PRAGMA(unroll n)
 #else
 #define KVPRIM_NCCL_UNROLL
+#define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
-    kvpn_max_world = 8,
-    kvpn_max_threads = 512,  /* in a block; two blocks fit on a multiprocessor */
-    kvpn_less_threads = 256, /* in one whose threads hold more: they may have twice as many registers */
-    kvpn_patience = 256,     /* looks at a slot, tens of microseconds, before one at whether all is over */
-    kvpn_endurance = 65536,  /* looks, some ten milliseconds, before one at the clock and at what the host says */
-    kvpn_ended = 512         /* word of the page where the turns are, behind the last: see kvpn_wait */
+    kvpn_max_threads = 1024, /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the
+                                multiprocessors to others */
+    kvpn_max_threads_of_8 = 512,       /* the same for sums of more than 4 ranks, which need up to 128 registers */
+    kvpn_polls_per_ended_check = 256,  /* some tens of microseconds; from then on a wait sleeps between polls */
+    kvpn_polls_per_stop_check = 16384, /* some ten milliseconds */
+    kvpn_poll_interval_ns = 500        /* while it sleeps: without, polls of 65,536 threads saturate the L2 cache */
 };
 static const uint32_t kvpn_empty = 0xffffffffu;
 
-/* Pinned host memory. stop: every wait ends; from kvpn_late on because one was too long, for rank stop - kvpn_late. */
-enum { kvpn_stopped = 1, kvpn_late = 2 };
-typedef struct kvpn_control {
-    uint32_t stop;
-} kvpn_control;
-
-/* Slots lie by turn, area, sender and block, and a block's one behind the other: from one to the next are turn_bytes,
-   area_bytes and so on. In the order of use: what is needed first comes with one line of the constant cache. */
+/* A slot's address: turn * turn_bytes + area * area_bytes + sender * sender_bytes + block * block_bytes + 16 * j. The
+   fields are in the order of use, so that one line of the constant cache brings what is needed first. */
 typedef struct kvpn_params {
     const void *send;
-    uint32_t *turn;            /* of each block: which set of slots is next */
+    uint32_t *turn;            /* the page; of each block: which set of slots is next */
     uint32_t slice, per_block; /* words: one rank's to sum, and a block's of them */
     uint32_t rank, world;
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
@@ -274,7 +353,7 @@ typedef struct kvpn_params {
     uint64_t pitch; /* all_gather: bytes from a rank's part to the next one's in recv; reduce_scatter: in send */
     uint32_t words; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
-    kvpn_control *control;
+    uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
 } kvpn_params;
 
@@ -282,83 +361,70 @@ typedef struct kvpn_params {
    different things at the same time; thread and threads are those of the part. */
 typedef struct kvpn_self {
     uint32_t block, part, thread, threads, turn;
-    uint32_t looks;
+    uint32_t ended, ended_first; /* why the rank has, as far as the thread knows; 1: it did before all others */
+    uint32_t polls;
     uint64_t since;
 } kvpn_self;
 
+#ifndef KVPRIM_NCCL_EMULATE
 /* In the memory of another rank or written by one: past the caches that other GPUs do not see. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_look(const char *slot)
 {
     uint4 v;
-#ifndef KVPRIM_NCCL_EMULATE
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(__cvta_generic_to_global(slot))
                  : "memory");
-#else /* 4 bytes at a time, and y and w, which may be flags, never before what lies beside them */
-    const uint32_t *const w = (const uint32_t *)slot;
-    v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
-    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
-#endif
     return v;
 }
 
 KVPRIM_NCCL_DEVICE void kvpn_put(char *slot, uint4 v)
 {
-#ifndef KVPRIM_NCCL_EMULATE
     asm volatile("st.relaxed.sys.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
                  "l"(__cvta_generic_to_global(slot))
                  : "memory");
-#else
-    uint32_t *const w = (uint32_t *)slot;
-    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
-    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
-#endif
 }
 
-KVPRIM_NCCL_DEVICE uint64_t kvpn_ns(void)
-{
-#ifndef KVPRIM_NCCL_EMULATE
-    uint64_t ns;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-    return ns;
-#else
-    return kvprim_emulate_ns();
-#endif
-}
-
-/* Memory that others write, in the GPU's or the host's. */
+/* Words that others write, in a GPU's memory or the host's. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_read(uint32_t *at)
 {
-#ifndef KVPRIM_NCCL_EMULATE
     return *(volatile uint32_t *)at;
-#else
-    return kvprim_emulate_read(at);
-#endif
 }
 
 KVPRIM_NCCL_DEVICE void kvpn_write(uint32_t *at, uint32_t value)
 {
-#ifndef KVPRIM_NCCL_EMULATE
     *(volatile uint32_t *)at = value;
-#else
-    __atomic_store_n(at, value, __ATOMIC_RELAXED);
-#endif
 }
 
-/* Before the first word, j == me.thread, is sent. The turn comes from memory as the word does: asked for behind it, it
-   is here at the same time. The other way round the compiler waits for it first, a tenth of a small sum. */
+/* A load that stays where it is: see kvpn_take_turn. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_load_turn(const uint32_t *at)
+{
+    uint32_t turn;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(turn) : "l"(__cvta_generic_to_global(at)) : "memory");
+    return turn;
+}
+
+KVPRIM_NCCL_DEVICE uint64_t kvpn_ns(void)
+{
+    uint64_t ns;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
+    return ns;
+}
+
+KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
+{
+    __nanosleep(kvpn_poll_interval_ns);
+}
+#endif
+
+/* Loads the turn after the thread's first word, j == me.thread, was asked for, so that both loads overlap: the other
+   order takes 10 % longer for a small sum. */
 KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_self &me, uint32_t j)
 {
-    if (j == me.thread)
-#ifndef KVPRIM_NCCL_EMULATE
-        asm volatile("ld.global.u32 %0, [%1];"
-                     : "=r"(me.turn)
-                     : "l"(__cvta_generic_to_global(p.turn + me.block))
-                     : "memory");
-#else
-        me.turn = p.turn[me.block];
-#endif
+    if (j != me.thread)
+        return;
+    me.turn = kvpn_load_turn(p.turn + me.block);
+    me.ended = kvpn_read(p.turn + kvpn_ended);
 }
 
 /* Where a rank finds, in area 0 or 1 of its slots, word j of this block that rank `from` sent. */
@@ -369,29 +435,46 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_slot(const kvpn_params &p, const kvpn_self &me,
     return place + me.turn * p.turn_bytes; /* known last */
 }
 
-/* False: the wait for `rank` is over without result. All threads of a GPU may wait at once, and the clock and the
-   host's memory together take half a microsecond a warp, one after the other: a millisecond for all, in each wait of
-   a call. If they were asked earlier, a rank that has waited once would be late by as much in the next call, the
-   others would wait for it and be late in the one after it, and so on for ever. Whoever sees that all is over says
-   so in the GPU's memory, so that what is queued behind this call need not find out by itself. */
+/* Where this rank sends its word j, in area 0: after the last set if it has ended, where nobody looks. A branch would
+   make the compiler load the turn before the word. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_first_slot(const kvpn_params &p, const kvpn_self &me, uint32_t j)
+{
+    return me.ended ? 2 * p.turn_bytes : kvpn_slot(p, me, 0, p.rank, j);
+}
+
+/* Says why this rank has ended: to its host, to its later calls, and if it was the first to end, to the other ranks. */
+KVPRIM_NCCL_DEVICE void kvpn_end_rank(const kvpn_params &p, const kvpn_self &me)
+{
+    kvpn_write(p.stop, me.ended);
+    kvpn_write(p.turn + kvpn_ended, me.ended);
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t k = 1; me.ended_first && k < p.world; k++)
+        kvpn_write((uint32_t *)(p.peer[k] - kvpn_page) + kvpn_ended, me.ended);
+}
+
+/* Returns false when the wait for `rank` is over without result. It begins with cheap polls: reading the clock and the
+   host's memory takes half a microsecond a warp, one after the other, a millisecond for a full GPU. Done earlier, it
+   would make this rank late in the next call, which delays the others in the one after it, and so on for ever. */
 KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t rank)
 {
-    if (++me.looks % kvpn_patience)
+    if (me.polls >= kvpn_polls_per_ended_check)
+        kvpn_sleep();
+    if (++me.polls % kvpn_polls_per_ended_check)
         return true;
-    if (kvpn_read(p.turn + kvpn_ended))
+    me.ended = kvpn_read(p.turn + kvpn_ended);
+    if (me.ended)
         return false;
-    if (me.looks % kvpn_endurance)
+    if (me.polls % kvpn_polls_per_stop_check)
         return true;
     const uint64_t now = kvpn_ns();
-    if (me.since == 0)
+    if (me.polls == kvpn_polls_per_stop_check)
         me.since = now;
-    if (!kvpn_read(&p.control->stop)) {
-        if (now - me.since < p.timeout_ns)
-            return true;
-        kvpn_write(&p.control->stop, kvpn_late + rank);
-    }
-    kvpn_write(p.turn + kvpn_ended, 1);
-    return false;
+    me.polls = kvpn_polls_per_stop_check; /* so that it never wraps */
+    me.ended = kvpn_read(p.stop);
+    if (me.ended == 0 && now - me.since >= p.timeout_ns)
+        me.ended = kvpn_late | p.rank << 8 | rank << 16;
+    me.ended_first = me.ended != 0;
+    return me.ended == 0;
 }
 
 KVPRIM_NCCL_DEVICE uint32_t kvpn_max(uint32_t a, uint32_t b)
@@ -399,18 +482,17 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_max(uint32_t a, uint32_t b)
     return a > b ? a : b;
 }
 
-/* What is kvpn_empty, the largest there is, if a word that was waited for has not come. `flagged`: two of them say so
-   for all, which may have any value. */
+/* kvpn_empty, the largest value there is, if the slot is empty. `flagged`: y and w tell for all four, of which the other
+   two have any value. */
 template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_fullness(uint4 v)
 {
     const uint32_t flags = kvpn_max(v.y, v.w);
     return flagged ? flags : kvpn_max(flags, kvpn_max(v.x, v.z));
 }
 
-/* From `most` slots that lie `step` bytes apart those whose bit is set in `which`; v of the others stays, and is not
-   kvpn_empty. Looks at all together and again until all are there: a look takes longer than some hundred
-   instructions, and little is done between one and the next. sender: who fills them, -1: rank r slot r. False:
-   something did not come. */
+/* Reads those of `most` slots, `step` bytes apart, whose bit is set in `which`, until all have arrived; v of the others
+   stays, and must not be empty. All loads are issued together, because one takes longer than some hundred instructions.
+   sender: the rank that fills them; -1: slot r is rank r's. Returns false if this rank has ended. */
 template <int most, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const char *first, uint32_t step,
                                      uint32_t which, int32_t sender, uint4 (&v)[most])
@@ -424,8 +506,10 @@ KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const 
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
             fullness = kvpn_max(fullness, kvpn_fullness<flagged>(v[r]));
-        if (fullness != kvpn_empty)
+        if (fullness != kvpn_empty) {
+            me.polls = 0;
             return true;
+        }
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < most; r++)
             late = kvpn_fullness<flagged>(v[r]) == kvpn_empty ? r : late;
@@ -434,10 +518,11 @@ KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const 
     }
 }
 
-/* When all else is done: nobody waits for it. */
+/* Resets the slots to empty. Done last, because no rank waits for it. */
 template <int most> KVPRIM_NCCL_DEVICE void kvpn_empty_slots(char *first, uint32_t step, uint32_t which)
 {
-    KVPRIM_NCCL_UNROLL
+    enum { at_once = most == 7 ? 2 : most }; /* 7, of kvpn_gather_many<6>: registers of sm_120 are spilled otherwise */
+    KVPRIM_NCCL_UNROLL_BY(at_once)
     for (uint32_t r = 0; r < most; r++)
         if (which >> r & 1)
             kvpn_put(first + (size_t)r * step, uint4{kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty});
@@ -457,11 +542,11 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_sendable(uint4 v)
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
-    static __device__ __forceinline__ void split(uint32_t word, float *f)
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         memcpy(f, &word, 4);
     }
-    static __device__ __forceinline__ uint32_t join(const float *f)
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
         uint32_t word;
         memcpy(&word, f, 4);
@@ -472,22 +557,18 @@ struct kvpn_f32 {
 struct kvpn_bf16 {
     enum { per_word = 2 };
     typedef uint16_t bits;
-    static __device__ __forceinline__ void split(uint32_t word, float *f)
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         const uint32_t low = word << 16, high = word & 0xffff0000u;
         memcpy(f, &low, 4);
         memcpy(f + 1, &high, 4);
     }
-    static __device__ __forceinline__ uint32_t join(const float *f)
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
-#ifndef KVPRIM_NCCL_EMULATE
         const __nv_bfloat162 pair = __floats2bfloat162_rn(f[0], f[1]);
         uint32_t word;
         memcpy(&word, &pair, 4);
         return word;
-#else
-        return kvprim_emulate_bf16(f[0]) | kvprim_emulate_bf16(f[1]) << 16;
-#endif
     }
 };
 
@@ -495,14 +576,14 @@ struct kvpn_bf16 {
 struct kvpn_f16 {
     enum { per_word = 2 };
     typedef uint16_t bits;
-    static __device__ __forceinline__ void split(uint32_t word, float *f)
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
         __half2 pair;
         memcpy(&pair, &word, 4);
         const float2 both = __half22float2(pair);
         f[0] = both.x, f[1] = both.y;
     }
-    static __device__ __forceinline__ uint32_t join(const float *f)
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
     {
         const __half2 pair = __floats2half2_rn(f[0], f[1]);
         uint32_t word;
@@ -512,39 +593,48 @@ struct kvpn_f16 {
 };
 #endif
 
-/* Word i of a tensor, zeros behind its end. `whole`: it is aligned, and ends with a word. */
+/* The first `left` units of `from` as 32-bit words, zeros after them. */
+template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_fetch_units(const void *from, uint64_t left, uint32_t *w)
+{
+    enum { per_word = 4 / sizeof(U) };
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < words * per_word; e++) {
+        const uint32_t unit = (uint64_t)e < left ? (uint32_t)((const U *)from)[e] : 0;
+        w[e / per_word] = (e % per_word ? w[e / per_word] : 0) | unit << e % per_word * (32 / per_word);
+    }
+}
+
+template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_keep_units(void *to, uint64_t left, const uint32_t *w)
+{
+    enum { per_word = 4 / sizeof(U) };
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < words * per_word; e++)
+        if ((uint64_t)e < left)
+            ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
+}
+
+/* Word i of a tensor, zeros after its end. `whole`: it is aligned, and ends with a word. */
 template <class T, bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch(const kvpn_params &p, const void *send, uint32_t i)
 {
     enum { elements = 4 * T::per_word };
+    uint32_t w[4];
     if (whole || (p.send_aligned && (i + 1ull) * elements <= p.count))
         return ((const uint4 *)send)[i];
-    const typename T::bits *const from = (const typename T::bits *)send + (size_t)i * elements;
-    const uint64_t left = p.count - (uint64_t)i * elements;
-    uint32_t w[4] = {0, 0, 0, 0};
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < elements; e++)
-        if ((uint64_t)e < left)
-            w[e / T::per_word] |= (uint32_t)from[e] << e % T::per_word * 16;
+    kvpn_fetch_units<typename T::bits, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
 template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep(const kvpn_params &p, uint32_t i, uint4 v)
 {
     enum { elements = 4 * T::per_word };
-    if (whole || (p.recv_aligned && (i + 1ull) * elements <= p.count)) {
-        ((uint4 *)p.recv)[i] = v;
-        return;
-    }
-    typename T::bits *const to = (typename T::bits *)p.recv + (size_t)i * elements;
-    const uint64_t left = p.count - (uint64_t)i * elements;
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < elements; e++)
-        if ((uint64_t)e < left)
-            to[e] = (typename T::bits)(w[e / T::per_word] >> e % T::per_word * 16);
+    if (whole || (p.recv_aligned && (i + 1ull) * elements <= p.count))
+        ((uint4 *)p.recv)[i] = v;
+    else
+        kvpn_keep_units<typename T::bits, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
 }
 
-/* What a sum begins with: the own word, and of ranks that there are not -0, which changes no sum. */
+/* Initial operands: this rank's word, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
 template <class T, int most> KVPRIM_NCCL_DEVICE void kvpn_begin_sum(const kvpn_params &p, uint4 own, uint4 (&v)[most])
 {
     const uint32_t none = T::per_word == 1 ? 0x80000000u : 0x80008000u;
@@ -603,311 +693,270 @@ template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, u
             kvpn_put(p.peer[k] + slot, v);
 }
 
-/* The ways. A thread runs send, sum and finish in this order; T is the type of what is summed, `most` the ranks that
-   there may be (2, 4 or 8), and `whole` says that all is aligned and ends with a word. threads: the most in a block,
-   threads_of_8: if `most` is 8. turn_last: the turn ends behind finish and not behind send, whose barrier would let
-   those that receive wait for those that send. */
+/* ---- the ways ----
 
-/* One shot: every rank sends the whole tensor to every other and sums by itself. Thread t of a block has every
-   threads-th word of the block from the t-th on, here as below: the same ones when it sends, sums and writes, so that
-   send may be recv. */
-struct kvpn_one_shot {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+   begin sends, rest waits for words and writes the result; between the two all threads have taken their turn. T is the
+   element type of sums, `most` the largest world (2, 4 or 8), and `whole` says that all is aligned and ends with a word.
+   Most ways go word by word: thread t has words t, t + threads, ... of its block, the same ones when it sends, sums and
+   writes, so that send may be recv. It sends its next word before it waits for one, which keeps the links busy, and no
+   rank waits for a word whose sender waits. */
+template <class Way> struct kvpn_word_by_word {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* the most in a block; if `most` is 8 */
+    enum { turn_last = 0 }; /* 1: the turn ends after rest, and not before, with a barrier for those who receive */
 
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_self &me)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            const uint4 v = kvpn_fetch<T, whole>(p, p.send, first + j);
-            kvpn_take_turn(p, me, j);
-            kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v));
+        if (me.thread < kvpn_block_words(p, me))
+            Way::template send<T, most, whole>(p, me, me.thread);
+    }
+
+    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void rest(const kvpn_params &p, kvpn_self &me)
+    {
+        const uint32_t words = kvpn_block_words(p, me), step = me.threads;
+        for (uint32_t j = me.thread; me.ended == 0 && j < words + Way::two_waits * step; j += step) {
+            if (j + step < words)
+                Way::template send<T, most, whole>(p, me, j + step);
+            if (j < words && !Way::template sum<T, most, whole>(p, me, j))
+                return;
+            if (Way::two_waits && j >= step && !Way::template finish<T, most, whole>(p, me, j - step))
+                return;
         }
     }
 
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE bool finish(const kvpn_params &, kvpn_self &, uint32_t)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
-            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, p.send, first + j), v);
-            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
-                return false;
-            kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v));
-            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
-        }
         return true;
     }
+};
+
+/* Sends every other rank word j of its part: rank r's begins r * part words and r * pitch bytes further on. */
+template <class T, int most, bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_self &me, uint32_t j, uint32_t part, uint64_t pitch)
+{
+    const uint32_t at = me.block * p.per_block + j;
+    uint4 v[most];
+    if (!whole)
+        kvpn_take_turn(p, me, j);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < most; k++) {
+        const uint32_t to = kvpn_next(p, k);
+        if (k < p.world && to * part + at < p.words) {
+            v[k] = kvpn_fetch<T, whole>(p, (const char *)p.send + to * pitch, to * part + at);
+            if (!whole) /* fewer registers */
+                kvpn_put(p.peer[k] + kvpn_first_slot(p, me, j), kvpn_sendable(v[k]));
+        }
+    }
+    if (!whole)
+        return;
+    kvpn_take_turn(p, me, j);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 1; k < most; k++)
+        if (k < p.world && kvpn_next(p, k) * part + at < p.words)
+            kvpn_put(p.peer[k] + kvpn_first_slot(p, me, j), kvpn_sendable(v[k]));
+}
+
+/* Sums word j of this rank's part. `shares`: and sends the sum to all others. */
+template <class T, int most, bool whole, bool shares>
+KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_self &me, uint32_t j, uint32_t part, uint64_t pitch)
+{
+    const uint32_t at = p.rank * part + me.block * p.per_block + j, others = kvpn_others(p);
+    uint4 v[most];
+    char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
+    if (shares && at >= p.words)
+        return true;
+    kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
+        return false;
+    const uint4 all = kvpn_sum<T, most>(v);
+    if (shares)
+        kvpn_put_all<most>(p, kvpn_slot(p, me, 1, p.rank, j), all);
+    kvpn_keep<T, whole>(p, at, all);
+    kvpn_empty_slots<most>(slots, p.sender_bytes, others);
+    return true;
+}
+
+/* One shot: every rank sends the whole tensor to every other and sums by itself. */
+struct kvpn_one_shot : kvpn_word_by_word<kvpn_one_shot> {
+    enum { two_waits = 0 };
 
     template <class T, int most, bool whole>
-    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
+        const uint4 v = kvpn_fetch<T, whole>(p, p.send, me.block * p.per_block + j);
+        kvpn_take_turn(p, me, j);
+        kvpn_put_all<most>(p, kvpn_first_slot(p, me, j), kvpn_sendable(v));
+    }
+
+    template <class T, int most, bool whole>
+    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    {
+        return kvpn_sum_part<T, most, whole, false>(p, me, j, 0, 0);
     }
 };
 
 /* Two shots: of world slices every rank sums one, which the others sent it, and sends the sum to all. Word j of a block
    is the same place of every slice. */
-struct kvpn_two_shot {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+struct kvpn_two_shot : kvpn_word_by_word<kvpn_two_shot> {
+    enum { two_waits = 1 };
 
     template <class T, int most, bool whole>
-    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
-            if (!whole)
-                kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 1; k < most; k++)
-                if (k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words) {
-                    v[k] = kvpn_fetch<T, whole>(p, p.send, kvpn_next(p, k) * p.slice + first + j);
-                    if (!whole) /* fewer registers */
-                        kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
-                }
-            if (!whole)
-                continue;
-            kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 1; k < most; k++)
-                if (k < p.world && kvpn_next(p, k) * p.slice + first + j < p.words)
-                    kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
-        }
+        kvpn_send_parts<T, most, whole>(p, me, j, p.slice, 0);
     }
 
     template <class T, int most, bool whole>
-    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
-        const uint32_t first = p.rank * p.slice + me.block * p.per_block, words = kvpn_block_words(p, me);
-        const uint32_t others = kvpn_others(p);
-        for (uint32_t j = me.thread; j < words && first + j < p.words; j += me.threads) {
-            uint4 v[most];
-            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, p.send, first + j), v);
-            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
-                return false;
-            const uint4 all = kvpn_sum<T, most>(v);
-            kvpn_put_all<most>(p, kvpn_slot(p, me, 1, p.rank, j), all);
-            kvpn_keep<T, whole>(p, first + j, all);
-            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
-        }
+        return kvpn_sum_part<T, most, whole, true>(p, me, j, p.slice, 0);
+    }
+
+    template <class T, int most, bool whole>
+    KVPRIM_NCCL_DEVICE bool finish(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    {
+        const uint32_t at = me.block * p.per_block + j;
+        uint4 v[most] = {};
+        char *const slots = p.peer[0] + kvpn_slot(p, me, 1, 0, j);
+        uint32_t ranks = 0; /* whose slice has such a word */
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice + at < p.words) << r;
+        if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
+            return false;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            if (ranks >> r & 1)
+                kvpn_keep<T, whole>(p, r * p.slice + at, v[r]);
+        kvpn_empty_slots<most>(slots, p.sender_bytes, ranks);
         return true;
-    }
-
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void finish(const kvpn_params &p, kvpn_self &me)
-    {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most] = {};
-            char *const slots = p.peer[0] + kvpn_slot(p, me, 1, 0, j);
-            uint32_t ranks = 0; /* whose slice has such a word */
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < most; r++)
-                ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice + first + j < p.words) << r;
-            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
-                return;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < most; r++)
-                if (ranks >> r & 1)
-                    kvpn_keep<T, whole>(p, r * p.slice + first + j, v[r]);
-            kvpn_empty_slots<most>(slots, p.sender_bytes, ranks);
-        }
     }
 };
 
 /* Every rank sends to every other the part that is the other's, and sums its own: the first of two shots. */
-struct kvpn_scatter {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+struct kvpn_scatter : kvpn_word_by_word<kvpn_scatter> {
+    enum { two_waits = 0 };
 
-    static __device__ __forceinline__ const char *part_of(const kvpn_params &p, uint32_t rank)
+    template <class T, int most, bool whole>
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
-        return (const char *)p.send + rank * p.pitch;
+        kvpn_send_parts<T, most, whole>(p, me, j, 0, p.pitch);
     }
 
     template <class T, int most, bool whole>
-    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
-            if (!whole)
-                kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 1; k < most; k++)
-                if (k < p.world) {
-                    v[k] = kvpn_fetch<T, whole>(p, part_of(p, kvpn_next(p, k)), first + j);
-                    if (!whole) /* fewer registers */
-                        kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
-                }
-            if (!whole)
-                continue;
-            kvpn_take_turn(p, me, j);
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t k = 1; k < most; k++)
-                if (k < p.world)
-                    kvpn_put(p.peer[k] + kvpn_slot(p, me, 0, p.rank, j), kvpn_sendable(v[k]));
-        }
-    }
-
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
-    {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most];
-            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, part_of(p, p.rank), first + j), v);
-            if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
-                return false;
-            kvpn_keep<T, whole>(p, first + j, kvpn_sum<T, most>(v));
-            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
-        }
-        return true;
-    }
-
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
-    {
+        return kvpn_sum_part<T, most, whole, false>(p, me, j, 0, p.pitch);
     }
 };
-
-/* 8 bytes at place i, or those before the end of `bytes`. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_fetch8(const void *from, uint64_t bytes, uint32_t i)
-{
-    if (whole)
-        return ((const uint2 *)from)[i];
-    const unsigned char *const b = (const unsigned char *)from + (size_t)i * 8;
-    const uint64_t left = bytes - (uint64_t)i * 8;
-    uint32_t w[2] = {0, 0};
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 8; e++)
-        if ((uint64_t)e < left)
-            w[e / 4] |= (uint32_t)b[e] << e % 4 * 8;
-    return uint2{w[0], w[1]};
-}
-
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep8(void *to, uint64_t bytes, uint32_t i, uint2 v)
-{
-    if (whole) {
-        ((uint2 *)to)[i] = v;
-        return;
-    }
-    unsigned char *const b = (unsigned char *)to + (size_t)i * 8;
-    const uint64_t left = bytes - (uint64_t)i * 8;
-    const uint32_t w[2] = {v.x, v.y};
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 8; e++)
-        if ((uint64_t)e < left)
-            b[e] = (unsigned char)(w[e / 4] >> e % 4 * 8);
-}
 
 /* Every rank sends its `count` bytes to every other, 8 to a slot. */
-struct kvpn_gather_all {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_less_threads, turn_last = 0 };
+struct kvpn_gather_all : kvpn_word_by_word<kvpn_gather_all> {
+    enum { two_waits = 0 };
 
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    template <bool whole> KVPRIM_NCCL_DEVICE uint2 fetch(const void *from, uint64_t bytes, uint32_t i)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            const uint2 v = kvpn_fetch8<whole>(p.send, p.count, first + j);
-            kvpn_take_turn(p, me, j);
-            kvpn_put_all<most>(p, kvpn_slot(p, me, 0, p.rank, j), uint4{v.x, 0, v.y, 0});
-        }
+        uint32_t w[2];
+        if (whole)
+            return ((const uint2 *)from)[i];
+        kvpn_fetch_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+        return uint2{w[0], w[1]};
+    }
+
+    template <bool whole>
+    KVPRIM_NCCL_DEVICE void keep(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
+    {
+        const uint32_t w[2] = {low, high};
+        if (whole)
+            ((uint2 *)to)[i] = uint2{low, high};
+        else
+            kvpn_keep_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
     }
 
     template <class T, int most, bool whole>
-    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me), others = kvpn_others(p);
-        char *const to = (char *)p.recv;
-        for (uint32_t j = me.thread; j < words; j += me.threads) {
-            uint4 v[most] = {};
-            char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-            const uint2 own = kvpn_fetch8<whole>(p.send, p.count, first + j);
-            kvpn_keep8<whole>(to + p.rank * p.pitch, p.count, first + j, own);
-            if (!kvpn_receive<most, true>(p, me, slots, p.sender_bytes, others, -1, v))
-                return false;
-            KVPRIM_NCCL_UNROLL
-            for (uint32_t r = 0; r < most; r++)
-                if (others >> r & 1)
-                    kvpn_keep8<whole>(to + r * p.pitch, p.count, first + j, uint2{v[r].x, v[r].z});
-            kvpn_empty_slots<most>(slots, p.sender_bytes, others);
-        }
+        const uint2 v = fetch<whole>(p.send, p.count, me.block * p.per_block + j);
+        kvpn_take_turn(p, me, j);
+        kvpn_put_all<most>(p, kvpn_first_slot(p, me, j), uint4{v.x, 0, v.y, 0});
+    }
+
+    template <class T, int most, bool whole>
+    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    {
+        const uint32_t at = me.block * p.per_block + j, others = kvpn_others(p);
+        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
+        uint4 v[most] = {};
+        const uint2 own = fetch<whole>(p.send, p.count, at);
+        keep<whole>(to + p.rank * p.pitch, p.count, at, own.x, own.y);
+        if (!kvpn_receive<most, true>(p, me, slots, p.sender_bytes, others, -1, v))
+            return false;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < most; r++)
+            if (others >> r & 1)
+                keep<whole>(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
+        kvpn_empty_slots<most>(slots, p.sender_bytes, others);
         return true;
-    }
-
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
-    {
     }
 };
 
-/* 16 bytes at place i, `whole`: of aligned ones. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch16(const void *from, uint32_t i)
-{
-    if (whole)
-        return ((const uint4 *)from)[i];
-    const unsigned char *const b = (const unsigned char *)from + (size_t)i * 16;
-    const bool by_word = (uintptr_t)b % 4 == 0;
-    uint32_t w[4] = {0, 0, 0, 0};
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 4; k++)
-        w[k] = by_word ? ((const uint32_t *)b)[k]
-                       : (uint32_t)b[4 * k] | (uint32_t)b[4 * k + 1] << 8 | (uint32_t)b[4 * k + 2] << 16 |
-                             (uint32_t)b[4 * k + 3] << 24;
-    return uint4{w[0], w[1], w[2], w[3]};
-}
+/* Many bytes, a multiple of 16, go 16 to a slot, as in sums. After a group of a thread's slots one more says which of
+   their 32-bit words were all ones. A block's threads are `world` equal parts: the first sends, and each other one
+   receives from one rank at the same time. A thread's slots lie a part's threads apart, those of its next group in the
+   other area. The larger the group, the less the extra slot costs, and the later a thread begins to write: a group of 6
+   takes 14 % longer than one of 4 for 512 KB, and 8 % less for 64 MB. */
+enum { kvpn_group = 4, kvpn_large_group = 6 };
+template <int group> struct kvpn_gather_many {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
 
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep16(void *to, uint32_t i, uint4 v)
-{
-    if (whole) {
-        ((uint4 *)to)[i] = v;
-        return;
+    template <bool whole> KVPRIM_NCCL_DEVICE uint4 fetch(const void *from, uint32_t i)
+    {
+        const char *const at = (const char *)from + (size_t)i * 16;
+        uint32_t w[4];
+        if (whole)
+            return ((const uint4 *)from)[i];
+        if ((uintptr_t)at % 4 == 0)
+            kvpn_fetch_units<uint32_t, 4>(at, 4, w);
+        else
+            kvpn_fetch_units<unsigned char, 4>(at, 16, w);
+        return uint4{w[0], w[1], w[2], w[3]};
     }
-    unsigned char *const b = (unsigned char *)to + (size_t)i * 16;
-    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-    const bool by_word = (uintptr_t)b % 4 == 0;
-    KVPRIM_NCCL_UNROLL
-    for (int k = 0; k < 4; k++)
-        if (by_word)
-            ((uint32_t *)b)[k] = w[k];
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 16; e++)
-        if (!by_word)
-            b[e] = (unsigned char)(w[e / 4] >> e % 4 * 8);
-}
 
-/* Of many bytes, a multiple of 16, 16 go to a slot, as in sums. Behind four slots of a thread a fifth says which of
-   their 32-bit words were all ones. A block's threads are `world` equal parts: the first sends, each other one receives
-   from one rank, at the same time. A thread's slots lie a part's threads apart, those of its next four words in the
-   other area. */
-struct kvpn_gather_many {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, group = 4, slots = group + 1, turn_last = 1 };
+    template <bool whole> KVPRIM_NCCL_DEVICE void keep(char *to, uint32_t i, uint4 v)
+    {
+        char *const at = to + (size_t)i * 16;
+        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+        if (whole)
+            ((uint4 *)to)[i] = v;
+        else if ((uintptr_t)at % 4 == 0)
+            kvpn_keep_units<uint32_t, 4>(at, 4, w);
+        else
+            kvpn_keep_units<unsigned char, 4>(at, 16, w);
+    }
 
-    static __device__ __forceinline__ uint32_t slot_of(const kvpn_params &p, const kvpn_self &me, uint32_t from,
-                                                       uint32_t round, uint32_t k)
+    KVPRIM_NCCL_DEVICE uint32_t slot_of(const kvpn_params &p, const kvpn_self &me, uint32_t from, uint32_t round,
+                                        uint32_t k)
     {
         return kvpn_slot(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
     }
 
-    static __device__ __forceinline__ uint32_t ones_of(uint4 v)
+    KVPRIM_NCCL_DEVICE uint32_t sent_to(const kvpn_params &p, const kvpn_self &me, uint32_t round, uint32_t k)
+    {
+        return me.ended ? 2 * p.turn_bytes : slot_of(p, me, p.rank, round, k); /* as kvpn_first_slot */
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t ones_of(uint4 v)
     {
         return (uint32_t)(v.x == kvpn_empty) | (uint32_t)(v.y == kvpn_empty) << 1 | (uint32_t)(v.z == kvpn_empty) << 2 |
                (uint32_t)(v.w == kvpn_empty) << 3;
     }
 
-    static __device__ __forceinline__ uint4 with_ones(uint4 v, uint32_t ones)
+    KVPRIM_NCCL_DEVICE uint4 with_ones(uint4 v, uint32_t ones)
     {
         return uint4{ones & 1 ? kvpn_empty : v.x, ones & 2 ? kvpn_empty : v.y, ones & 4 ? kvpn_empty : v.z,
                      ones & 8 ? kvpn_empty : v.w};
     }
 
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void send(const kvpn_params &p, kvpn_self &me)
+    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
         char *const own = (char *)p.recv + p.rank * p.pitch;
@@ -919,26 +968,26 @@ struct kvpn_gather_many {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < words)
-                    v[k] = kvpn_fetch16<whole>(p.send, first + j + k * me.threads);
+                    v[k] = fetch<whole>(p.send, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < words) {
-                    kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, k), kvpn_sendable(v[k]));
-                    kvpn_keep16<whole>(own, first + j + k * me.threads, v[k]);
+                    kvpn_put_all<most>(p, sent_to(p, me, round, k), kvpn_sendable(v[k]));
+                    keep<whole>(own, first + j + k * me.threads, v[k]);
                     ones |= ones_of(v[k]) << 4 * k;
                 }
-            kvpn_put_all<most>(p, slot_of(p, me, p.rank, round, group), uint4{ones, 0, 0, 0});
+            kvpn_put_all<most>(p, sent_to(p, me, round, group), uint4{ones, 0, 0, 0});
         }
     }
 
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ bool sum(const kvpn_params &p, kvpn_self &me)
+    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void rest(const kvpn_params &p, kvpn_self &me)
     {
         const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
         const uint32_t from = kvpn_next(p, me.part);
         char *const to = (char *)p.recv + from * p.pitch;
-        for (uint32_t j = me.thread, round = 0; me.part != 0 && j < words; j += group * me.threads, round++) {
+        for (uint32_t j = me.thread, round = 0; me.part != 0 && me.ended == 0 && j < words;
+             j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
             char *const at = p.peer[0] + slot_of(p, me, from, round, 0);
@@ -946,20 +995,14 @@ struct kvpn_gather_many {
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < words) << i;
             if (!kvpn_receive<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
-                return false;
+                return;
             const uint32_t ones = v[group].x;
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    kvpn_keep16<whole>(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
+                    keep<whole>(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
             kvpn_empty_slots<slots>(at, 16 * me.threads, which);
         }
-        return true;
-    }
-
-    template <class T, int most, bool whole>
-    static __device__ __forceinline__ void finish(const kvpn_params &, kvpn_self &)
-    {
     }
 };
 
@@ -983,15 +1026,16 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_self &me)
 
 template <class Way, class T, int most, bool whole>
 static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::threads_of_8,
-                                    2) void kvpn_kernel(const __grid_constant__ kvpn_params p)
+                                    1) void kvpn_kernel(const __grid_constant__ kvpn_params p)
 {
-    kvpn_self me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0};
+    kvpn_self me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
     kvpn_wait_for_predecessor();
-    Way::template send<T, most, whole>(p, me);
+    Way::template begin<T, most, whole>(p, me);
     if (!Way::turn_last)
         kvpn_end_turn(p, me);
-    if (Way::template sum<T, most, whole>(p, me))
-        Way::template finish<T, most, whole>(p, me);
+    Way::template rest<T, most, whole>(p, me);
+    if (me.ended != 0)
+        kvpn_end_rank(p, me);
     if (Way::turn_last)
         kvpn_end_turn(p, me);
 }
@@ -1012,8 +1056,11 @@ static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::th
 #endif
 #include <cuda_runtime_api.h>
 #include <nccl.h>
+#include <poll.h>
+#include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -1021,33 +1068,19 @@ static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::th
 #error "kvprim_nccl.h needs NCCL 2.19 or newer"
 #endif
 #if NCCL_VERSION_CODE >= NCCL_VERSION(2, 27, 0)
-#define KVPRIM_NCCL_WINDOWS 1
+#define KVPRIM_NCCL_WINDOWS 1 /* weak: the NCCL that is found at run time may be older */
+#pragma weak ncclCommWindowRegister
+#pragma weak ncclCommWindowDeregister
 #endif
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 9) && defined(__CUDACC__) && __cplusplus >= 201703L
-#define KVPRIM_NCCL_FAST 1
-#include <nccl_device.h>
-#endif
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 enum {
-    kvpn_alive = 0x6b76706e, /* comm->state: no value that is found in memory by chance */
-    kvpn_aborted = 2,
-    kvpn_max_ranks = 8, /* of a communicator with kernels */
+    kvpn_alive = 0x6b76706e, /* comm->state: no values that are found in memory by chance */
+    kvpn_begun = 0x6b767069, /* init runs */
+    kvpn_aborted = 0x6b767061,
+    kvpn_leaving = 0x6b76706c, /* destroy runs */
     kvpn_max_blocks = 128,
-    kvpn_protocol = 2,       /* raised when ranks of two builds would choose other ways, or place words elsewhere */
-    kvpn_slot_megabytes = 8, /* of a tensor that is summed in one launch; of slots there are four times as much */
-    kvpn_page = 4096         /* what windows and buffers are aligned to */
+    kvpn_protocol = 3,      /* raised when ranks of two builds would choose other ways, or place words elsewhere */
+    kvpn_slot_megabytes = 8 /* of a tensor that is summed in one launch; of slots there are four times as much */
 };
-
-#ifndef KVPRIM_NCCL_KERNELS
-enum { kvpn_stopped = 1, kvpn_late = 2 };
-typedef struct kvpn_control {
-    uint32_t stop;
-} kvpn_control;
-#endif
 
 static kvprim_status kvpn_cuda(const char *function, const char *call, cudaError_t error)
 {
@@ -1067,8 +1100,18 @@ static kvprim_status kvpn_nccl(const char *function, const char *call, ncclResul
                        detail ? detail : "");
 }
 
-/* Seconds, from some time on. */
-static double kvpn_now(void)
+/* Leave the function with the status unless all is well; `f` is the name of the public one. */
+#define KVPRIM_NCCL_TRY(call)                                                                                          \
+    do {                                                                                                               \
+        const kvprim_status try_status = (call);                                                                       \
+        if (try_status != KVPRIM_OK)                                                                                   \
+            return try_status;                                                                                         \
+    } while (0)
+#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda(f, #call, call))
+#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl(f, #call, call))
+
+/* Microseconds, from some time on. */
+static int64_t kvpn_now(void)
 {
     struct timespec t;
 #ifdef CLOCK_MONOTONIC
@@ -1076,18 +1119,307 @@ static double kvpn_now(void)
 #else /* strict C11 */
     (void)timespec_get(&t, TIME_UTC);
 #endif
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
+}
+
+/* Waits until *word is `wanted`; false: it is not after so long. */
+static bool kvpn_wait_for(const int32_t *word, int32_t wanted, int64_t most_ms)
+{
+    const int64_t begun = kvpn_now();
+    while (__atomic_load_n(word, __ATOMIC_SEQ_CST) != wanted) {
+        if (kvpn_now() - begun >= most_ms * 1000)
+            return false;
+        (void)poll(NULL, 0, 1);
+    }
+    return true;
+}
+
+/* NCCL's communicator may be one that does not block: waits for what it began, for as long as *word is `wanted`. */
+static ncclResult_t kvpn_settle(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
+{
+    while (result == ncclInProgress && __atomic_load_n(word, __ATOMIC_SEQ_CST) == wanted) {
+        const ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
+        result = asked == ncclSuccess ? result : asked;
+    }
+    return result;
+}
+
+/* This thread may do what CUDA forbids while any stream is captured (query, allocate, synchronise): nothing here touches
+   a captured stream. Returns what to pass to set it back. */
+static enum cudaStreamCaptureMode kvpn_beside_captures(enum cudaStreamCaptureMode mode)
+{
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return mode;
+}
+
+/* In a thread that ends by itself. False: there is none to be had. */
+static bool kvpn_run_apart(void *(*run)(void *), void *argument)
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, run, argument) != 0)
+        return false;
+    (void)pthread_detach(thread);
+    return true;
+}
+
+/* The same or, rather than not at all, in this thread, which may then wait as long as NCCL does. */
+static void kvpn_run_anyhow(void *(*run)(void *), void *argument)
+{
+    int device = 0;
+    if (kvpn_run_apart(run, argument))
+        return;
+    const enum cudaStreamCaptureMode mode = kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    (void)cudaGetDevice(&device);
+    (void)run(argument);
+    (void)cudaSetDevice(device);
+    (void)kvpn_beside_captures(mode);
+}
+
+static bool kvpn_is_last(int32_t *refs)
+{
+    return __atomic_sub_fetch(refs, 1, __ATOMIC_SEQ_CST) == 0;
 }
 
 KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
 {
+    const char *const f = "kvprim_comm_new_id";
     ncclUniqueId id;
     if (!out)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_comm_new_id: out is NULL");
-    const kvprim_status status = kvpn_nccl("kvprim_comm_new_id", "ncclGetUniqueId", ncclGetUniqueId(&id));
-    if (status == KVPRIM_OK)
-        memcpy(out->bytes, id.internal, sizeof out->bytes);
-    return status;
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: out is NULL", f);
+    KVPRIM_NCCL_TRY_NCCL(ncclGetUniqueId(&id));
+    memcpy(out->bytes, id.internal, sizeof out->bytes);
+    return KVPRIM_OK;
+}
+
+/* ---- a communicator's life ----
+
+       state        becomes                   by
+       anything     begun                     init, which holds busy
+       begun        alive or 0                init: handed over, or failed
+       begun        aborted, then 0           abort, which waits for init to notice
+       alive        aborted                   abort
+       alive        leaving, then 0           destroy, which waits for busy
+       aborted      leaving, then 0           the same
+       leaving      aborted                   destroy after a TIMEOUT: only destroy may follow
+
+   Calls count in busy while they are inside. Until destroy, calls of other threads may read all fields; what changes
+   under them (*stop, watched_since, watch_next and the last line) is read and written atomically. */
+
+static bool kvpn_is(const kvprim_comm *comm, int32_t state)
+{
+    return comm && __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) == comm &&
+           __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == state;
+}
+
+static kvprim_status kvpn_not_alive(const char *function, const kvprim_comm *comm)
+{
+    if (!comm)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: comm is NULL", function);
+    if (kvpn_is(comm, kvpn_aborted))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was aborted: destroy it", function);
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
+}
+
+static void kvpn_leave(kvprim_comm *comm)
+{
+    (void)__atomic_sub_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
+}
+
+/* Changes the state `from` to `to`, which of several threads one can, and counts the caller as inside until kvpn_leave.
+   False: the state is another. */
+static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
+{
+    if (!kvpn_is(comm, from))
+        return false;
+    (void)__atomic_add_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_compare_exchange_n(&comm->state, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return true;
+    kvpn_leave(comm);
+    return false;
+}
+
+/* ---- what a communicator holds ---- */
+
+/* A rank's page and slots. Each rank of the same process that writes there holds it, too: the last one frees it. A rank
+   of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves
+   it undefined). */
+typedef struct kvpn_slots {
+    int32_t refs, device;
+    uint64_t mark; /* of the rank's init */
+    void *memory;
+    struct kvpn_slots *next;
+} kvpn_slots;
+
+/* Those of all ranks in this process, and what guards them and their refs. */
+static kvpn_slots *kvpn_slots_here;
+static pthread_mutex_t kvpn_slots_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void kvpn_publish_slots(kvpn_slots *slots)
+{
+    (void)pthread_mutex_lock(&kvpn_slots_lock);
+    slots->next = kvpn_slots_here;
+    kvpn_slots_here = slots;
+    (void)pthread_mutex_unlock(&kvpn_slots_lock);
+}
+
+/* NULL: the rank is in another process, or has left. */
+static kvpn_slots *kvpn_hold_slots(uint64_t mark)
+{
+    (void)pthread_mutex_lock(&kvpn_slots_lock);
+    kvpn_slots *slots = kvpn_slots_here;
+    while (slots && slots->mark != mark)
+        slots = slots->next;
+    if (slots)
+        slots->refs++;
+    (void)pthread_mutex_unlock(&kvpn_slots_lock);
+    return slots;
+}
+
+static void kvpn_release_slots(kvpn_slots *slots)
+{
+    int before = 0;
+    if (!slots)
+        return;
+    (void)pthread_mutex_lock(&kvpn_slots_lock);
+    const bool last = --slots->refs == 0;
+    kvpn_slots **link = &kvpn_slots_here;
+    while (last && *link != slots)
+        link = &(*link)->next;
+    if (last)
+        *link = slots->next;
+    (void)pthread_mutex_unlock(&kvpn_slots_lock);
+    if (!last)
+        return;
+    (void)cudaGetDevice(&before);
+    (void)cudaSetDevice(slots->device);
+    (void)cudaFree(slots->memory);
+    (void)cudaSetDevice(before);
+    free(slots);
+}
+
+/* What ends with NCCL's communicator, or watches its work. The end does not come for as long as a graph with its
+   collectives exists, or another communicator's work is stuck on the same GPU. So it has a thread; who lets go of this
+   last frees it. */
+typedef struct kvpn_ending {
+    int32_t refs, begun, done, aborts, device;
+    ncclComm_t nccl;
+    void *window;
+    cudaEvent_t watch[2]; /* see kvpn_watch */
+    int32_t unwatched;    /* collectives of NCCL's are in graphs */
+    ncclResult_t result;
+} kvpn_ending;
+
+static void kvpn_release_ending(kvpn_ending *ending)
+{
+    if (!ending || !kvpn_is_last(&ending->refs))
+        return;
+    for (int k = 0; k < 2; k++)
+        if (ending->watch[k])
+            (void)cudaEventDestroy(ending->watch[k]);
+    free(ending);
+}
+
+/* If a window is not deregistered, its memory is never given back; but that waits for work that is stuck. */
+static void kvpn_deregister(kvpn_ending *ending)
+{
+#ifdef KVPRIM_NCCL_WINDOWS
+    bool idle = !__atomic_load_n(&ending->unwatched, __ATOMIC_SEQ_CST);
+    (void)cudaSetDevice(ending->device);
+    for (int k = 0; k < 2; k++)
+        idle = idle && cudaEventQuery(ending->watch[k]) == cudaSuccess;
+    if (ending->window && (idle || !ending->aborts))
+        ending->result = ncclCommWindowDeregister(ending->nccl, (ncclWindow_t)ending->window);
+    (void)cudaGetLastError();
+#else
+    (void)ending;
+#endif
+}
+
+static void *kvpn_run_ending(void *argument)
+{
+    kvpn_ending *const ending = (kvpn_ending *)argument;
+    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    if (ending->window)
+        kvpn_deregister(ending);
+    ending->result = ending->aborts ? ncclCommAbort(ending->nccl) : ncclCommDestroy(ending->nccl);
+    if (ending->result == ncclInProgress) /* of one that does not block: nobody can ask it any more */
+        ending->result = ncclSuccess;
+    __atomic_store_n(&ending->done, 1, __ATOMIC_SEQ_CST);
+    kvpn_release_ending(ending);
+    return NULL;
+}
+
+/* Of several threads one does it, once; the caller's communicator is left alone. */
+static void kvpn_end_nccl(kvprim_comm *comm, bool aborts)
+{
+    kvpn_ending *const ending = comm->ending;
+    const ncclComm_t nccl = __atomic_load_n(&comm->nccl, __ATOMIC_SEQ_CST);
+    int32_t begun = 0;
+    if (!nccl || comm->foreign ||
+        !__atomic_compare_exchange_n(&ending->begun, &begun, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return;
+    (void)__atomic_add_fetch(&ending->refs, 1, __ATOMIC_SEQ_CST);
+    ending->nccl = nccl, ending->aborts = aborts;
+    ending->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may wait for it */
+    kvpn_run_anyhow(kvpn_run_ending, ending);
+}
+
+/* True: there is none, or none any more. */
+static bool kvpn_nccl_has_ended(kvprim_comm *comm, int64_t most_ms)
+{
+    return !__atomic_load_n(&comm->ending->begun, __ATOMIC_SEQ_CST) || kvpn_wait_for(&comm->ending->done, 1, most_ms);
+}
+
+/* No own kernels any more. Errors of what frees are not reported: there is nothing to be done about them. */
+static void kvpn_disconnect(kvprim_comm *comm)
+{
+    for (int r = 0; r < kvpn_max_world; r++) {
+        if (comm->mapped[r])
+            (void)cudaIpcCloseMemHandle(comm->mapped[r]);
+        kvpn_release_slots(comm->slots[r]);
+        comm->mapped[r] = comm->peer[r] = NULL;
+        comm->slots[r] = NULL;
+    }
+    if (comm->stop)
+        (void)cudaFreeHost(comm->stop);
+    comm->stop = comm->stop_on_gpu = NULL;
+}
+
+static void kvpn_free(kvprim_comm *comm)
+{
+    kvpn_disconnect(comm);
+    if (comm->buffer && comm->nccl_window)
+        (void)ncclMemFree(comm->buffer);
+    else if (comm->buffer)
+        (void)cudaFree(comm->buffer);
+    if (comm->scratch)
+        (void)cudaFree(comm->scratch);
+    if (comm->stream)
+        (void)cudaStreamDestroy(comm->stream);
+    kvpn_release_ending(comm->ending);
+    (void)cudaGetLastError();
+}
+
+/* ---- init: arguments ---- */
+
+/* The least: seven slots for each thread of a warp (kvpn_gather_many) in each of two turns and two areas, from each of
+   8 ranks, in 128 blocks, and the pages. */
+enum { kvpn_least_peer_bytes = 16 << 20, kvpn_most_peer_bytes = 4 * (kvpn_slot_megabytes << 20) + 2 * kvpn_page };
+
+static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
+{
+    const char *const f = "kvprim_comm_init";
+    if (desc->world > kvpn_max_world)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers is set, and desc->world %d, must be at most %d", f,
+                           (int)desc->world, (int)kvpn_max_world);
+    if (desc->peer_bytes < kvpn_least_peer_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %llu, must be at least %d", f,
+                           (unsigned long long)desc->peer_bytes, (int)kvpn_least_peer_bytes);
+    for (int r = 0; r < desc->world; r++)
+        if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
+                               desc->peers[r]);
+    return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
@@ -1095,192 +1427,333 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
     const char *const f = "kvprim_comm_init";
     if (!comm || !desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
-    if (comm->self == comm && comm->state == kvpn_alive)
+    if (comm->self == comm && (comm->state == kvpn_alive || comm->state == kvpn_begun || comm->state == kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
     if (desc->world < 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at least 1", f, (int)desc->world);
     if (desc->rank < 0 || desc->rank >= desc->world)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->rank is %d, must be 0 to %d as desc->world is %d", f,
                            (int)desc->rank, (int)desc->world - 1, (int)desc->world);
-    if (desc->timeout_ms < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->timeout_ms is %d, must not be negative", f,
-                           (int)desc->timeout_ms);
-    if (desc->deterministic != 0 && desc->deterministic != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->deterministic is %d, must be 0 or 1", f,
-                           (int)desc->deterministic);
-    if (desc->no_pdl != 0 && desc->no_pdl != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->no_pdl is %d, must be 0 or 1", f, (int)desc->no_pdl);
     if (desc->buffer_bytes > SIZE_MAX / 2)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->buffer_bytes is %llu, must be at most %llu", f,
                            (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
-    return KVPRIM_OK;
+    const struct {
+        const char *name;
+        int32_t value, most;
+    } fields[] = {{"timeout_ms", desc->timeout_ms, INT32_MAX},
+                  {"init_timeout_ms", desc->init_timeout_ms, INT32_MAX},
+                  {"max_sms", desc->max_sms, INT32_MAX},
+                  {"deterministic", desc->deterministic, 1},
+                  {"no_pdl", desc->no_pdl, 1},
+                  {"no_kernels", desc->no_kernels, 1},
+                  {"nccl_window", desc->nccl_window, 1}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value < 0 || fields[i].value > fields[i].most)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
+                               (int)fields[i].value, (int)fields[i].most);
+    return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
-/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. `compiled`: for which
-   version of NCCL, 0 without kernels. */
-static const char *kvpn_objection(int compiled, int running, int world)
+/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. */
+static const char *kvpn_why_off(const kvprim_comm_desc *desc)
 {
-    if (compiled == 0)
-        return "compiled without them, which takes nvcc, C++17 and NCCL 2.28.9";
-    if (compiled != running)
-        return "compiled with another version of NCCL";
-    if (world == 1)
-        return "one rank";
-    if (world > kvpn_max_ranks)
-        return "more than 8 ranks";
-    return NULL;
+#ifdef KVPRIM_NCCL_KERNELS
+    const char *const p2p = getenv("NCCL_P2P_DISABLE"), *const level = getenv("NCCL_P2P_LEVEL");
+    return desc->no_kernels                                                  ? "desc->no_kernels is 1"
+           : desc->world == 1                                                ? "one rank"
+           : desc->world > kvpn_max_world                                    ? "more than 8 ranks"
+           : p2p && strtol(p2p, NULL, 0) != 0                                ? "NCCL_P2P_DISABLE is set"
+           : level && (strcmp(level, "LOC") == 0 || strcmp(level, "0") == 0) ? "NCCL_P2P_LEVEL is LOC"
+                                                                             : NULL;
+#else
+    (void)desc;
+    return "compiled without them, which takes nvcc";
+#endif
 }
 
-/* What every rank tells every other while they open a communicator. */
+/* ---- init: what ranks tell each other ---- */
+
+/* The file's first line as a number; 0: there is none. FNV-1a. */
+static uint64_t kvpn_hash_line(const char *path)
+{
+    char line[128] = "";
+    uint64_t hash = 0xcbf29ce484222325u;
+    FILE *const file = fopen(path, "r");
+    if (!file || !fgets(line, sizeof line, file))
+        hash = 0;
+    for (const char *c = line; *c; c++)
+        hash = (hash ^ (unsigned char)*c) * 0x100000001b3u;
+    if (file)
+        (void)fclose(file);
+    return hash;
+}
+
+/* What must be the same on every rank. */
+enum { kvpn_alike = 6 };
+static const char *const kvpn_alike_names[kvpn_alike] = {
+    "buffer_bytes", "deterministic", "nccl_window", "all_reduce_limit", "reduce_scatter_limit", "all_gather_limit"};
+
 typedef struct kvpn_card {
-    uint64_t buffer_bytes;
-    int32_t deterministic, fast, multiprocessors, version;
-    int32_t ok, layout;
-    char reserved[32];
+    uint64_t layout, alike[kvpn_alike], machine, mark, peer_bytes; /* mark: a random number */
+    int32_t ok, fast, max_sms, device, mappable, window;
+    cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_card;
 
-/* What init holds while it runs. */
+/* What init works on, in a thread of its own; the caller's waits for it. Who lets go of it last frees it. */
 typedef struct kvpn_opening {
-    kvprim_comm *comm;
-    cudaStream_t stream;
+    kvprim_comm comm; /* becomes the caller's when it is complete */
+    kvprim_comm_desc desc;
     kvpn_card mine, *all; /* all: of every rank */
-    char *on_gpu;         /* all, then mine */
     const char *why_not;  /* kernels are off; NULL: so far they are not */
+    int32_t refs, done, cancelled;
+    int32_t asked, answer; /* asked: the caller's thread is to call desc.exchange, whose answer this is */
+    bool can_exchange;
+    kvprim_status status;
+    char error[512];
 } kvpn_opening;
 
-static kvprim_status kvpn_exchange(kvpn_opening *o)
+/* The caller has left: nothing of NCCL's may be used any more. */
+static bool kvpn_is_cancelled(const kvpn_opening *o)
 {
-    const char *const f = "kvprim_comm_init";
-    const size_t one = sizeof o->mine, all = one * (size_t)o->comm->world;
-    kvprim_status s = kvpn_cuda(f, "cudaMemcpyAsync",
-                                cudaMemcpyAsync(o->on_gpu + all, &o->mine, one, cudaMemcpyHostToDevice, o->stream));
-    if (s == KVPRIM_OK)
-        s = kvpn_nccl(f, "ncclAllGather",
-                      ncclAllGather(o->on_gpu + all, o->on_gpu, one, ncclChar, o->comm->nccl, o->stream));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaMemcpyAsync", cudaMemcpyAsync(o->all, o->on_gpu, all, cudaMemcpyDeviceToHost, o->stream));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaStreamSynchronize", cudaStreamSynchronize(o->stream));
-    return s;
+    return __atomic_load_n(&o->cancelled, __ATOMIC_SEQ_CST) != 0;
 }
 
-/* Whether a step went well on every rank: they give up together, where one alone would leave the others waiting. */
-static kvprim_status kvpn_together(kvpn_opening *o, kvprim_status mine)
+static kvprim_status kvpn_copy(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
 {
-    o->mine.ok = mine == KVPRIM_OK;
-    const kvprim_status s = kvpn_exchange(o);
-    if (mine != KVPRIM_OK || s != KVPRIM_OK)
-        return mine != KVPRIM_OK ? mine : s;
-    for (int r = 0; r < o->comm->world; r++)
-        if (!o->all[r].ok)
-            return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
+    const char *const f = "kvprim_comm_init";
+    KVPRIM_NCCL_TRY_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, comm->stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
     return KVPRIM_OK;
 }
 
-/* A block's words begin at a multiple of 8, that is 128 bytes: so many slots it has. */
-static void kvpn_share_slots(kvprim_comm *comm)
+static kvprim_status kvpn_gather_by_nccl(kvpn_opening *o)
 {
-    comm->block_slots = ((uint32_t)kvpn_slot_megabytes << 20) / (16 * 8 * (uint32_t)comm->world * comm->blocks) * 8;
+    const char *const f = "kvprim_comm_init";
+    const kvprim_comm *const comm = &o->comm;
+    const size_t one = sizeof o->mine, all = one * (size_t)comm->world;
+    char *const scratch = (char *)comm->scratch;
+    KVPRIM_NCCL_TRY(kvpn_copy(comm, scratch + all, &o->mine, one));
+    if (kvpn_is_cancelled(o)) /* while it copied: kvpn_exchange_cards says so */
+        return KVPRIM_OK;
+    const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
+    KVPRIM_NCCL_TRY(kvpn_nccl(f, "ncclAllGather", kvpn_settle(comm->nccl, result, &o->cancelled, 0)));
+    if (comm->window) /* see kvpn_deregister */
+        KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->ending->watch[0], comm->stream));
+    return kvpn_copy(comm, o->all, scratch, all);
 }
 
-/* The first exchange: what must be the same everywhere, and what all can do. */
+static kvprim_status kvpn_gather_by_caller(kvpn_opening *o)
+{
+    __atomic_store_n(&o->asked, 1, __ATOMIC_SEQ_CST);
+    while (!kvpn_wait_for(&o->asked, 0, 100) && !kvpn_is_cancelled(o))
+        continue;
+    return o->answer == 0
+               ? KVPRIM_OK
+               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d", (int)o->answer);
+}
+
+/* Everyone's card to everyone, and whether the step before it went well on every rank: they give up together, where
+   one alone would leave the others waiting. */
+static kvprim_status kvpn_exchange_cards(kvpn_opening *o, kvprim_status mine)
+{
+    kvprim_status s = mine;
+    o->mine.ok = mine == KVPRIM_OK;
+    if (o->can_exchange && !kvpn_is_cancelled(o))
+        s = o->desc.exchange ? kvpn_gather_by_caller(o) : kvpn_gather_by_nccl(o);
+    if (mine != KVPRIM_OK || s != KVPRIM_OK)
+        return mine != KVPRIM_OK ? mine : s;
+    if (kvpn_is_cancelled(o)) /* then the cards may be old ones: NCCL was ended, and did not say so */
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
+    for (int r = 0; r < o->comm.world; r++) {
+        if (!o->all[r].ok)
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
+        if (!o->why_not && !o->all[r].fast)
+            o->why_not = "another rank has none";
+    }
+    return KVPRIM_OK;
+}
+
+/* This rank's page and slots, unless the caller gave them, and whether other processes can map them. */
+static kvprim_status kvpn_make_slots(kvpn_opening *o)
+{
+    const char *const f = "kvprim_comm_init";
+    kvprim_comm *const comm = &o->comm;
+    kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
+    if (!slots)
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
+    slots->refs = 1, slots->device = comm->device, slots->mark = o->mine.mark;
+    kvpn_publish_slots(slots);
+    comm->slots[comm->rank] = slots;
+    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_most_peer_bytes));
+    comm->peer[comm->rank] = slots->memory;
+    o->mine.mappable = cudaIpcGetMemHandle(&o->mine.handle, slots->memory) == cudaSuccess;
+    (void)cudaGetLastError();
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpn_fill_slots(kvpn_opening *o)
+{
+    const char *const f = "kvprim_comm_init";
+    kvprim_comm *const comm = &o->comm;
+    o->mine.peer_bytes = kvpn_most_peer_bytes;
+    if (comm->peer[comm->rank] && o->desc.peer_bytes < kvpn_most_peer_bytes)
+        o->mine.peer_bytes = o->desc.peer_bytes;
+    else if (!comm->peer[comm->rank])
+        KVPRIM_NCCL_TRY(kvpn_make_slots(o));
+    char *const memory = (char *)comm->peer[comm->rank];
+    const size_t slots = (size_t)o->mine.peer_bytes - kvpn_page;
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory, 0, kvpn_page, comm->stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory + kvpn_page, 0xff, slots, comm->stream)); /* empty */
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
+    KVPRIM_NCCL_TRY_CUDA(
+        cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, cudaHostAllocMapped | cudaHostAllocPortable));
+    KVPRIM_NCCL_TRY_CUDA(cudaHostGetDevicePointer((void **)&comm->stop_on_gpu, comm->stop, 0));
+    *comm->stop = 0;
+    return KVPRIM_OK;
+}
+
+/* What this rank does by itself. */
+static kvprim_status kvpn_prepare(kvpn_opening *o)
+{
+    const char *const f = "kvprim_comm_init";
+    kvprim_comm *const comm = &o->comm;
+    const kvprim_comm_desc *const d = &o->desc;
+    const uint64_t alike[kvpn_alike] = {d->buffer_bytes,     (uint64_t)d->deterministic, (uint64_t)d->nccl_window,
+                                        d->all_reduce_limit, d->reduce_scatter_limit,    d->all_gather_limit};
+    int sms = 0;
+    memcpy(o->mine.alike, alike, sizeof alike);
+    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
+    o->mine.machine = kvpn_hash_line("/proc/sys/kernel/random/boot_id"); /* the same in all its containers */
+    o->mine.mark = kvpn_hash_line("/proc/sys/kernel/random/uuid"), o->mine.device = comm->device;
+    KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
+    /* Half of them, a multiple of 8 (64 of 132): beside a sum that waits, a matrix product of 4096^3 takes twice as long;
+       beside one on all of them 25 times, on three quarters 3.3 times. */
+    o->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
+    o->mine.max_sms = o->mine.max_sms < sms ? o->mine.max_sms : sms;
+    for (int k = 0; k < 2; k++)
+        KVPRIM_NCCL_TRY_CUDA(cudaEventCreateWithFlags(&comm->ending->watch[k], cudaEventDisableTiming));
+    if (d->buffer_bytes && d->nccl_window)
+        KVPRIM_NCCL_TRY_NCCL(ncclMemAlloc(&comm->buffer, d->buffer_bytes));
+    else if (d->buffer_bytes)
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->buffer, d->buffer_bytes));
+    o->why_not = o->mine.mark ? kvpn_why_off(d) : "/proc/sys/kernel/random/uuid cannot be read";
+    o->mine.fast = !o->why_not;
+    return o->why_not ? KVPRIM_OK : kvpn_fill_slots(o);
+}
+
+/* Slots per block, a multiple of 8 (128 bytes), from a rank's memory of so many bytes. */
+static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
+{
+    comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
+}
+
+/* After the first exchange: what must be the same everywhere, and the least of what may differ. */
 static kvprim_status kvpn_compare(kvpn_opening *o)
 {
-    const kvprim_status s = kvpn_exchange(o);
-    if (s != KVPRIM_OK)
-        return s;
-    int least = o->mine.multiprocessors;
-    for (int r = 0; r < o->comm->world; r++) {
+    int32_t blocks = kvpn_max_blocks;
+    uint64_t bytes = kvpn_most_peer_bytes;
+    for (int r = 0; r < o->comm.world; r++) {
         const kvpn_card *const card = &o->all[r];
         if (card->layout != o->mine.layout)
             return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_comm_init: rank %d runs another version of kvprim", r);
-        if (card->buffer_bytes != o->mine.buffer_bytes)
-            return kvprim_fail(KVPRIM_ERROR_SIZE,
-                               "kvprim_comm_init: desc->buffer_bytes is %llu, but %llu on rank %d: must be the same",
-                               (unsigned long long)o->mine.buffer_bytes, (unsigned long long)card->buffer_bytes, r);
-        if (card->deterministic != o->mine.deterministic)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "kvprim_comm_init: desc->deterministic is %d, but %d on rank %d: must be the same",
-                               (int)o->mine.deterministic, (int)card->deterministic, r);
-        if (!o->why_not && !card->fast)
-            o->why_not = "another rank has none";
-        if (!o->why_not && card->version != o->mine.version)
-            o->why_not = "ranks run different versions of NCCL";
-        if (card->multiprocessors < least)
-            least = card->multiprocessors;
+        for (int k = 0; k < kvpn_alike; k++)
+            if (card->alike[k] != o->mine.alike[k])
+                return kvprim_fail(k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT,
+                                   "kvprim_comm_init: desc->%s is %llu, but %llu on rank %d: must be the same",
+                                   kvpn_alike_names[k], (unsigned long long)o->mine.alike[k],
+                                   (unsigned long long)card->alike[k], r);
+        blocks = card->max_sms < blocks ? card->max_sms : blocks;
+        bytes = card->fast && card->peer_bytes < bytes ? card->peer_bytes : bytes;
     }
-    o->comm->blocks = (uint32_t)(least < kvpn_max_blocks ? least : kvpn_max_blocks);
-    kvpn_share_slots(o->comm);
+    o->comm.blocks = (uint32_t)blocks;
+    kvpn_set_block_slots(&o->comm, (size_t)bytes);
     return KVPRIM_OK;
 }
 
-static size_t kvpn_slots_bytes(const kvprim_comm *comm)
+/* ---- init: each other's memory ---- */
+
+/* That of rank r: of this process as it is, of another one by CUDA's IPC. NULL: out of reach. */
+static void *kvpn_reach(kvpn_opening *o, int r)
 {
-    return (size_t)4 * 16 * (size_t)comm->world * comm->blocks * comm->block_slots;
+    kvprim_comm *const comm = &o->comm;
+    const kvpn_card *const card = &o->all[r];
+    int can = 0;
+    if (card->machine != o->mine.machine || card->machine == 0)
+        return NULL;
+    comm->slots[r] = kvpn_hold_slots(card->mark);
+    if (!comm->slots[r]) {
+        if (!card->mappable || cudaIpcOpenMemHandle(&comm->mapped[r], card->handle, cudaIpcMemLazyEnablePeerAccess))
+            comm->mapped[r] = NULL;
+        return comm->mapped[r];
+    }
+    if (cudaDeviceCanAccessPeer(&can, comm->device, card->device) != cudaSuccess || !can)
+        return NULL;
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(card->device, 0);
+    return enabled == cudaSuccess || enabled == cudaErrorPeerAccessAlreadyEnabled ? comm->slots[r]->memory : NULL;
 }
 
-#ifdef KVPRIM_NCCL_WINDOWS
-/* Registers what was allocated. A window that NCCL does not give is no error: collectives work without. */
-static kvprim_status kvpn_register(kvpn_opening *o, size_t bytes)
+static uint64_t *kvpn_mark_of(const kvprim_comm *comm, int owner, int writer)
 {
-    ncclWindow_t window = NULL;
-    const ncclResult_t result =
-        ncclCommWindowRegister(o->comm->nccl, o->comm->memory, bytes, &window, NCCL_WIN_COLL_SYMMETRIC);
-    o->mine.fast = result == ncclSuccess && window != NULL;
-    o->comm->window = window;
-    const kvprim_status s = kvpn_exchange(o);
-    if (s != KVPRIM_OK)
-        return s;
-    for (int r = 0; r < o->comm->world; r++)
-        if (!o->all[r].fast && !o->why_not)
-            o->why_not = "NCCL gives no symmetric window";
-    return KVPRIM_OK;
+    return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_marks) + writer;
 }
-#endif
 
-/* One allocation: a page of the blocks' turns and of kvpn_ended, slots, the caller's buffer. */
-static kvprim_status kvpn_allocate(kvpn_opening *o)
+/* Reaches every other rank's memory and leaves a mark there; kernels are on so far on all ranks or on none. That a rank
+   cannot is no error. */
+static void kvpn_connect(kvpn_opening *o)
 {
-    const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = o->comm;
-    const size_t own = o->why_not ? 0 : kvpn_page + kvpn_slots_bytes(comm);
-    const size_t bytes = own + (comm->buffer_bytes + kvpn_page - 1) / kvpn_page * kvpn_page;
-    kvprim_status s = KVPRIM_OK;
-    if (bytes == 0)
+    kvprim_comm *const comm = &o->comm;
+    for (int r = 0; r < comm->world && !o->why_not; r++) {
+        if (!comm->peer[r])
+            comm->peer[r] = kvpn_reach(o, r);
+        if (!comm->peer[r])
+            o->why_not = o->all[r].machine == o->mine.machine ? "not all ranks can write to each other's memory"
+                                                              : "ranks on several machines";
+        else if (kvpn_copy(comm, kvpn_mark_of(comm, r, comm->rank), &o->mine.mark, sizeof o->mine.mark) != KVPRIM_OK)
+            o->why_not = "a copy to another rank's memory failed";
+    }
+    (void)cudaGetLastError();
+    o->mine.fast = !o->why_not;
+}
+
+/* After another exchange: the marks of all ranks must have come. */
+static kvprim_status kvpn_find_marks(kvpn_opening *o)
+{
+    uint64_t marks[kvpn_max_world];
+    if (o->why_not)
         return KVPRIM_OK;
-#ifdef KVPRIM_NCCL_WINDOWS
-    s = kvpn_nccl(f, "ncclMemAlloc", ncclMemAlloc(&comm->memory, bytes));
-#else
-    s = kvpn_cuda(f, "cudaMalloc", cudaMalloc(&comm->memory, bytes));
-#endif
-    if (s == KVPRIM_OK && own > 0) {
-        s = kvpn_cuda(f, "cudaMemsetAsync", cudaMemsetAsync(comm->memory, 0, kvpn_page, o->stream));
-        if (s == KVPRIM_OK) /* empty slots */
-            s = kvpn_cuda(f, "cudaMemsetAsync",
-                          cudaMemsetAsync((char *)comm->memory + kvpn_page, 0xff, own - kvpn_page, o->stream));
-    }
-    s = kvpn_together(o, s);
-    if (s != KVPRIM_OK)
-        return s;
-    comm->buffer = comm->buffer_bytes ? (char *)comm->memory + own : NULL;
-#ifdef KVPRIM_NCCL_WINDOWS
-    int running;
-    (void)ncclGetVersion(&running);
-    if (running >= NCCL_VERSION(2, 27, 0))
-        s = kvpn_register(o, bytes);
-#endif
-    return s;
+    KVPRIM_NCCL_TRY(kvpn_copy(&o->comm, marks, kvpn_mark_of(&o->comm, o->comm.rank, 0), sizeof marks));
+    for (int r = 0; r < o->comm.world; r++)
+        if (marks[r] != o->all[r].mark)
+            o->why_not = "another rank's copy to this rank's memory did not arrive";
+    o->mine.fast = !o->why_not;
+    return KVPRIM_OK;
 }
 
-#ifdef KVPRIM_NCCL_FAST
-extern "C++" {
+/* A window that NCCL does not give is no error: collectives work without. NCCL may fill it in after the call. */
+static void kvpn_register(kvpn_opening *o)
+{
+#ifdef KVPRIM_NCCL_WINDOWS
+    kvprim_comm *const comm = &o->comm;
+    if (!comm->nccl_window || comm->foreign || !comm->buffer || !ncclCommWindowRegister || kvpn_is_cancelled(o))
+        return;
+    (void)ncclCommWindowRegister(comm->nccl, comm->buffer, comm->buffer_bytes, (ncclWindow_t *)&comm->window,
+                                 NCCL_WIN_COLL_SYMMETRIC);
+    (void)kvpn_settle(comm->nccl, ncclInProgress, &o->cancelled, 0);
+    o->mine.window = comm->window != NULL;
+#else
+    (void)o;
+#endif
+}
+
+#ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
     kvpn_by_nccl,
     kvpn_by_one_shot,
     kvpn_by_two_shot,
     kvpn_by_scatter,
     kvpn_by_gather,
-    kvpn_by_gather_many
+    kvpn_by_gather_many,
+    kvpn_by_gather_most
 } kvpn_way;
 
 typedef void (*kvpn_kernel_of)(kvpn_params);
@@ -1307,25 +1780,26 @@ template <class Way> static kvpn_kernel_of kvpn_pick(kvprim_dtype dtype, int wor
 static kvpn_kernel_of kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
     return way == kvpn_by_gather        ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many<kvpn_group>, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_many<kvpn_large_group>, kvpn_f32>(world, whole)
            : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
            : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 /* CUDA loads a kernel at its first launch, which then may wait for a kernel that waits for another rank. */
-static kvprim_status kvpn_load_kernels(int world)
+static void kvpn_load_kernels(kvpn_opening *o)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
-    kvprim_status s = KVPRIM_OK;
-    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_many; way++)
-        for (int k = 0; k < 6 && s == KVPRIM_OK; k++) {
+    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
+        for (int k = 0; k < 6 && !o->why_not; k++) {
             cudaFuncAttributes attributes;
-            s = kvpn_cuda("kvprim_comm_init", "cudaFuncGetAttributes",
-                          cudaFuncGetAttributes(
-                              &attributes, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1)));
+            const void *const kernel = (const void *)kvpn_pick((kvpn_way)way, types[k / 2], o->comm.world, k % 2 == 1);
+            if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
+                o->why_not = "compiled for other GPUs than this one";
         }
-    return s;
+    (void)cudaGetLastError();
+    o->mine.fast = !o->why_not;
 }
 
 /* Whether every kernel here waits for its predecessor, whichever of this file's architectures the driver picks, and
@@ -1340,370 +1814,462 @@ static bool kvpn_has_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* Every rank's slots, as this GPU sees them. */
-static __global__ void kvpn_find_peers(ncclWindow_t window, uint32_t world, void **peer)
-{
-    if (threadIdx.x < world)
-        peer[threadIdx.x] = ncclGetLsaPointer(window, kvpn_page, (int)threadIdx.x);
-}
-}
-
-static kvprim_status kvpn_connect(kvpn_opening *o)
-{
-    const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = o->comm;
-    void *on_gpu, *const *const peers = (void *const *)o->on_gpu;
-    if (!o->why_not && ncclTeamLsa(comm->nccl).nRanks != comm->world)
-        o->why_not = "not all ranks write to each other's memory";
-    if (o->why_not) /* the same on all ranks */
-        return KVPRIM_OK;
-    kvprim_status s = kvpn_cuda(
-        f, "cudaHostAlloc",
-        cudaHostAlloc((void **)&comm->control, sizeof *comm->control, cudaHostAllocMapped | cudaHostAllocPortable));
-    if (s == KVPRIM_OK) {
-        memset(comm->control, 0, sizeof *comm->control);
-        s = kvpn_cuda(f, "cudaHostGetDevicePointer", cudaHostGetDevicePointer(&on_gpu, comm->control, 0));
-        comm->control_on_gpu = (kvpn_control *)on_gpu;
-    }
-    if (s == KVPRIM_OK) {
-        kvpn_find_peers<<<1, kvpn_max_ranks, 0, o->stream>>>((ncclWindow_t)comm->window, (uint32_t)comm->world,
-                                                             (void **)o->on_gpu);
-        s = kvpn_cuda(f, "kernel launch", cudaGetLastError());
-    }
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaMemcpyAsync",
-                      cudaMemcpyAsync(comm->peer, peers, sizeof(void *) * (size_t)comm->world, cudaMemcpyDeviceToHost,
-                                      o->stream));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaStreamSynchronize", cudaStreamSynchronize(o->stream));
-    if (s == KVPRIM_OK)
-        s = kvpn_load_kernels(comm->world);
-    return kvpn_together(o, s);
-}
-#endif
-
-#ifdef KVPRIM_NCCL_FAST
-/* The largest tensor in bytes that one shot is the fastest for, and two; of reduce_scatter what each rank gives, of
-   gathers the result, odd where a rank's part is no multiple of 16. Measured on 2 and 4 H200s, of more ranks estimated.
+/* The largest tensors, in bytes, that each way is the fastest for. Measured on 2 and 4 H200s, estimated for more ranks.
    Another number here: another kvpn_protocol. */
 typedef struct kvpn_limits {
-    size_t one_shot, two_shot, scatter, gather, gather_odd, gather_many;
+    size_t one_shot, two_shot;
+    size_t scatter;                  /* what each rank sends */
+    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is no multiple of 16 */
+    size_t gather_many, gather_most; /* the second begins where the first ends */
 } kvpn_limits;
 
-static kvpn_limits kvpn_limits_of(int world)
+static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 4 << 20, 64 << 20},
-                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 1 << 20, 8 << 20},
-                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 512 << 10, 4 << 20};
-    return world == 2 ? two : world <= 4 ? four : eight;
-}
-
-static void kvpn_describe_kernels(const kvprim_comm *comm, char *text, size_t bytes)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm->world);
-    const unsigned long long all_reduce = limits.two_shot, scatter = limits.scatter, gather = limits.gather_many;
-    const int used = snprintf(text, bytes, "on, %s, all_gather up to %llu bytes received",
-                              comm->pdl ? "dependent launch" : "no dependent launch", gather);
-    if (comm->deterministic)
-        (void)snprintf(text + used, bytes - (size_t)used, ", sums of any size");
-    else
-        (void)snprintf(text + used, bytes - (size_t)used, ", all_reduce and reduce_scatter up to %llu and %llu sent",
-                       all_reduce, scatter);
+    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 4 << 20, 8 << 20, 64 << 20},
+                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 1 << 20, 8 << 20, 8 << 20},
+                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 512 << 10, 4 << 20, 4 << 20};
+    kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
+    const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
+    if (reduce)
+        l.two_shot = reduce, l.one_shot = reduce < l.one_shot ? reduce : l.one_shot;
+    if (comm->reduce_scatter_limit)
+        l.scatter = comm->reduce_scatter_limit;
+    if (gather)
+        l.gather_odd = l.gather_most = gather, l.gather = gather < l.gather ? gather : l.gather;
+    return l;
 }
 #endif
 
-static void kvpn_describe(kvpn_opening *o, int running)
+/* NCCL's symmetric kernels of these versions may start before the kernel before them has ended. */
+static bool kvpn_starts_early(int running)
 {
-    char kernels[256];
-    kvprim_comm *const comm = o->comm;
+    return running >= NCCL_VERSION(2, 28, 0) && running < NCCL_VERSION(2, 30, 7);
+}
+
+static void kvpn_describe(kvpn_opening *o)
+{
+    kvprim_comm *const comm = &o->comm;
+    const int running = comm->nccl_version;
     struct cudaDeviceProp device;
+    char *const text = comm->description;
+    const size_t most = sizeof comm->description;
     if (cudaGetDeviceProperties(&device, comm->device) != cudaSuccess)
         memcpy(device.name, "?", 2);
-    (void)snprintf(kernels, sizeof kernels, "off: %s", o->why_not ? o->why_not : "compiled without them");
-#ifdef KVPRIM_NCCL_FAST
-    if (comm->peer[0])
-        kvpn_describe_kernels(comm, kernels, sizeof kernels);
+    size_t used = (size_t)snprintf(
+        text, most,
+        "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; buffer of %llu bytes, "
+        "%s%s; timeout %d ms; own kernels ",
+        (int)comm->rank, (int)comm->world, (int)comm->device, device.name, running / 10000, running / 100 % 100,
+        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->foreign ? "the caller's" : "own",
+        (unsigned long long)comm->buffer_bytes,
+        comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
+        comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", (int)comm->timeout_ms);
+#ifdef KVPRIM_NCCL_KERNELS
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    if (comm->peer[0]) {
+        used += (size_t)snprintf(text + used, most - used,
+                                 "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
+                                 o->desc.peers                           ? "in the caller's memory"
+                                 : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
+                                                                         : "memory of one process",
+                                 (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                                 (unsigned long long)limits.gather_most);
+        if (comm->deterministic)
+            (void)snprintf(text + used, most - used, "sums of any size");
+        else
+            (void)snprintf(text + used, most - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
+                           (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
+        return;
+    }
 #endif
-    (void)snprintf(comm->description, sizeof comm->description,
-                   "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d; buffer of %llu bytes, %s; "
-                   "own kernels %s",
-                   (int)comm->rank, (int)comm->world, (int)comm->device, device.name, running / 10000,
-                   running / 100 % 100, running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH,
-                   (unsigned long long)comm->buffer_bytes,
-                   comm->window ? "in a symmetric window" : "no symmetric window", kernels);
+    (void)snprintf(text + used, most - used, "off: %s", o->why_not);
 }
 
-/* After ncclCommInitRank. */
-static kvprim_status kvpn_open(kvpn_opening *o, const kvprim_comm_desc *desc)
+/* ---- init ---- */
+
+/* NCCL's communicator, and what exchanges go through. A rank that fails before it has them cannot tell the others. */
+static kvprim_status kvpn_make_nccl(kvpn_opening *o)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = o->comm;
-    const size_t cards = sizeof *o->all * (size_t)comm->world;
-    int running = 0, compiled = 0;
-    kvprim_status s = kvpn_nccl(f, "ncclGetVersion", ncclGetVersion(&running));
-#ifdef KVPRIM_NCCL_FAST
-    compiled = NCCL_VERSION_CODE;
+    kvprim_comm *const comm = &o->comm;
+    ncclUniqueId id;
+    int rank = comm->rank, world = comm->world, device = comm->device;
+    memcpy(id.internal, o->desc.id.bytes, sizeof id.internal);
+    o->can_exchange = comm->foreign && o->desc.exchange;
+    (void)ncclGetVersion(&comm->nccl_version);
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamCreateWithFlags(&comm->stream, cudaStreamNonBlocking));
+    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof o->mine * ((size_t)world + 1)));
+    if (comm->foreign) {
+        KVPRIM_NCCL_TRY_NCCL(ncclCommUserRank(comm->nccl, &rank));
+        KVPRIM_NCCL_TRY_NCCL(ncclCommCount(comm->nccl, &world));
+        KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
+    } else if (!kvpn_is_cancelled(o)) { /* kvpn_end_nccl ends it where it waits: NCCL has no other way */
+        const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
+        KVPRIM_NCCL_TRY(kvpn_nccl(f, "ncclCommInitRank", kvpn_settle(comm->nccl, result, &o->cancelled, 0)));
+    }
+    o->can_exchange = comm->nccl && (o->can_exchange || world == comm->world);
+    if (rank != comm->rank || world != comm->world || device != comm->device)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: desc->nccl is rank %d of %d on device %d, desc says rank %d of %d, the device is %d", f,
+                           rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
+    return KVPRIM_OK;
+}
+
+/* After the last exchange: all ranks know the same. */
+static kvprim_status kvpn_decide(kvpn_opening *o)
+{
+    kvprim_comm *const comm = &o->comm;
+    if (o->why_not)
+        kvpn_disconnect(comm);
+#ifdef KVPRIM_NCCL_KERNELS
+    comm->pdl = comm->peer[0] && !o->desc.no_pdl && kvpn_has_pdl();
 #endif
-    o->why_not = kvpn_objection(compiled, running, comm->world);
-    o->mine.buffer_bytes = desc->buffer_bytes;
-    o->mine.deterministic = desc->deterministic;
-    o->mine.fast = !o->why_not;
-    o->mine.version = running;
-    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaDeviceGetAttribute",
-                      cudaDeviceGetAttribute(&o->mine.multiprocessors, cudaDevAttrMultiProcessorCount, comm->device));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaStreamCreateWithFlags", cudaStreamCreateWithFlags(&o->stream, cudaStreamNonBlocking));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaHostAlloc", cudaHostAlloc((void **)&o->all, cards, cudaHostAllocDefault));
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaMalloc", cudaMalloc((void **)&o->on_gpu, cards + sizeof o->mine));
-    for (int k = 0; k < 2 && s == KVPRIM_OK; k++)
-        s = kvpn_cuda(f, "cudaEventCreateWithFlags", cudaEventCreateWithFlags(&comm->watch[k], cudaEventDisableTiming));
-    if (s == KVPRIM_OK)
-        s = kvpn_compare(o);
-    if (s == KVPRIM_OK)
-        s = kvpn_allocate(o);
-#ifdef KVPRIM_NCCL_FAST
-    if (s == KVPRIM_OK)
-        s = kvpn_connect(o);
-    comm->pdl = comm->peer[0] && !desc->no_pdl && kvpn_has_pdl();
+    if (comm->deterministic && comm->world > 1 && !comm->peer[0])
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s", o->why_not);
+    comm->in_windows = comm->nccl_window;
+    for (int r = 0; r < comm->world && !comm->foreign; r++)
+        comm->in_windows = comm->in_windows && o->all[r].window;
+    comm->nccl_starts_early = comm->in_windows && kvpn_starts_early(comm->nccl_version);
+    kvpn_describe(o);
+    return KVPRIM_OK;
+}
+
+/* Each step fails on all ranks or on none: the exchange after it tells. */
+static kvprim_status kvpn_open(kvpn_opening *o)
+{
+    kvprim_status s = kvpn_make_nccl(o);
+    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, s == KVPRIM_OK ? kvpn_prepare(o) : s));
+    KVPRIM_NCCL_TRY(kvpn_compare(o));
+    kvpn_connect(o);
+    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, KVPRIM_OK));
+    s = kvpn_find_marks(o);
+#ifdef KVPRIM_NCCL_KERNELS
+    if (!o->why_not)
+        kvpn_load_kernels(o);
 #endif
-    if (s == KVPRIM_OK && comm->deterministic && comm->world > 1 && !comm->peer[0])
-        s = kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: desc->deterministic is 1, and kernels for it are off: %s", f,
-                        o->why_not);
-    if (s == KVPRIM_OK)
-        kvpn_describe(o, running);
+    kvpn_register(o); /* on all ranks or none: it waits for the others */
+    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, s));
+    return kvpn_decide(o);
+}
+
+static kvpn_opening *kvpn_new_opening(const kvprim_comm_desc *desc, int device)
+{
+    kvpn_opening *const o = (kvpn_opening *)calloc(1, sizeof *o);
+    kvpn_card *const all = (kvpn_card *)calloc((size_t)desc->world, sizeof *all);
+    kvpn_ending *const ending = (kvpn_ending *)calloc(1, sizeof *ending);
+    if (!o || !all || !ending) {
+        free(o);
+        free(all);
+        free(ending);
+        return NULL;
+    }
+    kvprim_comm *const comm = &o->comm;
+    o->desc = *desc, o->all = all, o->refs = 2;
+    comm->ending = ending, ending->refs = 1, ending->device = device;
+    comm->nccl = desc->nccl, comm->foreign = desc->nccl != NULL;
+    comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
+    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
+    comm->deterministic = desc->deterministic, comm->nccl_window = desc->nccl_window;
+    comm->buffer_bytes = desc->buffer_bytes, comm->all_reduce_limit = desc->all_reduce_limit;
+    comm->reduce_scatter_limit = desc->reduce_scatter_limit, comm->all_gather_limit = desc->all_gather_limit;
+    for (int r = 0; desc->peers && r < desc->world; r++)
+        comm->peer[r] = desc->peers[r];
+    return o;
+}
+
+/* Frees what was not handed over. */
+static void kvpn_release_opening(kvpn_opening *o)
+{
+    if (!kvpn_is_last(&o->refs))
+        return;
+    kvpn_free(&o->comm);
+    free(o->all);
+    free(o);
+}
+
+static void kvpn_finish_opening(kvpn_opening *o, kvprim_status status)
+{
+    o->status = status;
+    (void)snprintf(o->error, sizeof o->error, "%s", kvprim_last_error());
+    __atomic_store_n(&o->done, 1, __ATOMIC_SEQ_CST);
+    kvpn_release_opening(o);
+}
+
+static void *kvpn_run_opening(void *argument)
+{
+    kvpn_opening *const o = (kvpn_opening *)argument;
+    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    const kvprim_status s = kvpn_cuda("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(o->comm.device));
+    const kvprim_status opened = s == KVPRIM_OK ? kvpn_open(o) : s;
+    if (kvpn_is_cancelled(o))
+        kvpn_end_nccl(&o->comm, true); /* the caller may have left before NCCL had a communicator */
+    kvpn_finish_opening(o, opened);
+    return NULL;
+}
+
+static void kvpn_answer(kvpn_opening *o)
+{
+    int device = 0;
+    (void)cudaGetDevice(&device);
+    o->answer = o->desc.exchange(o->desc.exchange_context, &o->mine, o->all, sizeof o->mine);
+    (void)cudaSetDevice(device);
+    __atomic_store_n(&o->asked, 0, __ATOMIC_SEQ_CST);
+}
+
+/* "Within a second" of kvprim_comm_abort, in milliseconds: for init to notice, for calls of other threads that are not
+   blocked, for NCCL to end, for the other ranks to be told. */
+enum { kvpn_notice_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_tell_ms = 100 };
+
+/* Until it is done or, after a timeout or an abort, is left. False: it is left. */
+static bool kvpn_wait_for_opening(const kvprim_comm *comm, kvpn_opening *o, int64_t timeout_ms)
+{
+    const int64_t begun = kvpn_now();
+    int64_t cancelled = 0;
+    while (!kvpn_wait_for(&o->done, 1, 1)) {
+        const int64_t now = kvpn_now();
+        const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_begun;
+        if (!cancelled && (aborted || now - begun > timeout_ms * 1000)) {
+            cancelled = now;
+            __atomic_store_n(&o->cancelled, 1, __ATOMIC_SEQ_CST);
+        }
+        if (!cancelled && __atomic_load_n(&o->asked, __ATOMIC_SEQ_CST))
+            kvpn_answer(o);
+        if (cancelled && now - cancelled > kvpn_notice_ms * 1000)
+            kvpn_end_nccl(&o->comm, true); /* it waits inside NCCL, which this ends */
+        if (cancelled && now - cancelled > (kvpn_notice_ms + kvpn_nccl_ms) * 1000)
+            return false;
+    }
+    return true;
+}
+
+/* The communicator becomes the caller's, unless it was aborted meanwhile. */
+static bool kvpn_hand_over(kvprim_comm *comm, kvpn_opening *o)
+{
+    int32_t state = kvpn_begun;
+    if (o->cancelled || o->status != KVPRIM_OK)
+        return false;
+    memcpy(comm, &o->comm, offsetof(kvprim_comm, self));
+    if (!__atomic_compare_exchange_n(&comm->state, &state, kvpn_alive, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return false;
+    memset(&o->comm, 0, sizeof o->comm);
+    return true;
+}
+
+/* Why there is no communicator, and none is left. */
+static kvprim_status kvpn_give_up(kvprim_comm *comm, kvpn_opening *o, bool done, int timeout_ms)
+{
+    const char *const f = "kvprim_comm_init";
+    const int rank = o->desc.rank;
+    kvprim_status s;
+    if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_aborted)
+        s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
+    else if (o->cancelled)
+        s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d of %d waited %d ms for the others", f, rank,
+                        (int)o->desc.world, timeout_ms);
+    else
+        s = kvprim_fail(o->status, "%s", o->error);
+    kvpn_end_nccl(&o->comm, true);
+    (void)kvpn_nccl_has_ended(&o->comm, done ? kvpn_nccl_ms : 0);
+    memset(comm, 0, offsetof(kvprim_comm, self));
+    __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
+    (void)kvpn_wait_for(&comm->busy, 1, 1000); /* an abort has noticed */
     return s;
-}
-
-/* What is left when NCCL's communicator is gone. Errors are not reported: there is nothing to be done about them. */
-static void kvpn_free_memory(kvprim_comm *comm)
-{
-#ifdef KVPRIM_NCCL_WINDOWS
-    if (comm->memory)
-        (void)ncclMemFree(comm->memory);
-#else
-    if (comm->memory)
-        (void)cudaFree(comm->memory);
-#endif
-    comm->memory = NULL;
-}
-
-static void kvpn_free_rest(kvprim_comm *comm)
-{
-    if (comm->control)
-        (void)cudaFreeHost(comm->control);
-    for (int k = 0; k < 2; k++)
-        if (comm->watch[k])
-            (void)cudaEventDestroy(comm->watch[k]);
-    memset(comm, 0, sizeof *comm);
 }
 
 KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
     KVPRIM_RANGE(f);
-    kvpn_opening o;
-    ncclUniqueId id;
     int device;
-    kvprim_status s = kvpn_check_desc(comm, desc);
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(f, "cudaGetDevice", cudaGetDevice(&device));
-    if (s != KVPRIM_OK)
-        return s;
-    memset(&o, 0, sizeof o);
+    KVPRIM_NCCL_TRY(kvpn_check_desc(comm, desc));
+    KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
+    const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : 600000;
+    kvpn_opening *const o = kvpn_new_opening(desc, device);
+    if (!o)
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
-    o.comm = comm;
-    comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
-    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
-    comm->deterministic = desc->deterministic;
-    comm->buffer_bytes = desc->buffer_bytes;
-    memcpy(id.internal, desc->id.bytes, sizeof id.internal);
-    s = kvpn_nccl(f, "ncclCommInitRank", ncclCommInitRank(&comm->nccl, comm->world, id, comm->rank));
-    if (s == KVPRIM_OK)
-        s = kvpn_open(&o, desc);
-    if (o.on_gpu)
-        (void)cudaFree(o.on_gpu);
-    if (o.all)
-        (void)cudaFreeHost(o.all);
-    if (o.stream)
-        (void)cudaStreamDestroy(o.stream);
-    if (s != KVPRIM_OK) {
-        if (comm->nccl)
-            (void)ncclCommAbort(comm->nccl);
-        kvpn_free_memory(comm);
-        kvpn_free_rest(comm);
-        return s;
-    }
-    comm->self = comm;
-    __atomic_store_n(&comm->state, kvpn_alive, __ATOMIC_SEQ_CST);
-    return KVPRIM_OK;
+    comm->busy = 1;
+    __atomic_store_n(&comm->state, (int32_t)kvpn_begun, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
+    if (!kvpn_run_apart(kvpn_run_opening, o))
+        kvpn_finish_opening(o, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread to be had", f));
+    const bool done = kvpn_wait_for_opening(comm, o, timeout_ms);
+    const kvprim_status s = done && kvpn_hand_over(comm, o) ? KVPRIM_OK : kvpn_give_up(comm, o, done, timeout_ms);
+    kvpn_release_opening(o);
+    kvpn_leave(comm);
+    return s;
 }
 
-static kvprim_status kvpn_not_alive(const char *function, const kvprim_comm *comm)
+/* ---- abort, destroy ---- */
+
+/* Own kernels end: those that wait see what the host says; later ones, and other ranks', what is in their memory. In a
+   thread of its own, as CUDA may not return for as long as NCCL's work is stuck. */
+static void *kvpn_tell(void *argument)
 {
-    if (!comm)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: comm is NULL", function);
-    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
+    kvprim_comm *const comm = (kvprim_comm *)argument;
+    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    (void)cudaSetDevice(comm->device);
+    for (int r = 0; r < comm->world; r++)
+        (void)cudaMemcpyAsync((uint32_t *)comm->peer[r] + kvpn_ended, comm->stop, sizeof *comm->stop, cudaMemcpyDefault,
+                              comm->stream);
+    __atomic_store_n(&comm->telling, 0, __ATOMIC_SEQ_CST);
+    return NULL;
 }
 
-static bool kvpn_is_alive(const kvprim_comm *comm)
-{
-    return comm && comm->self == comm && __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_alive;
-}
-
-/* Of several threads that end a communicator one succeeds. */
-static bool kvpn_end(kvprim_comm *comm)
-{
-    int32_t alive = kvpn_alive;
-    return kvpn_is_alive(comm) &&
-           __atomic_compare_exchange_n(&comm->state, &alive, kvpn_aborted, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-}
-
-static void kvpn_stop(kvprim_comm *comm)
-{
-    if (comm->control)
-        __atomic_store_n(&comm->control->stop, (uint32_t)kvpn_stopped, __ATOMIC_SEQ_CST);
-}
-
-/* Kernels of ours write to other ranks' memory until they are over, and ncclCommAbort takes it from under them. They
-   may be queued behind kernels of NCCL's, which have to be stopped first. */
-static kvprim_status kvpn_quieten(kvprim_comm *comm)
-{
-#ifdef KVPRIM_NCCL_FAST
-    if (comm->peer[0]) {
-        const kvprim_status s =
-            kvpn_nccl("kvprim_comm_abort", "ncclCommRevoke", ncclCommRevoke(comm->nccl, NCCL_REVOKE_DEFAULT));
-        return s == KVPRIM_OK ? kvpn_cuda("kvprim_comm_abort", "cudaDeviceSynchronize", cudaDeviceSynchronize()) : s;
-    }
-#endif
-    (void)comm;
-    return KVPRIM_OK;
-}
-
+/* Makes no call of CUDA's itself. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
     KVPRIM_RANGE(f);
-    int device;
-    if (!kvpn_end(comm))
-        return kvpn_not_alive(f, comm);
-    kvpn_stop(comm);
-    const double begun = kvpn_now();
-    while (__atomic_load_n(&comm->busy, __ATOMIC_SEQ_CST) && kvpn_now() - begun < 1) {
+    if (kvpn_enter(comm, kvpn_begun, kvpn_aborted)) {
+        (void)kvpn_wait_for(&comm->state, 0, kvpn_notice_ms + kvpn_nccl_ms + kvpn_calls_ms);
+        kvpn_leave(comm);
+        return KVPRIM_OK;
     }
-    kvprim_status s = kvpn_cuda(f, "cudaGetDevice", cudaGetDevice(&device));
-    (void)cudaSetDevice(comm->device);
-    const kvprim_status quiet = kvpn_quieten(comm);
-    s = s == KVPRIM_OK ? quiet : s;
-    const kvprim_status aborted = kvpn_nccl(f, "ncclCommAbort", ncclCommAbort(comm->nccl));
-    s = s == KVPRIM_OK ? aborted : s;
-    kvpn_free_memory(comm);
-    kvpn_free_rest(comm);
-    (void)cudaSetDevice(device);
-    return s;
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_aborted))
+        return kvpn_not_alive(f, comm);
+    if (comm->stop) {
+        comm->telling = 1;
+        __atomic_store_n(comm->stop, (uint32_t)kvpn_aborted_by | (uint32_t)comm->rank << 8, __ATOMIC_SEQ_CST);
+        kvpn_run_anyhow(kvpn_tell, comm);
+    }
+    (void)kvpn_wait_for(&comm->busy, 1, kvpn_calls_ms); /* a call that is blocked inside NCCL needs what follows */
+    kvpn_end_nccl(comm, true);
+    (void)kvpn_nccl_has_ended(comm, kvpn_nccl_ms);
+    (void)kvpn_wait_for(&comm->telling, 0, kvpn_tell_ms);
+    kvpn_leave(comm);
+    return KVPRIM_OK;
+}
+
+/* NCCL's part, and everything that may still use what destroy frees; the state is kvpn_leaving. */
+static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
+{
+    const char *const f = "kvprim_comm_destroy";
+    if (!kvpn_wait_for(&comm->busy, 1, 2000) || !kvpn_wait_for(&comm->telling, 0, 1000))
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: a call in another thread has not returned: then call again", f);
+    if (!__atomic_load_n(&comm->ending->begun, __ATOMIC_SEQ_CST)) {
+        (void)cudaDeviceSynchronize(); /* an error will be told by the last one */
+        kvpn_end_nccl(comm, false);
+    }
+    if (!kvpn_nccl_has_ended(comm, comm->timeout_ms))
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
+                           "%s: NCCL waits: destroy the graphs that hold collectives of it, abort other communicators "
+                           "whose work is stuck, then call again",
+                           f);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
     KVPRIM_RANGE(f);
-    int device;
-    if (!kvpn_end(comm))
+    int device = 0;
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_leaving) && !kvpn_enter(comm, kvpn_aborted, kvpn_leaving))
         return kvpn_not_alive(f, comm);
-    kvprim_status s = kvpn_cuda(f, "cudaGetDevice", cudaGetDevice(&device));
+    (void)cudaGetDevice(&device);
     (void)cudaSetDevice(comm->device);
-    const kvprim_status idle = kvpn_cuda(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
-    s = s == KVPRIM_OK ? idle : s;
-#ifdef KVPRIM_NCCL_WINDOWS
-    if (comm->window) {
-        const kvprim_status gone =
-            kvpn_nccl(f, "ncclCommWindowDeregister", ncclCommWindowDeregister(comm->nccl, (ncclWindow_t)comm->window));
-        s = s == KVPRIM_OK ? gone : s;
+    kvprim_status s = kvpn_leave_nccl(comm);
+    if (s != KVPRIM_OK) {
+        __atomic_store_n(&comm->state, (int32_t)kvpn_aborted, __ATOMIC_SEQ_CST);
+        kvpn_leave(comm);
+    } else {
+        s = kvpn_cuda(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
+        if (s == KVPRIM_OK)
+            s = kvpn_nccl(f, comm->ending->aborts ? "ncclCommAbort" : "ncclCommDestroy", comm->ending->result);
+        kvpn_free(comm);
+        memset(comm, 0, sizeof *comm);
     }
-#endif
-    kvpn_free_memory(comm);
-    const kvprim_status destroyed = kvpn_nccl(f, "ncclCommDestroy", ncclCommDestroy(comm->nccl));
-    s = s == KVPRIM_OK ? destroyed : s;
-    kvpn_free_rest(comm);
     (void)cudaSetDevice(device);
     return s;
 }
 
 /* ---- watching ---- */
 
-/* A wait of ours that was given up. */
+/* A wait of an own kernel that was given up, here or on another rank. */
 static kvprim_status kvpn_check_waits(const char *function, const kvprim_comm *comm)
 {
-    const uint32_t stop = comm->control ? __atomic_load_n(&comm->control->stop, __ATOMIC_SEQ_CST) : 0;
-    if (stop < kvpn_late)
+    const uint32_t stop = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
+    const int by = (int)(stop >> 8 & 0xff), whom = (int)(stop >> 16 & 0xff);
+    if (stop == 0)
         return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, (int)comm->rank,
-                       (int)comm->timeout_ms, (int)(stop - kvpn_late));
+    if ((stop & 0xff) == kvpn_aborted_by)
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, (int)comm->rank, by);
+    if (by == comm->rank)
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
+                           (int)comm->timeout_ms, whom);
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d waited in vain for rank %d", function,
+                       (int)comm->rank, by, whom);
 }
 
-/* NCCL's kernels wait without end and say nothing. An event is recorded behind each of its collectives, in turns with
-   another that stays where it is until kvprim_comm_check finds it done: that one's age counts. */
+/* NCCL's kernels wait without end and say nothing. Two events watch its collectives: one stays where it is until
+   kvprim_comm_check finds it done, and its age counts; the other is recorded after each call, so that a hang after the
+   first is seen too. The thread that enqueues sets the time of the event that it records; a thread that checks clears
+   it, if it still is what it was before the event was found done. */
 static void kvpn_watch(kvprim_comm *comm, cudaStream_t stream)
 {
-    if (cudaEventRecord(comm->watch[comm->watch_next], stream) == cudaSuccess)
-        comm->watched_since[comm->watch_next] = kvpn_now();
+    const int32_t next = __atomic_load_n(&comm->watch_next, __ATOMIC_SEQ_CST);
+    const int64_t now = kvpn_now();
+    /* Before, so that no old time counts for the new record; after, as a check may have found the old one done. */
+    __atomic_store_n(&comm->watched_since[next], now, __ATOMIC_SEQ_CST);
+    if (cudaEventRecord(comm->ending->watch[next], stream) == cudaSuccess)
+        __atomic_store_n(&comm->watched_since[next], now, __ATOMIC_SEQ_CST);
+    else
+        (void)cudaGetLastError();
+}
+
+/* Since when event k has been waited for; 0: it is done. *error: the device's context is dead. */
+static int64_t kvpn_pending_since(kvprim_comm *comm, int k, cudaError_t *error)
+{
+    int64_t since = __atomic_load_n(&comm->watched_since[k], __ATOMIC_SEQ_CST);
+    const cudaError_t done = cudaEventQuery(comm->ending->watch[k]);
+    if (done == cudaErrorNotReady)
+        return since;
+    *error = done == cudaSuccess ? *error : done;
+    (void)__atomic_compare_exchange_n(&comm->watched_since[k], &since, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    return 0;
 }
 
 static kvprim_status kvpn_check_watch(const char *function, kvprim_comm *comm)
 {
+    const enum cudaStreamCaptureMode mode = kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
     const cudaError_t before = cudaPeekAtLastError();
-    for (int k = 0; k < 2; k++)
-        if (comm->watched_since[k] > 0 && cudaEventQuery(comm->watch[k]) != cudaErrorNotReady)
-            comm->watched_since[k] = 0;
+    const int32_t next = __atomic_load_n(&comm->watch_next, __ATOMIC_SEQ_CST);
+    cudaError_t error = cudaSuccess;
+    int64_t kept = kvpn_pending_since(comm, !next, &error);
+    const int64_t latest = kvpn_pending_since(comm, next, &error);
     if (before == cudaSuccess)
         (void)cudaGetLastError(); /* that an event is not ready is no error of anyone's */
-    int kept = !comm->watch_next;
-    if (!(comm->watched_since[kept] > 0) && comm->watched_since[comm->watch_next] > 0) {
-        kept = comm->watch_next;
-        comm->watch_next = !kept;
+    (void)kvpn_beside_captures(mode);
+    if (error != cudaSuccess)
+        return kvpn_cuda(function, "an earlier kernel or copy on this device", error);
+    if (kept == 0 && latest != 0) {
+        kept = latest;
+        __atomic_store_n(&comm->watch_next, !next, __ATOMIC_SEQ_CST);
     }
-    const double age = kvpn_now() - comm->watched_since[kept];
-    if (comm->watched_since[kept] > 0 && age > 1e-3 * comm->timeout_ms)
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: rank %d: a collective of NCCL's was not done %.0f ms after its call; "
-                           "NCCL does not say which other rank it waits for",
-                           function, (int)comm->rank, 1e3 * age);
-    return KVPRIM_OK;
-}
-
-static void kvpn_leave(kvprim_comm *comm)
-{
-    (void)__atomic_sub_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
-}
-
-/* Before kvpn_leave: comm is alive, and abort waits. */
-static kvprim_status kvpn_enter(const char *function, kvprim_comm *comm)
-{
-    if (!kvpn_is_alive(comm))
-        return kvpn_not_alive(function, comm);
-    (void)__atomic_add_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_alive)
+    const int64_t age_ms = (kvpn_now() - kept) / 1000;
+    if (kept == 0 || age_ms <= comm->timeout_ms)
         return KVPRIM_OK;
-    kvpn_leave(comm);
-    return kvpn_not_alive(function, comm);
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
+                       "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
+                       "NCCL does not say which other rank it waits for",
+                       function, (int)comm->rank, (long long)age_ms);
 }
 
 KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_check";
-    kvprim_status s = kvpn_enter(f, comm);
-    if (s != KVPRIM_OK)
-        return s;
-    s = kvpn_check_waits(f, comm);
-    if (s == KVPRIM_OK) {
-        ncclResult_t result = ncclSuccess;
+    ncclResult_t result = ncclSuccess;
+    if (kvpn_is(comm, kvpn_begun))
+        return KVPRIM_OK;
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_not_alive(f, comm);
+    kvprim_status s = kvpn_check_waits(f, comm);
+    if (s == KVPRIM_OK)
         s = kvpn_nccl(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
-        if (s == KVPRIM_OK && result != ncclInProgress)
-            s = kvpn_nccl(f, "an earlier collective", result);
-    }
+    if (s == KVPRIM_OK && result != ncclInProgress)
+        s = kvpn_nccl(f, "an earlier collective", result);
     if (s == KVPRIM_OK)
         s = kvpn_check_watch(f, comm);
     kvpn_leave(comm);
@@ -1712,7 +2278,7 @@ KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes)
 {
-    const bool alive = kvpn_is_alive(comm);
+    const bool alive = kvpn_is(comm, kvpn_alive);
     if (bytes)
         *bytes = alive ? comm->buffer_bytes : 0;
     if (!alive)
@@ -1722,12 +2288,12 @@ KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes)
 
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
 {
-    return kvpn_is_alive(comm) ? comm->description : "not alive: not initialised, moved, or ended";
+    return kvpn_is(comm, kvpn_alive) ? comm->description : "not alive: not initialised, moved, aborted, or ended";
 }
 
-/* ---- collectives ---- */
+/* ---- collectives: arguments ---- */
 
-/* Name, bytes, and what NCCL calls them; -1: not this version of NCCL. */
+/* Name, bytes, and NCCL's ncclDataType_t, which not all versions of its header have. */
 typedef struct kvpn_type {
     const char *name;
     size_t bytes;
@@ -1736,12 +2302,7 @@ typedef struct kvpn_type {
 
 static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 {
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 24, 0)
-    const int e4m3 = ncclFloat8e4m3, e5m2 = ncclFloat8e5m2;
-#else
-    const int e4m3 = -1, e5m2 = -1;
-#endif
-    const int bf16 = 9; /* ncclBfloat16, which the headers of NCCL 2.19 keep from C */
+    enum { bf16 = 9, e4m3 = 10, e5m2 = 11 };
     const kvpn_type types[] = {{"U8", 1, ncclUint8},    {"F16", 2, ncclFloat16}, {"BF16", 2, bf16},
                                {"F32", 4, ncclFloat32}, {"F64", 8, ncclFloat64}, {"INT8", 1, ncclInt8},
                                {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
@@ -1750,55 +2311,73 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
     return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype] : none;
 }
 
+static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
+
+/* In this order: reductions, the gather, those with a root or a peer. */
+typedef enum kvpn_kind {
+    kvpn_all_reduce,
+    kvpn_reduce_scatter,
+    kvpn_all_gather,
+    kvpn_broadcast,
+    kvpn_send,
+    kvpn_recv
+} kvpn_kind;
+
 /* A collective call: what is checked, and what NCCL and the kernels are called with. Counts in elements. */
 typedef struct kvpn_call {
+    kvpn_kind kind;
     const char *function;
     kvprim_comm *comm;
     void *recv;
     const void *send;
-    size_t recv_count, send_count, count; /* recv_count or send_count 0: there is no such side */
+    size_t count, recv_count, send_count; /* recv_count or send_count 0: there is no such side */
     kvprim_dtype dtype;
-    int op, has_op;
-    int peer, has_peer;
+    int op_or_peer;
     cudaStream_t stream;
     int captured;
     ncclDataType_t type;
     size_t element;
 } kvpn_call;
 
-/* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
-/* NULL: the legacy default stream, however the file is compiled. */
-static cudaStream_t kvpn_stream_of(const kvpn_call *c)
+static kvpn_call kvpn_call_of(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
+                              size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
 {
-    return c->stream ? c->stream : cudaStreamLegacy;
+    kvpn_call c;
+    memset(&c, 0, sizeof c);
+    c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
+    c.dtype = dtype, c.op_or_peer = op_or_peer;
+    c.stream = stream ? stream : cudaStreamLegacy; /* however the file is compiled */
+    return c;
 }
 
+/* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
 static kvprim_status kvpn_check_device(kvpn_call *c)
 {
+    const char *const f = c->function;
     int device = -1;
     enum cudaStreamCaptureStatus capture;
-    kvprim_status s = kvpn_cuda(c->function, "cudaGetDevice", cudaGetDevice(&device));
-    if (s == KVPRIM_OK && device != c->comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", c->function,
-                           device, (int)c->comm->device);
-    if (s == KVPRIM_OK)
-        s = kvpn_cuda(c->function, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(kvpn_stream_of(c), &capture));
-    c->captured = s != KVPRIM_OK || capture != cudaStreamCaptureStatusNone;
+    KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
+    if (device != c->comm->device)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", f, device,
+                           (int)c->comm->device);
+    KVPRIM_NCCL_TRY(kvpn_cuda(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
+    c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
-    if (s == KVPRIM_OK && c->stream && c->stream != c->comm->checked_stream && !c->captured) {
-        s = kvpn_cuda(c->function, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device));
-        if (s == KVPRIM_OK && device != c->comm->device)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d",
-                               c->function, device, (int)c->comm->device);
-        if (s == KVPRIM_OK)
-            c->comm->checked_stream = c->stream;
+    if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
+        KVPRIM_NCCL_TRY(kvpn_cuda(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
+        if (device != c->comm->device)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d", f,
+                               device, (int)c->comm->device);
+        c->comm->checked_stream = c->stream;
     }
 #endif
-    return s;
+    return KVPRIM_OK;
 }
 
 static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, const void *pointer, size_t count)
 {
+    if (count == 0)
+        return KVPRIM_OK;
     if (!pointer)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL and the count %llu", c->function, name,
                            (unsigned long long)c->count);
@@ -1811,84 +2390,79 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
     return KVPRIM_OK;
 }
 
-/* recv and send apart, or in place: recv's byte recv_at is send's byte send_at. */
-static kvprim_status kvpn_check_aliasing(const kvpn_call *c, size_t recv_at, size_t send_at)
+/* recv and send apart, or in place: this rank's part of the one is the other. */
+static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
     const size_t recv_bytes = c->recv_count * c->element, send_bytes = c->send_count * c->element;
-    if (recv + recv_bytes <= send || send + send_bytes <= recv || recv + recv_at == send + send_at)
+    const size_t part = (size_t)c->comm->rank * c->count * c->element;
+    const uintptr_t recv_part = recv + (c->kind == kvpn_all_gather ? part : 0),
+                    send_part = send + (c->kind == kvpn_reduce_scatter ? part : 0);
+    if (recv + recv_bytes <= send || send + send_bytes <= recv || recv_part == send_part)
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_OVERLAP,
                        "%s: recv %p, %llu bytes, and send %p, %llu bytes, overlap and are not in place", c->function,
                        c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes);
 }
 
-/* All but aliasing. Fills in type and element. `times`: of count, on the larger side. */
-static kvprim_status kvpn_check_call(kvpn_call *c, size_t times)
+/* Fills in what is derived: both sides' counts, type, element, captured. */
+static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
-    kvprim_status s;
+    const size_t world = (size_t)c->comm->world;
     if (!type.name)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is none", c->function, (int)c->dtype);
-    if (type.nccl < 0)
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, for which NCCL %d.%d is too old", c->function,
-                           type.name, NCCL_MAJOR, NCCL_MINOR);
-    if (c->has_op && (c->op < KVPRIM_SUM || c->op > KVPRIM_AVG))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is none", c->function, c->op);
-    if (c->has_peer && (c->peer < 0 || c->peer >= c->comm->world))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the other rank is %d, must be 0 to %d", c->function, c->peer,
-                           (int)c->comm->world - 1);
-    c->type = (ncclDataType_t)type.nccl;
-    c->element = type.bytes;
-    if (c->count > SIZE_MAX / type.bytes / times)
+    if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which takes NCCL 2.24: this is %d", c->function,
+                           type.name, (int)c->comm->nccl_version);
+    if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is none", c->function, c->op_or_peer);
+    if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, must be 0 to %d", c->function,
+                           c->kind == kvpn_broadcast ? "root" : "peer", c->op_or_peer, (int)c->comm->world - 1);
+    if (c->count > SIZE_MAX / type.bytes / world)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu: too many bytes", c->function,
                            (unsigned long long)c->count);
-    s = kvpn_check_device(c);
-    if (s == KVPRIM_OK && c->recv_count)
-        s = kvpn_check_pointer(c, "recv", c->recv, c->recv_count);
-    if (s == KVPRIM_OK && c->send_count)
-        s = kvpn_check_pointer(c, "send", c->send, c->send_count);
-    if (s == KVPRIM_OK)
-        s = kvpn_check_waits(c->function, c->comm);
-    return s;
+    c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
+    c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
+                    : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
+                                                                        : c->count;
+    c->type = (ncclDataType_t)type.nccl;
+    c->element = type.bytes;
+    KVPRIM_NCCL_TRY(kvpn_check_device(c));
+    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
+    KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
+    if (c->recv_count && c->send_count)
+        KVPRIM_NCCL_TRY(kvpn_check_aliasing(c));
+    return kvpn_check_waits(c->function, c->comm);
 }
 
-static ncclRedOp_t kvpn_op_of(int op)
-{
-    static const ncclRedOp_t ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
-    return ops[op];
-}
+#ifdef KVPRIM_NCCL_KERNELS
+/* ---- collectives: by own kernels, which and in what shape ---- */
 
-static kvprim_status kvpn_done(const kvpn_call *c, const char *call, ncclResult_t result)
-{
-    const kvprim_status s = kvpn_nccl(c->function, call, result);
-    c->comm->behind_nccl = 1;
-    if (s == KVPRIM_OK && !c->captured)
-        kvpn_watch(c->comm, kvpn_stream_of(c));
-    return s;
-}
-
-#ifdef KVPRIM_NCCL_FAST
-extern "C++" {
-
-/* ---- which kernel, and in what shape ---- */
-
-static_assert(kvpn_ended >= (int)kvpn_max_blocks && 4 * (kvpn_ended + 1) <= kvpn_page,
-              "behind the turns, in their page");
-static_assert((kvpn_slot_megabytes << 20) / (16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
-                  32 * (int)kvpn_gather_many::slots,
+static_assert(kvpn_ended >= (int)kvpn_max_blocks && kvpn_marks > kvpn_ended &&
+                  4 * (kvpn_marks + 2 * kvpn_max_world) <= kvpn_page,
+              "turns, why the rank has ended, and marks in a page");
+static_assert((kvpn_least_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
+                  32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
 
 static uint32_t kvpn_most_threads(int world)
 {
-    return world <= 4 ? kvpn_max_threads : kvpn_less_threads;
+    return world <= 4 ? (uint32_t)kvpn_max_threads : (uint32_t)kvpn_max_threads_of_8;
+}
+
+/* Words in a group of gather_many; 0: another way. */
+static uint32_t kvpn_group_of(kvpn_way way)
+{
+    return way == kvpn_by_gather_many ? kvpn_group : way == kvpn_by_gather_most ? kvpn_large_group : 0;
 }
 
 /* Of a part of a block of gather_many, which has slots in each area for all of them. */
-static uint32_t kvpn_most_threads_of_many(const kvprim_comm *comm)
+static uint32_t kvpn_most_threads_of_many(const kvprim_comm *comm, uint32_t group)
 {
-    const uint32_t held = comm->block_slots / kvpn_gather_many::slots / 32 * 32,
-                   run = (uint32_t)kvpn_gather_many::threads / (uint32_t)comm->world / 32 * 32;
+    const uint32_t held = comm->block_slots / (group + 1) / 32 * 32,
+                   run = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
     return held < run ? held : run;
 }
 
@@ -1896,15 +2470,15 @@ static uint32_t kvpn_most_threads_of_many(const kvprim_comm *comm)
 static size_t kvpn_room(const kvprim_comm *comm, kvpn_way way)
 {
     const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    const uint32_t threads = kvpn_most_threads_of_many(comm);
+    const uint32_t group = kvpn_group_of(way), threads = kvpn_most_threads_of_many(comm, group);
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
     case kvpn_by_gather:
         return slots / 2;
     case kvpn_by_gather_many: /* 2: the areas */
-        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / (kvpn_gather_many::slots * threads)) *
-               (kvpn_gather_many::group * threads);
+    case kvpn_by_gather_most:
+        return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
     default:
         return slots;
     }
@@ -1918,7 +2492,7 @@ static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op
 
 static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
 {
-    const kvpn_limits limits = kvpn_limits_of(comm->world);
+    const kvpn_limits limits = kvpn_limits_of(comm);
     if (!kvpn_has_kernels(comm, dtype, op))
         return kvpn_by_nccl;
     if (bytes <= limits.one_shot && bytes <= kvpn_room(comm, kvpn_by_one_shot))
@@ -1931,47 +2505,51 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
 {
     if (!kvpn_has_kernels(comm, dtype, op))
         return kvpn_by_nccl;
-    return bytes <= kvpn_limits_of(comm->world).scatter / (size_t)comm->world || comm->deterministic ? kvpn_by_scatter
-                                                                                                     : kvpn_by_nccl;
+    return bytes <= kvpn_limits_of(comm).scatter / (size_t)comm->world || comm->deterministic ? kvpn_by_scatter
+                                                                                              : kvpn_by_nccl;
 }
 
 /* `bytes`: of each rank. */
 static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
 {
-    const kvpn_limits limits = kvpn_limits_of(comm->world);
+    const kvpn_limits limits = kvpn_limits_of(comm);
     const size_t all = bytes * (size_t)comm->world;
     if (!comm->peer[0])
         return kvpn_by_nccl;
     const bool odd = bytes % 16 != 0;
     if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_room(comm, kvpn_by_gather))
         return kvpn_by_gather;
-    return !odd && all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_nccl;
+    if (odd || all > limits.gather_most)
+        return kvpn_by_nccl;
+    return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
 }
 
-/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are slots for. A block's words begin
-   at a multiple of 8, that is 128 bytes. */
-static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
+static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
+    const size_t bytes = c->count * c->element;
+    return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
+           : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
+           : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
+                                            : kvpn_by_nccl;
+}
+
+/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are, and as their slots take. Of
+   gather_many threads for a group of words each. A block's words begin at a multiple of 8, that is 128 bytes. */
+static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t group, uint32_t *blocks, uint32_t *threads)
+{
+    const uint32_t least = (p->slice + comm->block_slots - 1) / comm->block_slots;
     for (*threads = 128; *threads < kvpn_most_threads(comm->world) && p->slice > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice + *threads - 1) / *threads;
-    if (*blocks > comm->blocks)
-        *blocks = comm->blocks;
+    *blocks = group || *blocks > comm->blocks ? comm->blocks : *blocks < least ? least : *blocks;
     p->per_block = ((p->slice + *blocks - 1) / *blocks + 7) / 8 * 8;
     *blocks = (p->slice + p->per_block - 1) / p->per_block;
+    if (group)
+        for (*threads = 32; *threads < kvpn_most_threads_of_many(comm, group) && group * *threads < p->per_block;)
+            *threads += 32;
 }
 
-/* Of gather_many: all multiprocessors, and threads for a group of words each. */
-static void kvpn_shape_many(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
-{
-    const uint32_t most = kvpn_most_threads_of_many(comm);
-    p->per_block = ((p->slice + comm->blocks - 1) / comm->blocks + 7) / 8 * 8;
-    for (*threads = 32; *threads < most && kvpn_gather_many::group * *threads < p->per_block;)
-        *threads += 32;
-    *blocks = (p->slice + p->per_block - 1) / p->per_block;
-}
-
-/* Behind a kernel of NCCL's without dependent launch: it may not have waited for what is ahead of it. */
+/* After a kernel of NCCL's without dependent launch: that one may not have waited for what was before it. */
 static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint32_t blocks, dim3 threads,
                                 kvpn_params *p)
 {
@@ -1980,10 +2558,10 @@ static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint3
     void *args[] = {p};
     config.gridDim = dim3(blocks);
     config.blockDim = threads;
-    config.stream = kvpn_stream_of(c);
+    config.stream = c->stream;
     config.attrs = &pdl;
-    config.numAttrs = c->comm->pdl && !c->comm->behind_nccl;
-    c->comm->behind_nccl = 0;
+    config.numAttrs = c->comm->pdl && !c->comm->after_nccl;
+    c->comm->after_nccl = 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     return kvpn_cuda(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
@@ -1993,16 +2571,16 @@ static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint3
 static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const bool gathers = way == kvpn_by_gather || way == kvpn_by_gather_many;
-    const uint32_t parts = way == kvpn_by_gather_many ? (uint32_t)comm->world : 1;
+    const uint32_t group = kvpn_group_of(way), parts = group ? (uint32_t)comm->world : 1;
+    const bool gathers = way == kvpn_by_gather || group;
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
     for (int r = 0; r < comm->world; r++)
-        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world]; /* not all write to the same one first */
-    p.turn = (uint32_t *)comm->memory;
-    p.control = comm->control_on_gpu;
+        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page; /* not all to the same one first */
+    p.turn = (uint32_t *)comm->peer[comm->rank];
+    p.stop = comm->stop_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
     p.count = gathers ? bytes : c->count;
     p.pitch = pitch * c->element;
@@ -2015,10 +2593,7 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way, size_t pitch)
     p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    if (way == kvpn_by_gather_many)
-        kvpn_shape_many(comm, &p, &blocks, &threads);
-    else
-        kvpn_shape(comm, &p, &blocks, &threads);
+    kvpn_shape(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
     return kvpn_start(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, parts), &p);
 }
@@ -2027,203 +2602,154 @@ static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way, size_t pitch)
 static kvprim_status kvpn_launch_all(const kvpn_call *c, kvpn_way way)
 {
     const size_t most = kvpn_room(c->comm, way) / c->element;
-    kvprim_status s = KVPRIM_OK;
-    for (size_t at = 0; at < c->count && s == KVPRIM_OK; at += most) {
+    for (size_t at = 0; at < c->count; at += most) {
         kvpn_call piece = *c;
         piece.recv = (char *)c->recv + at * c->element;
         piece.send = (const char *)c->send + at * c->element;
         piece.count = c->count - at < most ? c->count - at : most;
-        s = kvpn_launch(&piece, way, c->count);
+        KVPRIM_NCCL_TRY(kvpn_launch(&piece, way, c->count));
     }
-    return s;
-}
+    return KVPRIM_OK;
 }
 #endif
 
-/* NCCL 2.28.9 sums wrongly inside a window what is not aligned to 16 bytes (reduce_scatter of 7 bf16, where rank 1's
-   part begins at byte 14; all_reduce of fp8 from byte 1): the window's kernels, which ncclReduce has none of, are
-   avoided. */
+/* ---- collectives: through NCCL ---- */
+
+/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of it, or perhaps in one of the caller's. */
 static bool kvpn_is_inside(const kvpn_call *c)
 {
-    const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->window && buffer ? c->comm->buffer_bytes : 0;
-    return (uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes;
+    const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->buffer_bytes;
+    return c->comm->in_windows && c->kind <= kvpn_all_gather &&
+           (c->comm->foreign || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
 }
 
-static ncclResult_t kvpn_reduce_then_broadcast(const kvpn_call *c)
+/* NCCL 2.28.9 sums wrongly inside a window what is not aligned to 16 bytes (reduce_scatter of 7 bf16, where rank 1's
+   part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels: every part by itself, or
+   all to rank 0 and from there to the others. */
+static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 {
-    const ncclResult_t result =
-        ncclReduce(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), 0, c->comm->nccl, c->stream);
-    if (result != ncclSuccess)
-        return result;
-    return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, c->comm->nccl, c->stream);
-}
-
-static kvprim_status kvpn_run_all_reduce(kvpn_call *c)
-{
-    kvprim_status s = kvpn_check_call(c, 1);
-    if (s == KVPRIM_OK)
-        s = kvpn_check_aliasing(c, 0, 0);
-    if (s != KVPRIM_OK)
-        return s;
-#ifdef KVPRIM_NCCL_FAST
-    const kvpn_way way = kvpn_choose(c->comm, c->count * c->element, c->dtype, c->op);
-    if (way != kvpn_by_nccl)
-        return kvpn_launch_all(c, way);
-#endif
-    if (((uintptr_t)c->send | (uintptr_t)c->recv) % 16 != 0 && kvpn_is_inside(c))
-        return kvpn_done(c, "ncclReduce, ncclBroadcast", kvpn_reduce_then_broadcast(c));
-    return kvpn_done(c, "ncclAllReduce",
-                     ncclAllReduce(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), c->comm->nccl, c->stream));
-}
-
-static kvprim_status kvpn_run_all_gather(kvpn_call *c)
-{
-    c->recv_count = c->count * (size_t)c->comm->world;
-    kvprim_status s = kvpn_check_call(c, (size_t)c->comm->world);
-    const size_t bytes = c->count * c->element;
-    if (s == KVPRIM_OK)
-        s = kvpn_check_aliasing(c, (size_t)c->comm->rank * bytes, 0);
-    if (s != KVPRIM_OK)
-        return s;
-#ifdef KVPRIM_NCCL_FAST
-    const kvpn_way way = kvpn_choose_gather(c->comm, bytes);
-    if (way != kvpn_by_nccl)
-        return kvpn_launch_all(c, way);
-#endif
-    return kvpn_done(c, "ncclAllGather", ncclAllGather(c->send, c->recv, c->count, c->type, c->comm->nccl, c->stream));
-}
-
-/* Every rank's part by itself. */
-static ncclResult_t kvpn_reduce_each(const kvpn_call *c)
-{
+    const ncclRedOp_t op = kvpn_ops[c->op_or_peer];
+    const ncclComm_t nccl = c->comm->nccl;
+    const size_t part = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
     ncclResult_t result = ncclGroupStart();
-    for (int r = 0; r < c->comm->world && result == ncclSuccess; r++)
-        result = ncclReduce((const char *)c->send + (size_t)r * c->count * c->element, c->recv, c->count, c->type,
-                            kvpn_op_of(c->op), r, c->comm->nccl, c->stream);
-    const ncclResult_t ended = ncclGroupEnd();
-    return result == ncclSuccess ? ended : result;
+    for (int r = 0; r < (part ? c->comm->world : 1) && result == ncclSuccess; r++)
+        result =
+            ncclReduce((const char *)c->send + (size_t)r * part, c->recv, c->count, c->type, op, r, nccl, c->stream);
+    const ncclResult_t ended = kvpn_settle(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    result = result == ncclSuccess ? ended : result;
+    if (result != ncclSuccess || part)
+        return result;
+    return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
 }
 
-static kvprim_status kvpn_run_reduce_scatter(kvpn_call *c)
+static ncclResult_t kvpn_call_nccl(const kvpn_call *c)
 {
-    c->send_count = c->count * (size_t)c->comm->world;
-    kvprim_status s = kvpn_check_call(c, (size_t)c->comm->world);
-    if (s == KVPRIM_OK)
-        s = kvpn_check_aliasing(c, 0, (size_t)c->comm->rank * c->count * c->element);
-    if (s != KVPRIM_OK)
-        return s;
-#ifdef KVPRIM_NCCL_FAST
-    const kvpn_way way = kvpn_choose_scatter(c->comm, c->count * c->element, c->dtype, c->op);
+    const ncclComm_t nccl = c->comm->nccl;
+    const uintptr_t places = (uintptr_t)c->send | (uintptr_t)c->recv,
+                    parts = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
+    if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_is_inside(c))
+        return kvpn_reduce_misaligned(c);
+    switch (c->kind) {
+    case kvpn_all_reduce:
+        return ncclAllReduce(c->send, c->recv, c->count, c->type, kvpn_ops[c->op_or_peer], nccl, c->stream);
+    case kvpn_reduce_scatter:
+        return ncclReduceScatter(c->send, c->recv, c->count, c->type, kvpn_ops[c->op_or_peer], nccl, c->stream);
+    case kvpn_all_gather:
+        return ncclAllGather(c->send, c->recv, c->count, c->type, nccl, c->stream);
+    case kvpn_broadcast:
+        return ncclBroadcast(c->recv, c->recv, c->count, c->type, c->op_or_peer, nccl, c->stream);
+    case kvpn_send:
+        return ncclSend(c->send, c->count, c->type, c->op_or_peer, nccl, c->stream);
+    default:
+        return ncclRecv(c->recv, c->count, c->type, c->op_or_peer, nccl, c->stream);
+    }
+}
+
+/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: what is no kernel lets no
+   successor start early. */
+static kvprim_status kvpn_run_by_nccl(const kvpn_call *c)
+{
+    static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
+                                        "ncclBroadcast", "ncclSend",          "ncclRecv"};
+    const char *const f = c->function;
+    kvprim_comm *const comm = c->comm;
+    if (comm->nccl_starts_early && kvpn_is_inside(c))
+        KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
+    comm->after_nccl = 1;
+    KVPRIM_NCCL_TRY(kvpn_nccl(f, names[c->kind], kvpn_settle(comm->nccl, kvpn_call_nccl(c), &comm->state, kvpn_alive)));
+    if (!c->captured)
+        kvpn_watch(comm, c->stream);
+    else
+        __atomic_store_n(&comm->ending->unwatched, 1, __ATOMIC_SEQ_CST);
+    return KVPRIM_OK;
+}
+
+/* ---- collectives ---- */
+
+static kvprim_status kvpn_run(kvpn_call *c)
+{
+    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+#ifdef KVPRIM_NCCL_KERNELS
+    const kvpn_way way = kvpn_way_of(c);
     if (way != kvpn_by_nccl)
         return kvpn_launch_all(c, way);
 #endif
-    if (((uintptr_t)c->send | (uintptr_t)c->recv | (c->count * c->element)) % 16 != 0 && kvpn_is_inside(c))
-        return kvpn_done(c, "ncclReduce", kvpn_reduce_each(c));
-    return kvpn_done(
-        c, "ncclReduceScatter",
-        ncclReduceScatter(c->send, c->recv, c->count, c->type, kvpn_op_of(c->op), c->comm->nccl, c->stream));
+    return kvpn_run_by_nccl(c);
 }
 
-static kvprim_status kvpn_run_broadcast(kvpn_call *c)
+static kvprim_status kvpn_collective(kvpn_call c)
 {
-    c->send_count = 0;
-    const kvprim_status s = kvpn_check_call(c, 1);
-    if (s != KVPRIM_OK)
-        return s;
-    return kvpn_done(c, "ncclBroadcast",
-                     ncclBroadcast(c->recv, c->recv, c->count, c->type, c->peer, c->comm->nccl, c->stream));
-}
-
-static kvprim_status kvpn_run_send(kvpn_call *c)
-{
-    c->recv_count = 0;
-    const kvprim_status s = kvpn_check_call(c, 1);
-    if (s != KVPRIM_OK)
-        return s;
-    return kvpn_done(c, "ncclSend", ncclSend(c->send, c->count, c->type, c->peer, c->comm->nccl, c->stream));
-}
-
-static kvprim_status kvpn_run_recv(kvpn_call *c)
-{
-    c->send_count = 0;
-    const kvprim_status s = kvpn_check_call(c, 1);
-    if (s != KVPRIM_OK)
-        return s;
-    return kvpn_done(c, "ncclRecv", ncclRecv(c->recv, c->count, c->type, c->peer, c->comm->nccl, c->stream));
-}
-
-/* What every collective does around its own part. */
-static kvprim_status kvpn_collective(kvpn_call *c, kvprim_status (*run)(kvpn_call *))
-{
-    KVPRIM_RANGE(c->function);
-    kvprim_status s = kvpn_enter(c->function, c->comm);
-    if (s != KVPRIM_OK)
-        return s;
-    if (c->count != 0)
-        s = run(c);
-    kvpn_leave(c->comm);
+    KVPRIM_RANGE(c.function);
+    if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
+        return kvpn_not_alive(c.function, c.comm);
+    const kvprim_status s = c.count != 0 ? kvpn_run(&c) : KVPRIM_OK;
+    kvpn_leave(c.comm);
     return s;
-}
-
-static kvpn_call kvpn_call_of(const char *function, kvprim_comm *comm, void *recv, const void *send, size_t count,
-                              kvprim_dtype dtype, int op, int has_op, cudaStream_t stream)
-{
-    kvpn_call c;
-    memset(&c, 0, sizeof c);
-    c.function = function, c.comm = comm, c.recv = recv, c.send = send;
-    c.count = c.recv_count = c.send_count = count;
-    c.dtype = dtype, c.op = op, c.has_op = has_op, c.stream = stream;
-    return c;
 }
 
 KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, 1, stream);
-    return kvpn_collective(&c, kvpn_run_all_reduce);
+    return kvpn_collective(
+        kvpn_call_of(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_all_gather", comm, recv, send, send_count, dtype, 0, 0, stream);
-    return kvpn_collective(&c, kvpn_run_all_gather);
+    return kvpn_collective(
+        kvpn_call_of(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
                                                kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_reduce_scatter", comm, recv, send, recv_count, dtype, (int)op, 1, stream);
-    return kvpn_collective(&c, kvpn_run_reduce_scatter);
+    return kvpn_collective(kvpn_call_of(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count,
+                                        dtype, (int)op, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
                                           struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_broadcast", comm, buf, NULL, count, dtype, 0, 0, stream);
-    c.peer = root, c.has_peer = 1;
-    return kvpn_collective(&c, kvpn_run_broadcast);
+    return kvpn_collective(
+        kvpn_call_of(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, dtype, root, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_send", comm, NULL, buf, count, dtype, 0, 0, stream);
-    c.peer = peer, c.has_peer = 1;
-    return kvpn_collective(&c, kvpn_run_send);
+    return kvpn_collective(kvpn_call_of(kvpn_send, "kvprim_send", comm, NULL, buf, count, dtype, peer, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    kvpn_call c = kvpn_call_of("kvprim_recv", comm, buf, NULL, count, dtype, 0, 0, stream);
-    c.peer = peer, c.has_peer = 1;
-    return kvpn_collective(&c, kvpn_run_recv);
+    return kvpn_collective(kvpn_call_of(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
 }
 
-#ifdef __cplusplus
-}
-#endif
+#undef KVPRIM_NCCL_TRY
+#undef KVPRIM_NCCL_TRY_CUDA
+#undef KVPRIM_NCCL_TRY_NCCL
 #endif /* implementation */
 
 /* MIT License

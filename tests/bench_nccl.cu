@@ -3,6 +3,7 @@
 
        nvcc -arch=native -std=c++17 -O3 -I. tests/bench_nccl.cu -o bench_nccl -lnccl && NCCL_NVLS_ENABLE=0 ./bench_nccl
 
+   With -DBENCH_CUBLAS and -lcublas also what a sum that waits for a rank costs a matrix product on another stream.
    With the argument `quick` fewer repetitions, with `tune` the ways of summing by themselves. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
@@ -10,6 +11,9 @@
 #include <condition_variable>
 #include <mutex>
 #include <thread>
+#ifdef BENCH_CUBLAS
+#include <cublas_v2.h>
+#endif
 
 #define NCCL(call) check_nccl(call, #call, __LINE__)
 
@@ -26,8 +30,8 @@ static const size_t most_bytes = size_t(64) << 20;
 
 struct rank_state {
     int rank;
-    kvprim_comm comm;
-    ncclComm_t nccl; /* of its own: what is registered with comm does not help it */
+    kvprim_comm comm, wide; /* wide: may hold all multiprocessors */
+    ncclComm_t nccl;        /* of its own: what is registered with comm does not help it */
     cudaStream_t stream;
     cudaEvent_t start, end;
     char *x, *y, *window; /* most_bytes each, in the window twice that */
@@ -64,16 +68,20 @@ static void on_all(const std::function<void(rank_state &)> &body)
 
 static void open_rank(rank_state &r)
 {
-    static kvprim_comm_id id;
+    static kvprim_comm_id id, wide_id;
     static ncclUniqueId nccl_id;
     kvprim_comm_desc desc = {};
     if (r.rank == 0) {
         check_kvprim(kvprim_comm_new_id(&id));
+        check_kvprim(kvprim_comm_new_id(&wide_id));
         NCCL(ncclGetUniqueId(&nccl_id));
     }
     meet();
     desc.rank = r.rank, desc.world = world, desc.id = id, desc.buffer_bytes = 2 * most_bytes;
+    desc.nccl_window = 1; /* for NCCL's way with a window */
     check_kvprim(kvprim_comm_init(&r.comm, &desc));
+    desc.id = wide_id, desc.buffer_bytes = 0, desc.nccl_window = 0, desc.max_sms = 1000;
+    check_kvprim(kvprim_comm_init(&r.wide, &desc));
     NCCL(ncclCommInitRank(&r.nccl, world, nccl_id, r.rank));
     CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
     CUDA(cudaEventCreate(&r.start));
@@ -101,6 +109,7 @@ static void close_rank(rank_state &r)
     CUDA(cudaFree(r.y));
     NCCL(ncclCommDestroy(r.nccl));
     check_kvprim(kvprim_comm_destroy(&r.comm));
+    check_kvprim(kvprim_comm_destroy(&r.wide));
 }
 
 /* ---- timing: as in bench_gpu.h, on all GPUs at once. They begin together, as a small NCCL call precedes; the slowest
@@ -382,6 +391,153 @@ static void bench_late()
     judge_worst("all_reduce behind a late rank to NCCL", ratios, '<', 1.02);
 }
 
+/* ---- how many multiprocessors ---- */
+
+static void enqueue_wide(rank_state &r, size_t bytes)
+{
+    check_kvprim(kvprim_all_reduce(&r.wide, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+}
+
+/* What it costs to leave half of the multiprocessors to others, when the ranks are together. */
+static void bench_halves()
+{
+    std::vector<figure> ratios;
+    printf("\nall_reduce by multiprocessors, us\n%8s %8s %8s   %s\n", "", "default", "all", "default to all");
+    for (const size_t bytes : sizes()) {
+        std::vector<way> w = {{"default", all_reduces(bytes)[3].enqueue},
+                              {"all", [bytes](rank_state &r) { enqueue_wide(r, bytes); }}};
+        measure(w, bytes, bytes);
+        ratios.push_back({w[0].us / w[1].us, size_name(bytes)});
+        printf("%8s %8.2f %8.2f   %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[0].us / w[1].us);
+        fflush(stdout);
+    }
+    judge_worst("all_reduce on the default multiprocessors to all", ratios, '<', 1.08);
+}
+
+#ifdef BENCH_CUBLAS
+enum { product_size = 4096, products = 4 };
+
+struct product {
+    cublasHandle_t handle;
+    cudaStream_t stream;
+    void *a, *b, *c;
+};
+
+static product open_product(rank_state &r)
+{
+    const size_t bytes = size_t(product_size) * product_size * 2;
+    product p = {};
+    if (cublasCreate(&p.handle) != CUBLAS_STATUS_SUCCESS) {
+        fprintf(stderr, "no cuBLAS\n");
+        exit(2);
+    }
+    CUDA(cudaStreamCreateWithFlags(&p.stream, cudaStreamNonBlocking));
+    cublasSetStream(p.handle, p.stream);
+    for (void **m : {&p.a, &p.b, &p.c}) {
+        CUDA(cudaMalloc(m, bytes));
+        CUDA(cudaMemcpyAsync(*m, r.x, bytes, cudaMemcpyDeviceToDevice, p.stream));
+    }
+    return p;
+}
+
+static void close_product(product &p)
+{
+    cublasDestroy(p.handle);
+    CUDA(cudaStreamDestroy(p.stream));
+    for (void *m : {p.a, p.b, p.c})
+        CUDA(cudaFree(m));
+}
+
+static double time_products(rank_state &r, product &p)
+{
+    const float one = 1, zero = 0;
+    const int n = product_size;
+    float ms;
+    CUDA(cudaEventRecord(r.start, p.stream));
+    for (int i = 0; i < products; i++)
+        cublasGemmEx(p.handle, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, p.a, CUDA_R_16BF, n, p.b, CUDA_R_16BF, n, &zero,
+                     p.c, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    CUDA(cudaEventRecord(r.end, p.stream));
+    CUDA(cudaStreamSynchronize(p.stream));
+    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
+    return double(ms);
+}
+
+/* How much longer products take on rank 0 while the sum there waits for the last rank, which comes later than they
+   end: 45 ms is 25 times what they take alone. */
+static double product_beside(rank_state &r, product &p, const std::function<void(rank_state &)> &sum)
+{
+    double alone = 0, beside = 0;
+    meet();
+    if (r.rank == 0)
+        alone = time_products(r, p);
+    meet();
+    if (r.rank == world - 1)
+        spin<<<1, 1, 0, r.stream>>>(45000000);
+    sum(r);
+    if (r.rank == 0) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(2)); /* it is there, and waits */
+        beside = time_products(r, p);
+    }
+    CUDA(cudaStreamSynchronize(r.stream));
+    return alone > 0 ? beside / alone : 0;
+}
+
+static void bench_beside()
+{
+    static const char *const names[] = {"NCCL", "kvprim", "all"};
+    std::vector<figure> figures;
+    printf("\na product of %d^3, bf16, beside an all_reduce that waits: its time to that alone\n%8s", product_size, "");
+    for (const char *const name : names)
+        printf(" %8s", name);
+    printf("\n");
+    for (const size_t bytes : sizes()) {
+        const std::function<void(rank_state &)> sums[] = {all_reduces(bytes)[0].enqueue, all_reduces(bytes)[3].enqueue,
+                                                          [bytes](rank_state &r) { enqueue_wide(r, bytes); }};
+        std::vector<double> ratios[3];
+        on_all([&](rank_state &r) {
+            product p = open_product(r);
+            (void)time_products(r, p);
+            for (int k = 0; k < 3; k++)
+                for (int w = 0; w < 3; w++) {
+                    const double ratio = product_beside(r, p, sums[w]);
+                    if (r.rank == 0)
+                        ratios[w].push_back(ratio);
+                }
+            close_product(p);
+        });
+        printf("%8s", size_name(bytes).c_str());
+        for (int w = 0; w < 3; w++)
+            printf(" %8.2f", median(ratios[w]));
+        printf("\n");
+        fflush(stdout);
+        figures.push_back({median(ratios[1]), size_name(bytes)});
+    }
+    judge_worst("a product beside an all_reduce that waits, to alone", figures, '<', 2.2);
+}
+#endif
+
+/* What goes before NCCL's symmetric kernels, where they start too early. */
+static void bench_before_nccl()
+{
+    const size_t bytes = size_t(64) << 10;
+    std::vector<way> w = {
+        {"NCCL",
+         [bytes](rank_state &r) {
+             NCCL(ncclAllReduce(r.window, r.window + most_bytes, bytes / 4, ncclInt32, ncclSum, r.comm.nccl, r.stream));
+         },
+         true},
+        {"kvprim",
+         [bytes](rank_state &r) {
+             check_kvprim(kvprim_all_reduce(&r.comm, r.window + most_bytes, r.window, bytes / 4, KVPRIM_INT32,
+                                            KVPRIM_SUM, r.stream));
+         },
+         true}};
+    measure(w, bytes, bytes);
+    printf("\nall_reduce of 64 KB of int32 in NCCL's window, us: NCCL alone %.2f, with what goes before it %.2f\n",
+           w[0].us, w[1].us);
+}
+
 /* Microseconds that a call takes on the host: nothing waits, as there are fewer calls than a stream holds. */
 static double host_us(rank_state &r, const std::function<void(rank_state &)> &call)
 {
@@ -429,11 +585,12 @@ static void bench_host()
 
 /* ---- tuning ---- */
 
-#ifdef KVPRIM_NCCL_FAST
+#ifdef KVPRIM_NCCL_KERNELS
 static way forced(const char *name, kvpn_way how, size_t bytes)
 {
     return {name, [=](rank_state &r) {
-                kvpn_call c = kvpn_call_of("tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, 1, r.stream);
+                kvpn_call c = kvpn_call_of(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
+                                           KVPRIM_SUM, r.stream);
                 c.element = 2;
                 check_kvprim(kvpn_launch_all(&c, how));
             }};
@@ -471,7 +628,7 @@ int main(int argc, char **argv)
         ranks[size_t(r)].rank = r;
     on_all(open_rank);
     if (tuning) {
-#ifdef KVPRIM_NCCL_FAST
+#ifdef KVPRIM_NCCL_KERNELS
         tune();
 #endif
     } else {
@@ -479,6 +636,11 @@ int main(int argc, char **argv)
         bench_all_gather();
         bench_reduce_scatter();
         bench_late();
+        bench_halves();
+#ifdef BENCH_CUBLAS
+        bench_beside();
+#endif
+        bench_before_nccl();
         bench_host();
     }
     on_all(close_rank);

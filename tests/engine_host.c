@@ -119,7 +119,7 @@ kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     memset(comm, 0, sizeof *comm);
     comm->rank = desc->rank, comm->world = desc->world, comm->self = comm;
-    comm->memory = malloc(1); /* a leak, unless it is destroyed */
+    comm->scratch = malloc(1); /* a leak, unless it is destroyed */
     meet(desc->world);
     return desc->id.bytes[0] == 7 ? KVPRIM_OK : KVPRIM_ERROR_ARGUMENT;
 }
@@ -127,7 +127,7 @@ kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc)
 kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 {
     meet(comm->world);
-    free(comm->memory);
+    free(comm->scratch);
     comm->self = NULL;
     return KVPRIM_OK;
 }

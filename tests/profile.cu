@@ -414,7 +414,7 @@ static void describe_all_reduce(const char *name, int64_t count)
     for (int i = 0; i < rounds; i++)
         us[i] = time_calls(run_all_reduce, count, 50);
     qsort(us, rounds, sizeof *us, ascending);
-#ifdef KVPRIM_NCCL_FAST
+#ifdef KVPRIM_NCCL_KERNELS
     int blocks;
     cudaFuncAttributes kernel;
     const kvpn_way way = kvpn_choose(&comm, (size_t)count * 2, KVPRIM_BF16, KVPRIM_SUM);

@@ -3,23 +3,7 @@
        cc -std=c11 -I. -I$CUDA_HOME/include tests/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -o test && ./test */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
-
-static int passed, failed, skipped, faults;
-
-#define CHECK(condition)                                                                                               \
-    do                                                                                                                 \
-        if (!(condition)) {                                                                                            \
-            printf("  line %d: not so: %s (last error: %s)\n", __LINE__, #condition, kvprim_last_error());             \
-            faults++;                                                                                                  \
-        }                                                                                                              \
-    while (0)
-
-/* The status, and a word of the text. */
-#define FAILS(call, status, word)                                                                                      \
-    do {                                                                                                               \
-        CHECK((call) == (status));                                                                                     \
-        CHECK(strstr(kvprim_last_error(), word) != NULL);                                                              \
-    } while (0)
+#include "nccl_check.h"
 
 static void run(const char *name, void (*test)(void))
 {
@@ -64,10 +48,44 @@ static void test_descriptors(void)
     d = good_desc();
     d.buffer_bytes = SIZE_MAX;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->buffer_bytes is");
-    comm.self = &comm;
-    comm.state = kvpn_alive;
     d = good_desc();
-    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "in use");
+    d.init_timeout_ms = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->init_timeout_ms is -1, must be 0 to");
+    d.init_timeout_ms = 0, d.max_sms = -7;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->max_sms is -7");
+    d.max_sms = 0, d.no_kernels = 3;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_kernels is 3, must be 0 to 1");
+    d.no_kernels = 0, d.nccl_window = 2;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->nccl_window is 2");
+    for (int k = 0; k < 3; k++) {
+        static const int32_t states[] = {kvpn_alive, kvpn_begun, kvpn_aborted};
+        comm.self = &comm;
+        comm.state = states[k];
+        d = good_desc();
+        FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "in use");
+    }
+}
+
+static void test_given_memory(void)
+{
+    static char memory[32];
+    kvprim_comm comm;
+    kvprim_comm_desc d = good_desc();
+    void *peers[9];
+    memset(&comm, 0, sizeof comm);
+    for (int r = 0; r < 9; r++)
+        peers[r] = memory + (16 - (uintptr_t)memory % 16);
+    d.peers = peers, d.peer_bytes = kvpn_least_peer_bytes;
+    CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
+    d.peer_bytes--;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->peer_bytes is 16777215, must be at least 16777216");
+    d.peer_bytes++;
+    peers[3] = memory + (15 - (uintptr_t)memory % 16);
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->peers[3]");
+    peers[3] = NULL;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->peers[3]");
+    d.world = 9;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "must be at most 8");
 }
 
 /* Every function, with a communicator that is none, whatever else it is given. */
@@ -102,17 +120,110 @@ static void test_not_alive(void)
     comm.state = kvpn_alive;
     moved = comm;
     refuses(&moved, KVPRIM_ERROR_ARGUMENT, "moved");
+    comm.state = kvpn_begun; /* init runs */
+    CHECK(kvprim_comm_check(&comm) == KVPRIM_OK);
+    FAILS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    comm.state = kvpn_aborted;
+    FAILS(kvprim_comm_check(&comm), KVPRIM_ERROR_ARGUMENT, "was aborted: destroy it");
+    FAILS(kvprim_comm_abort(&comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+    FAILS(kvprim_broadcast(&comm, &comm, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
 }
 
-static void test_versions(void)
+/* Why kernels are off, and which versions of NCCL start early. */
+static void test_objections(void)
 {
-    CHECK(kvpn_objection(22809, 22809, 2) == NULL);
-    CHECK(kvpn_objection(22809, 22809, 8) == NULL);
-    CHECK(strstr(kvpn_objection(0, 22809, 2), "nvcc") != NULL);
-    CHECK(strstr(kvpn_objection(22809, 22803, 2), "another version") != NULL);
-    CHECK(strstr(kvpn_objection(22809, 23007, 2), "another version") != NULL);
-    CHECK(strstr(kvpn_objection(22809, 22809, 1), "one rank") != NULL);
-    CHECK(strstr(kvpn_objection(22809, 22809, 9), "more than 8") != NULL);
+    kvprim_comm_desc d = good_desc();
+#ifdef KVPRIM_NCCL_KERNELS
+    (void)unsetenv("NCCL_P2P_DISABLE");
+    (void)unsetenv("NCCL_P2P_LEVEL");
+    CHECK(kvpn_why_off(&d) == NULL);
+    d.world = 8;
+    CHECK(kvpn_why_off(&d) == NULL);
+    d.world = 9;
+    CHECK(strstr(kvpn_why_off(&d), "more than 8") != NULL);
+    d.world = 1;
+    CHECK(strstr(kvpn_why_off(&d), "one rank") != NULL);
+    d.world = 2, d.no_kernels = 1;
+    CHECK(strstr(kvpn_why_off(&d), "no_kernels") != NULL);
+    d.no_kernels = 0;
+    (void)setenv("NCCL_P2P_DISABLE", "1", 1);
+    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_DISABLE") != NULL);
+    (void)setenv("NCCL_P2P_DISABLE", "0", 1);
+    CHECK(kvpn_why_off(&d) == NULL);
+    (void)setenv("NCCL_P2P_LEVEL", "LOC", 1);
+    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_LEVEL") != NULL);
+    (void)setenv("NCCL_P2P_LEVEL", "NVL", 1);
+    CHECK(kvpn_why_off(&d) == NULL);
+    (void)unsetenv("NCCL_P2P_LEVEL");
+#else
+    CHECK(strstr(kvpn_why_off(&d), "nvcc") != NULL);
+#endif
+    CHECK(!kvpn_starts_early(22706) && kvpn_starts_early(22803) && kvpn_starts_early(23006));
+    CHECK(!kvpn_starts_early(23007) && !kvpn_starts_early(21903));
+}
+
+/* Machines and ranks tell themselves apart. */
+static void test_places(void)
+{
+    CHECK(kvpn_hash_line("/there/is/no/such/file") == 0 && kvpn_hash_line("/dev/null") == 0);
+    const uint64_t mark = kvpn_hash_line("/proc/sys/kernel/random/uuid");
+    CHECK(mark != 0 && mark != kvpn_hash_line("/proc/sys/kernel/random/uuid"));
+    const uint64_t machine = kvpn_hash_line("/proc/sys/kernel/random/boot_id");
+    CHECK(machine != 0 && machine == kvpn_hash_line("/proc/sys/kernel/random/boot_id"));
+}
+
+/* Found for as long as someone holds them. */
+static void test_shared_slots(void)
+{
+    kvpn_slots *slots[3];
+    for (int k = 0; k < 3; k++) {
+        slots[k] = (kvpn_slots *)calloc(1, sizeof(kvpn_slots));
+        slots[k]->refs = 1, slots[k]->mark = (uint64_t)k + 1;
+        kvpn_publish_slots(slots[k]);
+    }
+    CHECK(kvpn_hold_slots(2) == slots[1] && kvpn_hold_slots(4) == NULL);
+    kvpn_release_slots(slots[1]);
+    CHECK(kvpn_hold_slots(2) == slots[1]);
+    kvpn_release_slots(slots[1]);
+    kvpn_release_slots(slots[1]);
+    CHECK(kvpn_hold_slots(2) == NULL);
+    kvpn_release_slots(slots[2]);
+    CHECK(kvpn_hold_slots(3) == NULL && kvpn_hold_slots(1) == slots[0]);
+    kvpn_release_slots(slots[0]);
+    kvpn_release_slots(slots[0]);
+    CHECK(kvpn_slots_here == NULL);
+}
+
+/* An opening of `world` ranks whose cards say the same, on rank 1. */
+static void fill_cards(kvpn_opening *o, kvpn_card *cards, int world)
+{
+    memset(o, 0, sizeof *o);
+    memset(cards, 0, sizeof *cards * (size_t)world);
+    o->comm.world = world, o->comm.rank = 1, o->all = cards;
+    for (int r = 0; r < world; r++)
+        cards[r].ok = cards[r].fast = 1, cards[r].max_sms = 64, cards[r].peer_bytes = kvpn_most_peer_bytes;
+    o->mine = cards[1];
+}
+
+/* What ranks tell each other: all find the same. */
+static void test_comparison(void)
+{
+    kvpn_opening o;
+    kvpn_card cards[3];
+    fill_cards(&o, cards, 3);
+    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 64);
+    cards[2].max_sms = 20, cards[0].peer_bytes = kvpn_least_peer_bytes;
+    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 20);
+    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_least_peer_bytes - 2 * kvpn_page);
+    for (int k = 0; k < kvpn_alike; k++) {
+        fill_cards(&o, cards, 3);
+        cards[2].alike[k] = 9;
+        FAILS(kvpn_compare(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_alike_names[k]);
+        CHECK(strstr(kvprim_last_error(), "is 0, but 9 on rank 2") != NULL);
+    }
+    fill_cards(&o, cards, 3);
+    cards[0].layout = 1;
+    FAILS(kvpn_compare(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
 }
 
 static void test_types(void)
@@ -122,19 +233,22 @@ static void test_types(void)
         CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t]);
         CHECK(kvpn_type_of((kvprim_dtype)t).name != NULL);
         for (int u = KVPRIM_U8; u < t; u++)
-            CHECK(kvpn_type_of((kvprim_dtype)t).nccl == -1 ||
-                  kvpn_type_of((kvprim_dtype)t).nccl != kvpn_type_of((kvprim_dtype)u).nccl);
+            CHECK(kvpn_type_of((kvprim_dtype)t).nccl != kvpn_type_of((kvprim_dtype)u).nccl);
     }
+    CHECK(kvpn_type_of(KVPRIM_BF16).nccl == (int)ncclBfloat16);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 24, 0)
+    CHECK(kvpn_type_of(KVPRIM_F8E4M3).nccl == (int)ncclFloat8e4m3);
+    CHECK(kvpn_type_of(KVPRIM_F8E5M2).nccl == (int)ncclFloat8e5m2);
+#endif
     CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_F8E5M2 + 1)).name == NULL);
-    CHECK(kvpn_op_of(KVPRIM_SUM) == ncclSum && kvpn_op_of(KVPRIM_MAX) == ncclMax &&
-          kvpn_op_of(KVPRIM_PROD) == ncclProd);
-    CHECK(kvpn_op_of(KVPRIM_MIN) == ncclMin && kvpn_op_of(KVPRIM_AVG) == ncclAvg);
+    CHECK(kvpn_ops[KVPRIM_SUM] == ncclSum && kvpn_ops[KVPRIM_MAX] == ncclMax && kvpn_ops[KVPRIM_PROD] == ncclProd);
+    CHECK(kvpn_ops[KVPRIM_MIN] == ncclMin && kvpn_ops[KVPRIM_AVG] == ncclAvg);
 }
 
 /* A call of so many elements from send to recv, of 4 bytes each. */
 static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
 {
-    kvpn_call c = kvpn_call_of("test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, 1, NULL);
+    kvpn_call c = kvpn_call_of(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
     c.recv_count = recv_count;
     c.send_count = send_count;
     c.element = 4;
@@ -148,30 +262,58 @@ static void test_calls(void)
     memset(&comm, 0, sizeof comm);
     comm.world = 2;
     kvpn_call c = call_of(&comm, m, m, 4, 4);
-    CHECK(kvpn_check_aliasing(&c, 0, 0) == KVPRIM_OK);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     c = call_of(&comm, m, m + 16, 4, 4);
-    CHECK(kvpn_check_aliasing(&c, 0, 0) == KVPRIM_OK);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     c = call_of(&comm, m + 16, m, 4, 4);
-    CHECK(kvpn_check_aliasing(&c, 0, 0) == KVPRIM_OK);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     c = call_of(&comm, m + 4, m, 4, 4);
-    FAILS(kvpn_check_aliasing(&c, 0, 0), KVPRIM_ERROR_OVERLAP, "not in place");
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
     c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 in place, and of rank 0 not */
-    CHECK(kvpn_check_aliasing(&c, 16, 0) == KVPRIM_OK);
-    FAILS(kvpn_check_aliasing(&c, 0, 0), KVPRIM_ERROR_OVERLAP, "not in place");
+    c.kind = kvpn_all_gather, c.count = 4, comm.rank = 1;
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    comm.rank = 0;
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
     c = call_of(&comm, m + 16, m, 4, 8); /* reduce_scatter likewise */
-    CHECK(kvpn_check_aliasing(&c, 0, 16) == KVPRIM_OK);
-    FAILS(kvpn_check_aliasing(&c, 0, 0), KVPRIM_ERROR_OVERLAP, "not in place");
+    c.kind = kvpn_reduce_scatter, c.count = 4, comm.rank = 1;
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    comm.rank = 0;
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
+    CHECK(kvpn_check_pointer(&c, "send", NULL, 0) == KVPRIM_OK);
     FAILS(kvpn_check_pointer(&c, "send", NULL, 4), KVPRIM_ERROR_NULL, "send is NULL");
     FAILS(kvpn_check_pointer(&c, "send", m + 2, 4), KVPRIM_ERROR_ARGUMENT, "not aligned");
     FAILS(kvpn_check_pointer(&c, "send", m, SIZE_MAX / 4), KVPRIM_ERROR_SIZE, "past the end of memory");
     c.dtype = (kvprim_dtype)77;
-    FAILS(kvpn_check_call(&c, 1), KVPRIM_ERROR_ARGUMENT, "dtype is 77");
-    c.dtype = KVPRIM_F32, c.op = 9;
-    FAILS(kvpn_check_call(&c, 1), KVPRIM_ERROR_ARGUMENT, "op is 9");
-    c.op = KVPRIM_MAX, c.peer = 2, c.has_peer = 1;
-    FAILS(kvpn_check_call(&c, 1), KVPRIM_ERROR_ARGUMENT, "the other rank is 2, must be 0 to 1");
-    c.peer = 1, c.count = SIZE_MAX / 4;
-    FAILS(kvpn_check_call(&c, 2), KVPRIM_ERROR_SIZE, "too many bytes");
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77");
+    c.dtype = KVPRIM_F32, c.op_or_peer = 9;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is 9");
+    c.kind = kvpn_broadcast, c.op_or_peer = 2;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "root is 2, must be 0 to 1");
+    c.kind = kvpn_recv;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is 2, must be 0 to 1");
+    c.op_or_peer = 1, c.dtype = KVPRIM_F8E5M2, comm.nccl_version = 22304;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which takes NCCL 2.24: this is 22304");
+    c.dtype = KVPRIM_F32, c.count = SIZE_MAX / 4;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_SIZE, "too many bytes");
+}
+
+/* Which of NCCL's calls may take its symmetric kernels. */
+static void test_inside(void)
+{
+    static char m[256];
+    kvprim_comm comm;
+    memset(&comm, 0, sizeof comm);
+    comm.buffer = m, comm.buffer_bytes = 128;
+    kvpn_call c = call_of(&comm, m + 64, m, 4, 4);
+    CHECK(!kvpn_is_inside(&c));
+    comm.in_windows = 1;
+    CHECK(kvpn_is_inside(&c));
+    c.recv = m + 128;
+    CHECK(!kvpn_is_inside(&c));
+    c.recv = m, c.kind = kvpn_broadcast;
+    CHECK(!kvpn_is_inside(&c));
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.foreign = 1; /* windows of the caller's */
+    CHECK(kvpn_is_inside(&c));
 }
 
 static void test_ids(void)
@@ -192,27 +334,28 @@ static void test_ids(void)
 static void test_late(void)
 {
     kvprim_comm comm;
-    kvpn_control control;
+    uint32_t stop = 0;
     memset(&comm, 0, sizeof comm);
-    memset(&control, 0, sizeof control);
     comm.rank = 2, comm.timeout_ms = 1500;
     CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
-    comm.control = &control;
+    comm.stop = &stop;
     CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
-    control.stop = kvpn_stopped;
-    CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
-    control.stop = kvpn_late + 3;
+    stop = kvpn_late | 2 << 8 | 3 << 16;
     FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
+    stop = kvpn_late | 1 << 8 | 3 << 16;
+    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 waited in vain for rank 3");
+    stop = kvpn_aborted_by | 7 << 8;
+    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
 }
 
-#ifdef KVPRIM_NCCL_FAST
-/* A communicator as init leaves it, of GPUs of so many multiprocessors. */
-static void open_for_shape(kvprim_comm *comm, int world, int multiprocessors)
+#ifdef KVPRIM_NCCL_KERNELS
+/* A communicator as init leaves it, of so many blocks at most and bytes for each rank. */
+static void open_for_shape(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
 {
     memset(comm, 0, sizeof *comm);
     comm->world = world;
-    comm->blocks = (uint32_t)(multiprocessors < kvpn_max_blocks ? multiprocessors : kvpn_max_blocks);
-    kvpn_share_slots(comm);
+    comm->blocks = (uint32_t)blocks;
+    kvpn_set_block_slots(comm, peer_bytes);
     for (int r = 0; r < world; r++)
         comm->peer[r] = comm;
 }
@@ -223,64 +366,92 @@ static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
     p.slice = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
-    if (way == kvpn_by_gather_many)
-        kvpn_shape_many(comm, &p, &blocks, &threads);
-    else
-        kvpn_shape(comm, &p, &blocks, &threads);
+    const uint32_t group = kvpn_group_of(way);
+    kvpn_shape(comm, &p, group, &blocks, &threads);
     CHECK(blocks >= 1 && blocks <= comm->blocks);
     CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
-    CHECK(comm->world <= 4 || threads <= 256);
+    CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
     CHECK(p.per_block % 8 == 0);
-    if (way == kvpn_by_gather_many) { /* five slots for four words, every other four in the other area */
-        const uint32_t rounds = (p.per_block + 4 * threads - 1) / (4 * threads);
-        CHECK((rounds + 1) / 2 * 5 * threads <= comm->block_slots && threads * (uint32_t)comm->world <= 512);
+    if (group) { /* a slot more than words in a group, every other group in the other area */
+        const uint32_t rounds = (p.per_block + group * threads - 1) / (group * threads);
+        CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
+        CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
     } else {
         CHECK(p.per_block <= comm->block_slots);
     }
     CHECK((uint64_t)p.per_block * blocks >= p.slice && (uint64_t)p.per_block * (blocks - 1) < p.slice);
 }
 
-/* What is chosen fits the slots, for every size. */
+/* Whatever the size is, what is launched fits the slots. */
+static void check_shapes(const kvprim_comm *comm)
+{
+    const size_t most[] = {kvpn_room(comm, kvpn_by_one_shot),    kvpn_room(comm, kvpn_by_two_shot),
+                           kvpn_room(comm, kvpn_by_scatter),     2 * kvpn_room(comm, kvpn_by_gather),
+                           kvpn_room(comm, kvpn_by_gather_many), kvpn_room(comm, kvpn_by_gather_most)};
+    for (int way = 0; way < 6; way++) {
+        for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
+            check_shape(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
+        check_shape(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
+    }
+}
+
 static void test_shapes(void)
 {
-    static const int multiprocessors[] = {16, 78, 108, 132, 148};
+    static const int blocks[] = {1, 8, 20, 64, 66, 72, 108, 128};
     for (int world = 2; world <= 8; world++)
-        for (int m = 0; m < 5; m++) {
-            kvprim_comm comm;
-            open_for_shape(&comm, world, multiprocessors[m]);
-            CHECK(kvpn_slots_bytes(&comm) <= (size_t)32 << 20 && kvpn_slots_bytes(&comm) > (size_t)31 << 20);
-            const size_t most[] = {kvpn_room(&comm, kvpn_by_one_shot), kvpn_room(&comm, kvpn_by_two_shot),
-                                   kvpn_room(&comm, kvpn_by_scatter), 2 * kvpn_room(&comm, kvpn_by_gather),
-                                   kvpn_room(&comm, kvpn_by_gather_many)};
-            for (int way = 0; way < 5; way++)
-                for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
-                    check_shape(&comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
-            for (int way = 0; way < 5; way++)
-                check_shape(&comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
-            for (size_t bytes = 2; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
-                if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
-                    CHECK(bytes <= most[0]);
-            for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
-                const kvpn_way way = kvpn_choose_gather(&comm, bytes);
-                CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
-                CHECK(way != kvpn_by_gather_many || bytes % 16 == 0);
+        for (int b = 0; b < 8; b++)
+            for (size_t bytes = kvpn_least_peer_bytes;; bytes += (size_t)4 << 20) {
+                kvprim_comm comm;
+                const size_t used = bytes < kvpn_most_peer_bytes ? bytes : kvpn_most_peer_bytes;
+                open_for_shape(&comm, world, blocks[b], used);
+                const size_t slots = (size_t)4 * 16 * (size_t)world * comm.blocks * comm.block_slots;
+                CHECK(slots + 2 * kvpn_page <= used && slots > used - ((size_t)1 << 20));
+                check_shapes(&comm);
+                if (used < bytes)
+                    break;
             }
-            CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
-            CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
-            CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
-            CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
-            CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_AVG) == kvpn_by_nccl);
-            CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-            CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_MAX) == kvpn_by_nccl);
-            CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-            CHECK(kvpn_choose(&comm, 2, KVPRIM_F64, KVPRIM_SUM) == kvpn_by_nccl);
-            CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
-            comm.deterministic = 1;
-            CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
-            CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
-            comm.peer[0] = NULL;
-            CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+}
+
+/* What goes through own kernels: by size and kind, and by the caller's limits. */
+static void test_choices(void)
+{
+    for (int world = 2; world <= 8; world++) {
+        kvprim_comm comm;
+        open_for_shape(&comm, world, 64, kvpn_most_peer_bytes);
+        for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
+            const kvpn_way way = kvpn_choose_gather(&comm, bytes);
+            CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
+            CHECK(kvpn_group_of(way) == 0 || bytes % 16 == 0);
+            if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
+                CHECK(bytes <= kvpn_room(&comm, kvpn_by_one_shot));
         }
+        CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_AVG) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_MAX) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F64, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        comm.all_reduce_limit = 1024, comm.reduce_scatter_limit = 1024, comm.all_gather_limit = 1024;
+        CHECK(kvpn_choose(&comm, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
+        CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
+        comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
+        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
+        comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
+        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        comm.peer[0] = NULL;
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+    }
 }
 #endif
 
@@ -288,15 +459,21 @@ int main(void)
 {
     run("nccl: descriptors", test_descriptors);
     run("nccl: communicators that are none", test_not_alive);
-    run("nccl: versions", test_versions);
+    run("nccl: slots in the caller's memory", test_given_memory);
+    run("nccl: why kernels are off", test_objections);
+    run("nccl: machines and ranks", test_places);
+    run("nccl: slots that ranks of a process share", test_shared_slots);
+    run("nccl: what ranks compare", test_comparison);
     run("nccl: types and operations", test_types);
     run("nccl: arguments of collectives", test_calls);
+    run("nccl: inside a window", test_inside);
     run("nccl: ids", test_ids);
     run("nccl: a late rank", test_late);
-#ifdef KVPRIM_NCCL_FAST
+#ifdef KVPRIM_NCCL_KERNELS
     run("nccl: shapes of launches", test_shapes);
+    run("nccl: what goes through own kernels", test_choices);
 #else
-    printf("skip nccl, shapes of launches: not compiled by nvcc\n");
+    printf("skip nccl, shapes and choices of kernels: not compiled by nvcc\n");
     skipped++;
 #endif
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);

@@ -13,10 +13,28 @@
 #include <thread>
 #include <vector>
 
+/* What the kernels reach memory with. Slots 4 bytes at a time, and y and w, which may be flags, never before what lies
+   beside them. */
+static uint4 kvpn_look(const char *slot)
+{
+    const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
+    uint4 v;
+    v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
+    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
+    return v;
+}
+
+static void kvpn_put(char *slot, uint4 v)
+{
+    uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
+    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
+    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
+}
+
 static uint32_t *counted; /* reads of it are counted, in `reads` */
 static unsigned reads;
 
-static uint32_t kvprim_emulate_read(uint32_t *at)
+static uint32_t kvpn_read(uint32_t *at)
 {
     std::this_thread::yield();
     if (at == counted)
@@ -24,11 +42,25 @@ static uint32_t kvprim_emulate_read(uint32_t *at)
     return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
 
-static uint64_t kvprim_emulate_ns()
+static void kvpn_write(uint32_t *at, uint32_t value)
+{
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+
+static uint32_t kvpn_load_turn(const uint32_t *at)
+{
+    return *at;
+}
+
+static uint64_t kvpn_ns()
 {
     return static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
             .count());
+}
+
+static void kvpn_sleep()
+{
 }
 
 /* Rounded to the nearest, ties to even. */
@@ -41,10 +73,19 @@ static uint32_t kvprim_emulate_bf16(float f)
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 
+struct __nv_bfloat162 {
+    uint16_t low, high;
+};
+
+static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
+{
+    return {static_cast<uint16_t>(kvprim_emulate_bf16(low)), static_cast<uint16_t>(kvprim_emulate_bf16(high))};
+}
+
 #define KVPRIM_NCCL_EMULATE
 #include "../kvprim_nccl.h"
 
-enum { blocks = 3, block_slots = 40, most_bytes = blocks * block_slots * 16 };
+enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16 };
 static int passed, failed;
 static std::atomic<int> faults;
 
@@ -64,6 +105,7 @@ enum kind {
     scatter_bf16,
     gather,
     gather_many,
+    gather_most,
     kinds
 };
 
@@ -82,7 +124,7 @@ static bool scatters(kind what)
 
 static bool gathers(kind what)
 {
-    return what == gather || what == gather_many;
+    return what == gather || what == gather_many || what == gather_most;
 }
 
 static call call_of(uint64_t number, uint32_t world)
@@ -96,18 +138,18 @@ static call call_of(uint64_t number, uint32_t world)
     const bool two = c.what == two_shot_f32 || c.what == two_shot_bf16;
     const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
-    if (c.what == gather_many || h >> 41 & 1) /* words are whole */
+    const bool groups = c.what == gather_many || c.what == gather_most;
+    if (groups || h >> 41 & 1) /* words are whole */
         c.count = std::min(most, c.count + 15) / (16 / c.element) * (16 / c.element);
-    c.pitch = c.count * c.element + (h >> 42) % 3 * (c.what == gather_many ? 16 : 4);
+    c.pitch = c.count * c.element + (h >> 42) % 3 * (groups ? 16 : 4);
     const size_t unit = c.what == gather ? 8 : 16;
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
     const uint32_t slice = two ? (words + world - 1) / world : words;
     const uint32_t least = (slice + blocks - 1) / blocks;
     c.per_block = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.per_block - 1) / c.per_block;
-    c.threads =
-        1 + static_cast<uint32_t>(h >> 56) % (c.what == gather_many ? 4 : 8); /* of them there are slots for 4 */
-    c.parts = c.what == gather_many ? world : 1;
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* of them there are slots for 4 */
+    c.parts = groups ? world : 1;
     return c;
 }
 
@@ -173,19 +215,18 @@ static void end_turns(const kvpn_params &p, const std::vector<kvpn_self> &thread
 template <class Way, class T, int most, bool whole> static void run_kernel(const kvpn_params &p, const call &c)
 {
     std::vector<kvpn_self> threads;
-    std::vector<bool> in_time;
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads * c.parts; t++)
-            threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0});
+            threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
     for (kvpn_self &me : threads)
-        Way::template send<T, most, whole>(p, me);
+        Way::template begin<T, most, whole>(p, me);
     if (!Way::turn_last)
         end_turns(p, threads);
     for (kvpn_self &me : threads)
-        in_time.push_back(Way::template sum<T, most, whole>(p, me));
-    for (size_t k = 0; k < threads.size(); k++)
-        if (in_time[k])
-            Way::template finish<T, most, whole>(p, threads[k]);
+        Way::template rest<T, most, whole>(p, me);
+    for (const kvpn_self &me : threads)
+        if (me.ended != 0)
+            kvpn_end_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
 }
@@ -207,24 +248,34 @@ template <int most, bool whole> static void run_call(const kvpn_params &p, const
         return run_kernel<kvpn_scatter, kvpn_bf16, most, whole>(p, c);
     case gather:
         return run_kernel<kvpn_gather_all, kvpn_f32, most, whole>(p, c);
+    case gather_many:
+        return run_kernel<kvpn_gather_many<kvpn_group>, kvpn_f32, most, whole>(p, c);
     default:
-        return run_kernel<kvpn_gather_many, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_many<kvpn_large_group>, kvpn_f32, most, whole>(p, c);
     }
 }
+
+/* Each rank's memory: a page, slots, and 16 bytes that nobody reads. */
+enum { page_words = kvpn_page / sizeof(uint4) };
 
 struct job {
     uint32_t world;
     uint64_t timeout_ns;
-    std::vector<std::vector<uint4>> slots;
-    std::vector<kvpn_control> control;
+    std::vector<std::vector<uint4>> memory;
+    std::vector<uint32_t> stop;
 };
 
 static job job_of(uint32_t world, uint64_t timeout_ns)
 {
     const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
-    return {world, timeout_ns,
-            std::vector<std::vector<uint4>>(world, std::vector<uint4>(4 * world * blocks * block_slots, empty)),
-            std::vector<kvpn_control>(world)};
+    std::vector<uint4> memory(page_words + 4 * world * blocks * block_slots + 1, empty);
+    memset(memory.data(), 0, kvpn_page);
+    return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
+}
+
+static uint32_t *page_of(job &j, uint32_t rank)
+{
+    return reinterpret_cast<uint32_t *>(j.memory[rank].data());
 }
 
 /* Where a rank has what it gives and what it gets, in place or apart, aligned or not. */
@@ -253,7 +304,7 @@ static bool is_result(const call &c, const places &at, size_t b)
 }
 
 /* The host's part of a call, with the places that this rank has for it. Returns whether the result is right. */
-template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, const call &c)
+template <int most> static bool one_call(job &j, uint32_t rank, const call &c)
 {
     enum { room = (most_bytes + 32) * 8 + 96, behind = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
@@ -266,8 +317,8 @@ template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, 
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + behind);
     for (uint32_t r = 0; r < j.world; r++)
-        p.peer[r] = reinterpret_cast<char *>(j.slots[(rank + r) % j.world].data());
-    p.send = at.send, p.recv = at.recv, p.turn = turn, p.control = &j.control[rank], p.timeout_ns = j.timeout_ns;
+        p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
+    p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
     p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
@@ -285,17 +336,18 @@ template <int most> static bool one_call(job &j, uint32_t rank, uint32_t *turn, 
     return is_right(c, j.world, rank, at.recv);
 }
 
+static bool run_one(job &j, uint32_t rank, uint64_t number)
+{
+    const call c = call_of(number, j.world);
+    return j.world == 2 ? one_call<2>(j, rank, c) : j.world <= 4 ? one_call<4>(j, rank, c) : one_call<8>(j, rank, c);
+}
+
 static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
 {
-    uint32_t turn[kvpn_ended + 1] = {};
     for (uint64_t n = first; n < first + calls; n++) {
-        const call c = call_of(n, j.world);
-        const bool right = j.world == 2   ? one_call<2>(j, rank, turn, c)
-                           : j.world <= 4 ? one_call<4>(j, rank, turn, c)
-                                          : one_call<8>(j, rank, turn, c);
-        if (!right && faults++ < 3)
+        if (!run_one(j, rank, n) && faults++ < 3)
             printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong, or bytes behind it\n", j.world,
-                   rank, static_cast<unsigned long long>(n), c.what, c.count);
+                   rank, static_cast<unsigned long long>(n), call_of(n, j.world).what, call_of(n, j.world).count);
         if (mix(n * 7 + rank) % 32 == 0)
             std::this_thread::yield();
     }
@@ -316,9 +368,9 @@ static void test_world(uint32_t world, uint64_t calls)
         threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
     for (std::thread &t : threads)
         t.join();
-    for (const std::vector<uint4> &slots : j.slots)
-        for (const uint4 &slot : slots)
-            if (kvpn_fullness<false>(slot) != kvpn_empty || kvpn_fullness<true>(slot) != kvpn_empty)
+    for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: nobody has ended */
+        for (size_t k = page_words; k < memory.size(); k++)
+            if (kvpn_fullness<false>(memory[k]) != kvpn_empty || kvpn_fullness<true>(memory[k]) != kvpn_empty)
                 faults++;
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
@@ -338,20 +390,56 @@ static void test_missing()
         std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
         run_rank(j, 2, number, 1);
         zero.join();
-        named += j.control[0].stop == kvpn_late + 1 && j.control[2].stop == kvpn_late + 1;
+        for (uint32_t r : {0u, 2u}) /* by itself, or because the other said so */
+            named += (j.stop[r] | 2 << 8) == (kvpn_late | 2 << 8 | 1 << 16);
+        named += page_of(j, 1)[kvpn_ended] != 0;
     }
-    faults = named != kinds;
+    faults = named != 3 * kinds;
     report("nccl emulated: a rank that stays away is named");
 }
 
-/* The host says stop. */
+/* Ranks that ended while they waited run what is queued after that, and then the late rank comes: each of its calls has
+   the right result or, in the first that is wrong, an error. `told`: it has heard of it; if not, what the others sent
+   while they had not ended must still be there. */
+static int late_faults(uint32_t world, uint64_t first, bool told)
+{
+    enum { queued = 6 };
+    int wrong = 0;
+    job j = job_of(world, 2000000);
+    std::vector<std::thread> others;
+    faults = 3; /* theirs are wrong */
+    for (uint32_t r = 1; r < world; r++)
+        others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
+    for (std::thread &t : others)
+        t.join();
+    j.timeout_ns = 10000000;
+    if (!told)
+        page_of(j, 0)[kvpn_ended] = 0;
+    for (uint64_t n = first; n < first + queued; n++)
+        wrong += !run_one(j, 0, n) && j.stop[0] == 0;
+    for (uint32_t r = 0; r < world; r++)
+        wrong += j.stop[r] == 0;
+    return wrong;
+}
+
+static void test_late_after_the_end()
+{
+    int wrong = 0;
+    for (uint32_t world = 2; world <= 8; world++)
+        for (uint64_t first = 0; first < 6; first++)
+            wrong += late_faults(world, first, first % 2 == 0);
+    faults = wrong;
+    report("nccl emulated: a rank that comes after the others have ended");
+}
+
+/* The host says stop: the rank ends, and the others hear of it. */
 static void test_stop()
 {
     job j = job_of(2, 10000000000ull);
     faults = 3;
-    j.control[0].stop = kvpn_stopped;
+    j.stop[0] = kvpn_aborted_by;
     run_rank(j, 0, 5, 1);
-    faults = j.control[0].stop != kvpn_stopped;
+    faults = j.stop[0] != kvpn_aborted_by || page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
     report("nccl emulated: a wait that is stopped ends");
 }
 
@@ -359,23 +447,26 @@ static void test_stop()
    than all ordinary waits, and makes this rank the next one that is waited for. */
 static void test_short_waits()
 {
-    uint32_t turn[kvpn_ended + 1] = {};
-    kvpn_control control = {0};
+    job j = job_of(2, 1000000000000ull);
+    uint32_t &stop = j.stop[0];
     kvpn_params p = {};
-    kvpn_self patient = {0, 0, 0, 128, 0, 0, 0}, late = patient;
-    p.turn = turn, p.control = &control, p.timeout_ns = 1000000000000ull;
-    counted = &control.stop, reads = 0;
-    for (uint32_t n = 1; n < kvpn_endurance; n++)
+    kvpn_self patient = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = patient;
+    p.turn = page_of(j, 0), p.stop = &stop, p.timeout_ns = j.timeout_ns, p.world = 2;
+    p.peer[1] = reinterpret_cast<char *>(page_of(j, 1)) + kvpn_page;
+    counted = &stop, reads = 0;
+    for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
         faults += !kvpn_wait(p, patient, 1);
     faults += reads != 0;
     faults += !kvpn_wait(p, patient, 1) || reads != 1;
-    control.stop = kvpn_stopped;
-    for (uint32_t n = 1; n < kvpn_endurance; n++)
+    stop = kvpn_aborted_by;
+    for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
         faults += !kvpn_wait(p, patient, 1);
-    faults += kvpn_wait(p, patient, 1) || reads != 2;
-    for (uint32_t n = 1; n < kvpn_patience; n++) /* and who waits after that hears of it at once */
+    faults += kvpn_wait(p, patient, 1) || reads != 2 || !patient.ended_first;
+    kvpn_end_rank(p, patient);
+    for (uint32_t n = 1; n < kvpn_polls_per_ended_check; n++) /* and who waits after that hears of it at once */
         faults += !kvpn_wait(p, late, 1);
-    faults += kvpn_wait(p, late, 1) || reads != 2;
+    faults += kvpn_wait(p, late, 1) || reads != 2 || late.ended_first;
+    faults += page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
     counted = nullptr;
     report("nccl emulated: short waits ask nothing of the host");
 }
@@ -386,6 +477,7 @@ int main(int argc, char **argv)
     for (uint32_t world = 2; world <= 8; world++)
         test_world(world, calls);
     test_missing();
+    test_late_after_the_end();
     test_stop();
     test_short_waits();
     printf("%d passed, %d failed, 0 skipped\n", passed, failed);

@@ -1,252 +1,17 @@
-/* kvprim_nccl.h on two GPUs or more: a thread per GPU, and at last a process per GPU of which one is killed.
+/* The results of kvprim_nccl.h on two GPUs or more: every collective, type, size and place, enqueued and captured, in
+   threads or processes (tests/nccl_ranks.h says how to call it). What goes wrong around them: test_nccl_faults.cu.
 
-       nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_gpu.cu -o test_nccl_gpu -lnccl && ./test_nccl_gpu
-
-   With the argument `quick` a few of the cases, for compute-sanitizer, and no processes. */
+       nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_gpu.cu -o test_nccl_gpu -lnccl && ./test_nccl_gpu */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
-#include <cuda_fp8.h>
-#include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <condition_variable>
+#include "nccl_ranks.h"
 #include <cmath>
-#include <cstdarg>
-#include <cstdlib>
-#include <functional>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <vector>
-#include <sys/wait.h>
-#include <unistd.h>
-
-static bool quick;
-static int world;
-static std::atomic<int> passed, failed, skipped, faults; /* faults: of the test that runs */
-
-__attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
-{
-    if (faults++ > 4)
-        return;
-    char text[512];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    printf("  %s\n", text);
-    fflush(stdout);
-}
-
-static void check_cuda(cudaError_t error, const char *call, int line)
-{
-    if (error == cudaSuccess)
-        return;
-    printf("FAIL line %d: %s: %s\n", line, call, cudaGetErrorString(error));
-    fflush(stdout);
-    _exit(1); /* other threads wait in collectives */
-}
-#define CUDA(call) check_cuda(call, #call, __LINE__)
-
-static void check_status(kvprim_status got, kvprim_status expected, const char *call, int line)
-{
-    if (got != expected)
-        fail("line %d: %s: %s instead of %s, last error: %s", line, call, kvprim_status_name(got),
-             kvprim_status_name(expected), kvprim_last_error());
-}
-#define IS(call, expected) check_status(call, expected, #call, __LINE__)
-#define OK(call) IS(call, KVPRIM_OK)
-#define CHECK(condition)                                                                                               \
-    do                                                                                                                 \
-        if (!(condition))                                                                                              \
-            fail("line %d: not so: %s", __LINE__, #condition);                                                         \
-    while (0)
-#define SAYS(word)                                                                                                     \
-    do                                                                                                                 \
-        if (!strstr(kvprim_last_error(), word))                                                                        \
-            fail("line %d: \"%s\" does not say \"%s\"", __LINE__, kvprim_last_error(), word);                          \
-    while (0)
-
-static double seconds()
-{
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
-static void sleep_ms(int ms)
-{
-    std::this_thread::sleep_for(std::chrono::milliseconds(ms));
-}
-
-/* ---- a thread per GPU ---- */
-
-static void meet()
-{
-    static std::mutex mutex;
-    static std::condition_variable changed;
-    static int here;
-    static uint64_t times;
-    std::unique_lock<std::mutex> lock(mutex);
-    const uint64_t now = times;
-    if (++here == world) {
-        here = 0, times++;
-        changed.notify_all();
-    } else {
-        changed.wait(lock, [now] { return times != now; });
-    }
-}
-
-struct rank_state {
-    int rank;
-    kvprim_comm comm;
-    cudaStream_t stream;
-    char *device[3];     /* `room` bytes each */
-    uint32_t *wrong;     /* counted by verify, on the device */
-    uint64_t *iteration; /* counted by advance */
-};
-static const size_t room = size_t(40) << 20, buffer_bytes = size_t(48) << 20;
-static std::vector<rank_state> ranks;
-
-static void on_all(const std::function<void(rank_state &)> &body)
-{
-    std::vector<std::thread> threads;
-    for (int r = 0; r < world; r++)
-        threads.emplace_back([&body, r] {
-            CUDA(cudaSetDevice(r));
-            body(ranks[size_t(r)]);
-        });
-    for (std::thread &t : threads)
-        t.join();
-}
-
-static void run(const char *name, const std::function<void(rank_state &)> &body)
-{
-    faults = 0;
-    const double begun = seconds();
-    on_all(body);
-    faults ? failed++ : passed++;
-    printf("%s %s (%.1f s)\n", faults ? "FAIL" : "ok", name, seconds() - begun);
-    fflush(stdout);
-}
-
-/* The id of a communicator that all ranks open together. */
-static kvprim_comm_id shared_id(const rank_state &r)
-{
-    static kvprim_comm_id id;
-    meet();
-    if (r.rank == 0)
-        OK(kvprim_comm_new_id(&id));
-    meet();
-    const kvprim_comm_id mine = id;
-    meet();
-    return mine;
-}
-
-static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_ms = 0, int deterministic = 0)
-{
-    kvprim_comm_desc desc = {};
-    desc.rank = r.rank;
-    desc.world = world;
-    desc.id = shared_id(r);
-    desc.buffer_bytes = bytes;
-    desc.timeout_ms = timeout_ms;
-    desc.deterministic = deterministic;
-    return desc;
-}
-
-/* ---- sums of fp16, bf16 and fp32, made and verified on the GPU: the bits must be those of the sum in fp32 in the
-   order of the ranks ---- */
-
-template <class T> __host__ __device__ T from_float(float f);
-template <> __host__ __device__ float from_float<float>(float f)
-{
-    return f;
-}
-template <> __host__ __device__ __half from_float<__half>(float f)
-{
-    return __float2half_rn(f);
-}
-template <> __host__ __device__ __nv_bfloat16 from_float<__nv_bfloat16>(float f)
-{
-    return __float2bfloat16_rn(f);
-}
-
-/* Any of many values, whose sums round; one in 64 is -0 or huge or a NaN of all ones. */
-template <class T> __device__ T value_at(uint64_t seed, uint64_t i, int rank)
-{
-    uint64_t h =
-        (seed * 0x9e3779b97f4a7c15ull + i * 0xbf58476d1ce4e5b9ull) ^ (uint64_t(rank) + 1) * 0x94d049bb133111ebull;
-    h ^= h >> 29, h *= 0xff51afd7ed558ccdull, h ^= h >> 32;
-    if (h % 64 == 0) {
-        const uint32_t kind = uint32_t(h >> 8) % 3;
-        if (kind == 0) {
-            T nan;
-            memset(&nan, 0xff, sizeof nan);
-            return nan;
-        }
-        return from_float<T>(kind == 1 ? -0.0f : 60000.0f);
-    }
-    return from_float<T>(__fmul_rn(float(int32_t(h >> 40) - (1 << 23)), 0.0003f)); /* not fused with a sum */
-}
-
-template <class T> __device__ uint32_t bits_of(T v)
-{
-    uint32_t bits = 0;
-    memcpy(&bits, &v, sizeof v);
-    return bits;
-}
-
-template <class T> __global__ void fill(T *out, size_t count, const uint64_t *iteration, uint64_t seed, int rank)
-{
-    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
-        out[i] = value_at<T>(seed + *iteration, i, rank);
-}
-
-template <class T>
-__global__ void verify(const T *got, size_t count, const uint64_t *iteration, uint64_t seed, int ranks_count,
-                       uint32_t *wrong, size_t first = 0)
-{
-    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x) {
-        float sum = float(value_at<T>(seed + *iteration, first + i, 0));
-        for (int r = 1; r < ranks_count; r++)
-            sum += float(value_at<T>(seed + *iteration, first + i, r));
-        const T expected = from_float<T>(sum);
-        const bool both_nan = isnan(float(expected)) && isnan(float(got[i]));
-        if (!both_nan && bits_of(expected) != bits_of(got[i]))
-            atomicAdd(wrong, 1);
-    }
-}
-
-__global__ void advance(uint64_t *iteration)
-{
-    ++*iteration;
-}
+#include <cuda_fp8.h>
 
 __global__ void digest(const uint32_t *words, size_t count, unsigned long long *sum)
 {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
         atomicAdd(sum, (unsigned long long)(words[i]) * (2 * i + 1));
-}
-
-template <class T>
-static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
-                        kvprim_dtype dtype, uint64_t seed)
-{
-    const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
-    fill<T><<<blocks, 256, 0, stream>>>(static_cast<T *>(send), count, r.iteration, seed, r.rank);
-    OK(kvprim_all_reduce(comm, recv, send, count, dtype, KVPRIM_SUM, stream));
-    verify<T><<<blocks, 256, 0, stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong);
-    CUDA(cudaGetLastError());
-}
-
-static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
-                        kvprim_dtype dtype, uint64_t seed)
-{
-    if (dtype == KVPRIM_F16)
-        enqueue_sum<__half>(r, comm, stream, send, recv, count, dtype, seed);
-    else if (dtype == KVPRIM_BF16)
-        enqueue_sum<__nv_bfloat16>(r, comm, stream, send, recv, count, dtype, seed);
-    else
-        enqueue_sum<float>(r, comm, stream, send, recv, count, dtype, seed);
 }
 
 /* Of `count` elements a rank. send: `world` times as many. */
@@ -256,12 +21,13 @@ static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *
 {
     const size_t all = count * size_t(world), first = count * size_t(r.rank);
     const unsigned blocks = unsigned(std::min<size_t>(256, all / 256 + 1));
-    fill<T><<<blocks, 256, 0, r.stream>>>(static_cast<T *>(send), all, r.iteration, seed, r.rank);
+    const bool exact = kvpn_choose_scatter(comm, count * sizeof(T), dtype, KVPRIM_SUM) != kvpn_by_nccl;
+    fill<T><<<blocks, 256, 0, r.stream>>>(static_cast<T *>(send), all, r.iteration, seed, r.rank, exact);
     if (recv == send)
         recv = static_cast<T *>(send) + first;
     OK(kvprim_reduce_scatter(comm, recv, send, count, dtype, KVPRIM_SUM, r.stream));
-    verify<T>
-        <<<blocks, 256, 0, r.stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong, first);
+    verify<T><<<blocks, 256, 0, r.stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong,
+                                            exact, first);
     CUDA(cudaGetLastError());
 }
 
@@ -280,7 +46,7 @@ __global__ void verify_gather(const float *got, size_t count, const uint64_t *it
                               uint32_t *wrong)
 {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
-        if (bits_of(got[i]) != bits_of(value_at<float>(seed + *iteration, i, from)))
+        if (bits_of(got[i]) != bits_of(value_at<float>(seed + *iteration, i, from, true)))
             atomicAdd(wrong, 1);
 }
 
@@ -289,23 +55,12 @@ static void enqueue_gather(rank_state &r, void *send, void *recv, size_t count, 
 {
     const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
     float *const out = static_cast<float *>(recv);
-    fill<float><<<blocks, 256, 0, r.stream>>>(static_cast<float *>(send), count, r.iteration, seed, r.rank);
+    fill<float><<<blocks, 256, 0, r.stream>>>(static_cast<float *>(send), count, r.iteration, seed, r.rank, true);
     OK(kvprim_all_gather(&r.comm, out, send, count, KVPRIM_F32, r.stream));
     for (int from = 0; from < world; from++)
         verify_gather<<<blocks, 256, 0, r.stream>>>(out + size_t(from) * count, count, r.iteration, seed, from,
                                                     r.wrong);
     CUDA(cudaGetLastError());
-}
-
-static void expect_none_wrong(rank_state &r, const char *what, size_t n)
-{
-    uint32_t wrong = 0;
-    CUDA(cudaMemcpyAsync(&wrong, r.wrong, sizeof wrong, cudaMemcpyDeviceToHost, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    CUDA(cudaMemsetAsync(r.wrong, 0, sizeof wrong, r.stream));
-    if (wrong)
-        fail("rank %d: %s %zu: %u elements are wrong; check: %s", r.rank, what, n, wrong,
-             kvprim_comm_check(&r.comm) == KVPRIM_OK ? "ok" : kvprim_last_error());
 }
 
 static const kvprim_dtype sum_types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
@@ -318,10 +73,12 @@ static size_t size_of(kvprim_dtype t)
                                                   : 1;
 }
 
-/* Where the own kernels' limit lies for this world. */
+/* Where the own kernels' limit lies for this world, and no further than is of interest. */
 static size_t own_limit()
 {
-    return std::min(kvpn_limits_of(world).two_shot, size_t(8) << 20);
+    kvprim_comm comm = {};
+    comm.world = world;
+    return std::min(kvpn_limits_of(&comm).two_shot, size_t(8) << 20);
 }
 
 static void test_sums(rank_state &r)
@@ -346,7 +103,7 @@ static void test_sums(rank_state &r)
    piece and, the last ones, in several. */
 static void test_scatters(rank_state &r)
 {
-    const size_t most = std::min(kvpn_limits_of(world).scatter, size_t(24) << 20) / size_t(world);
+    const size_t most = std::min(kvpn_limits_of(&r.comm).scatter, size_t(24) << 20) / size_t(world);
     for (const kvprim_dtype t : sum_types)
         for (size_t n = 1; n * size_of(t) <= (quick ? 6000 : most); n += n / 3 + 1)
             for (const size_t count : {n, n / 8 * 8}) {
@@ -431,13 +188,12 @@ static void test_graph(rank_state &r)
 
 static void test_same_bits(rank_state &r)
 {
-    static unsigned long long sums[8];
-    unsigned long long *on_gpu, first = 0;
+    unsigned long long *const sums = shared->word, *on_gpu, first = 0;
     CUDA(cudaMalloc(reinterpret_cast<void **>(&on_gpu), 8));
     for (const size_t count : {size_t(2000), size_t(100000), size_t(1000000)})
         for (int n = 0; n < 5; n++) {
             fill<__nv_bfloat16><<<256, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(r.device[0]), count,
-                                                           r.iteration, 99, r.rank);
+                                                           r.iteration, 99, r.rank, true);
             CUDA(cudaMemsetAsync(on_gpu, 0, 8, r.stream));
             OK(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], count, KVPRIM_BF16, KVPRIM_SUM, r.stream));
             digest<<<256, 256, 0, r.stream>>>(reinterpret_cast<uint32_t *>(r.device[1]), count / 2, on_gpu);
@@ -456,8 +212,10 @@ static void test_deterministic(rank_state &r)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 0, 1);
+    if (!r.comm.peer[0])
+        return IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_UNSUPPORTED);
     OK(kvprim_comm_init(&comm, &desc));
-    for (const size_t count : {size_t(3), size_t(100000), size_t(4 << 20) + 5, (room - 64) / 4})
+    for (const size_t count : {size_t(3), size_t(100000), size_t(4 << 20) + 5, (size_t(40) << 20) / 4 - 16})
         for (const kvprim_dtype t : sum_types) {
             enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], count, t, count);
             expect_none_wrong(r, "deterministic, count", count);
@@ -746,36 +504,14 @@ static void test_gathers(rank_state &r)
         one_gather(r, quick ? 4096 : 400000, shift, 2 * shift);
 }
 
-/* Lets its successors begin before it writes. */
-__global__ void fill_late(float *out, size_t count, float value)
-{
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-    uint64_t begun, now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(begun));
-    do
-        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-    while (now - begun < 30000);
-    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
-        out[i] = value;
-}
-
-__global__ void count_unlike(const float *got, size_t count, float value, uint32_t *wrong)
-{
-    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
-        if (got[i] != value)
-            atomicAdd(wrong, 1);
-}
-
 /* Kernels launched dependent on one that ends late read what it wrote, all of them, enqueued and captured. */
 static void enqueue_dependent(rank_state &r, size_t count, int number)
 {
     float *const send = reinterpret_cast<float *>(r.device[0]), *const recv = reinterpret_cast<float *>(r.device[1]);
-    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(number + r.rank));
+    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(number + r.rank), 30000);
     OK(kvprim_all_reduce(&r.comm, recv, send, count, KVPRIM_F32, KVPRIM_SUM, r.stream));
     count_unlike<<<16, 256, 0, r.stream>>>(recv, count, float(number * world + world * (world - 1) / 2), r.wrong);
-    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(-number - r.rank));
+    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(-number - r.rank), 30000);
     OK(kvprim_all_gather(&r.comm, recv, send, count, KVPRIM_F32, r.stream));
     for (int from = 0; from < world; from++)
         count_unlike<<<16, 256, 0, r.stream>>>(recv + size_t(from) * count, count, float(-number - from), r.wrong);
@@ -786,9 +522,9 @@ static void test_dependent(rank_state &r)
 {
     static const size_t counts[] = {500, 30000, 300000};
     cudaDeviceProp device;
-    CUDA(cudaGetDeviceProperties(&device, r.rank));
-    if (kvpn_has_pdl() && device.major >= 9)
-        CHECK(strstr(kvprim_comm_describe(&r.comm), "on, dependent launch") != nullptr);
+    CUDA(cudaGetDeviceProperties(&device, device_of(r.rank)));
+    if (r.comm.peer[0] && kvpn_has_pdl() && device.major >= 9)
+        CHECK(strstr(kvprim_comm_describe(&r.comm), "multiprocessors, dependent launch") != nullptr);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     for (int n = 1; n < 20; n++)
@@ -806,7 +542,7 @@ static void test_dependent(rank_state &r)
     CUDA(cudaGraphDestroy(graph));
 }
 
-/* ---- several communicators, late and missing ranks ---- */
+/* ---- several communicators ---- */
 
 static void with_another(rank_state &r, int no_pdl)
 {
@@ -815,7 +551,7 @@ static void with_another(rank_state &r, int no_pdl)
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_pdl = no_pdl;
     OK(kvprim_comm_init(&other, &desc));
-    CHECK(!no_pdl || strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
+    CHECK(!no_pdl || !other.peer[0] || strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaStreamSynchronize(r.stream));
     for (int n = 0; n < (quick ? 20 : 600); n++) {
@@ -836,103 +572,146 @@ static void test_two_communicators(rank_state &r)
     with_another(r, 1);
 }
 
-static void test_late(rank_state &r)
-{
-    for (const size_t count : {size_t(4096), size_t(1000000)}) {
-        meet();
-        if (r.rank == world - 1)
-            sleep_ms(1000);
-        enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_BF16, 3);
-        expect_none_wrong(r, "one rank late, count", count);
-        OK(kvprim_comm_check(&r.comm));
-    }
-}
+/* ---- what a descriptor may ask for ---- */
 
-/* One rank stays away: the others hear of it in time, whoever sums, and abort ends it. */
-static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
-}
-
-static kvprim_status gather_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_all_gather(comm, r.device[1], r.device[0], count, dtype, r.stream);
-}
-
-static kvprim_status scatter_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_reduce_scatter(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
-}
-
-typedef kvprim_status collective(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype);
-
-static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dtype dtype, bool named)
+static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
 {
     kvprim_comm comm = {};
-    const kvprim_comm_desc desc = desc_of(r, 0, 500);
-    kvprim_status status = KVPRIM_OK;
     OK(kvprim_comm_init(&comm, &desc));
-    OK(call(r, &comm, count, dtype));
-    CUDA(cudaStreamSynchronize(r.stream));
+    if (!strstr(kvprim_comm_describe(&comm), says))
+        fail("rank %d: \"%s\" does not say \"%s\"", r.rank, kvprim_comm_describe(&comm), says);
+    for (const size_t count : {size_t(3), size_t(5000), size_t(300000), size_t(3000001)})
+        for (int n = 0; n < 3; n++) {
+            enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], count, sum_types[n], count);
+            enqueue_scatter(r, &comm, r.device[2], r.device[1], count / 4 + 1, sum_types[n], count);
+        }
+    expect_none_wrong(r, says, 0);
+    OK(kvprim_comm_check(&comm));
+    OK(kvprim_comm_destroy(&comm));
+}
+
+static int exchange(void *context, const void *mine, void *all, size_t bytes)
+{
+    const rank_state &r = *static_cast<rank_state *>(context);
+    if (bytes > sizeof shared->bytes[0])
+        return 1;
+    memcpy(shared->bytes[r.rank], mine, bytes);
     meet();
-    const double begun = seconds();
-    if (r.rank != world - 1) {
-        OK(call(r, &comm, count, dtype));
-        while ((status = kvprim_comm_check(&comm)) == KVPRIM_OK && seconds() - begun < 5)
-            sleep_ms(1);
-        const double took = seconds() - begun;
-        CHECK(status == KVPRIM_ERROR_TIMEOUT);
-        if (took < 0.4 || took > 1.5)
-            fail("rank %d: the timeout of 0.5 s was reported after %.2f s", r.rank, took);
-        const std::string name = "for rank " + std::to_string(world - 1);
-        if (named)
-            SAYS(name.c_str());
-        if (named) /* it goes on saying so */
-            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT);
+    for (int other = 0; other < world; other++)
+        memcpy(static_cast<char *>(all) + size_t(other) * bytes, shared->bytes[other], bytes);
+    meet();
+    return 0;
+}
+
+static int exchange_in_vain(void *, const void *, void *, size_t)
+{
+    return 7;
+}
+
+static void test_choices(rank_state &r)
+{
+    const bool own = r.comm.peer[0] != nullptr;
+    kvprim_comm_desc desc = desc_of(r, 0);
+    desc.no_kernels = r.rank == 0;
+    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank has none" : "off: ");
+    for (const int sms : {1, 16, 1000}) {
+        desc = desc_of(r, 0);
+        desc.max_sms = r.rank == 0 ? sms : 100;
+        use(r, desc, !own ? "off: " : sms == 1 ? "at most 1 " : sms == 16 ? "at most 16 " : "at most 100 ");
+    }
+    desc = desc_of(r, 4096);
+    desc.all_reduce_limit = 12345, desc.reduce_scatter_limit = 1, desc.all_gather_limit = 77;
+    use(r, desc,
+        own ? "all_gather up to 77 bytes received, all_reduce and reduce_scatter up to 12345 and 1 sent" : "off");
+    desc = desc_of(r, 0);
+    desc.all_gather_limit = 100 + size_t(r.rank);
+    kvprim_comm comm = {};
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
+    SAYS("all_gather_limit");
+    desc = desc_of(r, size_t(8) << 20);
+    desc.nccl_window = 1;
+    use(r, desc, "buffer of 8388608 bytes");
+    desc = desc_of(r, 0);
+    desc.exchange = exchange, desc.exchange_context = &r;
+    use(r, desc, own ? "on, " : "off: ");
+    desc = desc_of(r, 0);
+    desc.exchange = exchange_in_vain;
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
+    SAYS("desc->exchange returned 7");
+}
+
+static void test_given_communicator(rank_state &r)
+{
+    ncclUniqueId id;
+    ncclComm_t nccl;
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    memcpy(&id, &desc.id, sizeof id);
+    CHECK(ncclCommInitRank(&nccl, world, id, r.rank) == ncclSuccess);
+    desc.nccl = nccl;
+    desc.rank = r.rank == world - 1 ? 0 : r.rank; /* one that is wrong tells the others */
+    IS(kvprim_comm_init(&comm, &desc), r.rank == world - 1 ? KVPRIM_ERROR_ARGUMENT : KVPRIM_ERROR_CUDA);
+    SAYS(r.rank == world - 1 ? "desc->nccl is rank" : "failed, its own message says why");
+    desc.rank = r.rank;
+    for (int n = 0; n < 2; n++) { /* it outlives them */
+        desc.nccl_window = n;
+        use(r, desc, "the caller's communicator");
+    }
+    CHECK(ncclCommDestroy(nccl) == ncclSuccess);
+}
+
+/* Every rank's pointer to every rank's memory. */
+static void map_all(rank_state &r, void *mine, void **all)
+{
+    cudaIpcMemHandle_t handle;
+    if (processes)
+        CUDA(cudaIpcGetMemHandle(&handle, mine));
+    shared->word[r.rank] = uintptr_t(mine);
+    memcpy(shared->bytes[r.rank], &handle, sizeof handle);
+    meet();
+    for (int other = 0; other < world; other++) {
+        all[other] = reinterpret_cast<void *>(uintptr_t(shared->word[other]));
+        memcpy(&handle, shared->bytes[other], sizeof handle);
+        if (processes && other != r.rank)
+            CUDA(cudaIpcOpenMemHandle(&all[other], handle, cudaIpcMemLazyEnablePeerAccess));
     }
     meet();
-    const double abort_begun = seconds();
-    OK(kvprim_comm_abort(&comm));
-    if (seconds() - abort_begun > 5)
-        fail("rank %d: abort took %.1f s", r.rank, seconds() - abort_begun);
-    IS(kvprim_comm_check(&comm), KVPRIM_ERROR_ARGUMENT);
-    CUDA(cudaStreamSynchronize(r.stream));
-    meet();
 }
 
-static void test_missing(rank_state &r)
+static void test_given_memory(rank_state &r)
 {
-    one_missing(r, sum_of_device, 1024, KVPRIM_BF16, true);
-    one_missing(r, sum_of_device, own_limit() / 4, KVPRIM_F32, true);
-    one_missing(r, scatter_of_device, 100000, KVPRIM_F16, true);
-    one_missing(r, gather_of_device, 500, KVPRIM_F32, true);
-    one_missing(r, gather_of_device, 100000, KVPRIM_F32, true);
-}
-
-static void test_missing_in_nccl(rank_state &r)
-{
-    one_missing(r, sum_of_device, 1000, KVPRIM_INT32, false);
-}
-
-/* Another thread aborts while this one calls: errors, and an end. */
-static void test_call_during_abort(rank_state &r)
-{
+    void *mine, *all[8] = {};
     kvprim_comm comm = {};
-    const kvprim_comm_desc desc = desc_of(r, 0, 2000);
-    OK(kvprim_comm_init(&comm, &desc));
+    kvprim_comm_desc desc = desc_of(r, 0);
+    if (!r.comm.peer[0])
+        return;
+    desc.peer_bytes = size_t(16) << 20;
+    CUDA(cudaMalloc(&mine, desc.peer_bytes + 4096));
+    CUDA(cudaMemset(mine, 0xa5, desc.peer_bytes + 4096));
+    map_all(r, mine, all);
+    desc.peers = all;
+    desc.peer_bytes--;
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_SIZE);
+    SAYS("peer_bytes");
+    desc.peer_bytes++;
+    void *const last = all[world - 1];
+    all[world - 1] = static_cast<char *>(last) + 8;
+    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
+    SAYS("aligned to 16");
+    all[world - 1] = last;
+    for (const int sms : {0, 1000}) { /* the more blocks, the fewer slots for each */
+        desc.max_sms = sms, desc.id = desc_of(r, 0).id;
+        use(r, desc, "in the caller's memory");
+    }
+    std::vector<char> end(4096);
+    CUDA(cudaMemcpy(end.data(), static_cast<char *>(mine) + desc.peer_bytes, 4096, cudaMemcpyDeviceToHost));
+    CHECK(std::count(end.begin(), end.end(), char(0xa5)) == 4096);
     meet();
-    std::thread other([&] {
-        CUDA(cudaSetDevice(r.rank));
-        sleep_ms(20);
-        OK(kvprim_comm_abort(&comm));
-    });
-    kvprim_status status = KVPRIM_OK;
-    for (const double begun = seconds(); status == KVPRIM_OK && seconds() - begun < 10;)
-        status = kvprim_all_reduce(&comm, r.device[0], r.device[0], 1000, KVPRIM_BF16, KVPRIM_SUM, r.stream);
-    CHECK(status != KVPRIM_OK);
-    other.join();
-    CUDA(cudaStreamSynchronize(r.stream));
+    for (int other = 0; other < world; other++)
+        if (processes && other != r.rank)
+            CUDA(cudaIpcCloseMemHandle(all[other]));
     meet();
+    CUDA(cudaFree(mine));
 }
 
 /* ---- bad input ---- */
@@ -941,15 +720,19 @@ static void test_bad_calls(rank_state &r)
 {
     cudaStream_t foreign;
     kvprim_comm moved = r.comm;
-    CUDA(cudaSetDevice((r.rank + 1) % world));
+    CUDA(cudaSetDevice((device_of(r.rank) + 1) % gpus));
     CUDA(cudaStreamCreateWithFlags(&foreign, cudaStreamNonBlocking));
-    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
-       KVPRIM_ERROR_ARGUMENT);
-    SAYS("current device");
-    CUDA(cudaSetDevice(r.rank));
-    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, foreign),
-       KVPRIM_ERROR_ARGUMENT);
-    SAYS("stream");
+    if (gpus > 1) {
+        IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+           KVPRIM_ERROR_ARGUMENT);
+        SAYS("current device");
+    }
+    CUDA(cudaSetDevice(device_of(r.rank)));
+    if (gpus > 1) {
+        IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, foreign),
+           KVPRIM_ERROR_ARGUMENT);
+        SAYS("stream");
+    }
     CUDA(cudaStreamDestroy(foreign));
     IS(kvprim_all_reduce(&moved, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
        KVPRIM_ERROR_ARGUMENT);
@@ -989,25 +772,25 @@ static void test_disagreement(rank_state &r)
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("deterministic");
     IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
-    if (world > 2) /* NCCL tells the two whose device is the same, and leaves the others waiting */
+    if (world > 2 || gpus < world) /* NCCL tells the two whose device is the same, and leaves the others waiting */
         return;
     desc = desc_of(r, 0);
     CUDA(cudaSetDevice(0));
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_NCCL);
-    CUDA(cudaSetDevice(r.rank));
+    CUDA(cudaSetDevice(device_of(r.rank)));
     meet();
 }
 
 static void test_lifetimes(rank_state &r)
 {
     size_t free_before = 0, free_after, total;
-    for (int n = 0; n < (quick ? 3 : world == 2 ? 102 : 12); n++) {
+    for (int n = 0; n < (quick ? 3 : world == 2 && !processes ? 102 : 12); n++) {
         kvprim_comm comm = {};
         size_t bytes = 0;
         const kvprim_comm_desc desc = desc_of(r, n % 2 ? size_t(5) << 20 : 0);
         OK(kvprim_comm_init(&comm, &desc));
         char *const buffer = static_cast<char *>(kvprim_comm_buffer(&comm, &bytes));
-        CHECK((buffer != nullptr) == (bytes != 0) && bytes == desc.buffer_bytes && uintptr_t(buffer) % 4096 == 0);
+        CHECK((buffer != nullptr) == (bytes != 0) && bytes == desc.buffer_bytes && uintptr_t(buffer) % 256 == 0);
         enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, uint64_t(n));
         expect_none_wrong(r, "lifetime", size_t(n));
         OK(kvprim_comm_destroy(&comm));
@@ -1026,177 +809,27 @@ static void test_lifetimes(rank_state &r)
     meet();
 }
 
-/* ---- a process per GPU ---- */
-
-/* Rank `rank` of a job of processes; the last one kills itself in the midst of it. Exit code 0: heard of it in time. */
-static int child(int rank, const char *id_file)
-{
-    kvprim_comm comm = {};
-    kvprim_comm_desc desc = {};
-    cudaStream_t stream;
-    void *data;
-    desc.rank = rank, desc.world = world, desc.timeout_ms = 1000;
-    if (rank == 0) {
-        FILE *const f = fopen((std::string(id_file) + ".new").c_str(), "wb");
-        if (!f || kvprim_comm_new_id(&desc.id) != KVPRIM_OK || fwrite(&desc.id, sizeof desc.id, 1, f) != 1 || fclose(f))
-            return 3;
-        rename((std::string(id_file) + ".new").c_str(), id_file);
-    } else {
-        FILE *f = nullptr;
-        for (int n = 0; n < 3000 && !(f = fopen(id_file, "rb")); n++)
-            sleep_ms(10);
-        if (!f || fread(&desc.id, sizeof desc.id, 1, f) != 1)
-            return 4;
-        fclose(f);
-    }
-    CUDA(cudaSetDevice(rank));
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CUDA(cudaMalloc(&data, 1 << 20));
-    CUDA(cudaMemset(data, 0, 1 << 20));
-    if (kvprim_comm_init(&comm, &desc) != KVPRIM_OK) {
-        printf("  rank %d: %s\n", rank, kvprim_last_error());
-        return 5;
-    }
-    if (rank == 0)
-        printf("  %s\n", kvprim_comm_describe(&comm));
-    for (int n = 0; n < 100; n++)
-        if (kvprim_all_reduce(&comm, data, data, 1000 + size_t(n) * 1000, KVPRIM_BF16, KVPRIM_SUM, stream) != KVPRIM_OK)
-            return 6;
-    CUDA(cudaStreamSynchronize(stream));
-    if (rank == world - 1)
-        raise(SIGKILL);
-    const double begun = seconds();
-    kvprim_status status = KVPRIM_OK;
-    while (status == KVPRIM_OK && seconds() - begun < 10) {
-        status = kvprim_all_reduce(&comm, data, data, 1000, KVPRIM_BF16, KVPRIM_SUM, stream);
-        if (status == KVPRIM_OK)
-            status = kvprim_comm_check(&comm);
-        sleep_ms(1);
-    }
-    const std::string said = kvprim_last_error();
-    const double took = seconds() - begun;
-    const kvprim_status aborted = kvprim_comm_abort(&comm);
-    printf("  rank %d heard after %.2f s: %s; abort: %s %s\n", rank, took, said.c_str(), kvprim_status_name(aborted),
-           aborted == KVPRIM_OK ? "" : kvprim_last_error());
-    return status != KVPRIM_ERROR_TIMEOUT || took > 3 || aborted != KVPRIM_OK ||
-           said.find("for rank " + std::to_string(world - 1)) == std::string::npos;
-}
-
-static void test_killed(const char *program)
-{
-    char id_file[] = "/tmp/kvprim_nccl_id_XXXXXX";
-    const int fd = mkstemp(id_file);
-    std::vector<pid_t> children;
-    if (fd < 0) {
-        fail("no temporary file");
-        return;
-    }
-    close(fd);
-    unlink(id_file);
-    fflush(stdout);
-    for (int r = 0; r < world; r++) {
-        const pid_t pid = fork();
-        if (pid == 0) {
-            execl(program, program, "child", std::to_string(r).c_str(), std::to_string(world).c_str(), id_file,
-                  nullptr);
-            _exit(127);
-        }
-        children.push_back(pid);
-    }
-    for (int r = 0; r < world; r++) {
-        int status = 0;
-        waitpid(children[size_t(r)], &status, 0);
-        if (r == world - 1 ? !WIFSIGNALED(status) || WTERMSIG(status) != SIGKILL
-                           : !WIFEXITED(status) || WEXITSTATUS(status))
-            fail("process of rank %d: status %x", r, unsigned(status));
-    }
-    unlink(id_file);
-}
-
-/* ---- */
-
-static void open_all(rank_state &r)
-{
-    CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
-    for (char *&d : r.device)
-        CUDA(cudaMalloc(reinterpret_cast<void **>(&d), room));
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.wrong), sizeof *r.wrong));
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.iteration), sizeof *r.iteration));
-    CUDA(cudaMemset(r.wrong, 0, sizeof *r.wrong));
-    CUDA(cudaMemset(r.iteration, 0, sizeof *r.iteration));
-    CUDA(cudaDeviceSynchronize());
-    const kvprim_comm_desc desc = desc_of(r, buffer_bytes);
-    OK(kvprim_comm_init(&r.comm, &desc));
-    if (r.rank == 0)
-        printf("  %s\n", kvprim_comm_describe(&r.comm));
-}
-
-static void close_all(rank_state &r)
-{
-    OK(kvprim_comm_check(&r.comm));
-    OK(kvprim_comm_destroy(&r.comm));
-    for (char *d : r.device)
-        CUDA(cudaFree(d));
-    CUDA(cudaFree(r.wrong));
-    CUDA(cudaFree(r.iteration));
-    CUDA(cudaStreamDestroy(r.stream));
-}
-
-static int finish()
-{
-    printf("%d passed, %d failed, %d skipped\n", int(passed), int(failed), int(skipped));
-    return failed ? 1 : 0;
-}
-
 int main(int argc, char **argv)
 {
-    if (argc == 5 && strcmp(argv[1], "child") == 0) {
-        world = atoi(argv[3]);
-        return child(atoi(argv[2]), argv[4]);
-    }
-    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
-    if (argc > 2 || (argc == 2 && !quick)) {
-        fprintf(stderr, "usage: %s [quick]\n", argv[0]);
-        return 2;
-    }
-    if (cudaGetDeviceCount(&world) != cudaSuccess || world < 2) {
-        printf("skip nccl: %d GPUs, it takes two\n", world);
-        skipped++;
-        return finish();
-    }
-    world = std::min(world, 8);
-    ranks.resize(size_t(world));
-    for (int r = 0; r < world; r++)
-        ranks[size_t(r)].rank = r;
-    if (!quick) { /* before this process holds GPUs */
-        faults = 0;
-        test_killed("/proc/self/exe");
-        faults ? failed++ : passed++;
-        printf("%s nccl: a process per GPU, one killed\n", faults ? "FAIL" : "ok");
-    }
-    run("nccl: open", open_all);
-    if (faults)
-        return finish();
-    run("nccl: sums, sizes x types x places", test_sums);
-    run("nccl: sums of parts, sizes x types x places", test_scatters);
-    run("nccl: sums inside the buffer", test_placement);
-    run("nccl: sums, sizes in turn without synchronisation", test_sizes_in_turn);
-    run("nccl: the same bits on all ranks, again and again", test_same_bits);
-    run("nccl: a graph replayed", test_graph);
-    run("nccl: gathers of any bytes", test_gathers);
-    run("nccl: launched dependent", test_dependent);
-    run("nccl: every collective, type, operation and place", test_collectives);
-    run("nccl: deterministic at every size", test_deterministic);
-    run("nccl: two communicators at once", test_two_communicators);
-    run("nccl: bad calls", test_bad_calls);
-    run("nccl: ranks that disagree", test_disagreement);
-    if (!quick) {
-        run("nccl: a rank late by a second", test_late);
-        run("nccl: a rank that stays away", test_missing);
-        run("nccl: a rank that stays away from NCCL", test_missing_in_nccl);
-        run("nccl: calls during abort", test_call_during_abort);
-    }
-    run("nccl: init and destroy again and again", test_lifetimes);
-    run("nccl: close", close_all);
-    return finish();
+    return run_program(
+        argc, argv, [] {},
+        [] {
+            run("sums, sizes x types x places", test_sums);
+            run("sums of parts, sizes x types x places", test_scatters);
+            run("sums inside the buffer", test_placement);
+            run("sums, sizes in turn without synchronisation", test_sizes_in_turn);
+            run("the same bits on all ranks, again and again", test_same_bits);
+            run("a graph replayed", test_graph);
+            run("gathers of any bytes", test_gathers);
+            run("launched dependent", test_dependent);
+            run("every collective, type, operation and place", test_collectives);
+            run("deterministic at every size", test_deterministic);
+            run("two communicators at once", test_two_communicators);
+            run("what a descriptor may ask for", test_choices);
+            run("an NCCL communicator of the caller's", test_given_communicator);
+            run("slots in the caller's memory", test_given_memory);
+            run("bad calls", test_bad_calls);
+            run("ranks that disagree", test_disagreement);
+            run("init and destroy again and again", test_lifetimes);
+        });
 }

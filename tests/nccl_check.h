@@ -1,0 +1,17 @@
+/* How test_nccl.c and test_nccl_life.c count what is not so; after kvprim_nccl.h. */
+static int passed, failed, skipped, faults;
+
+#define CHECK(condition)                                                                                               \
+    do                                                                                                                 \
+        if (!(condition)) {                                                                                            \
+            printf("  line %d: not so: %s (last error: %s)\n", __LINE__, #condition, kvprim_last_error());             \
+            faults++;                                                                                                  \
+        }                                                                                                              \
+    while (0)
+
+/* The status, and a word of the text. */
+#define FAILS(call, status, word)                                                                                      \
+    do {                                                                                                               \
+        CHECK((call) == (status));                                                                                     \
+        CHECK(strstr(kvprim_last_error(), word) != NULL);                                                              \
+    } while (0)
