@@ -4,6 +4,7 @@
 #     make run TRACE=path ARGS='...'     any input, any options of the example
 #     make run DEVICE=cpu                or cuda; left out, a GPU if there is one and nvcc
 #     CUDA_HOME, NCCL_HOME               where CUDA and NCCL are, if not on PATH or in the usual places
+#     make nccl-test NCCL_OTHERS='...'   with these libnccl.so.2 of other versions, too
 
 # The first of several commands that exists. (The redirection makes make ask a shell: `command` is no program.)
 first = $(firstword $(foreach name,$(1),$(shell command -v $(name) 2>/dev/null)))
@@ -54,7 +55,8 @@ help:
 	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
-	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU)'
+	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU);'
+	@echo '               cuda-test: without the collectives; nccl-test: these alone, on one GPU some (ARGS=quick: fewer)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
@@ -135,7 +137,7 @@ NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOM
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
-# cuda-*: one GPU; nccl-*: the collectives, where there are two.
+# cuda-*: one GPU; nccl-*: the collectives on two and more, some of their tests on one (ARGS=quick: fewer).
 gpu-test:
 	$(call each,cuda-test nccl-test engine)
 gpu-bench:
@@ -153,7 +155,7 @@ cuda-bench: $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
 
 nccl-test nccl-bench nccl-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%)
+	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(ARGS)
 
 # The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
 bandwidth: build/09_bandwidth

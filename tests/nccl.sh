@@ -1,14 +1,22 @@
 #!/bin/sh
-# usage: tests/nccl.sh test|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize call it
+# usage: tests/nccl.sh test [quick]|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize
+# call it; quick: fewer sizes and environments
 #
-# On a machine with two GPUs or more and NCCL: builds the tests or the benchmark of the collectives and runs them on 2,
-# 4 and 8 of the GPUs, the tests on 3 too (under compute-sanitizer's memcheck: 2); what they print goes to
-# tests/results/ too, behind the headers' checksums. A program that hangs is ended after ten minutes. Elsewhere it says
-# what is missing.
+# On a machine with NCCL and a GPU or more: builds the tests or the benchmark of the collectives and runs them on 2, 4
+# and 8 of the GPUs, the tests on 3 too (under compute-sanitizer's memcheck: 2); what they print goes to tests/results/
+# too, after the headers' checksums. Of one GPU, tests with two processes that share it. A program that hangs is ended
+# after ten minutes. Elsewhere it says what is missing.
+#
+# Tests run as threads and as processes, and on two GPUs in the environments that engines set, and with each libnccl.so.2
+# that NCCL_OTHERS lists (files of other versions than the one they were built with).
 
+: "${NCCL_OTHERS=}"
+quick=$2
 . tests/gpu.sh
-if [ "$gpus" -lt 2 ]; then
-    echo "skip collectives: $gpus GPUs here, they take two"
+least=2
+[ "$1" != test ] || least=1
+if [ "$gpus" -lt $least ]; then
+    echo "skip collectives: $gpus GPUs here, they take $least"
     exit 0
 fi
 if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
@@ -16,52 +24,102 @@ if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
     exit 0
 fi
 
-program()
-{
-    echo "build/$(basename "${1%.*}")"
-}
-
-# build SOURCE: into build/, as CUDA. One that does not compile leaves no program of an older run.
+# build SOURCE [FLAG...]: into build/, as CUDA. One that does not compile leaves no program of an older run.
 build()
 {
-    rm -f "$(program "$1")"
-    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. $nccl_headers "$1" -o "$(program "$1")" $nccl_link
+    source=$1 output=build/$(basename "${1%.*}")
+    shift
+    rm -f "$output"
+    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. $nccl_headers "$@" "$source" -o "$output" $nccl_link
 }
 
-# Every program on every number of GPUs, whatever became of the others.
-run_all()
+# run GPUS COMMAND...: those of the GPUs that there are.
+code=0
+run()
 {
-    code=0
-    for source in $sources; do
-        build "$source" &
+    some=$1
+    shift
+    [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || return 0
+    echo "== $*, GPUs $some"
+    CUDA_VISIBLE_DEVICES=$some timeout -k 10 600 "$@" || code=1
+}
+
+# What engines and users set, and other versions: own kernels are on, except where GPUs may not write to each other.
+environments()
+{
+    for setting in NCCL_CUMEM_ENABLE=0 NCCL_WIN_ENABLE=0 NCCL_COMM_BLOCKING=0 NCCL_P2P_DISABLE=1; do
+        own=on
+        [ $setting != NCCL_P2P_DISABLE=1 ] || own=off
+        run 0,1 env $setting build/test_nccl_gpu $1 quick $own
     done
+    for library in $NCCL_OTHERS; do
+        run 0,1 env LD_PRELOAD="$library" build/test_nccl_gpu $1 quick on
+    done
+}
+
+# Faults where NCCL itself differs.
+faults_elsewhere()
+{
+    run 0,1 env NCCL_CUMEM_ENABLE=0 build/test_nccl_faults quick on
+    for library in $NCCL_OTHERS; do
+        run 0,1 env LD_PRELOAD="$library" build/test_nccl_faults quick on
+    done
+}
+
+run_tests()
+{
+    build examples/06_allreduce.c &
+    build tests/test_nccl_gpu.cu &
+    build tests/test_nccl_faults.cu &
     wait
-    for source in $sources; do
-        for some in $some_gpus; do
-            [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || continue
-            echo "== $(program "$source"), GPUs $some"
-            CUDA_VISIBLE_DEVICES=$some $launcher "$(program "$source")" $arguments || code=1
+    if [ "$gpus" -eq 1 ]; then
+        run 0 build/test_nccl_gpu processes $quick on
+        run 0 build/test_nccl_faults processes $quick on
+        return $code
+    fi
+    for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: no power of two, fewer than the kernels for 4 have room for
+        run $some build/06_allreduce
+        for kind in '' processes; do
+            run $some build/test_nccl_faults $kind $quick on
+            run $some build/test_nccl_gpu $kind $quick on
         done
+    done
+    environments processes
+    if [ -z "$quick" ]; then
+        environments
+        faults_elsewhere
+    fi
+    return $code
+}
+
+run_benches()
+{
+    cublas=
+    [ ! -e "$CUDA_INCLUDE/cublas_v2.h" ] || cublas='-DBENCH_CUBLAS -lcublas'
+    build tests/bench_nccl.cu $cublas || return 1
+    for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
+        run $some build/bench_nccl
     done
     return $code
 }
 
-some_gpus='0,1 0,1,2,3 0,1,2,3,4,5,6,7' launcher='timeout -k 10 600' arguments=
+# NCCL asks CUDA for what is not there, and takes the error for an answer: no errors of the API.
+run_memcheck()
+{
+    build tests/test_nccl_gpu.cu || return 1
+    run 0,1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 build/test_nccl_gpu quick on
+    return $code
+}
+
 case $1 in
-test)
-    sources='examples/06_allreduce.c tests/test_nccl_gpu.cu'
-    some_gpus="0,1,2 $some_gpus" # 3: no power of two, and fewer than the kernels for 4 have room for
-    ;;
-bench) sources=tests/bench_nccl.cu ;;
+test) recorded nccl_test.txt 'kvprim.h kvprim_nccl.h' run_tests ;;
+bench) recorded nccl_bench.txt 'kvprim.h kvprim_nccl.h' run_benches ;;
 sanitize)
     sanitizer=$(tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y") || exit 1
-    # NCCL asks CUDA for what is not there, and takes the error for an answer: no errors of the API.
-    sources=tests/test_nccl_gpu.cu some_gpus=0,1 arguments=quick
-    launcher="$launcher $sanitizer --tool memcheck --report-api-errors no --error-exitcode 1"
+    recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_memcheck
     ;;
 *)
     echo 'usage: tests/nccl.sh test|bench|sanitize' >&2
     exit 2
     ;;
 esac
-recorded "nccl_$1.txt" 'kvprim.h kvprim_nccl.h' run_all
