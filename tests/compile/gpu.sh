@@ -52,6 +52,18 @@ nccl_emulated()
     [ $tested = yes ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
 }
 
+# A communicator's life over fakes of CUDA and NCCL, whose headers alone it takes.
+nccl_life()
+{
+    for checks in "$address" "$thread"; do
+        compiler_with $checks || continue
+        cell "test_nccl_life, $cc $checks" $cc -std=c11 $warnings $checks -I. $system tests/test_nccl_life.c -pthread \
+            -o "$build/test_nccl_life"
+        group "test_nccl_life compiled, $cc $checks"
+        program 'test_nccl_life' env TSAN_OPTIONS=history_size=7 $launcher "$build/test_nccl_life"
+    done
+}
+
 # What NCCL_LIBRARY and CUDA's runtime are linked with, from the folders that they are in.
 nccl_libraries()
 {
@@ -83,6 +95,27 @@ nccl_implemented()
     group 'implementation of kvprim_nccl.h'
 }
 
+# With the headers of other versions than the one that is here. As CUDA the oldest: the kernels need nothing of NCCL.
+nccl_versions()
+{
+    versions='2.19 2.21 2.24 2.27 2.28 2.29 2.30'
+    if ! has python3 || ! python3 tests/compile/nccl_headers.py build/nccl_headers $versions >"$build/folders"; then
+        skip "kvprim_nccl.h with the headers of NCCL $versions: no python3, or PyPI is out of reach"
+        return
+    fi
+    unit nccl_version "$implement" '#include "kvprim_nccl.h"' '#if NCCL_MINOR != MINOR' '#error another nccl.h' '#endif'
+    while read -r folder; do
+        for compiler in "$CC -std=c11" "$CXX -x c++ -std=c++11"; do
+            ! has "${compiler%% *}" || cell "$compiler, $folder" $compiler $warnings -DMINOR="${folder##*.}" -I. \
+                -isystem "$folder" $(system_headers "$CUDA_INCLUDE") -c "$build/nccl_version.c" -o "$build/unit.o"
+        done
+    done <"$build/folders"
+    folder=build/nccl_headers/2.19 # included by its name: nvcc looks into its own folder first
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" "$NVCC" -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
+        -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
+    group "kvprim_nccl.h with the headers of NCCL $versions"
+}
+
 nccl_programs()
 {
     cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/test_nccl.c $libraries -o "$build/test_nccl"
@@ -100,7 +133,7 @@ nccl_programs()
 
 nccl_cuda()
 {
-    for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/bench_nccl.cu tests/profile.cu \
+    for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/test_nccl_faults.cu tests/bench_nccl.cu tests/profile.cu \
         examples/06_allreduce.c; do
         cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. $nccl_headers -DPROFILE_NCCL "$source" $nccl_link \
             -o "$build/$(basename "${source%.*}")_cuda"
@@ -122,6 +155,8 @@ nccl()
     fi
     system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
     nccl_implemented
+    nccl_versions
+    nccl_life
     nccl_programs
     if [ -n "$NVCC" ] && has "$CXX"; then
         nccl_cuda

@@ -1,0 +1,89 @@
+"""usage: nccl_headers.py FOLDER VERSION...
+
+Fetches nccl.h of these versions of NCCL (2.19 is the newest 2.19) from PyPI's wheels, into FOLDER/VERSION/nccl.h, and
+prints the folders. Of a wheel of 300 MB it asks for the 30 KB that it needs. A version that is there is not fetched
+again; one that cannot be had is named on stderr, and the exit code is 1.
+"""
+import io
+import json
+import os
+import sys
+import urllib.request
+import zipfile
+
+INDEX = 'https://pypi.org/simple/nvidia-nccl-cu12/'
+
+
+def fetch(url, **headers):
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+        return answer.read()
+
+
+class Remote(io.RawIOBase):
+    """A file on a server that answers to ranges, read a block at a time."""
+    BLOCK = 1 << 16
+
+    def __init__(self, url, size):
+        self.url, self.size, self.at, self.blocks = url, size, 0, {}
+
+    def seekable(self):
+        return True
+
+    def tell(self):
+        return self.at
+
+    def seek(self, offset, whence=0):
+        self.at = offset + (0, self.at, self.size)[whence]
+        return self.at
+
+    def block(self, n):
+        if n not in self.blocks:
+            last = min((n + 1) * self.BLOCK, self.size) - 1
+            self.blocks[n] = fetch(self.url, Range=f'bytes={n * self.BLOCK}-{last}')
+        return self.blocks[n]
+
+    def read(self, size=-1):
+        end = self.size if size < 0 else min(self.at + size, self.size)
+        data = b''
+        while self.at < end:
+            n, offset = divmod(self.at, self.BLOCK)
+            data += self.block(n)[offset:offset + end - self.at]
+            self.at = min(end, (n + 1) * self.BLOCK)
+        return data
+
+
+def wheels():
+    """(2, 27, 5): (url, size) of the wheels for x86-64."""
+    found = {}
+    for file in json.loads(fetch(INDEX, Accept='application/vnd.pypi.simple.v1+json'))['files']:
+        name = file['filename'].split('-')
+        if file['filename'].endswith('x86_64.whl') and name[1].replace('.', '').isdigit():
+            found[tuple(map(int, name[1].split('.')))] = file['url'], file['size']
+    return found
+
+
+def main(folder, versions):
+    index, code = None, 0
+    for version in versions:
+        path = os.path.join(folder, version)
+        try:
+            if not os.path.exists(os.path.join(path, 'nccl.h')):
+                index = index or wheels()
+                wanted = tuple(map(int, version.split('.')))
+                newest = max(v for v in index if v[:len(wanted)] == wanted)
+                with zipfile.ZipFile(Remote(*index[newest])) as wheel:
+                    text = wheel.read('nvidia/nccl/include/nccl.h')
+                os.makedirs(path, exist_ok=True)
+                with open(os.path.join(path, 'nccl.h'), 'wb') as file:
+                    file.write(text)
+            print(path)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            print(f'nccl.h of {version}: {error}', file=sys.stderr)
+            code = 1
+    return code
+
+
+if __name__ == '__main__':
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

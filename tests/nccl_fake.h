@@ -1,0 +1,423 @@
+/* CUDA and NCCL as test_nccl_life.c wants them: in the program's own memory, with communicators that hang, end late, or
+   do not block. `fake` says what happens; calls, give and take note what was asked for. The header is implemented here,
+   as its threads are made by make_thread. */
+#include <errno.h>
+#include <pthread.h>
+
+static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
+#define pthread_create make_thread /* the header's, which can fail, and which tests wait for */
+#define KVPRIM_IMPLEMENTATION
+#include "../kvprim_nccl.h"
+#undef pthread_create
+
+/* ---- what the fakes do, and what they saw ---- */
+
+enum { home = 2, elsewhere = 7, soon_ms = 40, patience_ms = 10000 }; /* devices; a timeout; that of the tests */
+
+static struct {
+    int version;                              /* of NCCL */
+    int no_threads, no_blocking;              /* threads cannot be had; communicators do not block */
+    int hang_init, hang_gather, hang_copy;    /* until ncclCommAbort: hang_gather and _copy: the n-th, from 1 on */
+    int late_memory, late_init, late_end;     /* until `gate`, whatever happens */
+    int abort_ms;                             /* that ncclCommAbort takes */
+    int captures;                             /* every stream */
+    int dead;                                 /* the device's context */
+    void (*other_rank)(kvpn_card *card);      /* makes the other rank's card of a copy of this rank's */
+    kvprim_comm *checked;                     /* is checked in the middle of cudaEventRecord */
+    kvprim_status check;                      /* what that returned */
+    int gathers, copies;                      /* so far */
+    enum cudaStreamCaptureMode mode_at_end;   /* in which ncclCommAbort or _Destroy was called */
+    int32_t gate, hanging, stuck, work_hangs; /* atomic; hanging: something does; stuck: copies; work_hangs: events */
+} fake;
+
+static int32_t held, threads; /* atomic: what the fakes gave and did not get back; the header's threads that run */
+static const char *calls[64];
+static int32_t call_count;
+static _Thread_local int current_device;
+static _Thread_local enum cudaStreamCaptureMode current_mode;
+
+static int32_t load(const int32_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_SEQ_CST);
+}
+
+static void store(int32_t *word, int32_t value)
+{
+    __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+}
+
+static void wait_ms(int ms)
+{
+    (void)poll(NULL, 0, ms);
+}
+
+/* Relaxed: notes must not order what the header does not. */
+static void note(const char *function)
+{
+    const int32_t at = __atomic_fetch_add(&call_count, 1, __ATOMIC_RELAXED);
+    if (at < 64)
+        __atomic_store_n(&calls[at], function + strlen("nccl"), __ATOMIC_RELAXED);
+}
+
+/* Whether these were the calls since it was last asked, by their names without nccl and cuda. */
+static bool called(const char *expected)
+{
+    char text[2048] = "";
+    size_t used = 0;
+    const int32_t count = __atomic_exchange_n(&call_count, 0, __ATOMIC_RELAXED);
+    for (int k = 0; k < count && k < 64; k++)
+        used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", k ? " " : "",
+                                 __atomic_load_n(&calls[k], __ATOMIC_RELAXED));
+    if (strcmp(text, expected) == 0)
+        return true;
+    printf("  called: %s\n", text);
+    return false;
+}
+
+static void *give(size_t bytes)
+{
+    (void)__atomic_add_fetch(&held, 1, __ATOMIC_RELAXED);
+    return calloc(1, bytes);
+}
+
+static cudaError_t take(void *memory)
+{
+    (void)__atomic_sub_fetch(&held, memory != NULL, __ATOMIC_RELAXED);
+    free(memory);
+    return cudaSuccess;
+}
+
+typedef struct job {
+    void *(*run)(void *);
+    void *argument;
+} job;
+
+static void *run_job(void *argument)
+{
+    const job todo = *(job *)argument;
+    free(argument);
+    void *const result = todo.run(todo.argument);
+    (void)__atomic_sub_fetch(&threads, 1, __ATOMIC_SEQ_CST);
+    return result;
+}
+
+static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument)
+{
+    job *const todo = fake.no_threads ? NULL : (job *)malloc(sizeof *todo);
+    if (!todo)
+        return EAGAIN;
+    todo->run = run, todo->argument = argument;
+    (void)__atomic_add_fetch(&threads, 1, __ATOMIC_SEQ_CST);
+    return pthread_create(thread, attributes, run_job, todo);
+}
+
+/* ---- the fake CUDA ---- */
+
+struct CUstream_st {
+    int32_t uses;
+};
+struct CUevent_st {
+    int32_t recording, behind; /* atomic; behind: work that hangs */
+};
+
+static cudaError_t give_to(void *to, size_t bytes)
+{
+    void *const memory = give(bytes);
+    memcpy(to, &memory, sizeof memory);
+    return memory ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
+/* Those with nothing to say, as an expression each. */
+#define CUDA(name, parameters, result)                                                                                 \
+    cudaError_t name parameters                                                                                        \
+    {                                                                                                                  \
+        return (result);                                                                                               \
+    }
+// clang-format off
+CUDA(cudaGetLastError, (void), cudaSuccess)
+CUDA(cudaPeekAtLastError, (void), cudaSuccess)
+CUDA(cudaGetDevice, (int *to), (*to = current_device, cudaSuccess))
+CUDA(cudaSetDevice, (int device), (current_device = device, cudaSuccess))
+CUDA(cudaDeviceSynchronize, (void), cudaSuccess)
+CUDA(cudaDeviceGetAttribute, (int *to, enum cudaDeviceAttr which, int device), (*to = 132, cudaSuccess))
+CUDA(cudaGetDeviceProperties, (struct cudaDeviceProp *to, int device), (memcpy(to->name, "a", 2), cudaSuccess))
+CUDA(cudaDeviceCanAccessPeer, (int *to, int device, int peer), (*to = 0, cudaSuccess))
+CUDA(cudaDeviceEnablePeerAccess, (int peer, unsigned flags), cudaErrorUnknown)
+CUDA(cudaIpcGetMemHandle, (cudaIpcMemHandle_t *to, void *memory), cudaErrorUnknown)
+CUDA(cudaIpcOpenMemHandle, (void **to, cudaIpcMemHandle_t handle, unsigned flags), cudaErrorUnknown)
+CUDA(cudaIpcCloseMemHandle, (void *memory), cudaErrorUnknown)
+CUDA(cudaFree, (void *memory), take(memory))
+CUDA(cudaHostAlloc, (void **to, size_t bytes, unsigned flags), give_to(to, bytes))
+CUDA(cudaHostGetDevicePointer, (void **to, void *host, unsigned flags), (*to = host, cudaSuccess))
+CUDA(cudaFreeHost, (void *memory), take(memory))
+CUDA(cudaStreamCreateWithFlags, (cudaStream_t *to, unsigned flags), give_to(to, sizeof **to))
+CUDA(cudaStreamDestroy, (cudaStream_t stream), take(stream))
+CUDA(cudaStreamGetDevice, (cudaStream_t stream, int *to), (*to = home, cudaSuccess))
+CUDA(cudaStreamIsCapturing, (cudaStream_t stream, enum cudaStreamCaptureStatus *to),
+     (*to = fake.captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess))
+CUDA(cudaEventCreateWithFlags, (cudaEvent_t *to, unsigned flags), give_to(to, sizeof **to))
+CUDA(cudaEventDestroy, (cudaEvent_t event), take(event))
+// clang-format on
+
+/* May take long: it waits for the device's work. */
+cudaError_t cudaMalloc(void **to, size_t bytes)
+{
+    if (fake.late_memory)
+        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+    return give_to(to, bytes);
+}
+
+const char *cudaGetErrorName(cudaError_t error)
+{
+    return error == cudaErrorIllegalAddress ? "cudaErrorIllegalAddress" : "another";
+}
+
+const char *cudaGetErrorString(cudaError_t error)
+{
+    return cudaGetErrorName(error);
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    const enum cudaStreamCaptureMode before = current_mode;
+    current_mode = *mode;
+    *mode = before;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
+{
+    (void)__atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+    if (++fake.copies == fake.hang_copy)
+        store(&fake.stuck, 1);
+    memcpy(dst, src, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMemsetAsync(void *dst, int value, size_t bytes, cudaStream_t stream)
+{
+    note("cudaMemsetAsync");
+    memset(dst, value, bytes);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream)
+{
+    while (load(&fake.stuck))
+        wait_ms(1);
+    (void)__atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+    return cudaSuccess;
+}
+
+static bool is_stuck(void)
+{
+    return load(&fake.stuck) || load(&fake.work_hangs);
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
+{
+    store(&event->recording, 1);
+    if (fake.checked)
+        fake.check = kvprim_comm_check(fake.checked);
+    store(&event->recording, 0);
+    store(&event->behind, is_stuck());
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event)
+{
+    if (fake.dead)
+        return cudaErrorIllegalAddress;
+    return load(&event->recording) || (load(&event->behind) && is_stuck()) ? cudaErrorNotReady : cudaSuccess;
+}
+
+/* ---- the fake NCCL ---- */
+
+struct ncclComm {
+    int32_t rank, world, device;
+    int32_t uses, inside, aborted; /* atomic */
+    int32_t pending;               /* atomic: how often ncclCommGetAsyncError will still say that work is in progress */
+    void *window, **window_to;     /* there is one; where one will be filled in when nothing is in progress */
+};
+static _Thread_local int in_group;
+static _Thread_local ncclComm_t grouped;
+
+/* The last of every call, so that a sanitizer sees one on a communicator that has ended, and before end_comm. */
+static ncclResult_t touch(ncclComm_t comm, ncclResult_t result)
+{
+    (void)__atomic_add_fetch(&comm->uses, 1, __ATOMIC_SEQ_CST);
+    return result;
+}
+
+/* A communicator that does not block refuses a call while an earlier one is in progress, as NCCL does. */
+static ncclResult_t enqueue(ncclComm_t comm, const char *function)
+{
+    note(function);
+    if (in_group)
+        grouped = comm;
+    if (in_group || (!fake.no_blocking && !load(&comm->pending)))
+        return touch(comm, ncclSuccess);
+    if (load(&comm->pending))
+        return touch(comm, ncclInvalidUsage);
+    store(&comm->pending, 3);
+    return touch(comm, ncclInProgress);
+}
+
+static void make_window(ncclComm_t comm, void **to)
+{
+    comm->window = give(1), comm->window_to = NULL;
+    __atomic_store_n(to, comm->window, __ATOMIC_SEQ_CST);
+}
+
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *to)
+{
+    const int32_t pending = load(&comm->pending);
+    if (pending == 1 && comm->window_to) /* filled in late */
+        make_window(comm, comm->window_to);
+    if (pending > 0)
+        store(&comm->pending, pending - 1);
+    *to = pending > 0 ? ncclInProgress : ncclSuccess;
+    return touch(comm, ncclSuccess);
+}
+
+/* Hangs until ncclCommAbort; or, which that cannot know, has no communicator until the gate is open. */
+ncclResult_t ncclCommInitRank(ncclComm_t *to, int world, ncclUniqueId id, int rank)
+{
+    note(__func__);
+    if (fake.late_init) {
+        store(&fake.hanging, 1);
+        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+    }
+    ncclComm_t comm = (ncclComm_t)give(sizeof *comm);
+    comm->rank = rank, comm->world = world, comm->device = current_device, comm->inside = 1;
+    __atomic_store_n(to, comm, __ATOMIC_SEQ_CST);
+    store(&fake.hanging, fake.hang_init || fake.late_init);
+    while (fake.hang_init && !load(&comm->aborted))
+        wait_ms(1);
+    const bool aborted = load(&comm->aborted);
+    store(&comm->pending, aborted || !fake.no_blocking ? 0 : 3);
+    store(&comm->inside, 0); /* may be freed from here on */
+    return aborted ? ncclInternalError : fake.no_blocking ? ncclInProgress : ncclSuccess;
+}
+
+/* Ends it, and leaves the calling thread on another device. */
+static void end_comm(ncclComm_t comm)
+{
+    fake.mode_at_end = current_mode;
+    current_device = elsewhere;
+    if (fake.late_end)
+        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+    (void)kvpn_wait_for(&comm->inside, 0, patience_ms);
+    (void)load(&comm->uses);
+    (void)take(comm->window);
+    (void)take(comm);
+}
+
+ncclResult_t ncclCommAbort(ncclComm_t comm)
+{
+    note(__func__);
+    store(&comm->aborted, 1);
+    store(&fake.stuck, 0);
+    store(&fake.work_hangs, 0);
+    wait_ms(fake.abort_ms);
+    end_comm(comm);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclCommDestroy(ncclComm_t comm)
+{
+    note(__func__);
+    end_comm(comm);
+    return fake.no_blocking ? ncclInProgress : ncclSuccess;
+}
+
+/* Those with nothing to say, or only their name. */
+#define NCCL(name, parameters, result)                                                                                 \
+    ncclResult_t name parameters                                                                                       \
+    {                                                                                                                  \
+        return (result);                                                                                               \
+    }
+#define SENDS const void *send, size_t count, ncclDataType_t type
+#define MOVES const void *send, void *recv, size_t count, ncclDataType_t type
+#define BY ncclComm_t comm, cudaStream_t stream
+// clang-format off
+NCCL(ncclGetUniqueId, (ncclUniqueId *to), (memset(to, 0, sizeof *to), ncclSuccess))
+NCCL(ncclGetVersion, (int *to), (*to = fake.version, ncclSuccess))
+NCCL(ncclCommUserRank, (const ncclComm_t comm, int *to), (*to = comm->rank, touch(comm, ncclSuccess)))
+NCCL(ncclCommCount, (const ncclComm_t comm, int *to), (*to = comm->world, touch(comm, ncclSuccess)))
+NCCL(ncclCommCuDevice, (const ncclComm_t comm, int *to), (*to = comm->device, touch(comm, ncclSuccess)))
+NCCL(ncclMemAlloc, (void **to, size_t bytes), (note(__func__), *to = give(bytes), ncclSuccess))
+NCCL(ncclMemFree, (void *memory), (note(__func__), take(memory), ncclSuccess))
+NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
+NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
+NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
+NCCL(ncclBroadcast, (MOVES, int root, BY), enqueue(comm, __func__))
+NCCL(ncclSend, (SENDS, int peer, BY), enqueue(comm, __func__))
+NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY), enqueue(comm, __func__))
+NCCL(ncclGroupStart, (void), (note(__func__), in_group++, ncclSuccess))
+// clang-format on
+
+/* What was called in the group is in progress from here on. */
+ncclResult_t ncclGroupEnd(void)
+{
+    note(__func__);
+    in_group--;
+    if (grouped && fake.no_blocking)
+        store(&grouped->pending, 3);
+    grouped = NULL;
+    return fake.no_blocking ? ncclInProgress : ncclSuccess;
+}
+
+/* Copies only in init's exchanges: every rank says what this one does, except what `other_rank` changes. */
+ncclResult_t ncclAllGather(MOVES, BY)
+{
+    const int world = comm->world, rank = comm->rank;
+    const ncclResult_t result = enqueue(comm, __func__);
+    if (type != ncclChar || count != sizeof(kvpn_card) || (result != ncclSuccess && result != ncclInProgress))
+        return result;
+    if (++fake.gathers == fake.hang_gather) {
+        store(&fake.stuck, 1);
+        return result;
+    }
+    for (int r = 0; r < world; r++)
+        memcpy((char *)recv + (size_t)r * count, send, count);
+    if (world > 1 && fake.other_rank)
+        fake.other_rank((kvpn_card *)recv + !rank);
+    return result;
+}
+
+#ifdef KVPRIM_NCCL_WINDOWS
+ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes, ncclWindow_t *to, int flags)
+{
+    if (fake.no_blocking)
+        comm->window_to = (void **)to;
+    else
+        make_window(comm, (void **)to);
+    return enqueue(comm, __func__);
+}
+
+/* Waits for the device's work, as NCCL's does. */
+ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
+{
+    note(__func__);
+    for (const int64_t begun = kvpn_now(); is_stuck() && kvpn_now() - begun < patience_ms * 1000;)
+        wait_ms(1);
+    (void)take(window);
+    comm->window = NULL;
+    return touch(comm, ncclSuccess);
+}
+#endif
+#pragma GCC diagnostic pop
+
+const char *ncclGetErrorString(ncclResult_t result)
+{
+    return result == ncclInvalidUsage ? "invalid usage" : "another";
+}
+
+const char *ncclGetLastError(ncclComm_t comm)
+{
+    return comm ? "of a communicator" : NULL;
+}
