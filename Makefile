@@ -99,11 +99,12 @@ test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 	    'test sh tests/compile/run.sh callers build/callers' \
 	    'test sh tests/compile/run.sh emulated build/emulated' \
 	    'test sh tests/compile/run.sh nccl build/nccl' \
+	    'test sh tests/compile/run.sh nccl_cuda build/nccl_cuda' \
 	    'test sh tests/compile/run.sh profile build/profile'
 
 check: $$(if $$(NVCC),build/libkvprim_cuda.so)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,pictures matrix symbols kernels systems sanitizers fuzzers, \
+	    $(foreach part,pictures matrix symbols kernels programs systems sanitizers fuzzers, \
 	    'test sh tests/compile/run.sh $(part) build/$(part)')
 
 fuzz:

@@ -7,7 +7,7 @@
 # too, after the headers' checksums. Of one GPU, tests with two processes that share it. A program that hangs is ended
 # after ten minutes. Elsewhere it says what is missing.
 #
-# Tests run as threads and as processes, and on two GPUs in the environments that engines set, and with each libnccl.so.2
+# Tests run as threads and as processes, on two GPUs in the environments that engines set, and with each libnccl.so.2
 # that NCCL_OTHERS lists (files of other versions than the one they were built with).
 
 : "${NCCL_OTHERS=}"

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs tests one after the other and sums what they report. Each argument is one of
+# Runs tests, JOBS of them at a time (as many as there are processors), and sums what they report, in order. Each
+# argument is one of
 #
 #     test COMMAND          a program whose last line says `N passed, N failed, N skipped`; anything else is a failure
 #     exits NAME COMMAND    passes if the command exits with 0; its output is shown if it does not
@@ -8,10 +9,12 @@
 # Lines that begin with `ok ` are left out, V=1 shows them. The last line is the sum. Exit code 1 if anything failed, or
 # if nothing passed.
 
+jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)}
+unset JOBS # a test that calls this again decides by itself
 passed=0 failed=0 skipped=0
 scratch=$(mktemp -d) || exit 1
 trap 'rm -rf "$scratch"' EXIT
-trap 'exit 130' HUP INT TERM
+trap 'trap "" TERM; kill 0; exit 130' HUP INT TERM # those in the background, too
 
 fail()
 {
@@ -50,41 +53,84 @@ show()
     printf '%s\n' "$line" >"$scratch/last"
 }
 
-run_test()
+# begin N COMMAND: its output and then its exit code go to $scratch/N and N.code.
+begin()
 {
-    echo "== $1"
+    sh -c "$2" >"$scratch/$1" 2>&1
+    echo $? >"$scratch/$1.end" && mv "$scratch/$1.end" "$scratch/$1.code"
+}
+
+# work JOB...: those that no other worker has begun.
+work()
+{
+    n=0
+    for job; do
+        n=$((n + 1))
+        mkdir "$scratch/$n.begun" 2>/dev/null || continue
+        case $job in
+        'test '*) begin $n "${job#test }" ;;
+        'exits '*) job=${job#exits } && begin $n "${job#* }" ;;
+        esac
+    done
+}
+
+# output_of N COMMAND: as it comes where one job runs at a time, otherwise when a worker is done with it.
+output_of()
+{
+    if [ "$jobs" -le 1 ]; then
+        sh -c "$2" 2>&1
+        echo $? >"$scratch/$1.code"
+        return
+    fi
+    until [ -e "$scratch/$1.code" ]; do
+        sleep 1
+    done
+    cat "$scratch/$1"
+}
+
+sum_test()
+{
+    echo "== $2"
     # A pipe gives the exit code of its last command: what else is to be known goes through files.
-    { sh -c "$1"; echo $? >"$scratch/code"; } | show
-    code=$(cat "$scratch/code")
+    output_of "$1" "$2" | show
+    code=$(cat "$scratch/$1.code")
     if ! closing_line "$(cat "$scratch/last")"; then
-        fail "$1: exit code $code, and the last line does not say 'N passed, N failed, N skipped'"
+        fail "$2: exit code $code, and the last line does not say 'N passed, N failed, N skipped'"
         return
     fi
     passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s))
     if [ "$code" -ne 0 ] && [ "$f" -eq 0 ]; then
-        fail "$1: exit code $code"
+        fail "$2: exit code $code"
     elif [ "$((p + f + s))" -eq 0 ]; then
-        fail "$1: ran no test"
+        fail "$2: ran no test"
     fi
 }
 
-run_exits()
+sum_exits()
 {
-    if sh -c "$2" >"$scratch/log" 2>&1; then
-        echo "ok $1"
+    output_of "$1" "$3" >"$scratch/log"
+    code=$(cat "$scratch/$1.code")
+    if [ "$code" -eq 0 ]; then
+        echo "ok $2"
         passed=$((passed + 1))
     else
-        code=$?
         cat "$scratch/log"
-        fail "$1: exit code $code of: $2"
+        fail "$2: exit code $code of: $3"
     fi
 }
 
+worker=1
+while [ "$jobs" -gt 1 ] && [ "$worker" -le "$jobs" ]; do
+    work "$@" &
+    worker=$((worker + 1))
+done
+
+n=0
 for job; do
-    what=${job%% *} rest=${job#* }
+    n=$((n + 1)) what=${job%% *} rest=${job#* }
     case $what in
-    test) run_test "$rest" ;;
-    exits) run_exits "${rest%% *}" "${rest#* }" ;;
+    test) sum_test $n "$rest" ;;
+    exits) sum_exits $n "${rest%% *}" "${rest#* }" ;;
     skip)
         echo "skip $rest"
         skipped=$((skipped + 1))

@@ -133,13 +133,18 @@ nccl_programs()
 
 nccl_cuda()
 {
-    for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/test_nccl_faults.cu tests/bench_nccl.cu tests/profile.cu \
-        examples/06_allreduce.c; do
+    if [ -z "$NVCC" ] || ! has "$CXX" || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
+        skip "kvprim_nccl.h as CUDA: no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)"
+        return
+    fi
+    for source in tests/test_nccl.c tests/test_nccl_gpu.cu tests/test_nccl_faults.cu tests/bench_nccl.cu \
+        tests/profile.cu examples/06_allreduce.c; do
         cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. $nccl_headers -DPROFILE_NCCL "$source" $nccl_link \
             -o "$build/$(basename "${source%.*}")_cuda"
     done
     group "test_nccl and what runs on GPUs compiled, $NVCC"
-    cp "$build/implemented_nccl.c" "$build/kernels.cu"
+    unit kernels "$implement" '#include "kvprim_nccl.h"'
+    mv "$build/kernels.c" "$build/kernels.cu"
     kernels_for 75 80 90 100 120
     group 'kernels of kvprim_nccl.h for five architectures'
     sass "$build/kernels_sm_90.cubin"
@@ -158,11 +163,6 @@ nccl()
     nccl_versions
     nccl_life
     nccl_programs
-    if [ -n "$NVCC" ] && has "$CXX"; then
-        nccl_cuda
-    else
-        skip 'test_nccl as CUDA: no nvcc or no C++ compiler for it'
-    fi
 }
 
 # ---- profile ----
@@ -283,11 +283,31 @@ kernels_of_all()
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
 }
 
+kernels()
+{
+    results
+    if [ -z "$NVCC" ]; then
+        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        return
+    fi
+    kernels_of_all
+    if has nm; then
+        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
+            kvprim_cuda_gather kvprim_cuda_unpack
+        group 'build/libkvprim_cuda.so'
+    else
+        skip 'what build/libkvprim_cuda.so exports: no nm'
+    fi
+    sass "$build/kernels_sm_90.cubin"
+}
+
+# ---- programs ----
+
 # What is run on a GPU, as programs or objects.
 gpu_programs()
 {
     cu="$NVCC -std=c++17 -arch=sm_90 -I." sources=tests/profile.cu
-    [ -z "$NCCL_LIBRARY" ] || sources= # compiled by the part nccl
+    [ -z "$NCCL_LIBRARY" ] || sources= # compiled by the part nccl_cuda
     for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu $sources; do
         cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
     done
@@ -326,24 +346,14 @@ engine_built()
     group "examples/07_engine, $NVCC"
 }
 
-kernels()
+programs()
 {
-    results
     if [ -z "$NVCC" ]; then
-        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        skip 'programs for a GPU: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
         return
     fi
-    kernels_of_all
     gpu_programs
     engine_built
-    if has nm; then
-        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
-            kvprim_cuda_gather kvprim_cuda_unpack
-        group 'build/libkvprim_cuda.so'
-    else
-        skip 'what build/libkvprim_cuda.so exports: no nm'
-    fi
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     program 'test_nvtx, CUDA' "$build/test_nvtx"
-    sass "$build/kernels_sm_90.cubin"
 }

@@ -14,8 +14,10 @@
 # and in tests/compile/gpu.sh
 #
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     nccl_cuda     the same compiled by nvcc, what runs on GPUs too; its kernels for every architecture, as `kernels`
 #     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
 #     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
+#     programs      examples, tests and benchmarks for a GPU compiled, and run where they do without one
 #
 # A part is the function of its name. Of each test it says what is missing here.
 
@@ -597,7 +599,8 @@ fuzzers()
 . tests/compile/gpu.sh
 
 case $part in
-readme | pictures | callers | emulated | nccl | profile | kernels | matrix | symbols | systems | sanitizers | fuzzers)
+readme | callers | emulated | nccl | nccl_cuda | profile | \
+    pictures | matrix | symbols | kernels | programs | systems | sanitizers | fuzzers)
     "$part"
     ;;
 *)
