@@ -6,8 +6,8 @@
 #     exits NAME COMMAND    passes if the command exits with 0; its output is shown if it does not
 #     skip NAME: WHY        what this machine cannot run
 #
-# Lines that begin with `ok ` are left out, V=1 shows them. The last line is the sum. Exit code 1 if anything failed, or
-# if nothing passed.
+# Lines that begin with `ok ` are left out, V=1 shows them. Those that begin with `FAIL ` are repeated before the last
+# line, which is the sum. Exit code 1 if anything failed, or if nothing passed.
 
 jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)}
 unset JOBS # a test that calls this again decides by itself
@@ -19,6 +19,7 @@ trap 'trap "" TERM; kill 0; exit 130' HUP INT TERM # those in the background, to
 fail()
 {
     echo "FAIL $1"
+    echo "    FAIL $1" >>"$scratch/failures"
     failed=$((failed + 1))
 }
 
@@ -46,9 +47,10 @@ show()
     while IFS= read -r next || [ -n "$next" ]; do
         line=$next
         case $line in
-        'ok '*) [ "${V:-0}" = 0 ] || printf '%s\n' "$line" ;;
-        *) printf '%s\n' "$line" ;;
+        'ok '*) [ "${V:-0}" != 0 ] || continue ;;
+        'FAIL '*) printf '    %s\n' "$line" >>"$scratch/failures" ;;
         esac
+        printf '%s\n' "$line"
     done
     printf '%s\n' "$line" >"$scratch/last"
 }
@@ -140,5 +142,9 @@ for job; do
 done
 
 [ "$passed" -gt 0 ] || [ "$failed" -gt 0 ] || fail "no test passed"
+if [ -s "$scratch/failures" ]; then
+    echo 'what failed:'
+    cat "$scratch/failures"
+fi
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]
