@@ -104,7 +104,7 @@ test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 
 check: $$(if $$(NVCC),build/libkvprim_cuda.so)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,kernels programs matrix fuzzers sanitizers systems symbols pictures, \
+	    $(foreach part,kernels programs matrix fuzzers sanitizers systems symbols pictures format, \
 	    'test sh tests/compile/run.sh $(part) build/$(part)')
 
 fuzz:

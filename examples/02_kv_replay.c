@@ -37,9 +37,9 @@
 
 enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 
-#define VOCABULARY  151936 /* Qwen 2.5's and 3's */
-#define SLOTS_MAX   INT32_MAX
-#define SHOWN_MAX   5 /* mismatches described one by one */
+#define VOCABULARY 151936 /* Qwen 2.5's and 3's */
+#define SLOTS_MAX INT32_MAX
+#define SHOWN_MAX 5 /* mismatches described one by one */
 
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 

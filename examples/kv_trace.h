@@ -16,9 +16,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define KV_TRACE_BLOCK     512               /* tokens */
-#define KV_TRACE_LINE_MAX  ((size_t)1 << 20) /* bytes; longer lines are refused */
-#define KV_TRACE_DEPTH_MAX 32                /* of values under unknown keys */
+#define KV_TRACE_BLOCK 512                  /* tokens */
+#define KV_TRACE_LINE_MAX ((size_t)1 << 20) /* bytes; longer lines are refused */
+#define KV_TRACE_DEPTH_MAX 32               /* of values under unknown keys */
 
 typedef struct kv_trace_request {
     int64_t timestamp, input_length, output_length;

@@ -5,7 +5,7 @@
 #include "examples/kv_trace.h"
 #include <ctype.h>
 
-#define CHECK(condition) \
+#define CHECK(condition)                                                                                               \
     ((condition) ? (void)0 : (fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition), abort()))
 
 static void check_request(const kv_trace_request *request, const int64_t *ids)

@@ -8,13 +8,16 @@
 
 #ifdef KVPRIM_X86
 enum { vectors = 30 };
+/* clang-format off */
 #define ALL(X)                                                                                                         \
     X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12) X(13) X(14) X(15) X(16) X(17) X(18) X(19)       \
     X(20) X(21) X(22) X(23) X(24) X(25) X(26) X(27) X(28) X(29)
+/* clang-format on */
 #define HOLD(i) const __m512i v##i = _mm512_add_epi32(_mm512_loadu_si512(a + i), _mm512_set1_epi32(i));
 #define STORE(i) _mm512_storeu_si512(out + 16 * i, v##i);
 
-__attribute__((target("avx512f,avx512bw,avx512vl"), noinline)) static int keeps(const int32_t *a, size_t n, int32_t *out)
+__attribute__((target("avx512f,avx512bw,avx512vl"), noinline)) static int keeps(const int32_t *a, size_t n,
+                                                                                int32_t *out)
 {
     ALL(HOLD)
     const size_t first = kvprim_prefix_i32(a, n, a, n);

@@ -5,6 +5,7 @@
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
 #     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
 #     pictures      the pictures and figures of the results are theirs
+#     format        sources are as clang-format writes them
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave behind
 #     systems       the tests as a program compiled for this very processor, on AArch64 under qemu, for Windows
@@ -422,6 +423,21 @@ pictures()
     group 'pictures and figures are those of tests/results'
 }
 
+# ---- format ----
+
+format()
+{
+    if ! has clang-format || ! clang-format --version | grep -q ' version 14\.'; then
+        skip 'format of the sources: no clang-format 14 (another version writes some lines otherwise)'
+        return
+    fi
+    for source in $(find *.h *.cuh examples tests -name '*.h' -o -name '*.cuh' -o -name '*.c' -o -name '*.cu' \
+        -o -name '*.cpp'); do
+        cell "$source is as clang-format writes it" clang-format --dry-run -Werror "$source"
+    done
+    group 'sources are as clang-format writes them'
+}
+
 # ---- matrix ----
 
 matrix()
@@ -600,7 +616,7 @@ fuzzers()
 
 case $part in
 readme | callers | emulated | nccl | nccl_cuda | profile | \
-    pictures | matrix | symbols | kernels | programs | systems | sanitizers | fuzzers)
+    pictures | format | matrix | symbols | kernels | programs | systems | sanitizers | fuzzers)
     "$part"
     ;;
 *)
