@@ -134,41 +134,45 @@ CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreac
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
+# Before anything is built or tests/results/ is touched.
+gpu-here:
+	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || { echo 'no GPU here: nvidia-smi lists none' >&2; exit 1; }
+
 # 06 is built where it is run, by nccl-test.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
 # cuda-*: one GPU; nccl-*: the collectives on two and more, some of their tests on one (ARGS=quick: fewer).
-gpu-test:
+gpu-test: gpu-here
 	$(call each,cuda-test nccl-test engine)
-gpu-bench:
+gpu-bench: gpu-here
 	$(call each,cuda-bench nccl-bench)
-sanitize:
+sanitize: gpu-here
 	$(call each,cuda-sanitize nccl-sanitize)
 
-cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
+cuda-test: gpu-here $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 	$(call keep,gpu_test,$(CHECKSUMS)$(GPU_EXAMPLES:%=; % || failed=1); build/test_cuda || failed=1; \
 	    build/test_cuda_debug quick || failed=1; \
 	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
 	    $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json || failed=1,$(NO_TRACE)))
 
-cuda-bench: $(GPU_BENCHES)
+cuda-bench: gpu-here $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
 
 nccl-test nccl-bench nccl-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(ARGS)
 
 # The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
-bandwidth: build/09_bandwidth
+bandwidth: gpu-here build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
 
 # On all GPUs, up to four. NVLink multicast as in tests/gpu.sh.
-engine:
+engine: gpu-here
 	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
-cuda-sanitize: build/test_cuda
+cuda-sanitize: gpu-here build/test_cuda
 sass cfg ncu cuda-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/profile.sh $(@:cuda-%=%)
 
@@ -240,4 +244,4 @@ build/bench_mismatch.o: tests/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples lib clean ncu-compare FORCE $(RUN)
+.PHONY: help examples lib clean gpu-here ncu-compare FORCE $(RUN)
