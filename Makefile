@@ -89,12 +89,14 @@ run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
     NCCL_LIBRARY='$(NCCL_LIBRARY)' CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)'
+# By way of a folder with a space, as users have them.
 test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
+	@ln -sfn .. 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
 	    'test build/test_kvprim_no_simd' \
 	    'exits 01_prefix build/01_prefix' \
-	    'test sh tests/test_replay.sh build/02_kv_replay build/test_replay' \
+	    'test sh "build/a folder/tests/test_replay.sh" build/02_kv_replay build/test_replay' \
 	    'test sh tests/compile/run.sh readme build/readme' \
 	    'test sh tests/compile/run.sh callers build/callers' \
 	    'test sh tests/compile/run.sh emulated build/emulated' \

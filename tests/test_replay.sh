@@ -323,12 +323,13 @@ else
     }
     tree "the tree's invariants, $sanitizers"
 
-    late="-DKV_REPLAY_CUDA -I$root/tests/late_cuda"
+    build_late() { # OUTPUT FLAGS...
+        build "$@" -DKV_REPLAY_CUDA "-I$root/tests/late_cuda"
+    }
     sanitizers="under address and undefined behaviour sanitizers"
-    # shellcheck disable=SC2086
-    build late $late -fsanitize=address,undefined -fno-sanitize-recover=all && ./late --help >out 2>&1 || {
+    build_late late -fsanitize=address,undefined -fno-sanitize-recover=all && ./late --help >out 2>&1 || {
         sanitizers="without sanitizers, which do not work here"
-        build late $late
+        build_late late
     }
     replay=./late
     same_on_both "a late GPU, $sanitizers"
@@ -360,8 +361,7 @@ else
 
     name="a damaged byte on a late GPU"
     replay=./late_corrupt
-    # shellcheck disable=SC2086
-    build late_corrupt $late -DKV_REPLAY_CORRUPT || fail "$name" "does not build: $(head -n 1 err)"
+    build_late late_corrupt -DKV_REPLAY_CORRUPT || fail "$name" "does not build: $(head -n 1 err)"
     runs "$name" 1 "$trace" --page 1 --device cuda && counts "$name" device cuda mismatches 2 && ok "$name"
 fi
 finish
