@@ -37,7 +37,6 @@
 
 enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 
-#define VOCABULARY 151936 /* Qwen 2.5's and 3's */
 #define SLOTS_MAX INT32_MAX
 #define SHOWN_MAX 5 /* mismatches described one by one */
 
@@ -49,6 +48,7 @@ typedef struct options {
     const char *trace;
     const char **texts;
     size_t text_count;
+    bool kv_bytes_given;
 } options;
 
 typedef struct option_number {
@@ -60,7 +60,7 @@ typedef struct option_number {
 
 static const option_number option_numbers[] = {
     {"--kv-bytes", offsetof(options, kv_bytes), 256, 2, 1 << 24,
-     "bytes of a token in one layer: half K row, half V row"},
+     "bytes of a token in one layer: half K row, half V row; fewer, unless given, where they do not fit"},
     {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
     {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: all of them"},
     {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
@@ -73,8 +73,10 @@ enum { OPTION_NUMBERS = sizeof option_numbers / sizeof option_numbers[0] };
 
 static void print_help(void)
 {
-    printf("usage: 02_kv_replay [options] [TRACE]\n\n"
-           "Replays the requests of TRACE (Mooncake JSON lines), then those of --text, against a KV cache.\n\n");
+    printf(
+        "usage: 02_kv_replay [options] [TRACE]\n\n"
+        "Replays the requests of TRACE (Mooncake JSON lines; -: standard input), then those of --text, against a KV\n"
+        "cache.\n\n");
     for (int i = 0; i < OPTION_NUMBERS; i++)
         printf("  %-10s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
                option_numbers[i].preset);
@@ -108,6 +110,7 @@ static int parse_number(options *o, const option_number *number, const char *tex
         return refuse("%s is '%s', not a number from %" PRIu64 " to %" PRIu64, number->name, text, number->min,
                       number->max);
     memcpy((char *)o + number->offset, &value, sizeof value);
+    o->kv_bytes_given = o->kv_bytes_given || number->offset == offsetof(options, kv_bytes);
     return 0;
 }
 
@@ -147,7 +150,7 @@ static int parse_options(options *o, int argc, char **argv)
     for (int k = 0; k < OPTION_NUMBERS; k++)
         memcpy((char *)o + option_numbers[k].offset, &option_numbers[k].preset, sizeof option_numbers[k].preset);
     for (int i = 1; i < argc; i++) {
-        if (argv[i][0] == '-') {
+        if (argv[i][0] == '-' && argv[i][1] != '\0') {
             const int status = parse_option(o, argc, argv, &i);
             if (status)
                 return status;
@@ -234,7 +237,8 @@ static void make_tokens(const prompt *p, uint64_t seed, int32_t *tokens)
         const size_t count = p->tokens - i < KV_TRACE_BLOCK ? p->tokens - i : KV_TRACE_BLOCK;
         uint64_t x = mix64(seed + mix64((uint64_t)p->ids[i / KV_TRACE_BLOCK] + 1));
         for (size_t j = 0; j < count; j++, x += UINT64_C(0x9E3779B97F4A7C15))
-            tokens[i + j] = (int32_t)(((mix64(x) >> 32) * VOCABULARY) >> 32);
+            tokens[i + j] =
+                (int32_t)(mix64(x) >> 33); /* of 2^31: of a model's some 10^5, blocks begin alike by chance */
     }
 }
 
@@ -422,6 +426,27 @@ static bool machine_has(uint64_t bytes)
 #endif
 }
 
+static bool slots_fit(const replay *r, uint64_t slots)
+{
+    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^34, of slots 2^31 */
+    return slots <= (SIZE_MAX >> 1) / token_bytes && (r->device.kind->gpu || machine_has(slots * token_bytes));
+}
+
+/* The usual size of rows, or the largest that fits: a first replay should not end at the memory. */
+static void fit_rows(replay *r, uint64_t slots)
+{
+    options *const o = &r->o;
+    const uint64_t usual = o->kv_bytes;
+    while (!o->kv_bytes_given && o->kv_bytes > 2 && !slots_fit(r, slots))
+        o->kv_bytes /= 2;
+    if (o->kv_bytes != usual && slots_fit(r, slots))
+        fprintf(stderr,
+                "02_kv_replay: %" PRIu64 " slots of %" PRIu64
+                " bytes in each layer are more than this machine's memory: "
+                "replayed with %" PRIu64 "\n",
+                slots, usual, o->kv_bytes);
+}
+
 static int make_cache(replay *r)
 {
     cache *const c = &r->cache;
@@ -431,8 +456,10 @@ static int make_cache(replay *r)
         return status;
     if (pages > SLOTS_MAX / r->o.page)
         return refuse("all tokens need %" PRIu64 " pages, more slots than an int32 can number: set --slots", pages);
-    const uint64_t slots = pages * r->o.page, token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^31, 2^34 */
-    if (slots > (SIZE_MAX >> 1) / token_bytes || (!r->device.kind->gpu && !machine_has(slots * token_bytes)))
+    const uint64_t slots = pages * r->o.page;
+    fit_rows(r, slots);
+    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes;
+    if (!slots_fit(r, slots))
         return refuse("%" PRIu64 " slots of %" PRIu64
                       " bytes are more than this machine's memory: set --slots or a smaller "
                       "--kv-bytes",
@@ -876,7 +903,7 @@ int main(int argc, char **argv)
 {
     replay r = {0};
     for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
             print_help();
             return 0;
         }

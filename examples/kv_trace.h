@@ -378,16 +378,18 @@ static inline bool kv_trace__read_lines(kv_trace *trace, FILE *file, char *line)
     return kv_trace_add_line(trace, line, size, number);
 }
 
+/* Path "-": standard input. */
 static inline bool kv_trace_read(kv_trace *trace, const char *path)
 {
     const size_t before = trace->count;
-    FILE *const file = fopen(path, "rb");
+    FILE *const file = strcmp(path, "-") == 0 ? stdin : fopen(path, "rb");
     if (!file)
         return kv_trace__refuse(trace, 0, "cannot be opened", strerror(errno));
     char *const line = (char *)malloc(KV_TRACE_LINE_MAX);
     bool ok = line ? kv_trace__read_lines(trace, file, line) : kv_trace__refuse(trace, 0, "out of memory", NULL);
     free(line);
-    fclose(file);
+    if (file != stdin)
+        fclose(file);
     if (ok && trace->count == before)
         ok = kv_trace__refuse(trace, 0, "holds no request", NULL);
     return ok;

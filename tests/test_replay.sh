@@ -178,6 +178,15 @@ helps() {
     ok "$1"
 }
 helps --help
+helps -h
+
+name="a trace from standard input"
+runs "$name" 0 - <"$trace" && counts "$name" requests 60 mismatches 0 && ok "$name"
+
+awk 'BEGIN { for (i = 0; i < 5000; i++)
+    printf "{\"timestamp\": 0, \"input_length\": 1, \"output_length\": 0, \"hash_ids\": [%d]}\n", i }' >unlike
+name="blocks that are not alike do not begin alike"
+runs "$name" 0 unlike --page 1 && counts "$name" requests 5000 "tokens matched" 0 && ok "$name"
 
 # ---- what the format allows
 request='{"timestamp": 0, "input_length": 513, "output_length": 0, "hash_ids": [7, 8]}'
@@ -261,6 +270,8 @@ refuses "a cache smaller than a request" \
 refuses "a cache smaller than a text" "prompt.txt: the request needs 1008 slots" --text prompt.txt --slots 1000
 refuses "a cache smaller than a page" "--slots 15 holds no page of 16 tokens" "$trace" --slots 15
 refuses "a cache larger than memory" "more than this machine's memory" "$trace" --layers 1024 --kv-bytes 16777216
+refuses "a cache larger than memory with rows of any size" "more than this machine's memory" "$trace" --layers 1024 \
+    --slots 2147483632
 refuses "an unknown option" "unknown option --nonsense" "$trace" --nonsense
 refuses "an option without value" "--page needs a value" "$trace" --page
 refuses "a page of 0" "--page is '0', not a number from 1 to 1048576" "$trace" --page 0
