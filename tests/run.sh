@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs tests, JOBS of them at a time (as many as there are processors), and sums what they report, in order. Each
+# Runs tests, JOBS of them at a time (else as many as there are processors), and sums what they report, in order. Each
 # argument is one of
 #
 #     test COMMAND          a program whose last line says `N passed, N failed, N skipped`; anything else is a failure
@@ -9,12 +9,13 @@
 # Lines that begin with `ok ` are left out, V=1 shows them. Those that begin with `FAIL ` are repeated before the last
 # line, which is the sum. Exit code 1 if anything failed, or if nothing passed.
 
-jobs=${JOBS:-$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)}
+jobs=${JOBS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)}
+case $jobs in '' | *[!0-9]*) jobs=1 ;; esac
 unset JOBS # a test that calls this again decides by itself
-passed=0 failed=0 skipped=0
+passed=0 failed=0 skipped=0 workers=
 scratch=$(mktemp -d) || exit 1
 trap 'rm -rf "$scratch"' EXIT
-trap 'trap "" TERM; kill 0; exit 130' HUP INT TERM # those in the background, too
+trap 'kill $workers 2>/dev/null; wait; exit 130' HUP INT PIPE TERM
 
 fail()
 {
@@ -58,7 +59,10 @@ show()
 # begin N COMMAND: its output and then its exit code go to $scratch/N and N.code.
 begin()
 {
-    sh -c "$2" >"$scratch/$1" 2>&1
+    sh -c "$2" >"$scratch/$1" 2>&1 &
+    child=$!
+    trap 'kill $child 2>/dev/null; exit 130' TERM
+    wait $child
     echo $? >"$scratch/$1.end" && mv "$scratch/$1.end" "$scratch/$1.code"
 }
 
@@ -76,6 +80,18 @@ work()
     done
 }
 
+# supervise N JOB...: worker N; says when it is over, also if it was killed.
+supervise()
+{
+    worker=$1
+    shift
+    work "$@" &
+    child=$!
+    trap 'kill $child 2>/dev/null' TERM
+    wait $child
+    : >"$scratch/over$worker"
+}
+
 # output_of N COMMAND: as it comes where one job runs at a time, otherwise when a worker is done with it.
 output_of()
 {
@@ -84,17 +100,24 @@ output_of()
         echo $? >"$scratch/$1.code"
         return
     fi
-    until [ -e "$scratch/$1.code" ]; do
+    until [ -e "$scratch/$1.code" ] || [ ! -d "$scratch" ]; do
         sleep 1
+        [ "$(ls "$scratch" | grep -c '^over')" -lt "$jobs" ] || [ -e "$scratch/$1.code" ] || break
     done
     cat "$scratch/$1"
+    [ -e "$scratch/$1.code" ] || echo 125 >"$scratch/$1.code" # what ran it was killed
 }
 
 sum_test()
 {
     echo "== $2"
     # A pipe gives the exit code of its last command: what else is to be known goes through files.
-    output_of "$1" "$2" | show
+    if [ "$jobs" -le 1 ]; then
+        output_of "$1" "$2" | show
+    else
+        output_of "$1" "$2" | show &
+        wait $! # which a signal interrupts
+    fi
     code=$(cat "$scratch/$1.code")
     if ! closing_line "$(cat "$scratch/last")"; then
         fail "$2: exit code $code, and the last line does not say 'N passed, N failed, N skipped'"
@@ -123,8 +146,8 @@ sum_exits()
 
 worker=1
 while [ "$jobs" -gt 1 ] && [ "$worker" -le "$jobs" ]; do
-    work "$@" &
-    worker=$((worker + 1))
+    supervise "$worker" "$@" &
+    workers="$workers $!" worker=$((worker + 1))
 done
 
 n=0
