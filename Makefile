@@ -1,6 +1,7 @@
 # The library is its headers and needs no build. This builds and runs the examples, tests and benchmarks, into build/.
 #
 #     make CC=clang CFLAGS=-O3 test      any compiler, any flags
+#     make JOBS=1 test                   one part of the tests at a time, not as many as there are processors
 #     make run TRACE=path ARGS='...'     any input, any options of the example
 #     make run DEVICE=cpu                or cuda; left out, a GPU if there is one and nvcc
 #     CUDA_HOME, NCCL_HOME               where CUDA and NCCL are, if not on PATH or in the usual places
@@ -56,7 +57,7 @@ help:
 	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
 	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU);'
-	@echo '               cuda-test: without the collectives; nccl-test: these alone, on one GPU some (ARGS=quick: fewer)'
+	@echo '               cuda-test: all but the collectives; nccl-test: these alone, in minutes with QUICK=quick'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
 	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
@@ -89,9 +90,9 @@ run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
     NCCL_LIBRARY='$(NCCL_LIBRARY)' CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)'
-# By way of a folder with a space, as users have them.
+# The replay is built and run by way of a folder with a space, as users have them.
 test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
-	@ln -sfn .. 'build/a folder'
+	@ln -sfn '$(CURDIR)' 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
 	    'test build/test_kvprim_no_simd' \
@@ -136,7 +137,7 @@ CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreac
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
-# Before anything is built or tests/results/ is touched.
+# Before tests/results/ is touched.
 gpu-here:
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || { echo 'no GPU here: nvidia-smi lists none' >&2; exit 1; }
 
@@ -144,7 +145,7 @@ gpu-here:
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
-# cuda-*: one GPU; nccl-*: the collectives on two and more, some of their tests on one (ARGS=quick: fewer).
+# cuda-*: one GPU; nccl-*: the collectives on two and more, some of their tests on one.
 gpu-test: gpu-here
 	$(call each,cuda-test nccl-test engine)
 gpu-bench: gpu-here
@@ -162,7 +163,7 @@ cuda-bench: gpu-here $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
 
 nccl-test nccl-bench nccl-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(ARGS)
+	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
 bandwidth: gpu-here build/09_bandwidth
@@ -170,7 +171,7 @@ bandwidth: gpu-here build/09_bandwidth
 
 # On all GPUs, up to four. NVLink multicast as in tests/gpu.sh.
 engine: gpu-here
-	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
+	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD=../../build/07_engine
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # The kernels as the compiler made them, and as they run. Each target says which tool it lacks.

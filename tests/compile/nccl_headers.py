@@ -63,7 +63,7 @@ def wheels():
 
 
 def main(folder, versions):
-    index, code = None, 0
+    index = None
     for version in versions:
         path = os.path.join(folder, version)
         try:
@@ -74,13 +74,14 @@ def main(folder, versions):
                 with zipfile.ZipFile(Remote(*index[newest])) as wheel:
                     text = wheel.read('nvidia/nccl/include/nccl.h')
                 os.makedirs(path, exist_ok=True)
-                with open(os.path.join(path, 'nccl.h'), 'wb') as file:
+                with open(os.path.join(path, 'nccl.h.new'), 'wb') as file:
                     file.write(text)
+                os.replace(os.path.join(path, 'nccl.h.new'), os.path.join(path, 'nccl.h'))
             print(path)
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             print(f'nccl.h of {version}: {error}', file=sys.stderr)
-            code = 1
-    return code
+            return 1 # the next ones would wait as long
+    return 0
 
 
 if __name__ == '__main__':

@@ -216,7 +216,7 @@ readme()
     while read -r kind what; do
         case $kind in
         command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
-        program) cell "README.md: $what" sh -c "make -s '${what%% *}' && $what" ;;
+        program) cell "README.md: $what" sh -c "MAKEFLAGS= make -s '${what%% *}' && $what" ;;
         target) cell "README.md: make $what" target_exists "$what" ;;
         file) cell "README.md: $what" file_exists "$what" ;;
         symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
@@ -427,13 +427,15 @@ pictures()
 
 format()
 {
-    if ! has clang-format || ! clang-format --version | grep -q ' version 14\.'; then
+    format=clang-format-14
+    has $format || format=clang-format
+    if ! has $format || ! $format --version | grep -q ' version 14\.'; then
         skip 'format of the sources: no clang-format 14 (another version writes some lines otherwise)'
         return
     fi
     for source in $(find *.h *.cuh examples tests -name '*.h' -o -name '*.cuh' -o -name '*.c' -o -name '*.cu' \
         -o -name '*.cpp'); do
-        cell "$source is as clang-format writes it" clang-format --dry-run -Werror "$source"
+        cell "$source is as clang-format writes it" $format --dry-run -Werror "$source"
     done
     group 'sources are as clang-format writes them'
 }
