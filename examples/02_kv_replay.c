@@ -60,7 +60,7 @@ typedef struct option_number {
 
 static const option_number option_numbers[] = {
     {"--kv-bytes", offsetof(options, kv_bytes), 256, 2, 1 << 24,
-     "bytes of a token in one layer: half K row, half V row; fewer, unless given, where they do not fit"},
+     "bytes of a token in one layer: half K row, half V row; unless given, halved until they fit"},
     {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
     {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: all of them"},
     {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
@@ -229,6 +229,7 @@ static uint64_t mix64(uint64_t x) /* splitmix64's finalizer */
     return x ^ (x >> 31);
 }
 
+/* Tokens are drawn from 2^31: with a model's vocabulary of 10^5, unlike blocks begin alike by chance. */
 static void make_tokens(const prompt *p, uint64_t seed, int32_t *tokens)
 {
     for (size_t i = 0; p->text && i < p->tokens; i++)
@@ -237,8 +238,7 @@ static void make_tokens(const prompt *p, uint64_t seed, int32_t *tokens)
         const size_t count = p->tokens - i < KV_TRACE_BLOCK ? p->tokens - i : KV_TRACE_BLOCK;
         uint64_t x = mix64(seed + mix64((uint64_t)p->ids[i / KV_TRACE_BLOCK] + 1));
         for (size_t j = 0; j < count; j++, x += UINT64_C(0x9E3779B97F4A7C15))
-            tokens[i + j] =
-                (int32_t)(mix64(x) >> 33); /* of 2^31: of a model's some 10^5, blocks begin alike by chance */
+            tokens[i + j] = (int32_t)(mix64(x) >> 33);
     }
 }
 

@@ -117,7 +117,7 @@ struct CUstream_st {
     int32_t uses;
 };
 struct CUevent_st {
-    int32_t recording, behind; /* atomic; behind: work that hangs */
+    int32_t recording, blocked; /* atomic; blocked: by work that hangs */
 };
 
 static cudaError_t give_to(void *to, size_t bytes)
@@ -223,7 +223,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
     if (fake.checked)
         fake.check = kvprim_comm_check(fake.checked);
     store(&event->recording, 0);
-    store(&event->behind, is_stuck());
+    store(&event->blocked, is_stuck());
     return cudaSuccess;
 }
 
@@ -231,7 +231,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     if (fake.dead)
         return cudaErrorIllegalAddress;
-    return load(&event->recording) || (load(&event->behind) && is_stuck()) ? cudaErrorNotReady : cudaSuccess;
+    return load(&event->recording) || (load(&event->blocked) && is_stuck()) ? cudaErrorNotReady : cudaSuccess;
 }
 
 /* ---- the fake NCCL ---- */
