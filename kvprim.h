@@ -1,4 +1,5 @@
-/* kvprim.h: the bytes of a KV cache, found, gathered, stored, transferred and unpacked on the CPU. C11, no dependency.
+/* SPDX-License-Identifier: MIT */
+/* kvprim.h: finds, gathers, stores, transfers and unpacks the bytes of a KV cache on the CPU. C11, no dependency.
 
    Do this:
 
@@ -15,47 +16,61 @@
            return matched == 5 ? 0 : 1;
        }
 
-   What it does: says how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
+   What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache) and unpack (fragments of a receive buffer to their places). These functions are also the reference for
-   kvprim_cuda.cuh, which takes the same descriptors.
+   to cache) and unpack (fragments of a receive buffer to their places). kvprim_cuda.cuh takes the same descriptors;
+   the functions here are its reference.
 
-   What it does NOT do: own or allocate memory, start threads, print, do arithmetic on what it moves.
+   What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
 
-   Contents, search for the tag:
-       >>config      macros you may define
+   Contents (search for the tag):
+       >>config      macros that you may define
+       >>version     what a binding compares
        >>status      kvprim_status, errors and their text
+       >>dtype       element types
        >>prefix      prefix compare
        >>table       kvprim_table: rows, pages, heads; the index rule
        >>gather      >>store      >>transfer      >>unpack
+       >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
-       >>impl        the implementation
+       >>impl        the implementation:
+           >>impl_status
+           >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
+           >>impl_table           defaults, page arithmetic, how far a table reaches
+           >>impl_check           checks of one side, of a move, of layers, of K beside V
+           >>impl_moves           descriptors into moves
+           >>impl_cpu_move        the executor: index rule, zero fill, copies
+           >>impl_unpack
 
    Rules that hold for every function here
-       Errors     A descriptor is checked before the first byte moves: on an error nothing was written, the status is
-                  not KVPRIM_OK, and kvprim_last_error() names the field and the values. count == 0 is KVPRIM_OK and
-                  looks at nothing else.
-       Threads    Every function may be called from any number of threads at once. The bytes are the caller's to share.
-       Alignment  Rows: any, of any number of bytes >= 1. Tokens, indices and counters: as their C types.
-       Aliasing   What is written must not overlap what is read, from the first byte of a table to its last; neither
-                  rows nor indices, fragments, layer arrays or descriptors. Checked, but for the last two. Rows of one
-                  cache may be copied inside it: see same_cache.
+       Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
+                  the status is not KVPRIM_OK, and kvprim_last_error() names the field and the values. With count == 0
+                  it returns KVPRIM_OK and looks at nothing else.
+       Threads    Any number of threads may call every function at once. Sharing the bytes is the caller's business.
+       Alignment  Rows may have any alignment and any number of bytes >= 1. Tokens, indices and counters are aligned
+                  as their C types.
+       Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
+                  descriptors, from the first byte of a table to the last. All except the last two are checked. To
+                  copy rows inside one cache, see same_cache.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
-   KVPRIM_IMPLEMENTATION       in one translation unit: implements every kvprim header included there
-   KVPRIM_CORE_IMPLEMENTATION  in one translation unit: implements this header alone
-   KVPRIM_STATIC               in every translation unit that uses this copy: all functions are static to the unit,
-                               which must implement them too. Lets two vendored copies live in one program.
-   KVPRIM_NO_SIMD              in every translation unit, or none: portable C only, no named variants but _scalar
-   KVPRIM_DEBUG                in the implementing one: unpack refuses fragments whose destinations overlap. It sorts
-                               them, in memory from malloc; where there is none they are not checked
-   KVPRIM_NVTX                 in the implementing ones, before the first kvprim header: an NVTX range around every call
-                               that moves or compares, but for the named variants, named after the function, as
-                               profilers show. Needs NVTX's header-only C API, nvtx3/ of the CUDA Toolkit, C++ or a
-                               compiler with the attribute `cleanup`, and -ldl where dlopen is not in libc. Left out:
-                               no cost
+   KVPRIM_IMPLEMENTATION       one translation unit: implements every kvprim header that it includes
+   KVPRIM_CORE_IMPLEMENTATION  one translation unit: implements this header only
+   KVPRIM_STATIC               every translation unit that uses this copy: makes all functions static to the unit,
+                               which must implement them too. Two vendored copies can then live in one program.
+   KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
+   KVPRIM_DEBUG                the implementing unit: unpack refuses fragments whose destinations overlap. It sorts
+                               them in memory from malloc, and skips the check if there is none.
+   KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
+                               call that moves or compares, except the named variants. The range has the function's
+                               name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
+                               Toolkit), C++ or a compiler with the attribute `cleanup`, and -ldl where dlopen is not
+                               in libc. Costs nothing if it is not defined.
+
+   To keep kvprim's symbols out of a shared library, compile the implementing unit with -fvisibility=hidden, or define
+   KVPRIM_STATIC.
 */
 #ifndef KVPRIM_H
 #define KVPRIM_H
@@ -64,8 +79,9 @@
 #include <stdint.h>
 
 #define KVPRIM_VERSION_MAJOR 0
-#define KVPRIM_VERSION_MINOR 1
+#define KVPRIM_VERSION_MINOR 2
 #define KVPRIM_VERSION_PATCH 0
+#define KVPRIM_VERSION (KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH)
 
 #if defined(KVPRIM_STATIC) && (defined(__GNUC__) || defined(__clang__))
 #define KVPRIM_API static __attribute__((unused))
@@ -73,6 +89,13 @@
 #define KVPRIM_API static
 #else
 #define KVPRIM_API extern
+#endif
+
+/* Compilers warn if the caller ignores the result. */
+#if defined(__GNUC__) || defined(__clang__)
+#define KVPRIM_CHECKED __attribute__((warn_unused_result))
+#else
+#define KVPRIM_CHECKED
 #endif
 
 /* Which variants of the prefix compare exist here. Other compilers and processors use the scalar one. */
@@ -88,6 +111,15 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* >>version -------------------------------------------------------------------------------------------------------- */
+
+/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not call on. */
+KVPRIM_API uint32_t kvprim_version(void);
+
+/* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
+   name. */
+KVPRIM_API size_t kvprim_sizeof(const char *struct_name);
 
 /* >>status --------------------------------------------------------------------------------------------------------- */
 
@@ -116,8 +148,8 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 /* One sentence for a status, without the particulars. Static storage. */
 KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 
-/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure; calls that
-   succeed leave it alone. Valid until the thread's next failure. */
+/* What went wrong in this thread's last failed call: function, field, values. "" before the first failure. Calls that
+   succeed do not change it. Valid until the thread's next failure. */
 KVPRIM_API const char *kvprim_last_error(void);
 
 /* >>prefix ---------------------------------------------------------------------------------------------------------
@@ -157,97 +189,124 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
 /* >>table ----------------------------------------------------------------------------------------------------------
 
-   Where the rows of a cache or tensor lie. Zero-initialise, then set what differs. All sizes are bytes unless they say
-   rows. Row r of a table that is not paged starts at data + r * stride; of a paged one at
+   Where the rows of a cache or tensor lie. Zero-initialise it, then set what differs. All sizes are bytes except where
+   they say rows. Row r starts at data + r * stride, or, in a table of pages, at
 
        data + (r / page_rows) * page_stride + (r % page_rows) * stride
 
-   and piece h of a row that lies in `heads` equal pieces starts h * head_stride further. Token-major caches (NHD) have
-   heads = 0; head-major ones (HND) have heads = H, and the defaults of the rest are right where nothing is padded.
+   If a row lies in `heads` equal pieces, piece h starts h * head_stride after that. Token-major caches (NHD) leave
+   heads at 0: their rows are whole. Head-major caches (HND) set heads = H and head_stride = page_rows * piece, where
+   a piece has row_bytes / H bytes; the other defaults are right if nothing is padded.
 
-   Index rule, the same everywhere: row = index - base. 0 <= row < rows: the row is moved. Otherwise the table is not
-   touched: gather writes a row of zeros, store and transfer skip it. Negative rows are padding and no error; rows >=
-   `rows` also add one to *rejected, if there is such a counter. So -1 padding (base 0), a reserved slot 0 (data at slot
-   1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked mode. */
+   Index rule, the same on every indexed side: row = index - base. If 0 <= row < rows, the row moves. Otherwise nothing
+   touches the table: gather writes a row of zeros, store and transfer skip the row. A negative row is padding and no
+   error. A row >= `rows` also adds one to *rejected, if there is such a counter. So -1 as padding (base 0), a reserved
+   slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
+   mode. */
 typedef struct kvprim_table {
-    void *data;          /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;        /* the bound that every index is checked against; a side without an index has >= count rows */
-    int64_t stride;      /* row to row; 0: packed, that is one row, or one piece if heads > 1. At least that. */
-    int64_t page_rows;   /* rows per page; 0: not paged */
-    int64_t page_stride; /* page to page; 0: packed. Rows must not overlap each other. */
-    int32_t heads;       /* a row lies in this many equal pieces, and divides by it; 0 or 1: in one */
-    int64_t head_stride; /* piece to piece; 0: packed, all rows of the page (or table) of one head, then the next */
+    void *data;        /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;      /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
+                            is an error */
+    int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
+    int64_t page_rows; /* rows per page; 0: no pages */
+    int64_t page_stride;    /* page to page; 0: packed. Rows must not overlap each other */
+    int32_t heads;          /* a row lies in this many equal pieces, and divides by it; 0 or 1: in one */
+    int32_t reserved_heads; /* reserved fields are 0, here and below */
+    int64_t head_stride;    /* piece to piece; required if heads > 1 */
+    int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
+                               reaches past it is an error */
+    int64_t reserved[2];
 } kvprim_table;
 
-typedef enum kvprim_index_type { KVPRIM_I32 = 0, KVPRIM_I64 = 1 } kvprim_index_type;
+/* The type of indices and slots. 0 is an error wherever an index is given. */
+typedef enum kvprim_index_type { KVPRIM_I32 = 1, KVPRIM_I64 = 2 } kvprim_index_type;
 
-/* The table with every 0 that stands for a default replaced by its value, for rows of row_bytes; heads at least 1. */
+/* The table with the default in place of every 0 that stands for one, for rows of row_bytes; heads is at least 1. */
 KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_bytes);
 
-/* Where row `row` (its first piece) starts; the table resolved, 0 <= row < rows, unchecked. */
+/* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
 KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
 
 /* >>gather ---------------------------------------------------------------------------------------------------------
 
-   dst row i = src row (index[i] - index_base), or zeros by the index rule, for i in [0, count). */
+   For i in [0, count): dst row i = src row (index[i * index_stride] - index_base), or zeros by the index rule. */
 typedef struct kvprim_gather_desc {
     kvprim_table dst, src;
     int64_t row_bytes;
-    const void *index; /* count int32 or int64, naturally aligned */
+    const void *index; /* int32 or int64, naturally aligned */
     kvprim_index_type index_type;
+    int32_t reserved_index;
     int64_t index_base, count;
-    uint32_t *rejected; /* optional; indices past src.rows are added to it. Memory that the executing side can write; on
-                           the CPU not atomically: one per thread */
+    uint32_t *rejected;   /* optional; indices past src.rows add to it. The executing side writes it: the GPU
+                             atomically, the CPU not (one per thread) */
+    int64_t index_stride; /* elements from one index to the next; 0: 1 */
+    int64_t reserved;
 } kvprim_gather_desc;
 
 /* Aliasing: dst must not overlap src. Repeated indices are fine.
-   Errors: NULL (descriptor, index, data), SIZE (names field and values), OVERLAP, ARGUMENT (index_type). */
-KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
+   Errors: NULL (descriptor, index, data), SIZE (names the field and the values), OVERLAP, ARGUMENT (index type, an
+   index or counter that is not aligned, a reserved field that is not 0). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
 /* >>store ----------------------------------------------------------------------------------------------------------
 
-   k_cache row (slot[i] - slot_base) = k row i, and likewise v, for i in [0, count); other slots: the index rule. */
+   For i in [0, count): k_cache row (slot[i * slot_stride] - slot_base) = k row i, and likewise v; other slots follow
+   the index rule. */
 typedef struct kvprim_store_desc {
-    kvprim_table k_cache, v_cache, k, v; /* v_cache.data NULL: K only, whatever v and v_bytes are (MLA) */
+    kvprim_table k_cache, v_cache, k, v; /* K only (MLA): leave v_cache, v and v_bytes at zero */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
-    const void *slot;                    /* count int32 or int64, naturally aligned */
+    const void *slot;                    /* int32 or int64, naturally aligned */
     kvprim_index_type slot_type;
+    int32_t reserved_slot;
     int64_t slot_base, count;
-    uint32_t *rejected; /* optional; slots past the caches' rows, counted once for K and V */
+    uint32_t *rejected;  /* optional; slots past the caches' rows, counted once for K and V */
+    int64_t slot_stride; /* elements from one slot to the next; 0: 1 */
+    int64_t reserved;
 } kvprim_store_desc;
 
-/* The caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
-   tensor (packed QKV). Duplicate slots: of each aligned 16 bytes inside the row, and of each byte at its edges, one of
-   the rows is kept, unspecified which (where either side has heads: inside what is one piece on both, and its edges).
-   That no K row overlaps a V row is checked for row 0 only.
-   Aliasing: no cache overlaps an input. Errors: as kvprim_gather. */
-KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc);
+/* Both caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
+   tensor (packed QKV). With duplicate slots, each aligned 16-byte block of a row (and each byte at an unaligned end)
+   comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
+   sides.
+   Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
+   strides, pages and heads, and covers row 0 otherwise.
+   Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *desc);
 
 /* >>transfer -------------------------------------------------------------------------------------------------------
 
-   In every layer: dst row dst_index[i] = src row src_index[i], for i in [0, count). Whole pages are rows too: give
-   row_bytes = a page. With K and V caches pass twice the layers: K and V of each. dst and src may differ in every field
-   of their geometry. */
+   In every layer, for i in [0, count): dst row (dst_index[i] - dst_index_base) = src row (src_index[i] -
+   src_index_base). A whole page can be a row: set row_bytes to the bytes of a page. For K and V caches pass twice the
+   layers: K and V of each. dst and src may differ in every field of their geometry. */
 typedef struct kvprim_transfer_desc {
     kvprim_table dst, src;   /* geometry, and layer 0's memory */
-    void *const *dst_layers; /* optional host arrays of `layers` base pointers, instead of dst.data ... */
+    void *const *dst_layers; /* optional host arrays of `layers` base pointers, in place of dst.data ... */
     void *const *src_layers; /* ... and src.data; free to reuse when the call returns */
-    int64_t dst_layer_stride, src_layer_stride; /* layer to layer where those are NULL; 0: packed, padding included */
-    int32_t layers;                             /* 0 means 1 */
-    int64_t row_bytes;
-    const void *dst_index, *src_index; /* count int32 or int64, naturally aligned; NULL: row i */
-    kvprim_index_type index_type;
-    int64_t count;
-    uint32_t *rejected; /* optional; an i with either index past its table is counted once */
+    int64_t dst_layer_stride, src_layer_stride; /* layer to layer without such an array; 0: packed, padding included */
+    int32_t layers;                             /* at most KVPRIM_MAX_LAYERS; 0 means 1 */
     int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
+    int64_t row_bytes;
+    const void *dst_index, *src_index;                /* int32 or int64, naturally aligned; NULL: row i */
+    kvprim_index_type index_type;                     /* of both, except ... */
+    kvprim_index_type dst_index_type, src_index_type; /* ... where one of these says otherwise */
+    int32_t reserved_index;
+    int64_t count;
+    uint32_t *rejected; /* optional; counts each i once for which either index is past its table */
+    int64_t dst_index_base, src_index_base;
+    int64_t dst_index_stride, src_index_stride; /* elements from one index to the next; 0: 1 */
+    int64_t reserved;
 } kvprim_transfer_desc;
 
-/* A row moves if both of its indices are in range. Repeated dst indices: as duplicate slots.
-   Aliasing: no layer of dst overlaps a layer of src (checked) or of dst (not checked). With same_cache dst and src have
-   the same layers and geometry instead (checked), and the caller promises that no row is both written and read in this
-   call, whatever i it is named by: where one is, its bytes and those of the rows it goes to are unspecified.
+/* Limits: more is KVPRIM_ERROR_SIZE. */
+enum { KVPRIM_MAX_LAYERS = 65536, KVPRIM_MAX_INDEX_STRIDE = 1 << 28 };
+
+/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
+   Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
+   (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
+   (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
+   does, the bytes of that row and of the rows it goes to are unspecified.
    Errors: as kvprim_gather; ARGUMENT also for same_cache (neither 0 nor 1, or with two caches). */
-KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
 
@@ -271,21 +330,73 @@ typedef struct kvprim_unpack_desc {
    KVPRIM_ERROR_OVERLAP).
    Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
    Errors: NULL, SIZE, OVERLAP, BOUNDS (names the fragment). */
-KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
 /* Bytes of pinned host memory in which kvprim_cuda_unpack can describe any `count` fragments to the GPU: see there. The
    CPU needs none. Saturates at SIZE_MAX. */
 KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
+/* >>move -----------------------------------------------------------------------------------------------------------
+
+   Gather, store and transfer come down to moves: in every layer, dst row = src row, where either side may name its
+   rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
+   as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
+
+   A move holds the pointers of its descriptor, not what they point to. Between runs the caller may point table.data,
+   layers, index or rejected at other memory of the same layout and alignment, and may lower count. All other fields
+   are read-only. */
+
+/* One side: where its rows lie and what names them. */
+typedef struct kvprim_side {
+    kvprim_table table;           /* resolved; pages and heads that follow each other without a gap are left out */
+    const void *index;            /* NULL: row i */
+    kvprim_index_type index_type; /* KVPRIM_I32 or KVPRIM_I64, or 0 without an index */
+    int32_t page_shift;           /* page_rows == 1 << page_shift; -1: no power of two */
+    int64_t index_base, index_stride;
+    void *const *layers; /* one base pointer per layer; NULL: they lie layer_stride bytes apart from table.data on */
+    int64_t layer_stride;
+    int64_t piece_bytes; /* row_bytes / heads */
+    uint64_t bytes;      /* of one layer, from data to the end of the last row that a move can touch */
+} kvprim_side;
+
+/* The names of a descriptor's fields, for errors. */
+typedef struct kvprim_move_names {
+    const char *function, *row_bytes, *dst, *dst_index, *src, *src_index;
+} kvprim_move_names;
+
+typedef struct kvprim_move {
+    kvprim_side dst, src;
+    int64_t row_bytes, count;
+    int32_t layers;
+    int32_t zero; /* 1: a dst row whose source is out of range becomes zeros; 0: it is left alone */
+    int32_t same_cache;
+    int32_t reserved_cache;
+    uint32_t *rejected; /* counted in layer 0 */
+    const kvprim_move_names *names;
+} kvprim_move;
+
+/* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
+
+/* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
+
+/* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty. */
+KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
+
 /* >>check ----------------------------------------------------------------------------------------------------------
 
-   The checks that the functions above make before they start, alone: for callers that check once and launch often, and
-   for kvprim_cuda.cuh. The same status and text; if `resolved` is not NULL and all is well, it receives the descriptor
-   with every default filled in. */
-KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvprim_gather_desc *resolved);
-KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
-KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc, kvprim_transfer_desc *resolved);
-KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
+   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with every default filled
+   in. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
+                                                            kvprim_gather_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
+                                                              kvprim_transfer_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
 #if defined(__GNUC__) || defined(__clang__)
@@ -368,6 +479,12 @@ static inline void kvpi_end_range(const int *level)
 #endif
 #endif
 
+#ifdef __cplusplus
+#define KVPRIM_STATIC_ASSERT static_assert
+#else
+#define KVPRIM_STATIC_ASSERT _Static_assert
+#endif
+
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
@@ -380,7 +497,41 @@ static inline void kvpi_end_range(const int *level)
 extern "C" {
 #endif
 
-/* ---- status ---- */
+/* >>impl_status ---------------------------------------------------------------------------------------------------- */
+
+/* Structures may grow with a version, but not by accident. Bindings declare them again. */
+#if UINTPTR_MAX == UINT64_MAX
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 144, "kvprim_side");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 336, "kvprim_move");
+#endif
+
+KVPRIM_API uint32_t kvprim_version(void)
+{
+    return KVPRIM_VERSION;
+}
+
+KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
+{
+    static const struct {
+        const char *name;
+        size_t bytes;
+    } structs[] = {{"kvprim_table", sizeof(kvprim_table)},
+                   {"kvprim_gather_desc", sizeof(kvprim_gather_desc)},
+                   {"kvprim_store_desc", sizeof(kvprim_store_desc)},
+                   {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
+                   {"kvprim_fragment", sizeof(kvprim_fragment)},
+                   {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
+                   {"kvprim_side", sizeof(kvprim_side)},
+                   {"kvprim_move", sizeof(kvprim_move)}};
+    for (size_t i = 0; struct_name && i < sizeof structs / sizeof *structs; i++)
+        if (strcmp(struct_name, structs[i].name) == 0)
+            return structs[i].bytes;
+    return 0;
+}
 
 static KVPRIM_THREAD_LOCAL char kvpi_error_text[256];
 
@@ -1044,21 +1195,21 @@ KVPRIM_API const char *kvprim_isa(void)
 #endif
 }
 
-/* ---- tables: defaults and checks ---- */
+/* >>impl_table ----------------------------------------------------------------------------------------------------- */
 
-/* Leaves the function with the status unless it is KVPRIM_OK. */
+/* Returns the status unless it is KVPRIM_OK. */
 #define KVPRIM_TRY(call)                                                                                               \
     do {                                                                                                               \
         const kvprim_status try_status = (call);                                                                       \
-        if (try_status != KVPRIM_OK)                                                                                   \
+        if (!KVPRIM_LIKELY(try_status == KVPRIM_OK))                                                                   \
             return try_status;                                                                                         \
     } while (0)
 
 /* Bytes of a table: what pointers can span, with room for one addition. 2^62 where they have 64 bits. */
 static const uint64_t kvpi_too_large = (uint64_t)PTRDIFF_MAX / 2 + 1;
 
-/* Products and sums of sizes that stay at kvpi_too_large instead of wrapping. Mostly both sizes have half its bits:
-   a division is much of what a check costs. */
+/* Products and sums of sizes, which stay at kvpi_too_large instead of wrapping. Most factors have half the bits, and
+   the test for that spares a division, which is much of what a check costs. */
 static uint64_t kvpi_mul(uint64_t a, uint64_t b)
 {
     if ((a | b) >> (4 * sizeof(void *) - 1) == 0)
@@ -1071,20 +1222,21 @@ static uint64_t kvpi_add(uint64_t a, uint64_t b)
     return a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
+static int64_t kvpi_piece_of(const kvprim_table *t, int64_t row_bytes)
+{
+    return t->heads > 1 ? row_bytes / t->heads : row_bytes;
+}
+
 static void kvpi_resolve(kvprim_table *t, int64_t row_bytes)
 {
-    if (t->heads < 1)
-        t->heads = 1;
+    const int64_t piece = kvpi_piece_of(t, row_bytes);
+    t->heads = t->heads > 1 ? t->heads : 1;
     if (t->stride == 0)
-        t->stride = t->heads == 1 ? row_bytes : row_bytes / t->heads;
-    if (t->heads == 1 && t->page_rows == 0)
-        return;
-    const uint64_t page = kvpi_mul((uint64_t)(t->page_rows ? t->page_rows : t->rows), (uint64_t)t->stride);
-    if (t->head_stride == 0 && t->heads > 1)
-        t->head_stride = (int64_t)page;
-    if (t->page_stride == 0 && t->page_rows > 0) { /* whichever is outside: all heads of a row, or all rows of a head */
-        const uint64_t pieces = t->heads > 1 ? kvpi_mul((uint64_t)t->heads, (uint64_t)t->head_stride) : 0;
-        t->page_stride = (int64_t)(pieces > page ? pieces : page);
+        t->stride = t->heads > 1 && t->head_stride > piece ? piece : row_bytes;
+    if (t->page_rows > 0 && t->page_stride == 0) { /* either loop may be outside: heads of a row, or rows of a head */
+        const uint64_t rows = kvpi_mul((uint64_t)t->page_rows, (uint64_t)t->stride);
+        const uint64_t heads = t->heads > 1 ? kvpi_mul((uint64_t)t->heads, (uint64_t)t->head_stride) : 0;
+        t->page_stride = (int64_t)(heads > rows ? heads : rows);
     }
 }
 
@@ -1102,86 +1254,17 @@ KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row)
     return (char *)t->data + row * t->stride;
 }
 
-/* One side of a move while it is checked, and what an error calls it: "kvprim_store: k_cache.stride ...". */
-typedef struct kvpi_side {
-    const char *function, *name;
-    kvprim_table *table;
-    const char *row_bytes_field;
-    int64_t row_bytes, used; /* used: rows that can be touched */
-    int32_t layers;
-    int64_t layer_stride;
-    uint64_t bytes; /* result: from the first byte of row 0 to the last that can be touched, in one layer */
-} kvpi_side;
-
-static kvprim_status kvpi_bad(const kvpi_side *side, const char *field, int64_t value, const char *why, uint64_t other)
+KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
 {
-    const char *const joint = strcmp(field, "layer_stride") == 0 ? "_" : "."; /* src_layer_stride is no field of src */
-    return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s%s%s is %lld, %s %llu", side->function, side->name, joint, field,
-                       (long long)value, why, (unsigned long long)other);
+    if (side->layers)
+        return (char *)side->layers[layer];
+    return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The fields on their own, before the defaults. */
-static kvprim_status kvpi_check_fields(const kvpi_side *side)
+/* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
+static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_bytes)
 {
-    const kvprim_table *const t = side->table;
-    const int64_t row_bytes = side->row_bytes, heads = t->heads > 1 ? t->heads : 1;
-    const int64_t piece = heads == 1 ? row_bytes : row_bytes / heads;
-    if (row_bytes < 1)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", side->function, side->row_bytes_field,
-                           (long long)row_bytes);
-    if (t->rows < 0)
-        return kvpi_bad(side, "rows", t->rows, "less than", 0);
-    if (t->rows < side->used)
-        return kvpi_bad(side, "rows", t->rows, "less than count, which is", (uint64_t)side->used);
-    if (t->page_rows < 0)
-        return kvpi_bad(side, "page_rows", t->page_rows, "less than", 0);
-    if (t->heads < 0)
-        return kvpi_bad(side, "heads", t->heads, "less than", 0);
-    if (piece * heads != row_bytes)
-        return kvpi_bad(side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
-    if (t->stride && t->stride < piece)
-        return kvpi_bad(side, "stride", t->stride,
-                        heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,", (uint64_t)piece);
-    if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
-        return kvpi_bad(side, "page_stride", t->page_stride, "less than a row's bytes,", (uint64_t)piece);
-    if (t->head_stride < 0 || (heads > 1 && t->head_stride && t->head_stride < piece))
-        return kvpi_bad(side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
-    if (side->layer_stride < 0)
-        return kvpi_bad(side, "layer_stride", side->layer_stride, "less than", 0);
-    return KVPRIM_OK;
-}
-
-/* One loop over a table's memory: n steps of `stride` bytes. */
-typedef struct kvpi_dim {
-    const char *field;
-    uint64_t stride, n;
-} kvpi_dim;
-
-/* The bytes that `piece` bytes at every combination of steps span. From the smallest stride up, each step must clear
-   all that lies inside it: rows that overlap each other are an error. */
-static kvprim_status kvpi_span(const kvpi_side *side, kvpi_dim *dims, int count, uint64_t piece, uint64_t *span)
-{
-    *span = piece;
-    for (int k = 0; k < count; k++) {
-        int least = k;
-        for (int i = k + 1; i < count; i++)
-            if (dims[i].stride < dims[least].stride)
-                least = i;
-        const kvpi_dim dim = dims[least];
-        dims[least] = dims[k];
-        if (dim.n > 1 && dim.stride < *span)
-            return kvpi_bad(side, dim.field, (int64_t)dim.stride, "but what lies inside that step takes bytes:", *span);
-        if (dim.n > 1)
-            *span = kvpi_add(*span, kvpi_mul(dim.n - 1, dim.stride));
-    }
-    return KVPRIM_OK;
-}
-
-/* Where the last byte of the rows in use ends. A whole page may reach further than a last one in part behind it. */
-static uint64_t kvpi_reach(const kvpi_side *side)
-{
-    const kvprim_table *const t = side->table;
-    const uint64_t used = (uint64_t)side->used, page_rows = (uint64_t)t->page_rows, stride = (uint64_t)t->stride;
+    const uint64_t used = (uint64_t)rows, page_rows = (uint64_t)t->page_rows, stride = (uint64_t)t->stride;
     if (used == 0)
         return 0;
     uint64_t last = kvpi_mul(used - 1, stride);
@@ -1194,69 +1277,224 @@ static uint64_t kvpi_reach(const kvpi_side *side)
             last = whole > last ? whole : last;
         }
     }
-    last = kvpi_add(last, kvpi_mul((uint64_t)t->heads - 1, (uint64_t)t->head_stride));
-    return kvpi_add(last, (uint64_t)(side->row_bytes / t->heads));
+    if (t->heads > 1)
+        last = kvpi_add(last, kvpi_mul((uint64_t)t->heads - 1, (uint64_t)t->head_stride));
+    return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Layers one after the other: the outermost of a table's loops, padding included. */
-static uint64_t kvpi_packed_layer(const kvpi_dim *dims, int count)
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
+static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
+{
+    kvprim_table *const t = &side->table;
+    if (t->heads > 1 && t->head_stride == row_bytes / t->heads)
+        t->heads = 1;
+    if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0)
+        t->page_rows = 0;
+    side->piece_bytes = kvpi_piece_of(t, row_bytes);
+    side->page_shift = 0;
+    while (t->page_rows >> side->page_shift > 1)
+        side->page_shift++;
+    if (t->page_rows != (int64_t)1 << side->page_shift)
+        side->page_shift = -1;
+}
+
+/* >>impl_check ----------------------------------------------------------------------------------------------------- */
+
+static const char *kvpi_name(const kvprim_move *m, const kvprim_side *side)
+{
+    return side == &m->dst ? m->names->dst : m->names->src;
+}
+
+static const char *kvpi_index_name(const kvprim_move *m, const kvprim_side *side)
+{
+    return side == &m->dst ? m->names->dst_index : m->names->src_index;
+}
+
+/* "kvprim_store: k_cache.stride is 8, less than a row's bytes, 16". A layer stride is no field of the table. */
+static kvprim_status kvpi_bad(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
+                              const char *why, uint64_t other)
+{
+    const char *const joint = strcmp(field, "layer_stride") == 0 ? "_" : ".";
+    return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s%s%s is %lld, %s %llu", m->names->function, kvpi_name(m, side), joint,
+                       field, (long long)value, why, (unsigned long long)other);
+}
+
+static kvprim_status kvpi_not_zero(const char *function, const char *field)
+{
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is not 0: zero-initialise the structure", function, field);
+}
+
+/* The rows of a side that a move can touch. */
+static int64_t kvpi_used(const kvprim_move *m, const kvprim_side *side)
+{
+    return side->index ? side->table.rows : m->count;
+}
+
+/* The fields one by one, before the defaults. */
+static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_table *const t = &side->table;
+    const int64_t row_bytes = m->row_bytes, piece = kvpi_piece_of(t, row_bytes);
+    if (row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
+                           (long long)row_bytes);
+    if (t->rows < 0)
+        return kvpi_bad(m, side, "rows", t->rows, "less than", 0);
+    if (t->rows < kvpi_used(m, side))
+        return kvpi_bad(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
+    if (t->rows == 0 && (t->data || side->layers))
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
+                           kvpi_name(m, side));
+    if (t->page_rows < 0)
+        return kvpi_bad(m, side, "page_rows", t->page_rows, "less than", 0);
+    if (t->heads < 0)
+        return kvpi_bad(m, side, "heads", t->heads, "less than", 0);
+    if (t->heads > 1 && piece * t->heads != row_bytes)
+        return kvpi_bad(m, side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
+    if (t->stride && t->stride < piece)
+        return kvpi_bad(m, side, "stride", t->stride,
+                        t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,",
+                        (uint64_t)piece);
+    if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
+        return kvpi_bad(m, side, "page_stride", t->page_stride, "less than a row's bytes,", (uint64_t)piece);
+    if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
+        return kvpi_bad(m, side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
+    if (t->bytes < 0)
+        return kvpi_bad(m, side, "bytes", t->bytes, "less than", 0);
+    if (side->layer_stride < 0)
+        return kvpi_bad(m, side, "layer_stride", side->layer_stride, "less than", 0);
+    if (t->reserved_heads | t->reserved[0] | t->reserved[1])
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
+                           m->names->function, kvpi_name(m, side));
+    return KVPRIM_OK;
+}
+
+/* One loop over a table's memory: n steps of `stride` bytes. */
+typedef struct kvpi_loop {
+    const char *field;
+    uint64_t stride, n;
+} kvpi_loop;
+
+/* The bytes that `piece` bytes at every combination of steps span. From the smallest stride up, each step must clear
+   all that lies inside it: rows that overlap each other are an error. */
+static kvprim_status kvpi_span(const kvprim_move *m, const kvprim_side *side, kvpi_loop *loops, int count,
+                               uint64_t piece, uint64_t *span)
+{
+    *span = piece;
+    for (int k = 0; k < count; k++) {
+        int least = k;
+        for (int i = k + 1; i < count; i++)
+            if (loops[i].stride < loops[least].stride)
+                least = i;
+        const kvpi_loop loop = loops[least];
+        loops[least] = loops[k];
+        if (loop.n > 1 && loop.stride < *span)
+            return kvpi_bad(m, side, loop.field, (int64_t)loop.stride,
+                            "but what lies inside that step takes bytes:", *span);
+        if (loop.n > 1)
+            *span = kvpi_add(*span, kvpi_mul(loop.n - 1, loop.stride));
+    }
+    return KVPRIM_OK;
+}
+
+/* The default layer stride: the outermost of a table's loops, padding included. */
+static uint64_t kvpi_packed_layer(const kvpi_loop *loops, int count)
 {
     uint64_t most = 0;
     for (int k = 0; k < count; k++) {
-        const uint64_t bytes = dims[k].stride == 0 ? 0 : kvpi_mul(dims[k].n, dims[k].stride);
+        const uint64_t bytes = loops[k].stride == 0 ? 0 : kvpi_mul(loops[k].n, loops[k].stride);
         most = bytes > most ? bytes : most;
     }
     return most;
 }
 
-/* Of a table of pages, heads or layers: that no two pieces overlap, that it is not too large, and side->bytes. */
-static kvprim_status kvpi_check_dims(kvpi_side *side)
+/* A table of pages, heads or layers: no two pieces overlap, and it is not too large. Each layer of an array is a table
+   of its own. */
+static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
 {
-    const kvprim_table *const t = side->table;
+    const kvprim_table *const t = &side->table;
     const uint64_t rows = (uint64_t)t->rows, page_rows = t->page_rows ? (uint64_t)t->page_rows : rows;
-    kvpi_dim dims[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
-                        {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
-                        {"page_stride", t->page_rows ? (uint64_t)t->page_stride : 0, (rows - 1) / page_rows + 1},
-                        {"layer_stride", (uint64_t)side->layer_stride, (uint64_t)side->layers}};
+    kvpi_loop loops[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
+                          {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
+                          {"page_stride", t->page_rows ? (uint64_t)t->page_stride : 0, (rows - 1) / page_rows + 1},
+                          {"layer_stride", (uint64_t)side->layer_stride, side->layers ? 1 : (uint64_t)m->layers}};
     if (side->layer_stride == 0)
-        side->layer_stride = (int64_t)(dims[3].stride = kvpi_packed_layer(dims, 3));
+        side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(side, dims, 4, (uint64_t)(side->row_bytes / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(m->row_bytes / t->heads), &span));
     if (span >= kvpi_too_large)
-        return kvpi_bad(side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(side);
+        return kvpi_bad(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
+    side->bytes = kvpi_reach(t, kvpi_used(m, side), m->row_bytes);
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
-static kvprim_status kvpi_check_plain(kvpi_side *side)
+static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table->stride, row_bytes = (uint64_t)side->row_bytes;
-    const uint64_t rows = (uint64_t)side->table->rows, used = (uint64_t)side->used;
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)m->row_bytes;
+    const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
-        return kvpi_bad(side, "rows", side->table->rows, "which makes the table larger than", kvpi_too_large);
+        return kvpi_bad(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
     side->bytes = used ? (used - 1) * stride + row_bytes : 0;
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
     return KVPRIM_OK;
 }
 
-/* Checks the side, fills in its table's defaults and its bytes. */
-static kvprim_status kvpi_check_side(kvpi_side *side)
+/* The table, and all layers that start in its memory, end inside it. */
+static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
 {
-    KVPRIM_TRY(kvpi_check_fields(side));
-    kvprim_table *const t = side->table;
-    kvpi_resolve(t, side->row_bytes);
+    const kvprim_table *const t = &side->table;
+    uint64_t reach = kvpi_reach(t, t->rows, m->row_bytes);
+    if (!side->layers)
+        reach = kvpi_add(reach, kvpi_mul((uint64_t)m->layers - 1, (uint64_t)side->layer_stride));
+    if (reach <= (uint64_t)t->bytes)
+        return KVPRIM_OK;
+    return kvpi_bad(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
+}
+
+/* Checks a side and fills in its defaults and its bytes. */
+static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
+{
+    kvprim_table *const t = &side->table;
+    KVPRIM_TRY(kvpi_check_fields(m, side));
+    kvpi_resolve(t, m->row_bytes);
     if (t->rows == 0) {
         side->layer_stride = 0; /* nothing of it is ever touched */
         return KVPRIM_OK;
     }
-    if (t->page_rows == 0 && t->heads == 1 && side->layers == 1)
-        KVPRIM_TRY(kvpi_check_plain(side));
+    if (t->page_rows == 0 && t->heads == 1 && (m->layers == 1 || side->layers))
+        KVPRIM_TRY(kvpi_check_plain(m, side));
     else
-        KVPRIM_TRY(kvpi_check_dims(side));
-    if (side->used > 0 && !t->data)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", side->function, side->name);
+        KVPRIM_TRY(kvpi_check_loops(m, side));
+    if (t->bytes)
+        KVPRIM_TRY(kvpi_check_bytes(m, side));
+    if (!t->data && kvpi_used(m, side) > 0)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
+    return KVPRIM_OK;
+}
+
+static uint64_t kvpi_index_bytes(const kvprim_move *m, const kvprim_side *side)
+{
+    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
+    return kvpi_add(kvpi_mul(kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride), size), size);
+}
+
+static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
+{
+    const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
+    const kvprim_index_type type = side->index_type;
+    if (!side->index_stride)
+        side->index_stride = 1;
+    if (type != KVPRIM_I32 && type != KVPRIM_I64)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
+                           name, (int)type);
+    if ((uintptr_t)side->index % (type == KVPRIM_I64 ? 8 : 4) != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, name,
+                           side->index);
+    if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
+                           (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
     return KVPRIM_OK;
 }
 
@@ -1266,163 +1504,197 @@ static int kvpi_overlap(const void *a, uint64_t a_bytes, const void *b, uint64_t
     return x <= y ? y - x < a_bytes && b_bytes : x - y < b_bytes && a_bytes;
 }
 
-static kvprim_status kvpi_check_apart(const kvpi_side *a, const kvpi_side *b)
+/* Some bytes and what an error calls them. */
+typedef struct kvpi_bytes {
+    const char *name;
+    const void *data;
+    uint64_t bytes;
+} kvpi_bytes;
+
+static kvprim_status kvpi_overlaps(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
 {
-    if (!kvpi_overlap(a->table->data, a->bytes, b->table->data, b->bytes))
-        return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)", a->function,
-                       a->name, a->table->data, (unsigned long long)a->bytes, b->name, b->table->data,
-                       (unsigned long long)b->bytes);
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)%s", function, a.name,
+                       a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
 }
 
-static kvprim_status kvpi_check_index(const char *function, const char *field, const void *index,
-                                      kvprim_index_type type)
-{
-    if (!index)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, field);
-    if (type != KVPRIM_I32 && type != KVPRIM_I64)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
-                           field, (int)type);
-    if ((uintptr_t)index % (type == KVPRIM_I64 ? 8 : 4) != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, field, index);
-    return KVPRIM_OK;
-}
+/* The hull of a side: from the lowest byte of all layers to the highest. */
+typedef struct kvpi_hull {
+    const void *data;
+    uint64_t bytes;
+    int ascends; /* each layer starts after the one before it */
+} kvpi_hull;
 
-/* The indices do not lie in what is written. */
-static kvprim_status kvpi_check_index_apart(const kvpi_side *dst, const char *field, const void *index,
-                                            kvprim_index_type type, int64_t count)
+static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
 {
-    const uint64_t bytes = kvpi_mul((uint64_t)count, type == KVPRIM_I64 ? 8 : 4);
-    if (!index || !kvpi_overlap(dst->table->data, dst->bytes, index, bytes))
-        return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)", dst->function,
-                       field, index, (unsigned long long)bytes, dst->name, dst->table->data,
-                       (unsigned long long)dst->bytes);
-}
-
-static kvprim_status kvpi_check_count(const char *function, int64_t count)
-{
-    if (count < 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, less than 0", function, (long long)count);
-    return KVPRIM_OK;
-}
-
-static kvprim_status kvpi_check_desc(const char *function, const void *desc)
-{
-    return desc ? KVPRIM_OK : kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
-}
-
-KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvprim_gather_desc *resolved)
-{
-    static const char function[] = "kvprim_gather";
-    KVPRIM_TRY(kvpi_check_desc(function, desc));
-    KVPRIM_TRY(kvpi_check_count(function, desc->count));
-    kvprim_gather_desc d = *desc;
-    if (d.count > 0) {
-        kvpi_side dst = {function, "dst", &d.dst, "row_bytes", d.row_bytes, d.count, 1, 0, 0};
-        kvpi_side src = {function, "src", &d.src, "row_bytes", d.row_bytes, d.src.rows, 1, 0, 0};
-        KVPRIM_TRY(kvpi_check_index(function, "index", d.index, d.index_type));
-        KVPRIM_TRY(kvpi_check_side(&dst));
-        KVPRIM_TRY(kvpi_check_side(&src));
-        KVPRIM_TRY(kvpi_check_apart(&dst, &src));
-        KVPRIM_TRY(kvpi_check_index_apart(&dst, "index", d.index, d.index_type, d.count));
-    }
-    if (resolved)
-        *resolved = d;
-    return KVPRIM_OK;
-}
-
-/* K, or V: cache and input. */
-static kvprim_status kvpi_check_store_pair(kvpi_side *cache, kvpi_side *input)
-{
-    KVPRIM_TRY(kvpi_check_side(cache));
-    KVPRIM_TRY(kvpi_check_side(input));
-    return kvpi_check_apart(cache, input);
-}
-
-KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved)
-{
-    static const char function[] = "kvprim_store";
-    KVPRIM_TRY(kvpi_check_desc(function, desc));
-    KVPRIM_TRY(kvpi_check_count(function, desc->count));
-    kvprim_store_desc d = *desc;
-    if (d.count > 0) {
-        kvpi_side k_cache = {function, "k_cache", &d.k_cache, "k_bytes", d.k_bytes, d.k_cache.rows, 1, 0, 0};
-        kvpi_side v_cache = {function, "v_cache", &d.v_cache, "v_bytes", d.v_bytes, d.v_cache.rows, 1, 0, 0};
-        kvpi_side k = {function, "k", &d.k, "k_bytes", d.k_bytes, d.count, 1, 0, 0};
-        kvpi_side v = {function, "v", &d.v, "v_bytes", d.v_bytes, d.count, 1, 0, 0};
-        KVPRIM_TRY(kvpi_check_index(function, "slot", d.slot, d.slot_type));
-        KVPRIM_TRY(kvpi_check_store_pair(&k_cache, &k));
-        KVPRIM_TRY(kvpi_check_index_apart(&k_cache, "slot", d.slot, d.slot_type, d.count));
-        if (d.v_cache.data) {
-            KVPRIM_TRY(kvpi_check_store_pair(&v_cache, &v));
-            KVPRIM_TRY(kvpi_check_index_apart(&v_cache, "slot", d.slot, d.slot_type, d.count));
-            KVPRIM_TRY(kvpi_check_apart(&k_cache, &v));
-            KVPRIM_TRY(kvpi_check_apart(&v_cache, &k));
-            if (d.v_cache.rows != d.k_cache.rows)
-                return kvpi_bad(&v_cache, "rows", d.v_cache.rows, "but k_cache.rows is", (uint64_t)d.k_cache.rows);
-            /* The caches may interleave, but not row 0 of both. */
-            k_cache.bytes = (uint64_t)(d.k_bytes / d.k_cache.heads);
-            v_cache.bytes = (uint64_t)(d.v_bytes / d.v_cache.heads);
-            if (d.k_cache.rows > 0)
-                KVPRIM_TRY(kvpi_check_apart(&v_cache, &k_cache));
-        }
-    }
-    if (resolved)
-        *resolved = d;
-    return KVPRIM_OK;
-}
-
-/* Layer l's memory on one side of a transfer. */
-static char *kvpi_layer(void *data, void *const *layers, int64_t layer_stride, int32_t l)
-{
-    if (layers)
-        return (char *)layers[l];
-    return data ? (char *)data + l * layer_stride : NULL; /* NULL: an empty table */
-}
-
-static char *kvpi_side_layer(const kvpi_side *side, void *const *layers, int32_t l)
-{
-    return kvpi_layer(side->table->data, layers, side->layer_stride, l);
-}
-
-/* From the lowest byte of a side's layers to the highest. */
-static uint64_t kvpi_all_layers(const kvpi_side *side, void *const *layers, char **first)
-{
-    char *last = *first = kvpi_side_layer(side, layers, 0);
-    for (int32_t l = 1; l < side->layers; l++) {
-        char *const data = kvpi_side_layer(side, layers, l);
-        *first = data < *first ? data : *first;
+    const char *first = kvprim_side_layer(side, 0), *last = first, *before = first;
+    int ascends = 1;
+    for (int32_t l = 1; l < m->layers; l++) {
+        const char *const data = kvprim_side_layer(side, l);
+        ascends &= data > before;
+        first = data < first ? data : first;
         last = data > last ? data : last;
+        before = data;
     }
-    return (uint64_t)((uintptr_t)last - (uintptr_t)*first) + side->bytes;
+    const kvpi_hull hull = {first, side->bytes ? (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes : 0,
+                            ascends};
+    return hull;
 }
 
-/* No layer of one side overlaps a layer of the other. Each with each only where the layers of both interleave. */
-static kvprim_status kvpi_check_layers_apart(const kvprim_transfer_desc *d, const kvpi_side *dst, const kvpi_side *src)
+/* Some bytes lie outside the rows of every layer of a side. */
+static kvprim_status kvpi_check_outside(const kvprim_move *m, const kvprim_side *side, const kvpi_hull *hull,
+                                        const char *name, const void *data, uint64_t bytes)
 {
-    char *dst_first, *src_first;
-    const uint64_t dst_bytes = kvpi_all_layers(dst, d->dst_layers, &dst_first);
-    const uint64_t src_bytes = kvpi_all_layers(src, d->src_layers, &src_first);
-    if (!kvpi_overlap(dst_first, dst_bytes, src_first, src_bytes))
+    if (KVPRIM_LIKELY(!kvpi_overlap(hull->data, hull->bytes, data, bytes)))
         return KVPRIM_OK;
-    for (int32_t i = 0; i < d->layers; i++)
-        for (int32_t j = 0; j < d->layers; j++) {
-            const char *const to = kvpi_side_layer(dst, d->dst_layers, i), *const from =
-                                                                               kvpi_side_layer(src, d->src_layers, j);
-            if (kvpi_overlap(to, dst->bytes, from, src->bytes))
-                return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                                   "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)",
-                                   dst->function, (int)i, (const void *)to, (unsigned long long)dst->bytes, (int)j,
-                                   (const void *)from, (unsigned long long)src->bytes);
+    for (int32_t l = 0; l < m->layers; l++) {
+        const char *const layer = kvprim_side_layer(side, l);
+        if (kvpi_overlap(layer, side->bytes, data, bytes)) {
+            const kvpi_bytes a = {name, data, bytes}, b = {kvpi_name(m, side), layer, side->bytes};
+            return kvpi_overlaps(m->names->function, a, b, "");
         }
+    }
+    return KVPRIM_OK;
+}
+
+/* The GPU adds to *rejected while it reads and writes the rest. */
+static kvprim_status kvpi_check_rejected(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+{
+    if (!m->rejected)
+        return KVPRIM_OK;
+    if ((uintptr_t)m->rejected % 4 != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: rejected (%p) is not aligned to 4 bytes", m->names->function,
+                           (void *)m->rejected);
+    KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, "rejected", m->rejected, 4));
+    KVPRIM_TRY(kvpi_check_outside(m, &m->src, src, "rejected", m->rejected, 4));
+    for (int k = 0; k < 2; k++) {
+        const kvprim_side *const side = k ? &m->src : &m->dst;
+        if (side->index && kvpi_overlap(m->rejected, 4, side->index, kvpi_index_bytes(m, side))) {
+            const kvpi_bytes a = {"rejected", m->rejected, 4},
+                             b = {kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)};
+            return kvpi_overlaps(m->names->function, a, b, "");
+        }
+    }
+    return KVPRIM_OK;
+}
+
+/* ---- layers ---- */
+
+enum { kvpi_sorted_layers = 2048 }; /* at a time: with as much to merge into, 32 KB of stack */
+
+/* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
+   mostly form few runs: all of K, then all of V. */
+static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
+{
+    for (;;) {
+        uint64_t *const from = a;
+        int32_t out = 0, merges = 0;
+        for (int32_t x = 0; x < n; merges++) {
+            int32_t x_end = x + 1;
+            while (x_end < n && from[x_end] >= from[x_end - 1])
+                x_end++;
+            int32_t y = x_end, y_end = x_end < n ? x_end + 1 : n;
+            while (y_end < n && from[y_end] >= from[y_end - 1])
+                y_end++;
+            while (x < x_end && y < y_end)
+                other[out++] = from[x] <= from[y] ? from[x++] : from[y++];
+            while (x < x_end)
+                other[out++] = from[x++];
+            while (y < y_end)
+                other[out++] = from[y++];
+            x = y_end;
+        }
+        a = other, other = from;
+        if (merges == 1)
+            return a;
+    }
+}
+
+static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
+{
+    return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
+}
+
+/* The first of n sorted addresses that is at least x, or n. */
+static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
+{
+    int32_t low = 0;
+    while (n > 0) {
+        const int32_t half = n / 2;
+        if (sorted[low + half] < x)
+            low += half + 1, n -= half + 1;
+        else
+            n = half;
+    }
+    return low;
+}
+
+static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
+{
+    int32_t i = 0, j = 0;
+    while (kvpi_layer_address(&m->dst, i) != dst)
+        i++;
+    while (kvpi_layer_address(&m->src, j) != src)
+        j++;
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                       "%s: dst layer %d (%p, %llu bytes) overlaps src layer %d (%p, %llu bytes)%s", m->names->function,
+                       (int)i, (void *)(uintptr_t)dst, (unsigned long long)m->dst.bytes, (int)j, (void *)(uintptr_t)src,
+                       (unsigned long long)m->src.bytes,
+                       dst == src ? "; to copy rows inside one cache set same_cache" : "");
+}
+
+/* None of some layers of dst, sorted, is the same as another of them, or as a layer of dst from `later` on. */
+static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64_t *sorted, int32_t n, int32_t later)
+{
+    for (int32_t k = 1; k < n; k++)
+        if (sorted[k] == sorted[k - 1])
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
+                               (void *)(uintptr_t)sorted[k]);
+    for (int32_t l = later; l < m->layers; l++) {
+        const int32_t k = kvpi_lower_bound(sorted, n, kvpi_layer_address(&m->dst, l));
+        if (k < n && sorted[k] == kvpi_layer_address(&m->dst, l))
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
+                               m->names->function, (int)l, (void *)(uintptr_t)sorted[k]);
+    }
+    return KVPRIM_OK;
+}
+
+/* None of some layers of dst, sorted, overlaps a layer of src. */
+static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_t *sorted, int32_t n)
+{
+    for (int32_t l = 0; l < m->layers; l++) {
+        const uint64_t src = kvpi_layer_address(&m->src, l), reach = m->dst.bytes - 1;
+        const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
+        if (k < n && (sorted[k] < src || sorted[k] - src < m->src.bytes))
+            return kvpi_fail_layers(m, sorted[k], src);
+    }
+    return KVPRIM_OK;
+}
+
+/* No layer of dst overlaps a layer of src, or is the same as another layer of dst. Most calls end at once: dst ascends,
+   and all of it lies apart from all of src. */
+static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+{
+    uint64_t layers[kvpi_sorted_layers], merged[kvpi_sorted_layers];
+    const int apart = m->same_cache || !kvpi_overlap(dst->data, dst->bytes, src->data, src->bytes);
+    if (dst->bytes == 0 || (dst->ascends && apart))
+        return KVPRIM_OK;
+    for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
+        const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
+        for (int32_t k = 0; k < n; k++)
+            layers[k] = kvpi_layer_address(&m->dst, l + k);
+        const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
+        KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
+        if (!apart)
+            KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
+    }
     return KVPRIM_OK;
 }
 
 /* One cache on both sides: the same layers, and rows that lie in them in the same way. */
-static kvprim_status kvpi_check_same_cache(const kvprim_transfer_desc *d, const kvpi_side *dst, const kvpi_side *src)
+static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
 {
-    const kvprim_table *const to = dst->table, *const from = src->table;
+    const char *const function = m->names->function;
+    const kvprim_table *const to = &m->dst.table, *const from = &m->src.table;
     const struct {
         const char *field;
         int64_t dst, src;
@@ -1434,83 +1706,307 @@ static kvprim_status kvpi_check_same_cache(const kvprim_transfer_desc *d, const 
     for (size_t k = 0; k < sizeof same / sizeof *same; k++)
         if (same[k].dst != same[k].src)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
-                               dst->function, same[k].field, (long long)same[k].dst, same[k].field,
-                               (long long)same[k].src);
-    for (int32_t l = 0; l < d->layers; l++) {
-        const char *const dst_layer = kvpi_side_layer(dst, d->dst_layers, l);
-        const char *const src_layer = kvpi_side_layer(src, d->src_layers, l);
-        if (dst_layer != src_layer)
+                               function, same[k].field, (long long)same[k].dst, same[k].field, (long long)same[k].src);
+    for (int32_t l = 0; l < m->layers; l++)
+        if (kvprim_side_layer(&m->dst, l) != kvprim_side_layer(&m->src, l))
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but layer %d is at %p in dst, at %p in src",
-                               dst->function, (int)l, (const void *)dst_layer, (const void *)src_layer);
+                               function, (int)l, (void *)kvprim_side_layer(&m->dst, l),
+                               (void *)kvprim_side_layer(&m->src, l));
+    return KVPRIM_OK;
+}
+
+/* ---- one move, and K beside V ---- */
+
+static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
+                                      const kvprim_side *b, const char *b_name)
+{
+    const kvpi_bytes x = {a_name, a->table.data, a->bytes}, y = {b_name, b->table.data, b->bytes};
+    if (!kvpi_overlap(x.data, x.bytes, y.data, y.bytes))
+        return KVPRIM_OK;
+    const int transfer = m->names->dst_index && m->names->src_index;
+    return kvpi_overlaps(m->names->function, x, y,
+                         transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
+}
+
+/* Fills in all defaults. */
+static kvprim_status kvpi_check_move(kvprim_move *m)
+{
+    if (m->dst.index)
+        KVPRIM_TRY(kvpi_check_index(m, &m->dst));
+    if (m->src.index)
+        KVPRIM_TRY(kvpi_check_index(m, &m->src));
+    KVPRIM_TRY(kvpi_check_side(m, &m->dst));
+    KVPRIM_TRY(kvpi_check_side(m, &m->src));
+    if (m->same_cache)
+        KVPRIM_TRY(kvpi_check_same_cache(m));
+    const kvpi_hull dst = kvpi_hull_of(m, &m->dst), src = kvpi_hull_of(m, &m->src);
+    if (m->layers > 1)
+        KVPRIM_TRY(kvpi_check_layers(m, &dst, &src));
+    else if (!m->same_cache)
+        KVPRIM_TRY(kvpi_check_apart(m, &m->dst, m->names->dst, &m->src, m->names->src));
+    for (int k = 0; k < 2; k++) {
+        const kvprim_side *const side = k ? &m->src : &m->dst;
+        if (side->index)
+            KVPRIM_TRY(
+                kvpi_check_outside(m, &m->dst, &dst, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)));
+    }
+    return kvpi_check_rejected(m, &dst, &src);
+}
+
+/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables, whose loops are the same: largest
+   stride first, each clearing what lies inside it. So only the two steps next to delta can bring them together. */
+static int kvpi_pieces_meet(int64_t delta, const kvpi_loop *loops, int count, int64_t k_bytes, int64_t v_bytes)
+{
+    if (count == 0)
+        return delta < k_bytes && -delta < v_bytes;
+    const int64_t stride = (int64_t)loops->stride, most = (int64_t)loops->n - 1;
+    if (most == 0)
+        return kvpi_pieces_meet(delta, loops + 1, count - 1, k_bytes, v_bytes);
+    const int64_t step = delta / stride - (delta % stride < 0);
+    for (int64_t s = step; s <= step + 1; s++)
+        if (-most <= s && s <= most && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
+            return 1;
+    return 0;
+}
+
+/* K and V caches may interleave, but no row of one overlaps a row of the other. */
+static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
+{
+    const kvprim_side *const k = &m[0].dst, *const v = &m[1].dst;
+    const kvprim_table *const a = &k->table, *const b = &v->table;
+    if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
+        return KVPRIM_OK;
+    const uint64_t rows = (uint64_t)a->rows, page_rows = a->page_rows ? (uint64_t)a->page_rows : rows;
+    const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
+                     (a->page_rows == 0 || a->page_stride == b->page_stride) &&
+                     (a->heads == 1 || a->head_stride == b->head_stride);
+    kvpi_loop loops[3] = {{"stride", (uint64_t)a->stride, page_rows < rows ? page_rows : rows},
+                          {"head_stride", (uint64_t)a->head_stride, (uint64_t)a->heads},
+                          {"page_stride", (uint64_t)a->page_stride, (rows - 1) / page_rows + 1}};
+    for (int i = 0; i < 3; i++) /* largest stride first */
+        for (int j = i + 1; j < 3; j++)
+            if (loops[j].stride > loops[i].stride) {
+                const kvpi_loop loop = loops[i];
+                loops[i] = loops[j], loops[j] = loop;
+            }
+    const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
+    const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
+    if (!kvpi_pieces_meet(delta, loops, same ? 3 : 0, k_piece, v_piece))
+        return KVPRIM_OK;
+    const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
+                     y = {"a row of k_cache", a->data, (uint64_t)k_piece};
+    return kvpi_overlaps("kvprim_store", x, y, "");
+}
+
+/* >>impl_moves ----------------------------------------------------------------------------------------------------- */
+
+static kvprim_status kvpi_check_desc(const char *function, const void *desc, const int64_t *count)
+{
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    if (*count < 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, less than 0", function, (long long)*count);
+    return KVPRIM_OK;
+}
+
+static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const void *index, kvprim_index_type type,
+                          int64_t base, int64_t stride)
+{
+    side->table = *table;
+    side->index = index, side->index_type = index ? type : (kvprim_index_type)0;
+    side->index_base = base, side->index_stride = stride;
+    side->layers = NULL, side->layer_stride = 0;
+    side->bytes = 0;
+}
+
+static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
+                          uint32_t *rejected)
+{
+    m->names = names;
+    m->row_bytes = row_bytes, m->count = count;
+    m->layers = 1, m->zero = 0, m->same_cache = 0, m->reserved_cache = 0;
+    m->rejected = rejected;
+}
+
+static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move *m)
+{
+    static const kvprim_move_names names = {"kvprim_gather", "row_bytes", "dst", NULL, "src", "index"};
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
+    kvpi_set_side(&m->dst, &d->dst, NULL, (kvprim_index_type)0, 0, 1);
+    kvpi_set_side(&m->src, &d->src, d->index, d->index_type, d->index_base, d->index_stride);
+    m->zero = 1;
+    if (m->count == 0)
+        return KVPRIM_OK;
+    if (!d->index)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather: index is NULL");
+    if (d->reserved_index | d->reserved)
+        return kvpi_not_zero("kvprim_gather", "a reserved field");
+    return kvpi_check_move(m);
+}
+
+/* K and V have the same slots. */
+static kvprim_status kvpi_check_pair(kvprim_move *m, const kvprim_store_desc *d)
+{
+    KVPRIM_TRY(kvpi_check_move(&m[1]));
+    KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
+    KVPRIM_TRY(kvpi_check_apart(m, &m[1].dst, "v_cache", &m[0].src, "k"));
+    if (d->v_cache.rows != d->k_cache.rows)
+        return kvpi_bad(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is", (uint64_t)d->k_cache.rows);
+    m[1].rejected = NULL; /* one slot counts once */
+    return kvpi_check_k_beside_v(m);
+}
+
+static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m)
+{
+    static const kvprim_move_names k_names = {"kvprim_store", "k_bytes", "k_cache", "slot", "k", NULL},
+                                   v_names = {"kvprim_store", "v_bytes", "v_cache", "slot", "v", NULL};
+    KVPRIM_TRY(kvpi_check_desc("kvprim_store", d, d ? &d->count : NULL));
+    const int has_v = d->v_cache.data != NULL;
+    kvpi_set_move(&m[0], &k_names, d->k_bytes, d->count, d->rejected);
+    kvpi_set_move(&m[1], &v_names, d->v_bytes, has_v ? d->count : 0, d->rejected);
+    kvpi_set_side(&m[0].dst, &d->k_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
+    kvpi_set_side(&m[0].src, &d->k, NULL, (kvprim_index_type)0, 0, 1);
+    kvpi_set_side(&m[1].dst, &d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
+    kvpi_set_side(&m[1].src, &d->v, NULL, (kvprim_index_type)0, 0, 1);
+    if (d->count == 0)
+        return KVPRIM_OK;
+    if (!d->slot)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: slot is NULL");
+    if (d->reserved_slot | d->reserved)
+        return kvpi_not_zero("kvprim_store", "a reserved field");
+    if (!has_v && (d->v.data || d->v_bytes) && d->k_cache.rows)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
+                           d->v.data ? "v.data" : "v_bytes");
+    KVPRIM_TRY(kvpi_check_move(&m[0]));
+    return has_v ? kvpi_check_pair(m, d) : KVPRIM_OK;
+}
+
+/* The layers of one side, before its table is checked. */
+static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
+{
+    if (!side->layers)
+        return KVPRIM_OK;
+    if (side->layer_stride)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
+                           kvpi_name(m, side), kvpi_name(m, side));
+    side->table.data = side->layers[0];
+    for (int32_t l = 0; l < m->layers && kvpi_used(m, side) > 0; l++)
+        if (!side->layers[l])
+            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
+                               (int)l);
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_move *m)
+{
+    static const kvprim_move_names names = {"kvprim_transfer", "row_bytes", "dst", "dst_index", "src", "src_index"};
+    KVPRIM_TRY(kvpi_check_desc(names.function, d, d ? &d->count : NULL));
+    kvpi_set_move(m, &names, d->row_bytes, d->count, d->rejected);
+    kvpi_set_side(&m->dst, &d->dst, d->dst_index, d->dst_index_type ? d->dst_index_type : d->index_type,
+                  d->dst_index_base, d->dst_index_stride);
+    kvpi_set_side(&m->src, &d->src, d->src_index, d->src_index_type ? d->src_index_type : d->index_type,
+                  d->src_index_base, d->src_index_stride);
+    m->dst.layers = d->dst_layers, m->dst.layer_stride = d->dst_layer_stride;
+    m->src.layers = d->src_layers, m->src.layer_stride = d->src_layer_stride;
+    m->layers = d->layers == 0 ? 1 : d->layers;
+    m->same_cache = d->same_cache;
+    if (m->count == 0)
+        return KVPRIM_OK;
+    if (d->reserved_index | d->reserved)
+        return kvpi_not_zero("kvprim_transfer", "a reserved field");
+    if (d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_transfer: layers is %d, less than 0 or more than %d",
+                           (int)d->layers, (int)KVPRIM_MAX_LAYERS);
+    if (m->same_cache != 0 && m->same_cache != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: same_cache is %d, neither 0 nor 1",
+                           (int)m->same_cache);
+    KVPRIM_TRY(kvpi_check_layer_array(m, &m->dst));
+    KVPRIM_TRY(kvpi_check_layer_array(m, &m->src));
+    return kvpi_check_move(m);
+}
+
+KVPRIM_API kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc, kvprim_gather_desc *resolved)
+{
+    kvprim_move m;
+    KVPRIM_TRY(kvpi_check_gather(desc, &m));
+    if (resolved) {
+        *resolved = *desc;
+        resolved->dst = m.dst.table, resolved->src = m.src.table;
+        resolved->index_stride = m.src.index_stride;
     }
     return KVPRIM_OK;
 }
 
-/* One side of a transfer; with an array of layers each of them is a table of its own. */
-static kvprim_status kvpi_check_transfer_side(kvpi_side *side, void *const *layers)
+KVPRIM_API kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved)
 {
-    const int32_t count = side->layers;
-    if (!layers)
-        return kvpi_check_side(side);
-    for (int32_t l = 0; l < count; l++)
-        if (!layers[l] && side->used > 0)
-            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", side->function, side->name, (int)l);
-    side->table->data = layers[0];
-    side->layers = 1;
-    side->layer_stride = 0; /* not looked at */
-    KVPRIM_TRY(kvpi_check_side(side));
-    side->layers = count;
+    kvprim_move m[2];
+    KVPRIM_TRY(kvpi_check_store(desc, m));
+    if (resolved) {
+        *resolved = *desc;
+        resolved->k_cache = m[0].dst.table, resolved->k = m[0].src.table;
+        resolved->v_cache = m[1].dst.table, resolved->v = m[1].src.table;
+        resolved->slot_stride = m[0].dst.index_stride;
+    }
     return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc, kvprim_transfer_desc *resolved)
 {
-    static const char function[] = "kvprim_transfer";
-    KVPRIM_TRY(kvpi_check_desc(function, desc));
-    KVPRIM_TRY(kvpi_check_count(function, desc->count));
-    kvprim_transfer_desc d = *desc;
-    if (d.count > 0) {
-        if (d.layers < 0)
-            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: layers is %d, less than 0", function, (int)d.layers);
-        if (d.same_cache != 0 && d.same_cache != 1)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is %d, neither 0 nor 1", function,
-                               (int)d.same_cache);
-        d.layers = d.layers ? d.layers : 1;
-        const int64_t dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
-        kvpi_side dst = {function, "dst", &d.dst, "row_bytes", d.row_bytes, dst_used, d.layers, d.dst_layer_stride, 0};
-        kvpi_side src = {function, "src", &d.src, "row_bytes", d.row_bytes, src_used, d.layers, d.src_layer_stride, 0};
-        if (d.dst_index || d.src_index)
-            KVPRIM_TRY(kvpi_check_index(function, "index", d.dst_index ? d.dst_index : d.src_index, d.index_type));
-        if (d.dst_index && d.src_index)
-            KVPRIM_TRY(kvpi_check_index(function, "index", d.src_index, d.index_type));
-        KVPRIM_TRY(kvpi_check_transfer_side(&dst, d.dst_layers));
-        KVPRIM_TRY(kvpi_check_transfer_side(&src, d.src_layers));
-        d.dst_layer_stride = dst.layer_stride;
-        d.src_layer_stride = src.layer_stride;
-        KVPRIM_TRY((d.same_cache ? kvpi_check_same_cache : kvpi_check_layers_apart)(&d, &dst, &src));
-        for (int32_t l = 0; l < d.layers; l++) {
-            kvprim_table layer = d.dst;
-            kvpi_side side = dst;
-            layer.data = kvpi_side_layer(&dst, d.dst_layers, l);
-            side.table = &layer;
-            KVPRIM_TRY(kvpi_check_index_apart(&side, "dst_index", d.dst_index, d.index_type, d.count));
-            KVPRIM_TRY(kvpi_check_index_apart(&side, "src_index", d.src_index, d.index_type, d.count));
-        }
+    kvprim_move m;
+    KVPRIM_TRY(kvpi_check_transfer(desc, &m));
+    if (resolved) {
+        *resolved = *desc;
+        resolved->dst = m.dst.table, resolved->src = m.src.table, resolved->layers = m.layers;
+        resolved->dst_layer_stride = desc->dst_layers ? 0 : m.dst.layer_stride;
+        resolved->src_layer_stride = desc->src_layers ? 0 : m.src.layer_stride;
+        resolved->dst_index_type = m.dst.index_type, resolved->src_index_type = m.src.index_type;
+        resolved->dst_index_stride = m.dst.index_stride, resolved->src_index_stride = m.src.index_stride;
     }
-    if (resolved)
-        *resolved = d;
     return KVPRIM_OK;
 }
 
-/* ---- moving rows ---- */
+static void kvpi_finish_move(kvprim_move *m)
+{
+    if (m->count == 0)
+        return;
+    kvpi_simplify(&m->dst, m->row_bytes);
+    kvpi_simplify(&m->src, m->row_bytes);
+    if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
+        m->layers = 1; /* no row moves: layer 0 counts */
+}
+
+KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
+{
+    KVPRIM_TRY(kvpi_check_gather(desc, moves));
+    kvpi_finish_move(moves);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
+{
+    KVPRIM_TRY(kvpi_check_store(desc, moves));
+    kvpi_finish_move(&moves[0]);
+    kvpi_finish_move(&moves[1]);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
+{
+    KVPRIM_TRY(kvpi_check_transfer(desc, moves));
+    kvpi_finish_move(moves);
+    return KVPRIM_OK;
+}
+
+/* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpi_ahead = 32, /* rows found and prefetched before one is moved: more than a core has lines in flight */
-    kvpi_ring = 64,  /* places kept: a power of two above kvpi_ahead */
-    kvpi_prefetch_bytes = 1024, /* of a row; the hardware sees the rest coming */
-    kvpi_run_bytes = 4096       /* rows that lie next to each other on both sides move as one, up to this many bytes */
+    kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved: a core has no more lines in flight */
+    kvpi_ring_rows = 64,        /* rows remembered: a power of two above kvpi_rows_ahead */
+    kvpi_prefetch_bytes = 1024, /* of a row; the hardware foresees the rest */
+    kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one, up to this many bytes */
 };
-/* From here on rows are written past the caches, which hold less: that saves reading each line before it is written. */
+/* From this many bytes on, rows are written past the caches, which hold less: no line is read before it is written. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
 /* To the second-level cache: the first has too few lines in flight. */
@@ -1520,82 +2016,33 @@ static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 #define KVPRIM_PREFETCH(p) ((void)(p))
 #endif
 
-/* The rows of one side, ready to be found. */
-typedef struct kvpi_rows {
-    char *data;
-    const void *index; /* NULL: row i */
-    uint64_t rows;
-    int64_t stride, page_rows, page_mask, page_stride, heads, head_stride, piece;
-    int32_t page_shift; /* page_rows is 1 << page_shift, or this is -1 */
-} kvpi_rows;
-
-/* One table to another; gather indexes src, store dst, transfer either. */
-typedef struct kvpi_job {
-    kvpi_rows dst, src;
-    int64_t row_bytes, count;
-    kvprim_index_type type;
-    int64_t base;
-    int zero, stream; /* zero: a row without a source becomes zeros; stream: see kvpi_stream_bytes */
-    uint32_t *rejected;
-} kvpi_job;
-
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
-static kvprim_table kvpi_simplify(kvprim_table t, int64_t row_bytes)
+/* Index i of a side. */
+KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
 {
-    if (t.heads > 1 && t.head_stride == row_bytes / t.heads)
-        t.heads = 1;
-    if (t.page_rows > 0 && t.page_stride / t.page_rows == t.stride && t.page_stride % t.page_rows == 0)
-        t.page_rows = 0;
-    return t;
+    const int64_t at = i * side->index_stride;
+    return KVPRIM_LIKELY(side->index_type == KVPRIM_I32) ? ((const int32_t *)side->index)[at]
+                                                         : ((const int64_t *)side->index)[at];
 }
 
-static kvpi_rows kvpi_rows_of(const kvprim_table *table, const void *index, int64_t row_bytes)
+/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base is exact as an
+   unsigned number wherever it is not negative. */
+KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
 {
-    const kvprim_table t = kvpi_simplify(*table, row_bytes);
-    kvpi_rows r;
-    r.data = (char *)t.data;
-    r.index = index;
-    r.rows = (uint64_t)t.rows;
-    r.stride = t.stride;
-    r.page_rows = t.page_rows;
-    r.page_mask = t.page_rows - 1;
-    r.page_stride = t.page_stride;
-    r.heads = t.heads;
-    r.head_stride = t.head_stride;
-    r.piece = row_bytes / t.heads;
-    r.page_shift = 0;
-    while (t.page_rows >> r.page_shift > 1)
-        r.page_shift++;
-    if (t.page_rows != (int64_t)1 << r.page_shift)
-        r.page_shift = -1;
-    return r;
-}
-
-static kvpi_job kvpi_job_of(kvpi_rows dst, kvpi_rows src, int64_t row_bytes, int64_t count, kvprim_index_type type)
-{
-    const kvpi_job job = {dst, src, row_bytes, count, type, 0, 0, 0, NULL};
-    return job;
-}
-
-/* Row i of one side, or NULL by the index rule; *past says which. index - base is exact as an unsigned number wherever
-   it is not negative. */
-KVPRIM_INLINE char *kvpi_find(const kvpi_rows *r, kvprim_index_type type, int64_t base, int64_t i, int *past)
-{
+    const kvprim_table *const t = &side->table;
     int64_t row = i;
-    if (r->index) {
-        const int64_t value =
-            !KVPRIM_LIKELY(type == KVPRIM_I32) ? ((const int64_t *)r->index)[i] : ((const int32_t *)r->index)[i];
-        row = (int64_t)((uint64_t)value - (uint64_t)base);
-        if (!KVPRIM_LIKELY((uint64_t)row < r->rows && value >= base)) {
-            *past |= value >= base;
+    if (side->index) {
+        const int64_t index = kvpi_load_index(side, i);
+        row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
+        if (!KVPRIM_LIKELY((uint64_t)row < (uint64_t)t->rows && index >= side->index_base)) {
+            *past |= index >= side->index_base;
             return NULL;
         }
     }
-    if (KVPRIM_LIKELY(r->page_rows == 0))
-        return r->data + row * r->stride;
-    if (KVPRIM_LIKELY(r->page_shift >= 0))
-        return r->data + (row >> r->page_shift) * r->page_stride + (row & r->page_mask) * r->stride;
-    return r->data + row / r->page_rows * r->page_stride + row % r->page_rows * r->stride;
+    if (KVPRIM_LIKELY(t->page_rows == 0))
+        return (char *)t->data + row * t->stride;
+    if (KVPRIM_LIKELY(side->page_shift >= 0))
+        return (char *)t->data + (row >> side->page_shift) * t->page_stride + (row & (t->page_rows - 1)) * t->stride;
+    return (char *)t->data + row / t->page_rows * t->page_stride + row % t->page_rows * t->stride;
 }
 
 typedef void kvpi_copy_fn(char *dst, const char *src, size_t bytes, int stream);
@@ -1655,31 +2102,32 @@ KVPRIM_AVX512 static inline void kvpi_copy_avx512(char *dst, const char *src, si
 #endif
 
 /* A row that lies in pieces on at least one side: up to the end of the nearer piece, until the row is done. */
-static void kvpi_move_pieces(const kvpi_job *job, char *dst, const char *src)
+static void kvpi_move_pieces(const kvprim_move *m, char *dst, const char *src)
 {
-    for (int64_t b = 0; b < job->row_bytes;) {
-        const int64_t in_dst = b % job->dst.piece, in_src = b % job->src.piece;
-        const int64_t dst_left = job->dst.piece - in_dst, src_left = job->src.piece - in_src;
+    const int64_t dst_piece = m->dst.piece_bytes, src_piece = m->src.piece_bytes;
+    for (int64_t b = 0; b < m->row_bytes;) {
+        const int64_t in_dst = b % dst_piece, in_src = b % src_piece;
+        const int64_t dst_left = dst_piece - in_dst, src_left = src_piece - in_src;
         const int64_t step = dst_left < src_left ? dst_left : src_left;
-        char *const to = dst + b / job->dst.piece * job->dst.head_stride + in_dst;
+        char *const to = dst + b / dst_piece * m->dst.table.head_stride + in_dst;
         if (src)
-            kvpi_copy(to, src + b / job->src.piece * job->src.head_stride + in_src, (size_t)step, 0);
+            kvpi_copy(to, src + b / src_piece * m->src.table.head_stride + in_src, (size_t)step, 0);
         else
             memset(to, 0, (size_t)step);
         b += step;
     }
 }
 
-/* A row that does not move as one copy. */
-static void kvpi_move_special(const kvpi_job *job, char *dst, const char *src)
+/* A row that does not move as one copy: it lies in pieces, or it has no source and becomes zeros. */
+static void kvpi_move_special(const kvprim_move *m, char *dst, const char *src)
 {
-    if (job->dst.heads > 1 || job->src.heads > 1)
-        kvpi_move_pieces(job, dst, src);
+    if (m->dst.table.heads > 1 || m->src.table.heads > 1)
+        kvpi_move_pieces(m, dst, src);
     else
-        memset(dst, 0, (size_t)job->row_bytes);
+        memset(dst, 0, (size_t)m->row_bytes);
 }
 
-/* A row that begins inside a line ends in one more: to ask for that one too costs more than it brings. */
+/* A row that starts inside a line reaches into one more: to ask for that one too costs more than it brings. */
 KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
     for (size_t b = 0; b < bytes; b += 64)
@@ -1687,182 +2135,177 @@ KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 }
 
 /* The same for a row in pieces. */
-static void kvpi_prefetch_pieces(const kvpi_rows *r, const char *row, size_t bytes)
+static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_t bytes)
 {
-    const size_t piece = (size_t)r->piece;
-    for (size_t done = 0; done < bytes; done += piece, row += r->head_stride)
+    const size_t piece = (size_t)side->piece_bytes;
+    for (size_t done = 0; done < bytes; done += piece, row += side->table.head_stride)
         kvpi_prefetch(row, piece < bytes - done ? piece : bytes - done);
 }
 
-/* The commonest moves, for which the compiler may leave out the rest: int32 indices on one side, no pages or heads. */
-typedef enum kvpi_shape { kvpi_shape_any, kvpi_shape_gather, kvpi_shape_store } kvpi_shape;
+/* The most common moves, for which the compiler leaves out the rest: packed int32 indices on one side, no pages or
+   heads. */
+typedef enum kvpi_kind { kvpi_any_move, kvpi_plain_gather, kvpi_plain_store } kvpi_kind;
 
-/* Row i is moved when kvpi_ahead more are found and, where an index points at them, prefetched: one for each row that
-   moves, as the memory takes only so much at once. */
-KVPRIM_INLINE void kvpi_move_by(const kvpi_job *job, kvpi_copy_fn *copy, kvpi_shape shape)
+static kvpi_kind kvpi_kind_of(const kvprim_move *m)
 {
-    kvpi_job j = *job; /* a copy, which the compiler knows that no row lies over */
-    if (shape != kvpi_shape_any) {
-        j.type = KVPRIM_I32;
-        j.dst.page_rows = j.src.page_rows = 0;
-        j.dst.heads = j.src.heads = 1;
-        j.zero = shape == kvpi_shape_gather;
-        *(shape == kvpi_shape_gather ? &j.dst.index : &j.src.index) = NULL;
-    }
-    const size_t row_bytes = (size_t)j.row_bytes;
-    const size_t most_ahead = kvpi_prefetch_bytes, ahead_bytes = row_bytes < most_ahead ? row_bytes : most_ahead;
-    const int whole = j.dst.heads == 1 && j.src.heads == 1;
-    char *dst_at[kvpi_ring], *src_at[kvpi_ring]; /* row i at i % kvpi_ring. dst NULL: nothing to do; src NULL: zeros */
-    size_t run =
-        0; /* bytes of the rows before row i that move with it: not 0 only if row i is whole and follows them */
-    for (int64_t i = -kvpi_ahead; i < j.count; i++) {
-        const int64_t ahead = i + kvpi_ahead;
-        if (KVPRIM_LIKELY(ahead < j.count)) {
+    const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
+    if (m->dst.table.page_rows || m->src.table.page_rows || m->dst.table.heads != 1 || m->src.table.heads != 1 ||
+        indexed->index_type != KVPRIM_I32 || indexed->index_stride != 1 || (m->dst.index && m->src.index))
+        return kvpi_any_move;
+    if (m->src.index && m->zero)
+        return kvpi_plain_gather;
+    return m->dst.index && !m->zero ? kvpi_plain_store : kvpi_any_move;
+}
+
+static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
+{
+    kvprim_move s = *m;
+    if (kind == kvpi_any_move)
+        return s;
+    s.dst.index_type = s.src.index_type = KVPRIM_I32;
+    s.dst.index_stride = s.src.index_stride = 1;
+    s.dst.table.page_rows = s.src.table.page_rows = 0;
+    s.dst.table.heads = s.src.table.heads = 1;
+    s.zero = kind == kvpi_plain_gather;
+    *(kind == kvpi_plain_gather ? &s.dst.index : &s.src.index) = NULL;
+    return s;
+}
+
+/* One layer. Row i moves when the rows up to kvpi_rows_ahead after it are found and, where an index names them,
+   prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see kvpi_stream_bytes. */
+KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
+{
+    const kvprim_move m = kvpi_specialise(move, kind); /* a copy, so that the compiler knows that no row lies over it */
+    const size_t row_bytes = (size_t)m.row_bytes, most_ahead = kvpi_prefetch_bytes;
+    const size_t ahead_bytes = row_bytes < most_ahead ? row_bytes : most_ahead;
+    const int whole = m.dst.table.heads == 1 && m.src.table.heads == 1;
+    char *dst_at[kvpi_ring_rows],
+        *src_at[kvpi_ring_rows]; /* row i at i % kvpi_ring_rows. dst NULL: skip; src NULL: 0 */
+    size_t run = 0;              /* bytes of the rows before row i that move with it: row i is whole and follows them */
+    for (int64_t i = -kvpi_rows_ahead; i < m.count; i++) {
+        const int64_t ahead = i + kvpi_rows_ahead;
+        if (KVPRIM_LIKELY(ahead < m.count)) {
             int past = 0;
-            char *dst = kvpi_find(&j.dst, j.type, j.base, ahead, &past);
-            char *const src = kvpi_find(&j.src, j.type, j.base, ahead, &past);
-            if (!KVPRIM_LIKELY(!past) && j.rejected)
-                ++*j.rejected;
-            if (!KVPRIM_LIKELY(src) && !j.zero)
+            char *dst = kvpi_find_row(&m.dst, ahead, &past);
+            char *const src = kvpi_find_row(&m.src, ahead, &past);
+            if (!KVPRIM_LIKELY(!past) && m.rejected)
+                ++*m.rejected;
+            if (!KVPRIM_LIKELY(src) && !m.zero)
                 dst = NULL;
-            if (src && j.src.index && KVPRIM_LIKELY(j.src.heads == 1))
+            if (src && m.src.index && KVPRIM_LIKELY(m.src.table.heads == 1))
                 kvpi_prefetch(src, ahead_bytes);
-            else if (src && j.src.index)
-                kvpi_prefetch_pieces(&job->src, src, ahead_bytes);
-            if (dst && j.dst.index && !j.stream && KVPRIM_LIKELY(j.dst.heads == 1))
+            else if (src && m.src.index)
+                kvpi_prefetch_pieces(&move->src, src, ahead_bytes);
+            if (dst && m.dst.index && !stream && KVPRIM_LIKELY(m.dst.table.heads == 1))
                 kvpi_prefetch(dst, ahead_bytes);
-            else if (dst && j.dst.index && !j.stream)
-                kvpi_prefetch_pieces(&job->dst, dst, ahead_bytes);
-            dst_at[ahead % kvpi_ring] = dst;
-            src_at[ahead % kvpi_ring] = src;
+            else if (dst && m.dst.index && !stream)
+                kvpi_prefetch_pieces(&move->dst, dst, ahead_bytes);
+            dst_at[ahead % kvpi_ring_rows] = dst;
+            src_at[ahead % kvpi_ring_rows] = src;
         }
         if (!KVPRIM_LIKELY(i >= 0))
             continue;
-        char *const dst = dst_at[i % kvpi_ring], *const src = src_at[i % kvpi_ring];
-        const int64_t next = (i + 1) % kvpi_ring;
+        char *const dst = dst_at[i % kvpi_ring_rows], *const src = src_at[i % kvpi_ring_rows];
+        const int64_t next = (i + 1) % kvpi_ring_rows;
         if (!KVPRIM_LIKELY(dst))
             continue;
         if (!KVPRIM_LIKELY(whole && src)) {
-            kvpi_move_special(job, dst, src);
+            kvpi_move_special(move, dst, src);
             continue;
         }
         run += row_bytes;
-        if (i + 1 < j.count && src_at[next] == src + row_bytes && dst_at[next] == dst + row_bytes &&
+        if (i + 1 < m.count && src_at[next] == src + row_bytes && dst_at[next] == dst + row_bytes &&
             run < kvpi_run_bytes)
             continue;
-        copy(dst + row_bytes - run, src + row_bytes - run, run, j.stream);
+        copy(dst + row_bytes - run, src + row_bytes - run, run, stream);
         run = 0;
     }
 }
 
-static void kvpi_move_portable(const kvpi_job *job)
+static void kvpi_move_portable(const kvprim_move *m, int stream)
 {
-    kvpi_move_by(job, kvpi_copy, kvpi_shape_any);
+    kvpi_move_rows(m, kvpi_copy, kvpi_any_move, stream);
 }
 
 #ifdef KVPRIM_X86
-static kvpi_shape kvpi_shape_of(const kvpi_job *j)
-{
-    if (j->type != KVPRIM_I32 || j->dst.page_rows || j->src.page_rows || j->dst.heads != 1 || j->src.heads != 1)
-        return kvpi_shape_any;
-    if (!j->dst.index && j->zero)
-        return kvpi_shape_gather;
-    return !j->src.index && !j->zero ? kvpi_shape_store : kvpi_shape_any;
-}
-
 #define KVPRIM_MOVE(name, target, copy)                                                                                \
-    target static void name(const kvpi_job *job)                                                                       \
+    target static void name(const kvprim_move *m, int stream)                                                          \
     {                                                                                                                  \
-        const kvpi_shape shape = kvpi_shape_of(job);                                                                   \
-        if (shape == kvpi_shape_gather)                                                                                \
-            kvpi_move_by(job, copy, kvpi_shape_gather);                                                                \
-        else if (shape == kvpi_shape_store)                                                                            \
-            kvpi_move_by(job, copy, kvpi_shape_store);                                                                 \
+        const kvpi_kind kind = kvpi_kind_of(m);                                                                        \
+        if (kind == kvpi_plain_gather)                                                                                 \
+            kvpi_move_rows(m, copy, kvpi_plain_gather, stream);                                                        \
+        else if (kind == kvpi_plain_store)                                                                             \
+            kvpi_move_rows(m, copy, kvpi_plain_store, stream);                                                         \
         else                                                                                                           \
-            kvpi_move_by(job, copy, kvpi_shape_any);                                                                   \
+            kvpi_move_rows(m, copy, kvpi_any_move, stream);                                                            \
         _mm_sfence(); /* after streaming stores */                                                                     \
     }
 KVPRIM_MOVE(kvpi_move_avx2, KVPRIM_AVX2, kvpi_copy_avx2)
 KVPRIM_MOVE(kvpi_move_avx512, KVPRIM_AVX512, kvpi_copy_avx512)
 #endif
 
-static int kvpi_in_lines(const kvpi_rows *r, int64_t row_bytes)
+/* Whether all rows of a side are whole, aligned cache lines. */
+static int kvpi_in_lines(const kvprim_side *side, int64_t row_bytes)
 {
+    const kvprim_table *const t = &side->table;
     const uint64_t bits =
-        (uint64_t)(uintptr_t)r->data | (uint64_t)r->stride | (uint64_t)r->page_stride | (uint64_t)row_bytes;
+        (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride | (uint64_t)t->page_stride | (uint64_t)row_bytes;
     return bits % 64 == 0;
 }
 
-static void kvpi_move(kvpi_job *job)
+static void kvpi_move_layer(const kvprim_move *m)
 {
-    job->stream = job->count >= kvpi_stream_bytes / job->row_bytes && kvpi_in_lines(&job->dst, job->row_bytes);
+    const int stream = m->count >= kvpi_stream_bytes / m->row_bytes && kvpi_in_lines(&m->dst, m->row_bytes);
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
-        kvpi_move_avx512(job);
+        kvpi_move_avx512(m, stream);
     else if (kvpi_has_avx2())
-        kvpi_move_avx2(job);
+        kvpi_move_avx2(m, stream);
     else
 #endif
-        kvpi_move_portable(job);
+        kvpi_move_portable(m, stream);
+}
+
+KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
+{
+    if (!moves && n)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    for (size_t k = 0; k < n; k++) {
+        if (moves[k].count == 0)
+            continue;
+        kvprim_move layer = moves[k];
+        for (int32_t l = 0; l < moves[k].layers; l++) {
+            layer.dst.table.data = kvprim_side_layer(&moves[k].dst, l);
+            layer.src.table.data = kvprim_side_layer(&moves[k].src, l);
+            kvpi_move_layer(&layer);
+            layer.rejected = NULL; /* counted in layer 0 */
+        }
+    }
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
 {
     KVPRIM_RANGE("kvprim_gather");
-    kvprim_gather_desc d;
-    KVPRIM_TRY(kvprim_gather_check(desc, &d));
-    if (d.count == 0)
-        return KVPRIM_OK;
-    kvpi_job job = kvpi_job_of(kvpi_rows_of(&d.dst, NULL, d.row_bytes), kvpi_rows_of(&d.src, d.index, d.row_bytes),
-                               d.row_bytes, d.count, d.index_type);
-    job.base = d.index_base;
-    job.zero = 1;
-    job.rejected = d.rejected;
-    kvpi_move(&job);
-    return KVPRIM_OK;
-}
-
-/* K, or V. */
-static void kvpi_store_one(const kvprim_store_desc *d, const kvprim_table *cache, const kvprim_table *input,
-                           int64_t row_bytes, uint32_t *rejected)
-{
-    kvpi_job job = kvpi_job_of(kvpi_rows_of(cache, d->slot, row_bytes), kvpi_rows_of(input, NULL, row_bytes), row_bytes,
-                               d->count, d->slot_type);
-    job.base = d->slot_base;
-    job.rejected = rejected;
-    kvpi_move(&job);
+    kvprim_move m;
+    KVPRIM_TRY(kvprim_gather_moves(desc, &m));
+    return kvprim_cpu_move(&m, 1);
 }
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
 {
     KVPRIM_RANGE("kvprim_store");
-    kvprim_store_desc d;
-    KVPRIM_TRY(kvprim_store_check(desc, &d));
-    if (d.count == 0)
-        return KVPRIM_OK;
-    kvpi_store_one(&d, &d.k_cache, &d.k, d.k_bytes, d.rejected);
-    if (d.v_cache.data)
-        kvpi_store_one(&d, &d.v_cache, &d.v, d.v_bytes, NULL);
-    return KVPRIM_OK;
+    kvprim_move m[2];
+    KVPRIM_TRY(kvprim_store_moves(desc, m));
+    return kvprim_cpu_move(m, 2);
 }
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 {
     KVPRIM_RANGE("kvprim_transfer");
-    kvprim_transfer_desc d;
-    KVPRIM_TRY(kvprim_transfer_check(desc, &d));
-    if (d.count == 0)
-        return KVPRIM_OK;
-    kvpi_job job = kvpi_job_of(kvpi_rows_of(&d.dst, d.dst_index, d.row_bytes),
-                               kvpi_rows_of(&d.src, d.src_index, d.row_bytes), d.row_bytes, d.count, d.index_type);
-    job.rejected = d.rejected;
-    for (int32_t l = 0; l < d.layers; l++) {
-        job.dst.data = kvpi_layer(d.dst.data, d.dst_layers, d.dst_layer_stride, l);
-        job.src.data = kvpi_layer(d.src.data, d.src_layers, d.src_layer_stride, l);
-        kvpi_move(&job);
-        job.rejected = NULL; /* counted in the first layer */
-    }
-    return KVPRIM_OK;
+    kvprim_move m;
+    KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
+    return kvprim_cpu_move(&m, 1);
 }
 
 /* ---- unpack ---- */
@@ -1937,7 +2380,8 @@ static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
-    KVPRIM_TRY(kvpi_check_desc(function, desc));
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
     if (desc->count == 0)
         return KVPRIM_OK;
     const char *const null = !desc->fragments                ? "fragments"
@@ -1989,6 +2433,7 @@ KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count)
 #endif
 
 #undef KVPRIM_THREAD_LOCAL
+#undef KVPRIM_STATIC_ASSERT
 #undef KVPRIM_PREFIX_I64
 #undef KVPRIM_AVX2
 #undef KVPRIM_AVX512

@@ -1,5 +1,6 @@
-/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12,
-   sm_75, and newer.
+/* SPDX-License-Identifier: MIT */
+/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and newer, sm_75
+   and newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -11,56 +12,70 @@
        {
            kvprim_store_desc store = {};
            store.k_cache.data = cache, store.k_cache.rows = slots;
-           store.k.data = rows, store.k.rows = count;
-           store.k_bytes = 1024, store.slot = slot, store.count = count;
+           store.k.data = rows, store.k.rows = count, store.k_bytes = 1024;
+           store.slot = slot, store.slot_type = KVPRIM_I32, store.count = count;
            kvprim_cuda_launch launch = {};
            launch.stream = stream;
            return kvprim_cuda_store(&store, &launch);
        }
 
-   What it does: moves rows in the memory of the current device, by the descriptors of kvprim.h, with the results of the
-   functions there byte for byte. Neither CUDA's headers nor nvcc are needed to call it: a cudaStream_t is a
+   What it does: moves rows in the memory of the current device. It takes the descriptors of kvprim.h, and its results
+   are those of the functions there byte for byte. Its callers need neither CUDA's headers nor nvcc: a cudaStream_t is a
    struct CUstream_st *.
 
-   What it does NOT do: allocate, synchronise, create streams or events, print.
+   What it does NOT do: allocate, synchronise, create streams or events, or print.
 
-   Contents, search for the tag:
-       >>config      macros you may define
+   Contents (search for the tag):
+       >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>move        gather, store, transfer and unpack
-       >>device      device functions, for one's own kernels
-       >>impl        the implementation
+       >>gpu_move    gather, store, transfer, unpack, and checked moves
+       >>device      device functions for your own kernels, with the funnel shift
+       >>impl        the implementation:
+           >>impl_device          loads, stores and dependent launch in PTX; divisors
+           >>impl_row_kernels     gather and store of plain rows: index rule, zero fill, tails
+           >>impl_move_kernels    pages, heads, layers, several moves, few multiprocessors
+           >>impl_unpack_kernels
+           >>impl_launch          starting a kernel, its errors, dependent launch
+           >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
+           >>impl_row_plan        which kernel of plain rows, and its parameters
+           >>impl_move_plan       the same for all other moves
+           >>impl_unpack_host
+           >>impl_calls           the public functions
 
    Rules that hold for every function here
-       Errors     A descriptor is checked as in kvprim.h before anything is enqueued, with the same status and text.
-                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says with what, and whether it was
-                  work enqueued earlier that failed. An error that happens on the GPU (a host pointer in a table, say)
-                  is reported by CUDA, later; KVPRIM_DEBUG finds wrong pointers at the call. Where a call takes several
-                  launches (transfer, unpack), those before a refused one are enqueued.
-       Stream     Only enqueues, on the given stream of the current device. May be captured into a graph. CUDA may load
+       Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status and
+                  text. KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether work that
+                  was enqueued earlier has failed. CUDA reports an error that happens on the GPU later (a host pointer
+                  in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes several
+                  launches, those before a refused one are enqueued.
+       Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
-       Threads    Every function may be called from any number of threads at once.
-       Memory     Tables, indices and `rejected` are read and written by the GPU: device memory, managed memory,
-                  pinned host memory that the device can address, or another GPU's memory that it has peer access to or
-                  a mapped window of. They must stay valid until the work is done.
-                  Descriptors are host memory, free to reuse on return.
-       Alignment  Any. Fast where bases, strides and row sizes are multiples of 16 bytes. Beside a row's own bytes only
-                  others of the same aligned 16 bytes are ever read, and none are written.
+       Threads    Any number of threads may call every function at once.
+       Memory     The GPU reads and writes tables, indices and `rejected`: device memory, managed memory, pinned host
+                  memory that the device can address, or another GPU's memory to which it has peer access or a mapped
+                  window. They must stay valid until the work is done. Descriptors are host memory, free to reuse on
+                  return.
+       Alignment  Any. Multiples of 16 bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the
+                  GPU only reads those in the same aligned 16 bytes, and writes none.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
-   KVPRIM_CUDA_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
-                               another. Like KVPRIM_IMPLEMENTATION it asks for nvcc.
-   KVPRIM_STATIC               in every translation unit, as in kvprim.h
-   KVPRIM_DEBUG                in the implementing one: every call asks CUDA whether the device can reach the memory
-                               that its descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h
+   KVPRIM_CUDA_IMPLEMENTATION  one translation unit: implements this header only; another unit must implement kvprim.h.
+                               Like KVPRIM_IMPLEMENTATION it needs nvcc.
+   KVPRIM_STATIC               every translation unit, as in kvprim.h
+   KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
+                               the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
+   KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #ifndef KVPRIM_CUDA_CUH
 #define KVPRIM_CUDA_CUH
 
 #include "kvprim.h"
+
+#if KVPRIM_VERSION != 200
+#error "kvprim_cuda.cuh 0.2.0 meets a kvprim.h of another version"
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -73,27 +88,41 @@ struct CUstream_st; /* what a cudaStream_t points to */
 /* Zero-initialise, then set what differs. A NULL launch is one of zeros. */
 typedef struct kvprim_cuda_launch {
     struct CUstream_st *stream; /* NULL: the legacy default stream, however the file is compiled */
-    int32_t pdl;                /* 1: programmatic dependent launch, where all of the implementing file's architectures
-                                   are sm_90 or newer (elsewhere no difference). May start before the kernel ahead of
-                                   it in the stream has ended, and waits for that one's memory before its first
-                                   access. Do not put it right before a kernel that is launched that way and does not
-                                   wait, as some of NCCL's are */
-    int32_t max_sms;            /* leave the rest of the GPU's multiprocessors to others; 0: no limit */
+    int32_t pdl;                /* 1: programmatic dependent launch, on sm_90 and newer if this file is compiled for it
+                                   (no effect elsewhere). The kernel may start before the one ahead of it in the stream
+                                   has ended, and waits for that one's memory before its first access. Do not put it
+                                   right before a kernel that is launched that way and does not wait, as some of NCCL's
+                                   are */
+    int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit */
+    int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
-/* >>move -----------------------------------------------------------------------------------------------------------
+/* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   Each as the function of kvprim.h without _cuda in its name: same descriptor, rules, aliasing and errors. launch may
-   be NULL; a negative max_sms or a pdl other than 0 and 1 is KVPRIM_ERROR_ARGUMENT. */
-KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch);
-KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch);
+   Each does what the function of kvprim.h without _cuda in its name does: same descriptor, rules, aliasing and errors,
+   whose text begins with the function's own name. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or
+   a reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
+                                                           const kvprim_cuda_launch *launch);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
+                                                          const kvprim_cuda_launch *launch);
 
-/* All layers in one launch, up to 216 of them; more in several. Each side lies in any of the memories above, the
-   indices too; the arrays of layers are host memory, free to reuse on return. The host may touch what it lends (pinned
-   rows and indices) again when the work is done. Between GPUs either one may do it, writing to the other's memory or
-   reading it. With max_sms there are at most that many blocks. From or to pinned memory 8 of them reach the link's
-   speed with rows of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
-KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
+/* Moves up to 216 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
+   indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
+   again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it. max_sms
+   limits the blocks: from or to pinned memory 8 of them reach the link's speed with rows of 2 KB and more, to or from
+   another GPU 16 to 32 do with rows of 4 KB (both measured on H200s). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
+                                                             const kvprim_cuda_launch *launch);
+
+/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of them
+   again. Up to 4 moves with up to 167 layers in sum take one launch, whatever their row sizes, counts, indices and
+   layers: K and V of different width, values and their scales. More take several. The moves of a call run in no
+   particular order, so none may touch what another writes. Costs the host less than the calls above: see
+   tests/results/gpu_bench.txt.
+   Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
+                                                         const kvprim_cuda_launch *launch);
 
 /* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
    (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
@@ -109,7 +138,8 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
    some microseconds for each launch, and the GPU none. It is the call's own until the work is done; of a captured call,
    as long as the graph is in use.
    Aliasing: the workspace must not overlap src, dst or the fragments: not checked. */
-KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
+                                                           const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
 }
@@ -212,26 +242,28 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 #include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
+#include <atomic>
 #include <cuda_runtime.h>
 #endif
 
 /* Names that begin with kvpc_ are internal: static, and free to change. */
 
-/* ---- kernels ---- */
+/* >>impl_device ---------------------------------------------------------------------------------------------------- */
 
-/* Measured on an H200; what follows from them is described where they are used. */
+/* Measured on an H200; the functions that use them say what follows. */
 enum {
-    kvpc_threads = 128,             /* in a block of the kernels for plain rows, and of moves on the whole GPU */
-    kvpc_few_threads = 1024,        /* at most, of moves on few multiprocessors */
-    kvpc_bytes_threads = 512,       /* at most, of moves of any alignment */
-    kvpc_unpack_threads = 256,      /* of unpack */
-    kvpc_unpack_most_threads = 512, /* ... with max_sms */
-    kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel: see there what lanes and loads are */
-    kvpc_bytes_loads = 3,           /* as aligned rows, plus one: rows of a power of two begin and end inside a word */
-    kvpc_granule = 64,              /* bytes that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 128 << 10,     /* of a table: see kvpc_store_by_size */
-    kvpc_many_rows = 16384,         /* both: see kvpc_gather_by_size */
-    kvpc_few_gathered = 1 << 20     /* bytes */
+    kvpc_threads = 128,                 /* per block, of the kernels of plain rows and of moves on the whole GPU */
+    kvpc_few_sms_threads = 1024,        /* at most, of moves on few multiprocessors */
+    kvpc_unaligned_threads = 512,       /* at most, of moves of any alignment */
+    kvpc_unpack_threads = 256,          /* of unpack */
+    kvpc_unpack_most_threads = 512,     /* ... with max_sms */
+    kvpc_bytes_lanes = 8,               /* of kvpc_bytes_kernel */
+    kvpc_bytes_loads = 3,               /* one more than aligned rows take: they start and end inside a word */
+    kvpc_bytes_blocks = 12,             /* per multiprocessor; with 11 dependent launches are 10 % slower */
+    kvpc_granule_bytes = 64,            /* that memory is written in: see kvpc_fetch_edges */
+    kvpc_small_store_bytes = 128 << 10, /* see kvpc_store_by_size */
+    kvpc_small_gather_bytes = 1 << 20,  /* see kvpc_gather_by_size */
+    kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
@@ -249,8 +281,8 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 #endif
 }
 
-/* Accesses of global memory by number: an asm volatile keeps its place among the others. Left to itself the compiler
-   puts the loads of a store behind the test of its slot, and waits twice where it could wait once. */
+/* Global memory by address: an asm volatile keeps its place among the others. Left to itself the compiler puts the loads
+   of a store after the test of its slot, and waits twice where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
 #ifdef __CUDA_ARCH__
@@ -274,16 +306,6 @@ KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
 #endif
 }
 
-/* A pointer of which the compiler knows that it points to global memory: others are slower. */
-KVPRIM_DEVICE char *kvpc_global(uint64_t address)
-{
-#ifdef __CUDA_ARCH__
-    return (char *)__cvta_global_to_generic((size_t)address);
-#else
-    return (char *)(uintptr_t)address;
-#endif
-}
-
 KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
 #ifdef __CUDA_ARCH__
@@ -295,18 +317,17 @@ KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 #endif
 }
 
-KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
+/* A pointer of which the compiler knows that it points to global memory: others are slower. */
+KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
 #ifdef __CUDA_ARCH__
-    int64_t v;
-    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
-    return v;
+    return (char *)__cvta_global_to_generic((size_t)address);
 #else
-    return *(const int64_t *)(uintptr_t)address;
+    return (char *)(uintptr_t)address;
 #endif
 }
 
-/* base + row * stride. In PTX, as otherwise the compiler takes base from constant memory after the test of the row. */
+/* base + row * stride. In PTX, because otherwise the compiler takes base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
 #ifdef __CUDA_ARCH__
@@ -318,21 +339,22 @@ KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 #endif
 }
 
-/* Memory is written in whole granules: of one that is written in part the rest is read first, and a read that begins
-   only when the cache runs full costs as much as some hundred bytes. Hence the first and the last granule of a row. */
+/* Reads the first and the last granule of a row if the row fills only part of them. Memory is written in whole granules:
+   the rest of such a granule is read first, and a read that starts only when the cache runs full costs as much as some
+   hundred bytes. */
 KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
 #ifdef __CUDA_ARCH__
-    if (row % kvpc_granule)
+    if (row % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
-    if ((row + bytes) % kvpc_granule)
+    if ((row + bytes) % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
 #else
     (void)row, (void)bytes;
 #endif
 }
 
-/* Divides what is below 2^31 by one multiplication, the rest as it comes. Anything by 0 is 0. */
+/* Divides 32-bit numbers below 2^31 with one multiplication, 64-bit ones as the compiler does. Anything by 0 is 0. */
 typedef struct kvpc_divisor {
     uint64_t by;
     uint32_t magic, shift;
@@ -348,53 +370,88 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
     return d.by ? n / d.by : 0;
 }
 
+/* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
+   that begin before byte `end`, if `at` is the first one's place in the row. The others keep their value, and all of
+   them do if !reads. */
+template <uint32_t loads, bool exact>
+KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (reads && (exact || at + k * step < end))
+            v[k] = kvpc_load16(from + k * step);
+}
+
+template <uint32_t words> KVPRIM_DEVICE void kvpc_clear_words(uint4 *v)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < words; k++)
+        v[k] = uint4{0, 0, 0, 0};
+}
+
+/* >>impl_row_kernels ------------------------------------------------------------------------------------------------
+
+   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
+
 /* One table and the rows beside it: K, or V. */
 typedef struct kvpc_pair {
-    uint64_t dst, src;
-    uint32_t dst_stride, src_stride;
+    uint64_t src;
+    uint32_t src_stride, dst_stride;
+    uint64_t dst;
 } kvpc_pair;
 
-/* Rows without pages or heads, small enough for 32-bit arithmetic: see kvpc_is_plain. What a gather needs comes first,
-   in one line of the constant cache: with few rows the time is that of the instructions up to the second load. */
+/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
+   time is that of these instructions. Parameters begin 48 bytes before the end of a line. */
 typedef struct kvpc_plain {
     uint64_t index;
-    uint32_t count, parts_shift; /* 1 << parts_shift groups of threads share a row, where that is exact */
+    uint32_t count, parts_shift; /* see kvpc_row_of */
     uint32_t rows, base;
+    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
     kvpc_pair pair[2];
     uint32_t *rejected;
     uint32_t row_bytes[2];
-    kvpc_divisor parts;                 /* otherwise so many do */
-    uint32_t parts_of_k;                /* for kvpc_bytes_kernel, of parts */
-    uint32_t fetch;                     /* 1: rows end inside a granule: see kvpc_fetch_edges */
-    uint32_t pdl, wide, gather, tables; /* for kvpc_bytes_kernel, which has no template for them */
+    uint32_t parts, parts_magic; /* groups of threads that share a row */
+    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
+    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a group of threads works on, and which part of it. */
+/* The row that a group of threads works on, and which part of it. `exact`: `parts` is a power of two. */
 template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, uint32_t group, uint32_t *part)
 {
-    if (exact) {
-        *part = group & ((1u << p.parts_shift) - 1);
-        return group >> p.parts_shift;
-    }
-    const uint32_t row = kvpc_divide(group, p.parts);
-    *part = group - row * (uint32_t)p.parts.by;
+    const uint32_t row = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
+    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - row * p.parts;
     return row;
 }
 
-/* The index rule. `row` is right if the result is true; otherwise *past tells an index past the end from padding. */
-template <bool wide> KVPRIM_DEVICE bool kvpc_find(const kvpc_plain &p, uint32_t i, uint32_t *row, bool *past)
+/* An index on its way through the index rule. */
+typedef struct kvpc_index {
+    int32_t low, high; /* words of an int64; high is 0 for an int32 */
+    uint32_t row;      /* right if `inside` */
+    bool inside;
+} kvpc_index;
+
+/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
+   below 2^31: see kvpc_is_plain. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
 {
-    if (wide) {
-        const int64_t index = kvpc_load_i64(kvpc_row_at(p.index, i, 8));
-        const uint64_t offset = (uint64_t)index - p.base;
-        *row = (uint32_t)offset;
-        *past = index >= (int64_t)p.base;
-        return offset < p.rows;
-    }
-    const int32_t index = kvpc_load_i32(kvpc_row_at(p.index, i, 4));
-    *row = (uint32_t)index - p.base;
-    *past = index >= (int32_t)p.base;
-    return *row < p.rows;
+    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
+    kvpc_index x;
+    x.low = kvpc_load_i32(at);
+    x.high = 0;
+    if (is_i64)
+        x.high = kvpc_load_i32(at + 4);
+    x.row = (uint32_t)x.low - p.base;
+    x.inside = x.row < p.rows && x.high == 0;
+    return x;
+}
+
+/* Counts an index that is past the table; one before it is padding. */
+KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
+{
+    const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
+    if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
+        atomicAdd(p.rejected, 1u);
 }
 
 /* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
@@ -435,26 +492,30 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
         *dst = (char)v.x;
 }
 
-/* The 16 bytes of a row from `at` on, or as many as are left of it. */
-template <bool exact> KVPRIM_DEVICE void kvpc_put(uint64_t dst, uint4 v, uint32_t at, uint32_t row_bytes)
+/* Stores what kvpc_load_words loads; of a last word that the row ends in, a part. */
+template <uint32_t loads, bool exact>
+KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
-    if (exact || at + 16 <= row_bytes)
-        kvpc_store16(dst, v);
-    else if (at < row_bytes)
-        kvpc_store_tail(dst, v, row_bytes - at);
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (exact || at + k * step + 16 <= end)
+            kvpc_store16(to + k * step, v[k]);
+        else if (at + k * step < end)
+            kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
 }
 
-/* A group of `lanes` threads moves lanes * loads times 16 bytes of one row, its part: thread t of the group those at
-   16 t and, per load, a group further. `exact`: the parts are a power of two and fill the row; otherwise the last part
-   ends with the row, perhaps inside 16 bytes, of which the rest is read but not written. All loads stand before all
-   stores, all addresses before the loads. */
+/* The two kernels below, for rows that begin at multiples of 16 bytes:
+   - Each group of `lanes` threads moves one part of a row, lanes * loads words of 16 bytes.
+   - Each thread moves the word that its lane names, and for each further load the word `lanes` after it.
+   - `exact`: the parts are a power of two and fill the row. Otherwise the last part ends with the row; if that is
+     inside a word, its thread reads the whole word and writes only the row's bytes.
+   - All addresses come before the loads, and all loads before the stores. */
 
-template <uint32_t lanes, uint32_t loads, bool exact, bool wide, bool pdl>
+template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
 {
-    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part, row;
-    bool past;
+    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
+    uint32_t part;
     const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
     if (pdl)
         kvpc_pdl_trigger();
@@ -462,33 +523,26 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
         return;
     if (pdl)
         kvpc_pdl_wait();
-    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
-    const uint64_t src = kvpc_row_at(p.pair[0].src + at, row, p.pair[0].src_stride);
+    const uint64_t src = kvpc_row_at(p.pair[0].src + at, x.row, p.pair[0].src_stride);
     const uint64_t dst = kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride);
     uint4 v[loads];
     if (!exact && p.fetch && at == 0)
         kvpc_fetch_edges(dst, p.row_bytes[0]);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        v[k] = uint4{0, 0, 0, 0};
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (inside && (exact || at + 16 * lanes * k < p.row_bytes[0]))
-            v[k] = kvpc_load16(src + 16 * lanes * k);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        kvpc_put<exact>(dst + 16 * lanes * k, v[k], at + 16 * lanes * k, p.row_bytes[0]);
-    if (!inside && past && at == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
+    kvpc_clear_words<loads>(v); /* the zero fill */
+    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]);
+    kvpc_store_words<loads, exact>(dst, v, step, at, p.row_bytes[0]);
+    if (!x.inside && at == 0)
+        kvpc_count_rejected(p, x);
 }
 
-template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool wide, bool pdl>
+/* tables: 1, or 2 for K and V. */
+template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
 {
-    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part, row;
-    bool past;
+    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
+    uint32_t part;
     const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
     if (pdl)
         kvpc_pdl_trigger();
@@ -502,37 +556,32 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
     KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
-        KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++) {
-            if (!exact)
-                v[m][k] = uint4{0, 0, 0, 0};
-            if (exact || at + 16 * lanes * k < p.row_bytes[m])
-                v[m][k] = kvpc_load16(src + 16 * lanes * k);
-        }
+        if (!exact)
+            kvpc_clear_words<loads>(v[m]);
+        kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    const bool inside = kvpc_find<wide>(p, i, &row, &past);
+    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
-        dst[m] = kvpc_row_at(p.pair[m].dst + at, row, p.pair[m].dst_stride);
-        if (!exact && p.fetch && inside && at == 0)
+        dst[m] = kvpc_row_at(p.pair[m].dst + at, x.row, p.pair[m].dst_stride);
+        if (!exact && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m], p.row_bytes[m]);
     }
-    KVPRIM_UNROLL
-    for (uint32_t m = 0; m < tables; m++) {
+    if (x.inside) {
         KVPRIM_UNROLL
-        for (uint32_t k = 0; k < loads; k++)
-            if (inside)
-                kvpc_put<exact>(dst[m] + 16 * lanes * k, v[m][k], at + 16 * lanes * k, p.row_bytes[m]);
-    }
-    if (!inside && past && at == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
+        for (uint32_t m = 0; m < tables; m++)
+            kvpc_store_words<loads, exact>(dst[m], v[m], step, at, p.row_bytes[m]);
+    } else if (at == 0)
+        kvpc_count_rejected(p, x);
 }
 
-/* `bytes` bytes from any alignment to any: a thread takes kvpc_bytes_loads words of 16 bytes of the destination, from
-   the first-th on, `step` apart. Word w of a destination that begins `lead` bytes behind a 16-byte boundary holds its
-   bytes 16 w - lead to 16 w - lead + 15. Each comes from the two aligned words of the source in which it lies, of which
-   one without a byte to copy is not read. Zeros where the source may not be read. `fetch`: see kvpc_fetch_edges; once
-   the loads are on their way, as it may have to wait for the place to write to. */
+/* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has in
+   its word w the bytes 16 w - lead to 16 w - lead + 15.
+   - Each thread writes kvpc_bytes_loads words, `step` apart, from word `first` on.
+   - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
+     them if it has no byte to copy.
+   - Where the source may not be read (!reads), it writes zeros.
+   - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
@@ -562,12 +611,13 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     }
 }
 
-/* As the two above, for rows of any size and alignment. */
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+/* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
+   row, of K or of V. */
+static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
+    kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part, row;
-    bool past;
+    uint32_t part;
     const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
     if (p.pdl)
         kvpc_pdl_trigger();
@@ -575,137 +625,165 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const _
         return;
     if (p.pdl)
         kvpc_pdl_wait();
-    const uint32_t v_side = part >= p.parts_of_k; /* a group moves a part of K's row or of V's */
+    const uint32_t v_side = part >= p.k_parts;
     const kvpc_pair &pair = p.pair[v_side];
-    const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.parts_of_k : 0));
-    const bool inside = p.wide ? kvpc_find<true>(p, i, &row, &past) : kvpc_find<false>(p, i, &row, &past);
-    const uint64_t src = kvpc_row_at(pair.src, p.gather ? row : i, pair.src_stride);
-    const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : row, pair.dst_stride);
+    const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
+    const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
+    const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : x.row, pair.dst_stride);
     int32_t lead = (int32_t)(pair.dst % 16);
     if (pair.dst_stride % 16) /* only then must a store know its slot before it can load */
         lead = (int32_t)(dst % 16);
-    kvpc_copy_words(dst, src, lead, (int32_t)p.row_bytes[v_side], first, lanes, !p.gather || inside, p.gather || inside,
-                    p.fetch);
-    if (!inside && past && part == 0 && t % lanes == 0 && p.rejected)
-        atomicAdd(p.rejected, 1u);
+    kvpc_copy_words(dst, src, lead, (int32_t)p.row_bytes[v_side], first, lanes, !p.gather || x.inside,
+                    p.gather || x.inside, p.fetch);
+    if (!x.inside && part == 0 && t % lanes == 0)
+        kvpc_count_rejected(p, x);
 }
 
-/* ---- moves with pages, heads, layers or few multiprocessors ---- */
+/* >>impl_move_kernels -----------------------------------------------------------------------------------------------
 
-/* The start of unit u of row r: r * stride + page of r * page_step + head of u * head_step, and u * unit_bytes. */
-typedef struct kvpc_side {
+   Moves with pages, heads, layers or 64-bit sizes, several moves in a launch, and moves on few multiprocessors. A unit
+   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group of
+   threads moves at once: a unit, or a part of a long one. */
+
+/* What names the rows of one side. */
+typedef struct kvpc_naming {
+    uint64_t index; /* 0: row i */
+    int64_t base;
+    uint64_t rows;
+    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+} kvpc_naming;
+
+/* Where the rows of one side lie. Unit u of row r starts at r * stride + page of r * page_step + head of u * head_step,
+   plus u * unit_bytes. */
+typedef struct kvpc_layout {
     int64_t stride, page_step, head_step;
-    kvpc_divisor page, head; /* rows of a page, 0: not paged; units of a head, 0: one head */
-} kvpc_side;
+    kvpc_divisor page, head; /* rows of a page, 0: no pages; units of a head, 0: one head */
+} kvpc_layout;
 
-/* A unit is what is contiguous on both sides: a row, or as much of it as lies in one head of either. */
-typedef struct kvpc_shape {
-    kvpc_side dst, src;
-    uint64_t unit_bytes, units, chunks; /* units and chunks of a row */
-    kvpc_divisor parts;                 /* chunks of a unit */
-} kvpc_shape;
+/* One move of a launch. Its chunks are numbered from `first_chunk` on: of each layer every row, of each row every unit,
+   of each unit every part. What is needed up to the loads of the indices comes first: see kvpc_plain. */
+typedef struct kvpc_task {
+    kvpc_divisor chunks, count; /* chunks of a row; rows */
+    kvpc_naming dst_rows, src_rows;
+    uint64_t unit_bytes;
+    uint32_t zero, layers; /* zero: rows without a source become zeros */
+    uint64_t units;        /* of a row */
+    kvpc_divisor parts;    /* of a unit */
+    kvpc_layout dst, src;
+    uint64_t first_chunk;
+    uint64_t first_layer;
+    uint32_t *rejected;
+} kvpc_task;
 
 typedef struct kvpc_layer {
     uint64_t dst, src;
 } kvpc_layer;
 
-enum { kvpc_layers = 216 }; /* of a launch: parameters up to 4,000 bytes cost nothing, measured on an H200 */
+enum { kvpc_params_bytes = 4000, kvpc_most_tasks = 4 }; /* larger parameters cost time: 0.3 us at 8 KB on an H200 */
 
-typedef struct kvpc_batch {
-    uint64_t dst_index, src_index;      /* 0: row i */
-    int64_t dst_base, src_base;         /* 0 where there is no index */
-    uint64_t dst_rows, src_rows, total; /* total: of chunks */
-    uint32_t *rejected;
-    kvpc_divisor chunks, count; /* chunks of a row, where shapes differ of the longer one */
-    uint32_t part_bytes;
-    int32_t wide, zero, wait, shapes; /* zero: rows without a source; shapes: 2 if layer 1 has one of its own */
-    kvpc_shape shape[2];
-    kvpc_layer layer[kvpc_layers];
-} kvpc_batch;
+template <uint32_t most_tasks> struct kvpc_batch {
+    static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
+    uint64_t total; /* chunks */
+    uint32_t part_bytes, tasks;
+    uint32_t pdl, reserved;
+    kvpc_task task[most_tasks];
+    kvpc_layer layer[most_layers];
+};
 
-static_assert(sizeof(kvpc_batch) <= 4000, "parameters that cost nothing");
+static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers >= 216,
+              "see kvprim_cuda_transfer");
+static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes, "parameters that cost nothing");
 
-/* What a group of threads moves at once. */
 typedef struct kvpc_chunk {
     uint64_t dst, src;
     uint32_t bytes; /* 0: nothing to do */
     bool zero;
 } kvpc_chunk;
 
-/* The rows of both sides that i stands for: one load after the other, and no wait between them. */
-template <class number> KVPRIM_DEVICE void kvpc_load_indices(const kvpc_batch &p, number i, int64_t *to, int64_t *from)
+/* The index of row i on both sides: one load after the other, and no wait between them. */
+template <class number>
+KVPRIM_DEVICE void kvpc_load_indices(const kvpc_task &task, number i, int64_t *to, int64_t *from)
 {
-    *to = *from = (int64_t)i;
-    if (p.wide) {
-        if (p.dst_index)
-            *to = kvpc_load_i64(p.dst_index + 8 * (uint64_t)i);
-        if (p.src_index)
-            *from = kvpc_load_i64(p.src_index + 8 * (uint64_t)i);
-        return;
-    }
-    int32_t to32 = 0, from32 = 0;
-    if (p.dst_index)
-        to32 = kvpc_load_i32(p.dst_index + 4 * (uint64_t)i);
-    if (p.src_index)
-        from32 = kvpc_load_i32(p.src_index + 4 * (uint64_t)i);
-    *to = p.dst_index ? to32 : *to;
-    *from = p.src_index ? from32 : *from;
+    const kvpc_naming &dst = task.dst_rows, &src = task.src_rows;
+    const uint64_t dst_at = dst.index + (uint64_t)i * dst.index_step, src_at = src.index + (uint64_t)i * src.index_step;
+    int32_t to_low = 0, to_high = 0, from_low = 0, from_high = 0;
+    if (dst.index)
+        to_low = kvpc_load_i32(dst_at);
+    if (src.index)
+        from_low = kvpc_load_i32(src_at);
+    if (dst.index_is_i64)
+        to_high = kvpc_load_i32(dst_at + 4);
+    if (src.index_is_i64)
+        from_high = kvpc_load_i32(src_at + 4);
+    to_high = dst.index_is_i64 ? to_high : to_low >> 31;
+    from_high = src.index_is_i64 ? from_high : from_low >> 31;
+    *to = dst.index ? (int64_t)((uint64_t)(uint32_t)to_high << 32 | (uint32_t)to_low) : (int64_t)i;
+    *from = src.index ? (int64_t)((uint64_t)(uint32_t)from_high << 32 | (uint32_t)from_low) : (int64_t)i;
 }
 
-template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_side &s, number row)
+/* The page arithmetic. */
+template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_layout &side, number row)
 {
-    return row * (uint64_t)s.stride + kvpc_divide(row, s.page) * (uint64_t)s.page_step;
+    return row * (uint64_t)side.stride + kvpc_divide(row, side.page) * (uint64_t)side.page_step;
 }
 
-/* Chunk `work` of all: of each layer every row, of each row every unit, of each unit every part. Parts begin at 16-byte
-   boundaries of dst; `aligned`: as units do. */
-template <bool aligned, bool one_shape, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch &p, number work, bool first_lane)
+template <uint32_t most_tasks>
+KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uint64_t chunk)
 {
-    const number layer_row = kvpc_divide(work, p.chunks), chunk = work - layer_row * (number)p.chunks.by;
-    const number layer = kvpc_divide(layer_row, p.count), i = layer_row - layer * (number)p.count.by;
-    const kvpc_shape &s = p.shape[one_shape ? 0 : layer];
+    uint32_t t = 0;
+    if (most_tasks > 1)
+        while (t + 1 < p.tasks && chunk >= p.task[t + 1].first_chunk)
+            t++;
+    return p.task[t];
+}
+
+/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst; `aligned`: so do units. */
+template <bool aligned, uint32_t most_tasks, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number work, bool first_lane)
+{
+    const kvpc_task &s = kvpc_task_of(p, work);
+    const number chunk = most_tasks > 1 ? work - (number)s.first_chunk : work;
+    const number layer_row = kvpc_divide(chunk, s.chunks), in_row = chunk - layer_row * (number)s.chunks.by;
+    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
+    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)s.first_layer + layer : layer];
     int64_t to, from;
-    kvpc_load_indices(p, i, &to, &from);
-    number part = chunk;
+    kvpc_load_indices(s, i, &to, &from);
+    number part = in_row;
     uint64_t dst_unit = 0, src_unit = 0;
     if (s.units > 1) {
-        const number unit = kvpc_divide(chunk, s.parts);
-        part = chunk - unit * (number)s.parts.by;
+        const number unit = kvpc_divide(in_row, s.parts);
+        part = in_row - unit * (number)s.parts.by;
         dst_unit = unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
         src_unit = unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
     }
-    const uint64_t dst_row = (uint64_t)to - (uint64_t)p.dst_base, src_row = (uint64_t)from - (uint64_t)p.src_base;
-    const bool dst_inside = to >= p.dst_base && dst_row < p.dst_rows;
-    const bool src_inside = from >= p.src_base && src_row < p.src_rows;
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
+                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
+    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
+    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
     kvpc_chunk c;
-    c.dst = p.layer[layer].dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
-    c.src = p.layer[layer].src + kvpc_place(s.src, (number)src_row) + src_unit;
+    c.dst = base.dst + kvpc_place(s.dst, (number)dst_row) + dst_unit;
+    c.src = base.src + kvpc_place(s.src, (number)src_row) + src_unit;
     c.zero = !src_inside;
     const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
     const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
     const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
-    const bool moves = dst_inside && (src_inside || p.zero) && at < before && (one_shape || chunk < s.chunks);
     c.dst += at, c.src += at;
-    c.bytes = moves ? (uint32_t)(before - at) : 0;
+    c.bytes = dst_inside && (src_inside || s.zero) && at < before ? (uint32_t)(before - at) : 0;
     if (!dst_inside || !src_inside) {
-        const bool past = (!dst_inside && to >= p.dst_base) || (!src_inside && from >= p.src_base);
-        if (past && layer == 0 && chunk == 0 && first_lane && p.rejected)
-            atomicAdd(p.rejected, 1u);
+        const bool past = (!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base);
+        if (past && layer == 0 && in_row == 0 && first_lane && s.rejected)
+            atomicAdd(s.rejected, 1u);
     }
     return c;
 }
 
-/* A group of `lanes` threads moves a chunk of up to lanes * loads times 16 bytes: thread t of the group those at 16 t
-   and, per load, a group further. */
+/* A group of `lanes` threads moves a chunk of up to lanes * loads words of 16 bytes. Each thread moves the word that its
+   lane names, and for each further load the word `lanes` after it. */
 template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
 {
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++) {
-        v[k] = uint4{0, 0, 0, 0};
-        if (!c.zero && at + 16 * lanes * k < c.bytes)
-            v[k] = kvpc_load16(c.src + at + 16 * lanes * k);
-    }
+    kvpc_clear_words<loads>(v);
+    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
 }
 
 template <uint32_t lanes, uint32_t loads>
@@ -717,33 +795,35 @@ KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_
             kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
 }
 
-/* On the whole GPU: a group for each chunk. */
-template <uint32_t lanes, uint32_t loads, bool one_shape>
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_move_kernel(const __grid_constant__ kvpc_batch p)
+/* On the whole GPU: each group of threads moves one chunk. */
+template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_move_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
     if (work >= (uint32_t)p.total)
         return;
-    if (p.wait)
+    if (p.pdl)
         kvpc_pdl_wait();
-    const kvpc_chunk c = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+    const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
     uint4 v[loads];
     kvpc_load_chunk<lanes, loads>(v, c, at);
     kvpc_store_chunk<lanes, loads>(v, c, at);
 }
 
-/* On few multiprocessors: one chunk after the other. While one is on its way the next is found. */
-template <uint32_t lanes, uint32_t loads, bool one_shape>
-static __global__ void __launch_bounds__(kvpc_few_threads) kvpc_move_few_kernel(const __grid_constant__ kvpc_batch p)
+/* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
+template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
+static __global__ void __launch_bounds__(kvpc_few_sms_threads)
+    kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
-    if (p.wait)
+    if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
          work += groups) {
-        const kvpc_chunk next = kvpc_find_chunk<true, one_shape>(p, work, at == 0);
+        const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
         kvpc_store_chunk<lanes, loads>(v, c, at);
         c = next;
         kvpc_load_chunk<lanes, loads>(v, c, at);
@@ -752,18 +832,17 @@ static __global__ void __launch_bounds__(kvpc_few_threads) kvpc_move_few_kernel(
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
-template <uint32_t lanes, class number>
-static __global__ void __launch_bounds__(kvpc_bytes_threads)
-    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch p)
+template <uint32_t lanes, class number, uint32_t most_tasks>
+static __global__ void __launch_bounds__(kvpc_unaligned_threads)
+    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t lane = threadIdx.x % lanes;
     const number groups = (number)gridDim.x * (blockDim.x / lanes);
-    if (p.wait)
+    if (p.pdl)
         kvpc_pdl_wait();
     for (number work = (number)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (number)p.total;
          work += groups) {
-        const kvpc_chunk c = p.shapes == 1 ? kvpc_find_chunk<false, true>(p, work, lane == 0)
-                                           : kvpc_find_chunk<false, false>(p, work, lane == 0);
+        const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
             kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
         else if (c.bytes > 0)
@@ -947,28 +1026,81 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
         kvpc_pdl_wait();
 }
 
-/* ---- launching ---- */
+/* >>impl_launch ---------------------------------------------------------------------------------------------------- */
+
+/* Returns the status unless it is KVPRIM_OK. */
+#define KVPRIM_TRY(call)                                                                                               \
+    do {                                                                                                               \
+        const kvprim_status try_status = (call);                                                                       \
+        if (try_status != KVPRIM_OK)                                                                                   \
+            return try_status;                                                                                         \
+    } while (0)
 
 static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
 {
-    if (launch && launch->pdl != 0 && launch->pdl != 1)
+    if (!launch)
+        return KVPRIM_OK;
+    if (launch->pdl != 0 && launch->pdl != 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)launch->pdl);
-    if (launch && launch->max_sms < 0)
+    if (launch->max_sms < 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
+    if (launch->reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
+                           function);
     return KVPRIM_OK;
 }
 
-/* Whether every kernel here waits when it is asked to, whichever of this file's architectures the driver picks. */
+/* kvprim.h's checks name its own function: "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
+static kvprim_status kvpc_fail_check(kvprim_status status)
+{
+    return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
+}
+
+#ifndef KVPRIM_CUDA_EMULATE
+enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
+
+/* Whether the code that the driver loads on the current device is compiled for sm_90 or newer. It loads all kernels of
+   a file for one architecture, so any of them can be asked. */
+static kvpc_answer kvpc_ask_device(void)
+{
+    cudaFuncAttributes a;
+    if (cudaFuncGetAttributes(&a, (const void *)kvpc_bytes_kernel) == cudaSuccess)
+        return a.ptxVersion >= 90 && a.binaryVersion >= 90 ? kvpc_yes : kvpc_no;
+    (void)cudaGetLastError(); /* the launch meets it again */
+    return kvpc_unknown;
+}
+
+/* The same for all devices: an answer that one of them gives holds where their compute capabilities are the same.
+   The driver must also be able to capture dependent launches (12.3). */
+static kvpc_answer kvpc_ask_devices(void)
+{
+    int driver = 0, count = 0, first = 0, major = 0;
+    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver < 12030 || cudaGetDeviceCount(&count) != cudaSuccess)
+        return kvpc_no;
+    for (int device = 0; device < count; device++) {
+        if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
+            return kvpc_no;
+        first = device == 0 ? major : first;
+        if (major != first)
+            return kvpc_depends;
+    }
+    return kvpc_ask_device();
+}
+#endif
+
+/* Whether kernels of this file wait when they are asked to. Asked once, as cudaGetDevice alone takes 0.1 us. */
 static bool kvpc_has_pdl(void)
 {
 #ifdef KVPRIM_CUDA_EMULATE
     return kvprim_emulate_pdl;
 #else
-    const int architectures[] = {__CUDA_ARCH_LIST__};
-    for (int architecture : architectures)
-        if (architecture < 900)
-            return false;
-    return true;
+    static std::atomic<kvpc_answer> known;
+    kvpc_answer answer = known.load(std::memory_order_relaxed);
+    if (answer == kvpc_unknown) {
+        answer = kvpc_ask_devices();
+        known.store(answer, std::memory_order_relaxed);
+    }
+    return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
 #endif
 }
 
@@ -993,8 +1125,16 @@ static bool kvpc_is_earlier(cudaError_t error)
         return false;
     }
 }
+
+static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cudaError_t error)
+{
+    (void)cudaGetLastError(); /* it is reported here */
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function, what, cudaGetErrorName(error),
+                       cudaGetErrorString(error));
+}
 #endif
 
+/* Enqueues a kernel. launch->pdl asks for a dependent launch, which kvpc_has_pdl() must have allowed. */
 template <class Params>
 static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params, const kvprim_cuda_launch *launch)
@@ -1009,35 +1149,31 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     void *args[] = {(void *)&params};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
-    config.stream = launch && launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+    config.stream = launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
-    config.numAttrs = launch && launch->pdl && kvpc_has_pdl();
+    config.numAttrs = launch->pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
     if (error == cudaSuccess)
         return KVPRIM_OK;
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function,
-                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
-                       cudaGetErrorName(error), cudaGetErrorString(error));
+    return kvpc_fail_cuda(function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "", error);
 #endif
 }
 
-#if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-/* ---- KVPRIM_DEBUG: the first and the last byte of what a call may touch is memory that the device can reach ---- */
+/* >>impl_debug -----------------------------------------------------------------------------------------------------
 
+   KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
+#if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
 static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
 {
-    int device = 0, pageable = 0, peer = 1;
+    int device = 0, pageable = 0;
     cudaPointerAttributes a;
     cudaError_t error = cudaGetDevice(&device);
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
     if (error == cudaSuccess)
         error = cudaPointerGetAttributes(&a, p);
-    if (error == cudaSuccess && a.type == cudaMemoryTypeDevice && a.device != device)
-        error = cudaDeviceCanAccessPeer(&peer, device, a.device);
     if (error != cudaSuccess) {
         (void)cudaGetLastError();
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
@@ -1047,490 +1183,457 @@ static kvprim_status kvpc_check_byte(const char *function, const char *name, con
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                            "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
                            function, name, (const void *)p);
-    if (!peer)
+    if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                            "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
                            (const void *)p, a.device, device);
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, int64_t bytes)
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, uint64_t bytes)
 {
     if (!p || bytes < 1)
         return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_byte(function, name, (const char *)p);
-    return status == KVPRIM_OK ? kvpc_check_byte(function, name, (const char *)p + bytes - 1) : status;
+    KVPRIM_TRY(kvpc_check_byte(function, name, (const char *)p));
+    return kvpc_check_byte(function, name, (const char *)p + bytes - 1);
 }
 
-/* used: rows that can be touched. */
-static kvprim_status kvpc_check_table(const char *function, const char *name, const kvprim_table *t, int64_t row_bytes,
-                                      int64_t used)
+static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
+                                     const kvprim_side *side, const kvprim_move *m)
 {
-    if (!t->data || used < 1)
-        return KVPRIM_OK;
-    const char *const last = (const char *)kvprim_table_row(t, used - 1);
-    return kvpc_check_bytes(function, name, t->data,
-                            last - (const char *)t->data + (t->heads - 1) * t->head_stride + row_bytes / t->heads);
+    const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
+    for (int32_t l = 0; l < m->layers; l++)
+        KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
+    return kvpc_check_bytes(function, index_name, side->index,
+                            size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
 
-static kvprim_status kvpc_check_indices(const char *function, const char *name, const void *index,
-                                        kvprim_index_type type, int64_t count)
+static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *moves, size_t n)
 {
-    return kvpc_check_bytes(function, name, index, count * (type == KVPRIM_I64 ? 8 : 4));
-}
-
-static kvprim_status kvpc_check_memory(const kvprim_gather_desc *d)
-{
-    const char *const function = "kvprim_cuda_gather";
-    kvprim_status status = kvpc_check_table(function, "dst", &d->dst, d->row_bytes, d->count);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "src", &d->src, d->row_bytes, d->src.rows);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_indices(function, "index", d->index, d->index_type, d->count);
-    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
-}
-
-static kvprim_status kvpc_check_memory(const kvprim_store_desc *d)
-{
-    const char *const function = "kvprim_cuda_store";
-    const kvprim_table none = {};
-    kvprim_status status = kvpc_check_table(function, "k_cache", &d->k_cache, d->k_bytes, d->k_cache.rows);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "v_cache", &d->v_cache, d->v_bytes, d->v_cache.rows);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "k", &d->k, d->k_bytes, d->count);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_table(function, "v", d->v_cache.data ? &d->v : &none, d->v_bytes, d->count);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_indices(function, "slot", d->slot, d->slot_type, d->count);
-    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
-}
-
-static kvprim_status kvpc_check_memory(const kvprim_transfer_desc *d)
-{
-    const char *const function = "kvprim_cuda_transfer";
-    kvprim_status status = KVPRIM_OK;
-    for (int32_t l = 0; l < d->layers && status == KVPRIM_OK; l++) {
-        kvprim_table dst = d->dst, src = d->src;
-        dst.data = d->dst_layers ? d->dst_layers[l] : (char *)d->dst.data + l * d->dst_layer_stride;
-        src.data = d->src_layers ? d->src_layers[l] : (char *)d->src.data + l * d->src_layer_stride;
-        status = kvpc_check_table(function, "dst", &dst, d->row_bytes, d->dst_index ? d->dst.rows : d->count);
-        if (status == KVPRIM_OK)
-            status = kvpc_check_table(function, "src", &src, d->row_bytes, d->src_index ? d->src.rows : d->count);
+    for (const kvprim_move *m = moves; m != moves + n; m++) {
+        if (m->count == 0)
+            continue;
+        KVPRIM_TRY(kvpc_check_side(function, m->names->dst, m->names->dst_index, &m->dst, m));
+        KVPRIM_TRY(kvpc_check_side(function, m->names->src, m->names->src_index, &m->src, m));
+        KVPRIM_TRY(kvpc_check_bytes(function, "rejected", m->rejected, 4));
     }
-    if (status == KVPRIM_OK)
-        status = kvpc_check_indices(function, "dst_index", d->dst_index, d->index_type, d->count);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_indices(function, "src_index", d->src_index, d->index_type, d->count);
-    return status == KVPRIM_OK ? kvpc_check_bytes(function, "rejected", d->rejected, 4) : status;
-}
-
-/* The host writes it, and the GPU reads it. */
-static kvprim_status kvpc_check_workspace(const char *function, const void *workspace, size_t bytes)
-{
-    cudaPointerAttributes a;
-    const kvprim_status status = kvpc_check_bytes(function, "workspace", workspace, (int64_t)bytes);
-    if (status != KVPRIM_OK || !workspace || bytes == 0)
-        return status;
-    if (cudaPointerGetAttributes(&a, workspace) == cudaSuccess && a.type == cudaMemoryTypeDevice)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: workspace (%p) is device memory, which the host cannot write",
-                           function, workspace);
     return KVPRIM_OK;
 }
-
-static kvprim_status kvpc_check_memory(const kvprim_unpack_desc *d)
-{
-    const char *const function = "kvprim_cuda_unpack";
-    kvprim_status status = kvpc_check_bytes(function, "dst", d->dst, (int64_t)d->dst_bytes);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_bytes(function, "src", d->src, (int64_t)d->src_bytes);
-    return status == KVPRIM_OK ? kvpc_check_workspace(function, d->workspace, d->workspace_bytes) : status;
-}
 #else
-static kvprim_status kvpc_check_memory(const void *)
+static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
 {
     return KVPRIM_OK;
 }
 #endif
 
-/* What a gather and a store have in common, resolved. dst and src as the rows go; the second table is V's. */
-typedef struct kvpc_job {
+/* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
+
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
     const char *function;
-    const kvprim_table *dst[2], *src[2];
-    int64_t row_bytes[2];
-    int tables, gather;
-    const void *index;
-    kvprim_index_type type;
-    int64_t base, count, rows;
-    uint32_t *rejected;
-    const kvprim_cuda_launch *launch;
-} kvpc_job;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
 
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
-static kvprim_table kvpc_simplify(const kvprim_table *table, int64_t row_bytes)
+/* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
+static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
-    kvprim_table t = *table;
-    if (t.heads > 1 && t.head_stride == row_bytes / t.heads)
-        t.heads = 1;
-    if (t.page_rows > 0 && t.page_stride / t.page_rows == t.stride && t.page_stride % t.page_rows == 0)
-        t.page_rows = 0;
-    return t;
+    const kvprim_table *const t = &side->table;
+    *bits |= (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride;
+    return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
-/* Whether the kernels without pages and heads can take a side. *bits collects what must be a multiple of the word. */
-static bool kvpc_is_plain_side(const kvprim_table *table, int64_t row_bytes, uint64_t *bits)
-{
-    const kvprim_table t = kvpc_simplify(table, row_bytes);
-    *bits |= (uint64_t)(uintptr_t)t.data | (uint64_t)t.stride;
-    return t.heads == 1 && t.page_rows == 0 && t.stride <= UINT32_MAX && row_bytes <= 1 << 20;
-}
-
-/* And the whole job: the number of threads fits 31 bits, and an index less the base cannot wrap into the table. */
-static bool kvpc_is_plain(const kvpc_job *job, uint64_t *bits)
+/* And the whole move, a gather or a store: the number of threads fits 31 bits, and an index less the base cannot wrap
+   into the table. */
+static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
-    *bits = 0;
-    if (job->launch && job->launch->max_sms > 0)
-        return false;
-    for (int m = 0; m < job->tables; m++)
-        if (!kvpc_is_plain_side(job->dst[m], job->row_bytes[m], bits) ||
-            !kvpc_is_plain_side(job->src[m], job->row_bytes[m], bits) || job->count > 1 << 24 ||
-            job->count * (1 + job->row_bytes[m] / 512) > 1 << 24)
-            return false;
-    return job->base >= 0 && job->base <= INT32_MAX && job->rows <= int32_rows && job->base <= int32_rows - job->rows;
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
+    const int64_t base = indexed->index_base, rows = indexed->table.rows;
+    return indexed->index && !other->index && m->layers == 1 && kvpc_is_plain_side(&m->dst, bits) &&
+           kvpc_is_plain_side(&m->src, bits) && m->row_bytes <= 1 << 20 && m->count <= 1 << 24 &&
+           m->count * (1 + m->row_bytes / 512) <= 1 << 24 && base >= 0 && base <= INT32_MAX && rows <= int32_rows &&
+           base <= int32_rows - rows;
+}
+
+/* Whether two moves are K and V of a store: the same slots, each counted once. */
+static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
+{
+    const kvprim_side *const a = &k->dst, *const b = &v->dst;
+    return !k->zero && !v->zero && !v->rejected && a->index == b->index && a->index_type == b->index_type &&
+           a->index_base == b->index_base && a->index_stride == b->index_stride && a->table.rows == b->table.rows &&
+           k->count == v->count;
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
     const int64_t most = (int64_t)1 << 31;
     kvpc_divisor d = {(uint64_t)by, 0, 0};
-    if (by < 1 || by > most) /* then whatever is below 2^31 is less */
+    if (by < 1 || by > most) /* whatever is below 2^31 is less */
         return d;
     while ((int64_t)1 << d.shift < by)
         d.shift++;
     const uint64_t one = (uint64_t)1 << 31;
-    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by); /* mostly so */
+    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by);
     return d;
 }
 
 /* `parts` groups of threads share a row. Returns the number of blocks. */
 static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
 {
-    p->parts = kvpc_divisor_of(parts);
-    p->parts_shift = p->parts.shift;
+    const kvpc_divisor divisor = kvpc_divisor_of(parts);
+    p->parts = parts;
+    p->parts_magic = divisor.magic;
+    p->parts_shift = divisor.shift;
     const uint64_t threads = (uint64_t)p->count * parts * lanes;
     return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
-static kvprim_status kvpc_start_gather(const kvpc_job *job, kvpc_plain *p)
+static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t unit = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + unit - 1) / unit, lanes);
-    static void (*const kernels[])(kvpc_plain) = {
-        kvpc_gather_kernel<lanes, loads, exact, false, false>, kvpc_gather_kernel<lanes, loads, exact, false, true>,
-        kvpc_gather_kernel<lanes, loads, exact, true, false>, kvpc_gather_kernel<lanes, loads, exact, true, true>};
-    return kvpc_start(job->function, kernels[2 * p->wide + p->pdl], blocks, kvpc_threads, *p, job->launch);
+    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + part - 1) / part, lanes);
+    return kvpc_start(call->function,
+                      p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
+                             : kvpc_gather_kernel<lanes, loads, exact, false>,
+                      blocks, kvpc_threads, *p, &call->launch);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
-static kvprim_status kvpc_start_store(const kvpc_job *job, kvpc_plain *p)
+static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    const uint32_t unit = 16 * lanes * loads, blocks = kvpc_share(p, (most + unit - 1) / unit, lanes);
+    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (most + part - 1) / part, lanes);
     static void (*const kernels[])(kvpc_plain) = {
-        kvpc_store_kernel<lanes, loads, 1, exact, false, false>, kvpc_store_kernel<lanes, loads, 1, exact, false, true>,
-        kvpc_store_kernel<lanes, loads, 1, exact, true, false>,  kvpc_store_kernel<lanes, loads, 1, exact, true, true>,
-        kvpc_store_kernel<lanes, loads, 2, exact, false, false>, kvpc_store_kernel<lanes, loads, 2, exact, false, true>,
-        kvpc_store_kernel<lanes, loads, 2, exact, true, false>,  kvpc_store_kernel<lanes, loads, 2, exact, true, true>};
-    return kvpc_start(job->function, kernels[4 * (p->tables - 1) + 2 * p->wide + p->pdl], blocks, kvpc_threads, *p,
-                      job->launch);
+        kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
+        kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
+    return kvpc_start(call->function, kernels[2 * (p->row_bytes[1] != 0) + p->pdl], blocks, kvpc_threads, *p,
+                      &call->launch);
 }
 
-static kvprim_status kvpc_start_bytes(const kvpc_job *job, kvpc_plain *p)
+static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t unit = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
-    p->parts_of_k = (p->row_bytes[0] + 15 + unit - 1) / unit; /* a row may lie in one word more than it fills */
-    const uint32_t of_v = p->tables == 2 ? (p->row_bytes[1] + 15 + unit - 1) / unit : 0;
-    const uint32_t blocks = kvpc_share(p, p->parts_of_k + of_v, kvpc_bytes_lanes);
-    return kvpc_start(job->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, job->launch);
+    const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
+    p->k_parts = (p->row_bytes[0] + 15 + part - 1) / part; /* a row may lie in one word more than it fills */
+    const uint32_t v_parts = p->row_bytes[1] ? (p->row_bytes[1] + 15 + part - 1) / part : 0;
+    const uint32_t blocks = kvpc_share(p, p->k_parts + v_parts, kvpc_bytes_lanes);
+    return kvpc_start(call->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, &call->launch);
 }
 
-/* Whether rows are written that begin or end inside a granule which no other row of the same call completes. */
-static uint32_t kvpc_has_ragged_rows(const kvpc_job *job)
+/* Whether parts of `part` bytes fill rows of row_bytes and are a power of two. */
+static bool kvpc_fills(int64_t row_bytes, int64_t part)
 {
-    uint64_t bits = 0;
-    for (int m = 0; m < job->tables; m++)
-        if (!job->gather || job->dst[m]->stride != job->row_bytes[m])
-            bits |=
-                (uint64_t)(uintptr_t)job->dst[m]->data | (uint64_t)job->dst[m]->stride | (uint64_t)job->row_bytes[m];
-    return bits % kvpc_granule != 0;
+    const int64_t parts = row_bytes / part;
+    return parts > 0 && parts * part == row_bytes && (parts & (parts - 1)) == 0;
 }
 
-/* Whether parts of `unit` bytes fill rows of row_bytes and are a power of two. */
-static bool kvpc_fills(int64_t row_bytes, int64_t unit)
+/* Two loads per thread, and a whole warp where a row has that much: more in flight gains nothing. Short rows take one
+   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one block
+   per nanosecond, so many blocks must not be small. */
+static kvprim_status kvpc_gather_by_size(const kvpc_call *call, kvpc_plain *p)
 {
-    const int64_t parts = row_bytes / unit;
-    return parts > 0 && parts * unit == row_bytes && (parts & (parts - 1)) == 0;
-}
-
-/* Two loads per thread, a whole warp where a row has that much: more in flight gains nothing. Short rows take one load
-   per thread until there are enough of them to fill the GPU. With programmatic dependent launch a GPU starts less than
-   one block per nanosecond: blocks must not be small where there are many. */
-static kvprim_status kvpc_gather_by_size(const kvpc_job *job, kvpc_plain *p)
-{
-    const int64_t row_bytes = job->row_bytes[0];
-    const bool few = job->count * row_bytes <= kvpc_few_gathered;
+    const int64_t row_bytes = p->row_bytes[0];
+    const bool few = p->count * row_bytes <= kvpc_small_gather_bytes;
     if (!p->fetch) {
         if (kvpc_fills(row_bytes, 1024))
-            return kvpc_start_gather<32, 2, true>(job, p);
+            return kvpc_start_gather<32, 2, true>(call, p);
         if (row_bytes == 512)
-            return few ? kvpc_start_gather<32, 1, true>(job, p) : kvpc_start_gather<16, 2, true>(job, p);
+            return few ? kvpc_start_gather<32, 1, true>(call, p) : kvpc_start_gather<16, 2, true>(call, p);
         if (row_bytes == 256)
-            return few ? kvpc_start_gather<16, 1, true>(job, p) : kvpc_start_gather<8, 2, true>(job, p);
-        if (row_bytes == 128 && job->count > kvpc_many_rows)
-            return kvpc_start_gather<4, 2, true>(job, p);
+            return few ? kvpc_start_gather<16, 1, true>(call, p) : kvpc_start_gather<8, 2, true>(call, p);
+        if (row_bytes == 128 && p->count > kvpc_many_rows)
+            return kvpc_start_gather<4, 2, true>(call, p);
         if (row_bytes == 128)
-            return kvpc_start_gather<8, 1, true>(job, p);
+            return kvpc_start_gather<8, 1, true>(call, p);
     }
     if (row_bytes <= 64)
-        return kvpc_start_gather<4, 1, false>(job, p);
+        return kvpc_start_gather<4, 1, false>(call, p);
     if (row_bytes <= 128)
-        return kvpc_start_gather<8, 1, false>(job, p);
-    return kvpc_start_gather<8, 2, false>(job, p);
+        return kvpc_start_gather<8, 1, false>(call, p);
+    return kvpc_start_gather<8, 2, false>(call, p);
 }
 
 /* One load per thread and table, two where the rows are neither few nor short. */
-static kvprim_status kvpc_store_by_size(const kvpc_job *job, kvpc_plain *p)
+static kvprim_status kvpc_store_by_size(const kvpc_call *call, kvpc_plain *p)
 {
-    const int64_t row_bytes = job->row_bytes[0];
-    if (!p->fetch && (job->tables == 1 || job->row_bytes[1] == row_bytes)) {
-        if (kvpc_fills(row_bytes, 1024) && job->count * row_bytes > kvpc_few_bytes)
-            return kvpc_start_store<32, 2, true>(job, p);
+    const int64_t row_bytes = p->row_bytes[0], v_bytes = p->row_bytes[1];
+    if (!p->fetch && (v_bytes == 0 || v_bytes == row_bytes)) {
+        if (kvpc_fills(row_bytes, 1024) && p->count * row_bytes > kvpc_small_store_bytes)
+            return kvpc_start_store<32, 2, true>(call, p);
         if (kvpc_fills(row_bytes, 512))
-            return kvpc_start_store<32, 1, true>(job, p);
+            return kvpc_start_store<32, 1, true>(call, p);
         if (row_bytes == 256)
-            return kvpc_start_store<16, 1, true>(job, p);
+            return kvpc_start_store<16, 1, true>(call, p);
         if (row_bytes == 128)
-            return kvpc_start_store<8, 1, true>(job, p);
+            return kvpc_start_store<8, 1, true>(call, p);
     }
-    if (row_bytes <= 128 && (job->tables == 1 || job->row_bytes[1] <= 128))
-        return kvpc_start_store<8, 1, false>(job, p);
-    return kvpc_start_store<16, 1, false>(job, p);
+    if (row_bytes <= 128 && v_bytes <= 128)
+        return kvpc_start_store<8, 1, false>(call, p);
+    return kvpc_start_store<16, 1, false>(call, p);
 }
 
-static kvprim_status kvpc_move_plain(const kvpc_job *job, uint64_t bits)
+/* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
+static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *moves, int n, uint64_t bits)
 {
+    const kvprim_side *const indexed = moves->zero ? &moves->src : &moves->dst;
     kvpc_plain p = {};
-    for (int m = 0; m < job->tables; m++) {
-        p.pair[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
-        p.pair[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
-        p.pair[m].dst_stride = (uint32_t)job->dst[m]->stride;
-        p.pair[m].src_stride = (uint32_t)job->src[m]->stride;
-        p.row_bytes[m] = (uint32_t)job->row_bytes[m];
+    uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
+    for (int k = 0; k < n; k++) {
+        const kvprim_move *const m = &moves[k];
+        p.pair[k].dst = (uint64_t)(uintptr_t)m->dst.table.data;
+        p.pair[k].src = (uint64_t)(uintptr_t)m->src.table.data;
+        p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
+        p.pair[k].src_stride = (uint32_t)m->src.table.stride;
+        p.row_bytes[k] = (uint32_t)m->row_bytes;
+        if (!m->zero || m->dst.table.stride != m->row_bytes)
+            edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
-    p.index = (uint64_t)(uintptr_t)job->index;
-    p.rejected = job->rejected;
-    p.rows = (uint32_t)job->rows;
-    p.base = (uint32_t)job->base;
-    p.count = (uint32_t)job->count;
-    p.pdl = job->launch && job->launch->pdl;
-    p.wide = job->type == KVPRIM_I64;
-    p.gather = job->gather != 0;
-    p.tables = (uint32_t)job->tables;
-    p.fetch = kvpc_has_ragged_rows(job);
+    p.index = (uint64_t)(uintptr_t)indexed->index;
+    p.index_is_i64 = indexed->index_type == KVPRIM_I64;
+    p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
+    p.rejected = moves->rejected;
+    p.rows = (uint32_t)indexed->table.rows;
+    p.base = (uint32_t)indexed->index_base;
+    p.count = (uint32_t)moves->count;
+    p.pdl = call->launch.pdl != 0;
+    p.gather = moves->zero != 0;
+    p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
-        return kvpc_start_bytes(job, &p);
-    return job->gather ? kvpc_gather_by_size(job, &p) : kvpc_store_by_size(job, &p);
+        return kvpc_start_bytes(call, &p);
+    return p.gather ? kvpc_gather_by_size(call, &p) : kvpc_store_by_size(call, &p);
 }
+
+/* >>impl_move_plan ------------------------------------------------------------------------------------------------- */
 
 static int64_t kvpc_gcd(int64_t a, int64_t b)
 {
     return b ? kvpc_gcd(b, a % b) : a;
 }
 
-/* *bits collects what must be a multiple of 16 for the kernel of aligned chunks. */
-static kvpc_side kvpc_side_of(const kvprim_table *t, int64_t row_bytes, int64_t unit, uint64_t *bits)
+static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
 {
-    kvpc_side s = {t->stride, 0, 0, kvpc_divisor_of(t->page_rows), kvpc_divisor_of(0)};
+    const uint32_t is_i64 = side->index_type == KVPRIM_I64;
+    kvpc_naming n = {0, 0, (uint64_t)count, 0, 0};
+    if (side->index)
+        n = kvpc_naming{(uint64_t)(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
+                        (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
+    return n;
+}
+
+/* *bits collects what must be a multiple of 16 for the kernels of aligned chunks. */
+static kvpc_layout kvpc_layout_of(const kvprim_side *side, int64_t unit, uint64_t *bits)
+{
+    const kvprim_table *const t = &side->table;
+    kvpc_layout s = {t->stride, 0, 0, kvpc_divisor_of(t->page_rows), kvpc_divisor_of(0)};
     if (t->page_rows > 0)
         s.page_step = (int64_t)((uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride);
     if (t->heads > 1) {
-        const int64_t piece = row_bytes / t->heads;
-        s.head = kvpc_divisor_of(piece / unit);
-        s.head_step = t->head_stride - piece;
+        s.head = kvpc_divisor_of(side->piece_bytes / unit);
+        s.head_step = t->head_stride - side->piece_bytes;
     }
     *bits |= (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step | (uint64_t)unit;
     return s;
 }
 
-static void kvpc_set_shape(kvpc_shape *s, const kvprim_table *dst, const kvprim_table *src, int64_t row_bytes,
-                           uint64_t *bits)
+/* Everything of a task except its layers and how its rows are cut into chunks. */
+static void kvpc_set_task(kvpc_task *t, const kvprim_move *m, uint64_t *bits)
 {
-    const kvprim_table to = kvpc_simplify(dst, row_bytes), from = kvpc_simplify(src, row_bytes);
-    const int64_t unit = kvpc_gcd(row_bytes / to.heads, row_bytes / from.heads);
-    s->dst = kvpc_side_of(&to, row_bytes, unit, bits);
-    s->src = kvpc_side_of(&from, row_bytes, unit, bits);
-    s->unit_bytes = (uint64_t)unit;
-    s->units = (uint64_t)(row_bytes / unit);
+    const int64_t unit = kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
+    t->dst_rows = kvpc_naming_of(&m->dst, m->count);
+    t->src_rows = kvpc_naming_of(&m->src, m->count);
+    t->dst = kvpc_layout_of(&m->dst, unit, bits);
+    t->src = kvpc_layout_of(&m->src, unit, bits);
+    t->unit_bytes = (uint64_t)unit;
+    t->units = (uint64_t)(m->row_bytes / unit);
+    t->count = kvpc_divisor_of(m->count);
+    t->zero = m->zero != 0;
 }
 
-/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is by as much longer. */
-static void kvpc_cut(kvpc_batch *p, uint32_t part_bytes, bool aligned, int32_t layers)
+/* Cuts rows into chunks. `aligned`: nothing begins or ends inside 16 bytes; otherwise a part is that much longer. */
+template <uint32_t most_tasks> static void kvpc_cut(kvpc_batch<most_tasks> *p, uint32_t part_bytes, bool aligned)
 {
-    uint64_t most = 0;
     p->part_bytes = aligned ? part_bytes : part_bytes + 16;
-    for (int m = 0; m < p->shapes; m++) {
-        kvpc_shape *const s = &p->shape[m];
-        const uint64_t touched = aligned ? s->unit_bytes : s->unit_bytes + 15;
-        s->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
-        s->chunks = s->units * s->parts.by;
-        most = s->chunks > most ? s->chunks : most;
+    p->total = 0;
+    for (uint32_t k = 0; k < p->tasks; k++) {
+        kvpc_task *const t = &p->task[k];
+        const uint64_t touched = aligned ? t->unit_bytes : t->unit_bytes + 15;
+        t->parts = kvpc_divisor_of((int64_t)((touched + p->part_bytes - 1) / p->part_bytes));
+        t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
+        t->first_chunk = p->total;
+        p->total += t->chunks.by * t->count.by * t->layers;
     }
-    p->chunks = kvpc_divisor_of((int64_t)most);
-    p->total = most * p->count.by * (uint64_t)layers;
 }
-
-typedef void kvpc_kernel(kvpc_batch);
 
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
-static kvprim_status kvpc_start_groups(const char *function, kvpc_kernel *kernel, uint32_t most_threads, uint32_t lanes,
-                                       const kvpc_batch *p, const kvprim_cuda_launch *launch)
+template <uint32_t most_tasks>
+static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvpc_batch<most_tasks>),
+                                       uint32_t most_threads, uint32_t lanes, const kvpc_batch<most_tasks> *p)
 {
-    const uint64_t limit = launch && launch->max_sms > 0 ? (uint64_t)launch->max_sms : 0;
+    const uint64_t limit = (uint64_t)call->launch.max_sms;
     uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
     while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
         threads /= 2;
     const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
-    return kvpc_start(function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, launch);
+    return kvpc_start(call->function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, &call->launch);
 }
 
 /* Rows that begin and end at multiples of 16 bytes. */
-template <bool one_shape>
-static kvprim_status kvpc_start_aligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
-                                        const kvprim_cuda_launch *launch)
+template <uint32_t most_tasks>
+static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
-    const bool few = launch && launch->max_sms > 0;
+    typedef void kernel_type(kvpc_batch<most_tasks>);
+    const bool few = call->launch.max_sms > 0;
     const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
-    kvpc_kernel *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, one_shape>
-                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, one_shape>
-                                                  : kvpc_move_few_kernel<32, 4, one_shape>;
-    kvpc_kernel *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, one_shape>
-                                : lanes == 16 ? kvpc_move_kernel<16, 2, one_shape>
-                                              : kvpc_move_kernel<32, 2, one_shape>;
-    kvpc_cut(p, 16 * lanes * loads, true, layers);
-    return kvpc_start_groups(function, few ? few_kernel : kernel, kvpc_few_threads, lanes, p, launch);
+    kernel_type *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, most_tasks>
+                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, most_tasks>
+                                                  : kvpc_move_few_kernel<32, 4, most_tasks>;
+    kernel_type *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, most_tasks>
+                                : lanes == 16 ? kvpc_move_kernel<16, 2, most_tasks>
+                                              : kvpc_move_kernel<32, 2, most_tasks>;
+    kvpc_cut(p, 16 * lanes * loads, true);
+    return kvpc_start_groups(call, few ? few_kernel : kernel, kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
-static kvprim_status kvpc_start_unaligned(const char *function, kvpc_batch *p, int32_t layers, uint64_t unit,
-                                          bool large, const kvprim_cuda_launch *launch)
+template <uint32_t most_tasks>
+static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit, bool large)
 {
     const uint32_t lanes = large || unit > 256 ? 32 : 8;
-    kvpc_kernel *const kernel = large        ? kvpc_move_bytes_kernel<32, uint64_t>
-                                : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t>
-                                             : kvpc_move_bytes_kernel<32, uint32_t>;
-    kvpc_cut(p, lanes == 8 ? 256 : 2048, false, layers);
-    return kvpc_start_groups(function, kernel, kvpc_bytes_threads, lanes, p, launch);
+    kvpc_cut(p, lanes == 8 ? 256 : 2048, false);
+    return kvpc_start_groups(call,
+                             large        ? kvpc_move_bytes_kernel<32, uint64_t, most_tasks>
+                             : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t, most_tasks>
+                                          : kvpc_move_bytes_kernel<32, uint32_t, most_tasks>,
+                             kvpc_unaligned_threads, lanes, p);
 }
 
-/* Starts a move of some layers; the rows' shapes are not cut yet. */
-static kvprim_status kvpc_start_move(const char *function, kvpc_batch *p, int32_t layers, uint64_t bits,
-                                     const kvprim_cuda_launch *launch)
+/* `bits`: see kvpc_layout_of; the layers' addresses count as well. */
+template <uint32_t most_tasks>
+static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t bits)
 {
     const uint64_t most = (uint64_t)1 << 31;
     uint64_t unit = 0, chunks = 0;
-    for (int m = 0; m < p->shapes; m++) {
-        const uint64_t upper = p->shape[m].units * (p->shape[m].unit_bytes / 256 + 1);
-        unit = p->shape[m].unit_bytes > unit ? p->shape[m].unit_bytes : unit;
-        chunks = upper > chunks ? upper : chunks;
+    bool large = false;
+    for (uint32_t k = 0; k < p->tasks; k++) {
+        const kvpc_task *const t = &p->task[k];
+        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1), rows = t->count.by * t->layers;
+        unit = t->unit_bytes > unit ? t->unit_bytes : unit;
+        large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
+        chunks += large ? 0 : in_row * rows;
+        for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
+            bits |= p->layer[l].dst | p->layer[l].src;
     }
-    for (int l = 0; l < layers; l++)
-        bits |= p->layer[l].dst | p->layer[l].src;
-    p->wait = launch ? launch->pdl : 0;
-    const bool large = p->dst_rows > most || p->src_rows > most || chunks >= most / p->count.by / (uint64_t)layers;
-    if (large || bits % 16 != 0)
-        return kvpc_start_unaligned(function, p, layers, unit, large, launch);
-    return p->shapes == 1 ? kvpc_start_aligned<true>(function, p, layers, unit, launch)
-                          : kvpc_start_aligned<false>(function, p, layers, unit, launch);
+    large |= chunks >= most;
+    p->pdl = call->launch.pdl != 0;
+    p->reserved = 0;
+    return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
 
-static kvprim_status kvpc_move_any(const kvpc_job *job)
+/* Where neither side has an index, rows that follow each other without a gap on both sides become one. */
+static void kvpc_join_rows(kvprim_move *m)
 {
-    kvpc_batch p;
-    uint64_t bits = 0;
-    for (int m = 0; m < job->tables; m++) {
-        kvpc_set_shape(&p.shape[m], job->dst[m], job->src[m], job->row_bytes[m], &bits);
-        p.layer[m].dst = (uint64_t)(uintptr_t)job->dst[m]->data;
-        p.layer[m].src = (uint64_t)(uintptr_t)job->src[m]->data;
-    }
-    p.dst_index = job->gather ? 0 : (uint64_t)(uintptr_t)job->index;
-    p.src_index = job->gather ? (uint64_t)(uintptr_t)job->index : 0;
-    p.dst_rows = (uint64_t)(job->gather ? job->count : job->rows);
-    p.src_rows = (uint64_t)(job->gather ? job->rows : job->count);
-    p.dst_base = job->gather ? 0 : job->base;
-    p.src_base = job->gather ? job->base : 0;
-    p.count = kvpc_divisor_of(job->count);
-    p.rejected = job->rejected;
-    p.wide = job->type == KVPRIM_I64;
-    p.zero = job->gather;
-    p.shapes = job->tables == 2 && memcmp(&p.shape[0], &p.shape[1], offsetof(kvpc_shape, chunks)) != 0 ? 2 : 1;
-    return kvpc_start_move(job->function, &p, job->tables, bits, job->launch);
-}
-
-static kvprim_status kvpc_move(const kvpc_job *job)
-{
-    uint64_t bits;
-    return kvpc_is_plain(job, &bits) ? kvpc_move_plain(job, bits) : kvpc_move_any(job);
-}
-
-/* Where neither side is indexed, rows that follow each other without a gap on both sides become one. */
-static void kvpc_join_rows(kvprim_transfer_desc *d)
-{
-    const kvprim_table dst = kvpc_simplify(&d->dst, d->row_bytes), src = kvpc_simplify(&d->src, d->row_bytes);
-    const int64_t rows = kvpc_gcd(kvpc_gcd(dst.page_rows, src.page_rows), d->count);
-    if (d->dst_index || d->src_index || dst.heads > 1 || src.heads > 1 || dst.stride != d->row_bytes ||
-        src.stride != d->row_bytes)
+    kvprim_table *const dst = &m->dst.table, *const src = &m->src.table;
+    if (m->dst.index || m->src.index || dst->heads > 1 || src->heads > 1 || dst->stride != m->row_bytes ||
+        src->stride != m->row_bytes)
         return;
-    d->dst = dst, d->src = src;
-    d->dst.stride = d->src.stride = d->row_bytes *= rows;
-    d->dst.page_rows /= rows, d->src.page_rows /= rows;
-    d->count /= rows;
+    const int64_t rows = kvpc_gcd(kvpc_gcd(dst->page_rows, src->page_rows), m->count);
+    dst->stride = src->stride = m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes *= rows;
+    dst->page_rows /= rows, src->page_rows /= rows;
+    m->count /= rows;
 }
 
-static uint64_t kvpc_layer_of(const kvprim_table *table, void *const *layers, int64_t layer_stride, int64_t l)
+static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
 {
-    if (layers)
-        return (uint64_t)(uintptr_t)layers[l];
-    return (uint64_t)(uintptr_t)table->data + (uint64_t)l * (uint64_t)layer_stride;
+    const kvprim_table *const x = &a->table, *const y = &b->table;
+    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
+           a->index_stride == b->index_stride && (!a->index || x->rows == y->rows) && x->stride == y->stride &&
+           x->page_rows == y->page_rows && x->page_stride == y->page_stride && x->heads == y->heads &&
+           x->head_stride == y->head_stride;
 }
 
-/* As many layers at a time as a launch's parameters hold. */
-static kvprim_status kvpc_transfer(kvprim_transfer_desc *d, const kvprim_cuda_launch *launch)
+/* Whether a move differs from the one before it only in its memory, as V often does from K: then it is one more layer,
+   and spares a task. */
+static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
 {
-    kvprim_status status = KVPRIM_OK;
-    kvpc_join_rows(d);
-    for (int64_t first = 0; first < d->layers && status == KVPRIM_OK; first += kvpc_layers) {
-        const int32_t left = (int32_t)(d->layers - first), layers = left < kvpc_layers ? left : kvpc_layers;
-        uint64_t bits = 0;
-        kvpc_batch p;
-        kvpc_set_shape(&p.shape[0], &d->dst, &d->src, d->row_bytes, &bits);
-        for (int32_t l = 0; l < layers; l++) {
-            p.layer[l].dst = kvpc_layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, first + l);
-            p.layer[l].src = kvpc_layer_of(&d->src, d->src_layers, d->src_layer_stride, first + l);
-        }
-        p.dst_index = (uint64_t)(uintptr_t)d->dst_index;
-        p.src_index = (uint64_t)(uintptr_t)d->src_index;
-        p.dst_rows = (uint64_t)(d->dst_index ? d->dst.rows : d->count);
-        p.src_rows = (uint64_t)(d->src_index ? d->src.rows : d->count);
-        p.dst_base = p.src_base = 0;
-        p.count = kvpc_divisor_of(d->count);
-        p.rejected = first == 0 ? d->rejected : NULL;
-        p.wide = d->index_type == KVPRIM_I64;
-        p.zero = 0;
-        p.shapes = 1;
-        status = kvpc_start_move("kvprim_cuda_transfer", &p, layers, bits, launch);
+    return a->row_bytes == b->row_bytes && a->count == b->count && a->zero == b->zero && !b->rejected &&
+           kvpc_is_alike_side(&a->dst, &b->dst) && kvpc_is_alike_side(&a->src, &b->src);
+}
+
+/* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `before`:
+   the move that the batch's last task stands for, or NULL. */
+template <uint32_t most_tasks>
+static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const kvprim_move *before,
+                               const kvprim_move *m, int32_t first, uint64_t *bits)
+{
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - *used, left = (uint32_t)(m->layers - first);
+    const uint32_t layers = left < room ? left : room;
+    const bool alike = before && kvpc_is_alike(before, m);
+    if (layers == 0 || (!alike && p->tasks == most_tasks))
+        return 0;
+    if (!alike) {
+        kvpc_task *const task = &p->task[p->tasks++];
+        kvpc_set_task(task, m, bits);
+        task->first_layer = *used;
+        task->layers = 0;
+        task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
-    return status;
+    p->task[p->tasks - 1].layers += layers;
+    for (uint32_t l = 0; l < layers; l++) {
+        p->layer[*used + l].dst = (uint64_t)(uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
+        p->layer[*used + l].src = (uint64_t)(uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
+    }
+    *used += layers;
+    return (int32_t)layers;
+}
+
+/* As many moves and layers at a time as a launch's parameters hold. */
+template <uint32_t most_tasks>
+static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *moves, size_t n)
+{
+    int32_t first = 0; /* the first layer of moves[k] that is not launched yet */
+    for (size_t k = 0; k < n;) {
+        kvpc_batch<most_tasks> p;
+        kvprim_move joined;
+        const kvprim_move *before = NULL;
+        uint32_t used = 0;
+        uint64_t bits = 0;
+        p.tasks = 0;
+        for (; k < n; k++, first = 0) {
+            if (moves[k].count == 0)
+                continue;
+            joined = moves[k];
+            kvpc_join_rows(&joined);
+            first += kvpc_add_layers(&p, &used, before, &joined, first, &bits);
+            if (first < joined.layers)
+                break;
+            before = &moves[k];
+        }
+        if (p.tasks)
+            KVPRIM_TRY(kvpc_start_batch(call, &p, bits));
+    }
+    return KVPRIM_OK;
+}
+
+/* Runs checked moves; `moves` is not empty where a function checked them. */
+static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, size_t n,
+                              const kvprim_cuda_launch *launch)
+{
+    uint64_t bits = 0;
+    while (n > 0 && moves[n - 1].count == 0) /* K only, say */
+        n--;
+    if (n == 0)
+        return KVPRIM_OK;
+    kvpc_call call = {function, {}};
+    KVPRIM_TRY(kvpc_check_launch(function, launch));
+    KVPRIM_TRY(kvpc_check_memory(function, moves, n));
+    if (launch)
+        call.launch = *launch;
+    call.launch.pdl = call.launch.pdl && kvpc_has_pdl();
+    if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
+        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_pair(&moves[0], &moves[1]))))
+        return kvpc_run_plain(&call, moves, (int)n, bits);
+    if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
+        return kvpc_run_batches<1>(&call, moves, n);
+    return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
 }
 
 /* ---- unpack: host side ---- */
@@ -1975,6 +2078,8 @@ static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const k
     return kvpc_unpack_all(&job);
 }
 
+/* >>impl_calls ----------------------------------------------------------------------------------------------------- */
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1982,57 +2087,33 @@ extern "C" {
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_gather");
-    kvprim_gather_desc d;
-    kvprim_status status = kvprim_gather_check(desc, &d);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_launch("kvprim_cuda_gather", launch);
-    if (status == KVPRIM_OK && d.count > 0)
-        status = kvpc_check_memory(&d);
-    if (status != KVPRIM_OK || d.count == 0)
-        return status;
-    const kvpc_job job = {
-        "kvprim_cuda_gather", {&d.dst, NULL}, {&d.src, NULL}, {d.row_bytes, 0}, 1,          1,     d.index,
-        d.index_type,         d.index_base,   d.count,        d.src.rows,       d.rejected, launch};
-    return kvpc_move(&job);
+    kvprim_move move;
+    const kvprim_status status = kvprim_gather_moves(desc, &move);
+    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_gather", &move, 1, launch) : kvpc_fail_check(status);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_store");
-    kvprim_store_desc d;
-    kvprim_status status = kvprim_store_check(desc, &d);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_launch("kvprim_cuda_store", launch);
-    if (status == KVPRIM_OK && d.count > 0)
-        status = kvpc_check_memory(&d);
-    if (status != KVPRIM_OK || d.count == 0)
-        return status;
-    const kvpc_job job = {"kvprim_cuda_store",
-                          {&d.k_cache, &d.v_cache},
-                          {&d.k, &d.v},
-                          {d.k_bytes, d.v_bytes},
-                          d.v_cache.data ? 2 : 1,
-                          0,
-                          d.slot,
-                          d.slot_type,
-                          d.slot_base,
-                          d.count,
-                          d.k_cache.rows,
-                          d.rejected,
-                          launch};
-    return kvpc_move(&job);
+    kvprim_move moves[2];
+    const kvprim_status status = kvprim_store_moves(desc, moves);
+    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_store", moves, 2, launch) : kvpc_fail_check(status);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_transfer");
-    kvprim_transfer_desc d;
-    kvprim_status status = kvprim_transfer_check(desc, &d);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_launch("kvprim_cuda_transfer", launch);
-    if (status == KVPRIM_OK && d.count > 0)
-        status = kvpc_check_memory(&d);
-    return status != KVPRIM_OK || d.count == 0 ? status : kvpc_transfer(&d, launch);
+    kvprim_move move;
+    const kvprim_status status = kvprim_transfer_moves(desc, &move);
+    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_transfer", &move, 1, launch) : kvpc_fail_check(status);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_move");
+    if (!moves && n)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
+    return kvpc_run("kvprim_cuda_move", moves, n, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
@@ -2041,14 +2122,13 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     kvprim_status status = kvprim_unpack_check(desc);
     if (status == KVPRIM_OK)
         status = kvpc_check_launch("kvprim_cuda_unpack", launch);
-    if (status == KVPRIM_OK && desc->count > 0)
-        status = kvpc_check_memory(desc);
     return status != KVPRIM_OK || desc->count == 0 ? status : kvpc_unpack_checked(desc, launch);
 }
 
 #ifdef __cplusplus
 }
 #endif
+#undef KVPRIM_TRY
 #endif /* implementation */
 
 /* MIT License
