@@ -213,12 +213,12 @@ int main(void)
                                    512, 1024, 2048, 4096, 16384, 65536, 131072, 1 << 20, 0};
     static const size_t dependent_sizes[] = {1, 4, 8, 16, 32, 64, 128, 256, 1024, 0};
     static const size_t short_sizes[] = {1, 4, 16, 64, 256, 1024, 4096, 16384, 131072, 0};
-    static const target aligned[] = {{4, 1},     {8, 1},     {16, 4},    {32, 1},     {64, 8},      {128, 1}, {256, 12},
+    static const target aligned[] = {{4, 1},     {8, 1},     {16, 3},    {32, 1},     {64, 8},      {128, 1}, {256, 12},
                                      {1024, 12}, {4096, 12}, {16384, 5}, {131072, 5}, {1 << 20, 1}, {0, 0}};
-    static const target misaligned[] = {{4, 1},    {16, 4},    {64, 1},     {256, 7}, {1024, 9},
+    static const target misaligned[] = {{4, 1},    {16, 3},    {64, 1},     {256, 7}, {1024, 9},
                                         {4096, 9}, {16384, 1}, {131072, 1}, {0, 0}};
-    static const target i64[] = {{4, 1}, {16, 3}, {64, 1}, {256, 7}, {1024, 7}, {0, 0}};
-    static const target waiting[] = {{0, 0}};
+    static const target i64[] = {{4, 1}, {16, 2}, {64, 1}, {256, 7}, {1024, 7}, {0, 0}};
+    static const target waiting[] = {{16, 1}, {64, 2}, {256, 4}, {0, 0}};
     const size_t bytes = (size_t)4 << 20;
     char *const a = (char *)bench_allocate(2 * bytes + 256), *const b = (char *)bench_allocate(2 * bytes + 256);
     char *const x = a + 64 - (uintptr_t)a % 64, *const y = b + 64 - (uintptr_t)b % 64; /* aligned to 64 bytes */
