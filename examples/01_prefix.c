@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: MIT */
 /* How much of a prompt is already cached? The program at the top of kvprim.h, which checks its answer.
 
        cc -O2 -I. examples/01_prefix.c -o 01_prefix && ./01_prefix

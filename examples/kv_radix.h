@@ -1,17 +1,17 @@
-/* kv_radix.h: the prefix cache of an inference engine: a radix tree over tokens, in whole pages. C11, uses kvprim.h.
+/* SPDX-License-Identifier: MIT */
+/* kv_radix.h is the prefix cache of an inference engine: a radix tree over tokens, in whole pages. C11, uses kvprim.h.
 
-   An edge holds the tokens of whole pages and the numbers of the cache pages where their rows lie. What one request
-   does:
+   An edge holds the tokens of whole pages and the numbers of the cache pages that hold their rows. One request calls:
 
-       kv_radix_match   how much of my prompt is cached, and in which pages?
-       kv_radix_lock    keep that path while I run
-       kv_radix_evict   (if pages run short) take pages back from whoever was used longest ago
-       kv_radix_insert  I am done: here are my new whole pages, for others to find
-       kv_radix_unlock  the path may go when its time comes
+       kv_radix_match   finds how much of the prompt is cached, and in which pages
+       kv_radix_lock    keeps that path while the request runs
+       kv_radix_evict   takes back the least recently used pages (if the request needs more than are free)
+       kv_radix_insert  adds the request's new whole pages, so that others find them
+       kv_radix_unlock  lets the path be evicted again
 
-   The tree only keeps book of page numbers. Who owns a page: the caller, until insert takes it; the tree, until evict
-   hands it back. Nothing is global; one tree is for one thread at a time. Functions that allocate return false when
-   memory runs out, and leave a tree that still holds what it held. */
+   The tree stores page numbers, not rows. The caller owns a page until insert takes it, then the tree owns it until evict
+   returns it. There are no globals. A tree may be used by one thread at a time. Functions that allocate return false if
+   memory runs out; the tree then still holds what it held before. */
 #ifndef KV_RADIX_H
 #define KV_RADIX_H
 
@@ -23,57 +23,57 @@
 
 typedef struct kv_radix_node {
     struct kv_radix_node *parent;
-    struct kv_radix_node *older, *younger; /* neighbours in order of use; only while refs is 0 */
-    uint64_t hash;                         /* of the parent and the first page: this node's place in the table */
-    int32_t *tokens;                       /* page_count * page_tokens */
+    struct kv_radix_node *older, *younger; /* neighbours in order of use; valid only while refs is 0 */
+    uint64_t hash;                         /* of the parent and the first page: where the table holds this node */
+    int32_t *tokens;                       /* page_count * page_tokens of them */
     int32_t *pages;
     size_t page_count;
     size_t children;
-    size_t refs; /* locks on this node or below it */
+    size_t refs; /* locks on this node and on nodes below it */
 } kv_radix_node;
 
-typedef struct kv_radix { /* must not move in memory between init and free */
+typedef struct kv_radix { /* must not move in memory between kv_radix_init and kv_radix_free */
     size_t page_tokens;
     size_t page_count;     /* pages that the tree holds */
     size_t node_count;     /* without the root */
     kv_radix_node root;    /* an empty edge, always locked */
-    kv_radix_node ring;    /* no node: ring.younger is the oldest unlocked node, ring.older the youngest */
-    kv_radix_node **table; /* open addressing, linear probing: every node but the root, by node.hash */
-    size_t table_mask;     /* slots - 1, a power of two minus 1 */
+    kv_radix_node ring;    /* only links: ring.younger is the oldest unlocked node, ring.older the youngest */
+    kv_radix_node **table; /* every node except the root, by node.hash; open addressing, linear probing */
+    size_t table_mask;     /* entries - 1; the number of entries is a power of two */
 } kv_radix;
 
-/* A tree of pages of page_tokens >= 1 tokens. False: out of memory; kv_radix_free may be called all the same. */
+/* Makes an empty tree of pages of page_tokens >= 1 tokens. False: out of memory; kv_radix_free may still be called. */
 static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens);
 static inline void kv_radix_free(kv_radix *tree);
 
-/* The longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Their numbers go to pages[], which has
-   room for count / page_tokens, how many they are to *page_count, and the node where the match ends to *node: an edge
-   that matches in part is split there. Makes the whole path the most recently used one. */
+/* Finds the longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Writes the numbers of these pages
+   to pages[], which has room for count / page_tokens, how many there are to *page_count, and the node where the match
+   ends to *node. An edge that matches in part is split there. The whole path becomes the most recently used one. */
 static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
                                   size_t *page_count, kv_radix_node **node);
 
-/* A locked node and all above it are not evicted. Locks count; whoever locks a node unlocks the same node. */
+/* A locked node and the nodes above it are not evicted. Locks are counted: unlock each node as often as it was locked. */
 static inline void kv_radix_lock(kv_radix_node *node);
 static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node);
 
-/* Adds page_count whole pages, with their tokens, below a node (which match returned and the caller has locked). The
-   first *known of them another request has added meanwhile: the tree keeps that one's, and pages[0 .. *known) stay the
-   caller's. The others are the tree's from here on. */
+/* Adds page_count whole pages, with their tokens, below a node that match returned and the caller has locked. If other
+   requests have added the first *known of them since, the tree keeps theirs, and pages[0 .. *known) still belong to the
+   caller. The other pages now belong to the tree. */
 static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, const int32_t *pages,
                                    size_t page_count, size_t *known);
 
-/* Takes up to `want` pages out of the tree, the least recently used first and each path from its end, and writes their
-   numbers to pages[]. Returns how many: fewer than `want` only if all that is left is locked. */
+/* Takes up to `want` pages out of the tree, the least recently used first and each path from its end. Writes their
+   numbers to pages[] and returns how many there are: fewer than `want` only if everything left is locked. */
 static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages);
 
-/* NULL, or which invariant does not hold. Quadratic in the nodes: for tests. */
+/* Returns NULL, or a text that names the invariant that does not hold. Takes quadratic time: for tests. */
 static inline const char *kv_radix_check(const kv_radix *tree);
 
 /* ---- order of use: a ring of the unlocked nodes ------------------------------------------------------------------
 
    A path is moved to the young end from its last node up to the root. So a node is younger than all its children, and
-   the oldest node of all is a leaf: the one to evict. A locked node's ancestors are locked as well; none of them is in
-   here. */
+   the oldest node in the ring is a leaf, which is evicted next. The ancestors of a locked node are locked too, and the
+   ring holds no locked node. */
 
 static inline void kv_radix__unlink(kv_radix_node *node)
 {
@@ -113,7 +113,7 @@ static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node)
 /* ---- children: one hash table for the whole tree -----------------------------------------------------------------
 
    In real traces a node has thousands of children. Siblings differ within their first page, so parent and first page
-   identify a child; its tokens are compared in full, so a hash that two nodes share costs time and nothing else. */
+   identify a child. Its tokens are then compared in full, so two nodes with the same hash only cost time. */
 
 static inline uint64_t kv_radix__hash(const kv_radix *tree, const kv_radix_node *parent, const int32_t *tokens)
 {
@@ -141,7 +141,7 @@ static inline size_t kv_radix__table_find(const kv_radix *tree, const kv_radix_n
     return at;
 }
 
-/* Closes the gap: what lies behind it moves up unless that would put it before its home. */
+/* Removes a node and closes the gap: each entry after it moves into the gap, unless that is before the entry's home. */
 static inline void kv_radix__table_remove(kv_radix *tree, const kv_radix_node *node)
 {
     const size_t mask = tree->table_mask;
@@ -156,7 +156,7 @@ static inline void kv_radix__table_remove(kv_radix *tree, const kv_radix_node *n
     tree->table[gap] = NULL;
 }
 
-/* Makes room for one more node, at most half full. */
+/* Makes room for one more node. The table stays at most half full. */
 static inline bool kv_radix__table_reserve(kv_radix *tree)
 {
     if (tree->node_count < (tree->table_mask + 1) / 2)
@@ -175,7 +175,8 @@ static inline bool kv_radix__table_reserve(kv_radix *tree)
     return true;
 }
 
-/* The child whose edge begins as tokens do, and how many pages of the edge are the same; NULL: there is none. */
+/* Returns the child whose edge shares at least its first page with tokens, or NULL. *same is the number of pages that
+   they share. */
 static inline kv_radix_node *kv_radix__child(const kv_radix *tree, const kv_radix_node *parent, const int32_t *tokens,
                                              size_t page_count, size_t *same)
 {
@@ -225,7 +226,7 @@ static inline kv_radix_node *kv_radix__node_new(const kv_radix *tree, kv_radix_n
     return node;
 }
 
-/* Forgets an edge's end. The memory behind it goes back if realloc will have it. */
+/* Cuts an edge to its first page_count pages. If realloc fails, the edge keeps its memory. */
 static inline void kv_radix__shorten(const kv_radix *tree, kv_radix_node *node, size_t page_count)
 {
     int32_t *const tokens = (int32_t *)realloc(node->tokens, page_count * tree->page_tokens * sizeof *tokens);
@@ -235,7 +236,8 @@ static inline void kv_radix__shorten(const kv_radix *tree, kv_radix_node *node, 
     node->page_count = page_count;
 }
 
-/* Puts a new node with the edge's first `keep` pages above `node`, which stays what its children and locks know. */
+/* Inserts a new node with the first `keep` pages of the edge above `node`. `node` itself stays at its address, because its
+   children and the holders of locks point to it. */
 static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node, size_t keep)
 {
     kv_radix_node *const upper =
@@ -260,7 +262,7 @@ static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node
     return upper;
 }
 
-/* Goes down from *node as far as the tree follows the tokens, and splits where it leaves them. */
+/* Descends from *node as far as the edges match the tokens, and splits the edge where they differ. */
 static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const int32_t *tokens, size_t page_count,
                                   int32_t *pages, size_t *done)
 {
@@ -284,7 +286,7 @@ static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const in
     return true;
 }
 
-/* ---- the rest of the interface ----------------------------------------------------------------------------------- */
+/* ---- the other public functions ---------------------------------------------------------------------------------- */
 
 static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens)
 {
@@ -379,11 +381,11 @@ static inline const char *kv_radix_check(const kv_radix *tree)
             return "a node is not found by its tokens";
     }
     if (nodes != tree->node_count || children != nodes || pages != tree->page_count)
-        return "nodes, children or pages are counted wrong";
+        return "the counts of nodes, children or pages are wrong";
     for (const kv_radix_node *node = tree->ring.younger; node != &tree->ring; node = node->younger, listed++) {
         const kv_radix_node *parent = node;
         if (node->refs != 0 || node->younger->older != node)
-            return "the order of use holds a locked node or is torn";
+            return "the order of use holds a locked node or has a broken link";
         while (node->parent->refs == 0 && parent != node->parent)
             if ((parent = parent->younger) == &tree->ring)
                 return "a node is not younger than its child";

@@ -1,5 +1,6 @@
+// SPDX-License-Identifier: MIT
 // The opponent of bench_prefix.c: std::mismatch as g++ -O3 compiles it. Its loop runs at one token per cycle, or at half
-// of that where it straddles a line of the instruction cache: so here are copies of it, each 8 bytes further in a line.
+// that speed if it crosses a line of the instruction cache. So there are eight copies, each 8 bytes further into a line.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>

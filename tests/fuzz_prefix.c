@@ -1,5 +1,6 @@
-/* Every variant of the prefix compare that runs here against a loop, on arrays that end where a page without access
-   begins or begin where one ends, and on blocks of exactly their size. */
+/* SPDX-License-Identifier: MIT */
+/* Fuzzes the prefix compare: every variant that runs on this machine must return what a plain loop returns. An array ends
+   where an inaccessible page starts, starts where one ends, or is a malloc block of exactly its size. */
 #define _DEFAULT_SOURCE /* MAP_ANONYMOUS */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
@@ -30,7 +31,7 @@ static void expect(size_t got, size_t expected, const char *what)
     abort();
 }
 
-/* ROOM bytes between two pages without access. */
+/* Returns ROOM bytes between two inaccessible pages. */
 static char *guarded(void)
 {
     char *const p = mmap(NULL, ROOM + 2 * PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -39,8 +40,8 @@ static char *guarded(void)
     return p + PAGE;
 }
 
-/* An array of `bytes` bytes: 0 ends at the guard, 1 begins at the guard, 2 is a block of its own; the first two `shift`
-   bytes away from there. */
+/* Returns an array of `bytes` bytes. `where` 0: it ends `shift` bytes before the inaccessible page; 1: it starts `shift`
+   bytes after one; 2: it is a block of its own. */
 static char *place(char *room, unsigned where, size_t bytes, size_t shift)
 {
     if (where == 2)
@@ -95,11 +96,11 @@ static void compare(const void *a, size_t a_len, const void *b, size_t b_len, si
         compare_i64(a, a_len, b, b_len, expected);
 }
 
-/* The keys are slices of b: all of them end at its end, or all begin at its begin. */
+/* The keys are slices of b. Either all of them end where b ends, or all start where b starts. */
 static void compare_many(struct input *in, const char *a, size_t a_len, const char *b, size_t b_len)
 {
     const int32_t *keys[MAX_KEYS];
-    size_t lens[MAX_KEYS], out[MAX_KEYS], best = 0, best_len = 0;
+    size_t lens[MAX_KEYS], out[MAX_KEYS], best = KVPRIM_PREFIX_NONE, best_len = 0;
     const size_t count = take(in, 1) % (MAX_KEYS + 1), from_end = take(in, 1) % 2;
     for (size_t i = 0; i < count; i++) {
         lens[i] = take(in, 1) % 2 ? b_len - take(in, 1) % (b_len + 1) : take(in, 2) % (b_len + 1);
@@ -119,7 +120,7 @@ static void compare_many(struct input *in, const char *a, size_t a_len, const ch
     expect(kvprim_prefix_many_i32(query, a_len, keys, lens, count, NULL), best, "prefix_many_i32 without out_len");
 }
 
-/* Lengths around the vector sizes often, long ones now and then. */
+/* Mostly lengths near the vector sizes, sometimes long ones. */
 static size_t take_length(struct input *in)
 {
     const uint32_t kind = take(in, 1) % 8;
@@ -147,14 +148,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         a[i] = (char)((x = x * 1664525u + 1013904223u) >> 24);
     for (size_t i = 0; i < b_len * token; i++)
         b[i] = (char)(i < a_len * token ? a[i] : 0x55);
-    /* single bits: a compare that drops any bit of any lane is seen */
+    /* A flip changes one bit, so a compare that ignores any bit of any lane is found. */
     for (uint32_t flips = take(&in, 1) % 4; flips && b_len; flips--)
         b[take(&in, 3) % (b_len * token)] ^= (char)(1u << take(&in, 1) % 8);
 
     compare(a, a_len, b, b_len, token);
     compare(b, b_len, a, a_len, token);
     compare(NULL, 0, b, b_len, token);
-    const size_t skip = a_len ? take(&in, 2) % a_len : 0; /* overlapping arrays are fine */
+    const size_t skip = a_len ? take(&in, 2) % a_len : 0; /* arrays may overlap */
     compare(a, a_len, a + skip * token, a_len - skip, token);
     if (token == 4)
         compare_many(&in, a, a_len, b, b_len);

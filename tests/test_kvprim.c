@@ -90,7 +90,7 @@ typedef struct variant {
     prefix_i64_fn *i64;
 } variant;
 
-/* Every variant that this machine can run. */
+/* Writes every variant that this machine can run and returns how many there are. */
 static int variants(variant *out)
 {
     int n = 0;
@@ -140,9 +140,14 @@ static void check_i64(const variant *v, const int64_t *a, size_t a_len, const in
              (size_t)((uintptr_t)a % 64), (size_t)((uintptr_t)b % 64), got, want);
 }
 
+/* An error of kvprim_prefix_many_i32. */
+#define EXPECT_PREFIX_ERROR(call, words)                                                                               \
+    EXPECT_ERROR((call) == KVPRIM_PREFIX_ERROR ? KVPRIM_ERROR_NULL : KVPRIM_OK, KVPRIM_ERROR_NULL, words)
+
 enum { longest = 300, step_i32 = 16 };
 
-/* Lengths 0 to 300, all alignments of both arrays in a cache line, the mismatch at every place or nowhere. */
+/* Compares lengths 0 to 300 at all alignments of both arrays in a cache line. The arrays differ at each place in turn, or
+   nowhere. */
 static void test_prefix_everywhere(void)
 {
     variant v[8];
@@ -166,7 +171,8 @@ static void test_prefix_everywhere(void)
     }
 }
 
-/* The same where whole blocks are compared: lengths around their ends, places sampled. */
+/* Does the same for arrays long enough that whole blocks are compared: lengths around the ends of blocks, and every 11th
+   place. */
 static void test_prefix_blocks(void)
 {
     enum { most = 720 };
@@ -203,7 +209,7 @@ static void test_prefix_lengths_and_i64(void)
         const size_t a_len = random_u64() % (longest / 2), b_len = random_u64() % (longest / 2);
         for (size_t i = 0; i < longest / 2; i++)
             a[i] = b[i] = (int64_t)random_u64();
-        if (b_len > 0 && round % 4 != 0) /* in the low or the high half of an int64 */
+        if (b_len > 0 && round % 4 != 0) /* in either half of an int64 */
             b[random_u64() % b_len] ^= (int64_t)((uint64_t)1 << random_u64() % 64);
         for (int k = 0; k < n_variants; k++) {
             check_i64(&v[k], a, a_len, b, b_len);
@@ -249,14 +255,41 @@ static void test_prefix_null_and_pages(void)
     EXPECT_ERROR((kvprim_status)kvprim_prefix_i32(a, 3, NULL, 900), KVPRIM_OK, "b is NULL and b_len is 900");
     EXPECT_ERROR((kvprim_status)kvprim_prefix_i64(b, 3, NULL, 7), KVPRIM_OK,
                  "kvprim_prefix_i64: b is NULL and b_len is 7");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_many_i32(a, 3, keys, lens, 2, out), KVPRIM_OK, "keys[1] is NULL");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_many_i32(NULL, 3, keys, lens, 1, out), KVPRIM_OK, "query is NULL");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_many_i32(a, 3, NULL, lens, 1, out), KVPRIM_OK, "keys is NULL");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_many_i32(a, 3, keys, NULL, 1, out), KVPRIM_OK, "key_lens is NULL");
+    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, lens, 2, out), "keys[1] is NULL and its length is 2");
+    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(NULL, 3, keys, lens, 1, out), "query is NULL, query_len is 3");
+    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, NULL, lens, 1, out), "keys is NULL");
+    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, NULL, 1, out), "key_lens is NULL");
     CHECK(out[0] == 77 && out[1] == 77);
-    CHECK(kvprim_prefix_many_i32(NULL, 0, keys, lens, 1, out) == 0 && out[0] == 0);
-    CHECK(kvprim_prefix_many_i32(a, 3, NULL, NULL, 0, NULL) == 0);
     CHECK(kvprim_prefix_pages(35, 16) == 32 && kvprim_prefix_pages(35, 0) == 35 && kvprim_prefix_pages(15, 16) == 0);
+}
+
+_Static_assert(KVPRIM_PREFIX_NONE == SIZE_MAX && KVPRIM_PREFIX_ERROR == SIZE_MAX - 1, "bindings know these values");
+
+/* "Key 0 matches best", "no key matches" and "an argument is wrong" are three answers. */
+static void test_prefix_many_answers(void)
+{
+    const int32_t query[] = {1, 2, 3}, same[] = {1, 2, 4}, other[] = {7, 2, 3}, less[] = {1, 5};
+    const int32_t *keys[] = {same, other, less, NULL};
+    size_t lens[] = {3, 3, 2, 0}, out[4] = {77, 77, 77, 77};
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    CHECK(kvprim_prefix_many_i32(query, 3, keys, lens, 4, out) == 0);
+    CHECK(out[0] == 2 && out[1] == 0 && out[2] == 1 && out[3] == 0);
+    CHECK(kvprim_prefix_many_i32(query, 3, keys + 1, lens + 1, 3, NULL) == 1);
+
+    out[0] = out[1] = 77; /* no match: lengths are written, the error text is not */
+    CHECK(kvprim_prefix_many_i32(query + 1, 2, keys, lens, 2, out) == KVPRIM_PREFIX_NONE && out[0] == 0 && out[1] == 0);
+    out[0] = 77;
+    CHECK(kvprim_prefix_many_i32(query, 3, keys + 3, lens + 3, 1, out) == KVPRIM_PREFIX_NONE && out[0] == 0);
+    out[0] = 77;
+    CHECK(kvprim_prefix_many_i32(NULL, 0, keys, lens, 1, out) == KVPRIM_PREFIX_NONE && out[0] == 0);
+    CHECK(kvprim_prefix_many_i32(query, 3, NULL, NULL, 0, NULL) == KVPRIM_PREFIX_NONE);
+    CHECK(kvprim_prefix_many_i32(NULL, 3, NULL, NULL, 0, NULL) == KVPRIM_PREFIX_NONE);
+    CHECK(strcmp(kvprim_last_error(), "-") == 0);
+
+    out[0] = 77; /* an error: nothing is written, also for the keys before the wrong one */
+    lens[3] = 1;
+    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(query, 3, keys, lens, 4, out), "keys[3] is NULL and its length is 1");
+    CHECK(out[0] == 77);
 }
 
 static void test_prefix_many(void)
@@ -267,7 +300,7 @@ static void test_prefix_many(void)
     size_t lens[n_keys], out[n_keys];
     for (int round = 0; round < 300; round++) {
         const size_t query_len = random_u64() % longest, span = round % 3 == 0 ? longest : 24;
-        size_t best = 0, best_len = 0;
+        size_t best = KVPRIM_PREFIX_NONE, best_len = 0;
         for (size_t i = 0; i < longest; i++)
             query[i] = (int32_t)random_u64();
         for (size_t k = 0; k < n_keys; k++) {
@@ -292,7 +325,7 @@ static void test_prefix_many(void)
 }
 
 #if !defined(_WIN32)
-/* `pages` readable pages between two that are not. */
+/* Returns `pages` readable pages between two that are not readable. */
 static char *guarded(size_t pages)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -304,7 +337,7 @@ static char *guarded(size_t pages)
     return p + page;
 }
 
-/* Nothing in front of an array is read, and nothing behind it. */
+/* Nothing before or after an array is read. */
 static void test_prefix_guard_pages(void)
 {
     variant v[8];
@@ -314,7 +347,7 @@ static void test_prefix_guard_pages(void)
     size_t out;
     for (size_t i = 0; i < bytes / 4; i++)
         ((int32_t *)(void *)a)[i] = ((int32_t *)(void *)b)[i] = 7;
-    /* a ends `gap` before its page's end, or starts so far behind its start; b ends with its page */
+    /* a ends `gap` bytes before the end of its page, or starts `gap` bytes after its start; b ends with its page */
     for (size_t n = 0; n <= 700; n += n < longest ? 1 : 13)
         for (size_t gap = 0; gap <= 68; gap += 4) {
             const int32_t *const a_end = (const int32_t *)(const void *)(a + bytes - gap) - n;
@@ -329,7 +362,7 @@ static void test_prefix_guard_pages(void)
                     check_i64(&v[k], (const int64_t *)(const void *)(a + bytes - 8 * n), n,
                               (const int64_t *)(const void *)b, n);
             }
-            CHECK(kvprim_prefix_many_i32(a_end, n, &b_end, &n, 1, &out) == 0 && out == n);
+            CHECK(kvprim_prefix_many_i32(a_end, n, &b_end, &n, 1, &out) == (n ? 0 : KVPRIM_PREFIX_NONE) && out == n);
         }
     const size_t page = bytes;
     munmap(a - page, 3 * page);
@@ -343,7 +376,7 @@ static void *dispatch_thread(void *result)
     return NULL;
 }
 
-/* Run first: the threads race to pick the variant. */
+/* Must run first, so that the threads race to pick the variant. */
 static void test_threads(void)
 {
     enum { n = 8 };
@@ -1111,6 +1144,7 @@ static void run_for_isa(void)
     run("prefix: long arrays", test_prefix_large);
     run("prefix: NULL, pages", test_prefix_null_and_pages);
     run("prefix: many keys", test_prefix_many);
+    run("prefix: many keys: first key, no match, error", test_prefix_many_answers);
     run("gather", test_gather);
     run("store", test_store);
     run("transfer", test_transfer);
@@ -1143,7 +1177,6 @@ int main(void)
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */
-        kvpi_inline_end = 0;
         kvpi_prefix = kvprim_prefix_i32_avx2;
         run_for_isa();
     }

@@ -254,8 +254,6 @@ callers_in_c()
     cell 'vendored copy b' $c $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
     linked vendored "$CC" "$build/main_three.o" "$build/caller_c.o" "$build/implemented_c.o" "$build/caller_a.o" \
         "$build/caller_b.o"
-    cell 'caller compiled for AVX-512' $c -O2 tests/compile/registers.c -o "$build/registers"
-    cell 'it keeps its registers' "$build/registers"
     group "units in C, $CC"
 }
 
