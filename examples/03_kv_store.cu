@@ -67,6 +67,7 @@ int main(void)
     store.k.rows = store.v.rows = store.count = tokens;
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = slots_on_device;
+    store.slot_type = KVPRIM_I32;
     kvprim(kvprim_cuda_store(&store, NULL));
 
     for (int v = 0; v < 2; v++) {
@@ -76,6 +77,7 @@ int main(void)
         gather.dst.rows = gather.count = tokens;
         gather.row_bytes = row_bytes;
         gather.index = slots_on_device;
+        gather.index_type = KVPRIM_I32;
         kvprim(kvprim_cuda_gather(&gather, NULL));
     }
     cuda(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost), "reading back");

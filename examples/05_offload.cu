@@ -75,6 +75,7 @@ static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t 
     transfer.row_bytes = page_bytes;
     transfer.dst_index = dst_index;
     transfer.src_index = src_index;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = moved;
     kvprim_cuda_launch launch = {};
     launch.stream = stream;

@@ -126,6 +126,7 @@ static void store(const kv_cache *c, int layer, int new_tokens)
     store.k.rows = store.v.rows = store.count = new_tokens * batch;
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = c->slot + c->tokens * batch;
+    store.slot_type = KVPRIM_I32;
     kvprim_cuda_launch launch = {};
     launch.stream = s.stream;
     kvprim(kvprim_cuda_store(&store, &launch));
@@ -140,6 +141,7 @@ static void embed(void)
     gather.dst.rows = gather.count = batch;
     gather.row_bytes = row_bytes;
     gather.index = s.token;
+    gather.index_type = KVPRIM_I32;
     kvprim_cuda_launch launch = {};
     launch.stream = s.stream;
     kvprim(kvprim_cuda_gather(&gather, &launch));

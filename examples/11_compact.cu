@@ -164,6 +164,7 @@ static void enqueue_moves(void)
     transfer.row_bytes = row_bytes;
     transfer.dst_index = s.to;
     transfer.src_index = s.from;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = most_moves;
     transfer.rejected = s.rejected;
     transfer.same_cache = 1;
