@@ -1,5 +1,6 @@
-/* A paged KV cache on the GPU: the keys and values of four tokens are stored in its slots, one of them is padding, and
-   gathered back. The program checks its own answer.
+/* SPDX-License-Identifier: MIT */
+/* A paged KV cache on the GPU: stores the keys and values of four tokens, one of which is padding, into slots, gathers
+   them back, and checks the result.
 
        nvcc -arch=native -I. examples/03_kv_store.cu -o 03_kv_store && ./03_kv_store
 */
@@ -28,7 +29,7 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-/* Device memory with the contents of `from`, or of a pattern that is none of the rows below. */
+/* Allocates device memory, and fills it from `from`, or, if that is NULL, with a byte that no row below has. */
 static void *on_device(const void *from, size_t bytes)
 {
     void *p;
@@ -41,7 +42,7 @@ static void *on_device(const void *from, size_t bytes)
 int main(void)
 {
     static unsigned char kv[2][tokens][row_bytes], back[2][tokens][row_bytes], zeros[row_bytes];
-    const int32_t slots[tokens] = {37, 5, -1, 100}; /* the third token is padding */
+    const int32_t slots[tokens] = {37, 5, -1, 100}; /* -1: the third token is padding */
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("this program needs a CUDA device, and there is none\n");
