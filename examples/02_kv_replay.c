@@ -3,7 +3,7 @@
 
        cc -O2 -I. examples/02_kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
 
-   With the cache on a GPU ($CUDA is the folder of CUDA's headers and libraries):
+   With the cache on a GPU ($CUDA is the folder that CUDA is installed in):
 
        echo '#include "kvprim_cuda.cuh"' >cuda.cu
        nvcc -O3 -arch=native -I. -DKVPRIM_CUDA_IMPLEMENTATION -c cuda.cu

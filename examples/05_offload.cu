@@ -116,7 +116,7 @@ static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_
     cuda(cudaEventElapsedTime(compute_ms, s.begin, s.computed), "cudaEventElapsedTime");
 }
 
-/* Returns the number of wrong bytes: page to[i] must hold what page from[i] held, every other page what it held. */
+/* Returns the number of wrong bytes: page to[i] must hold what page from[i] held, the other pages are unchanged. */
 static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
 {
     static uint32_t table[pages * page_bytes / 4];

@@ -147,7 +147,7 @@ static double measure(const run *r, uint64_t set)
     cuda(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream), "cudaMemsetAsync");
     if (r->to == to_hbm)
         cuda(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream), "cudaMemsetAsync");
-    while (n < rounds && all_ms < 10) { /* a slow run is measured once */
+    while (n < rounds && all_ms < 10) { /* slow runs take fewer rounds */
         launch(r, set, regions - 1);
         cuda(cudaEventRecord(g.begin, g.stream), "cudaEventRecord");
         for (int region = 0; region < regions - 1; region++)
@@ -405,9 +405,9 @@ static void open_methods(void)
     }
 }
 
-/* A region has at least 8 times the L2 and at least 128 MiB, and is a power of two. It is halved until 4 regions to
-   read and 4 to write take at most half of the free memory. The warm set is the largest power of two up to a quarter of
-   the L2, but at least the largest tile. */
+/* A region is a power of two, at least 128 MiB and 8 times the L2. If 4 regions to read and 4 to write would take more
+   than half of the free memory, the region is halved until they fit. The warm set is the largest power of two up to a
+   quarter of the L2, but at least the largest tile. */
 static void open_memory(void)
 {
     enum { tile_max = 16 * 16 * 1024 };

@@ -226,7 +226,7 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
     return wrong + (memcmp(k[0], k[1], sizeof k[0]) != 0);
 }
 
-/* Returns 1 if the trace has not as many events of this family as were launched, or not their bytes. */
+/* Returns 1 unless the trace has exactly this many events of the family, with this many bytes in total. */
 static int miscounted(int phase, trace_kind kind, const char *family, int64_t count, int64_t bytes)
 {
     const trace_sum got = trace_family(&s.recorded, phase, kind, family);
