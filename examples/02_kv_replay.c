@@ -1,26 +1,27 @@
-/* Replays a trace of requests as an inference engine's KV cache sees them, and checks every byte on the way.
+/* SPDX-License-Identifier: MIT */
+/* Replays a trace of requests against a KV cache, as an inference engine would, and checks every byte it reads back.
 
        cc -O2 -I. examples/02_kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
 
-   and with the cache on a GPU (CUDA: where its headers lie)
+   With the cache on a GPU ($CUDA is the folder that CUDA is installed in):
 
        echo '#include "kvprim_cuda.cuh"' >cuda.cu
        nvcc -O3 -arch=native -I. -DKVPRIM_CUDA_IMPLEMENTATION -c cuda.cu
        cc -O2 -I. -I$CUDA/include -DKV_REPLAY_CUDA -c examples/02_kv_replay.c
        nvcc 02_kv_replay.o cuda.o -o 02_kv_replay && ./02_kv_replay examples/trace_small.jsonl
 
-   For each request: find the longest cached prefix of its tokens in a radix tree, take cache slots for the rest
-   (evicting what was used longest ago), store their K and V rows, gather the rows of all its tokens back from the
-   cache, compare each with what was put in, and leave its whole pages in the tree for the next. Only prompts are
-   replayed: the format does not say what was generated.
+   For each request, the program finds the longest cached prefix of the tokens in a radix tree, takes cache slots for
+   the rest (evicting the least recently used pages), and stores the K and V rows of those tokens. Then it gathers the
+   rows of all tokens back from the cache, compares each with the row that was stored, and leaves the whole pages in the
+   tree for later requests. It replays only prompts, because the format does not say what was generated.
 
-   A trace says which blocks are equal, not what they hold. So a block's tokens are drawn from its id, and a token's K
-   and V rows from the chain of all tokens up to it, as in a model: a wrong slot, a stale page or a match that is a
-   token too long gives other bytes. */
+   A trace says which blocks are equal, not what they hold. So the program draws a block's tokens from its id, and a
+   token's K and V rows from a hash of all tokens up to it. As in a model, a row depends on its whole history: a wrong
+   slot, a stale page or a match that is one token too long gives other bytes. */
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, sysconf under -std=c11 */
 #endif
-#define KVPRIM_CORE_IMPLEMENTATION /* of kvprim.h alone: that of kvprim_cuda.cuh is made by nvcc */
+#define KVPRIM_CORE_IMPLEMENTATION /* kvprim.h alone; nvcc compiles kvprim_cuda.cuh */
 #include "kvprim.h"
 #include "kv_device.h"
 #include "kv_radix.h"
@@ -44,7 +45,7 @@ enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 
 typedef struct options {
     uint64_t kv_bytes, page, slots, layers, verify, seed, requests, running;
-    const char *device; /* NULL: a GPU if there is one */
+    const char *device; /* NULL: a GPU if there is one, else the CPU */
     const char *trace;
     const char **texts;
     size_t text_count;
@@ -53,21 +54,21 @@ typedef struct options {
 
 typedef struct option_number {
     const char *name;
-    size_t offset; /* of its uint64_t in options */
+    size_t offset; /* of the uint64_t in options */
     uint64_t preset, min, max;
     const char *help;
 } option_number;
 
 static const option_number option_numbers[] = {
     {"--kv-bytes", offsetof(options, kv_bytes), 256, 2, 1 << 24,
-     "bytes of a token in one layer: half K row, half V row; unless given, halved until they fit"},
+     "bytes of a token in one layer, K and V together; unless given, halved until it fits"},
     {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
-    {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: all of them"},
+    {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: room for all"},
     {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
-    {"--running", offsetof(options, running), 1, 1, 1024, "requests that run at a time; the oldest ends first"},
-    {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first so many; 0: all"},
-    {"--verify", offsetof(options, verify), 1, 0, 1, "0: gather the rows, but do not compare them"},
-    {"--seed", offsetof(options, seed), 1, 0, UINT64_MAX, "of tokens and rows"},
+    {"--running", offsetof(options, running), 1, 1, 1024, "requests that run at the same time; the oldest ends first"},
+    {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first N; 0: all"},
+    {"--verify", offsetof(options, verify), 1, 0, 1, "0: gather the rows but do not compare them"},
+    {"--seed", offsetof(options, seed), 1, 0, UINT64_MAX, "seed of the tokens and rows"},
 };
 enum { OPTION_NUMBERS = sizeof option_numbers / sizeof option_numbers[0] };
 
@@ -80,10 +81,10 @@ static void print_help(void)
     for (int i = 0; i < OPTION_NUMBERS; i++)
         printf("  %-10s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
                option_numbers[i].preset);
-    printf("  --device D       cpu or cuda: where the cache lies and its rows are moved (cuda where a GPU can be had)\n"
-           "  --text FILE      a request whose tokens are the file's bytes; may be repeated\n"
+    printf("  --device D       cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)\n"
+           "  --text FILE      adds a request whose tokens are the file's bytes; may be repeated\n"
            "  --help           this text\n\n"
-           "Exit status: 0 all rows are right, 1 some are not, 2 bad input, no such device or out of memory.\n");
+           "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
 }
 
 static int refuse(const char *format, ...)
@@ -122,7 +123,7 @@ static int parse_device(options *o, const char *text)
     return 0;
 }
 
-/* The option at argv[*i] and its value, which is "=value" or the next argument. */
+/* Parses the option at argv[*i] and its value, which is "=value" or the next argument. */
 static int parse_option(options *o, int argc, char **argv, int *i)
 {
     const char *const name = argv[*i], *const equals = strchr(name, '=');
@@ -173,35 +174,35 @@ static int parse_options(options *o, int argc, char **argv)
 
 typedef struct prompt {
     const char *file;
-    size_t line; /* 0: a text file */
+    size_t line; /* in a trace; 0: a text file */
     size_t tokens;
-    const int64_t *ids;  /* of its blocks, or ... */
-    unsigned char *text; /* ... its tokens */
+    const int64_t *ids;  /* of a trace: the block ids */
+    unsigned char *text; /* of a text file: the tokens; else NULL */
 } prompt;
 
-/* The device's memory: [layer][K or V][slot][row]. Pages are dealt from the free ones, last returned first. */
+/* The cache in the device's memory: [layer][K or V][slot][row]. A new page is the free page that was returned last. */
 typedef struct cache {
     size_t slots, row_bytes, page_count, bytes;
     int32_t *free_pages; /* a stack */
     size_t free_count;
-    size_t untouched; /* pages from here on were never dealt */
+    size_t untouched; /* pages from here on were never used */
 } cache;
 
-/* A request between its admission and its end; the arrays are reused. */
+/* A request between its admission and its end. Later requests reuse the arrays. */
 typedef struct active {
     const prompt *prompt;
     int32_t *tokens;
-    uint64_t *chain; /* of tokens[0 .. i] */
-    int32_t *pages;  /* of all its tokens, the last perhaps in part */
+    uint64_t *chain; /* chain[i]: hash of tokens[0 .. i] */
+    int32_t *pages;  /* of all tokens; the last page may be partial */
     size_t capacity; /* in tokens */
     size_t matched_pages;
-    kv_radix_node *node; /* locked: where the match ended */
+    kv_radix_node *node; /* where the match ended; locked */
 } active;
 
 typedef struct totals {
     uint64_t requests, tokens, matched, evicted_pages, evictions;
     uint64_t stored_bytes, gathered_bytes, verified_rows, mismatched_rows;
-    double prefix, tree, all; /* seconds; the device's are with it */
+    double prefix, tree, all; /* seconds; kv_device has those of the device */
 } totals;
 
 typedef struct replay {
@@ -214,10 +215,10 @@ typedef struct replay {
     kv_radix tree;
     active *running; /* a ring of o.running */
     size_t oldest, running_count;
-    unsigned char *expected; /* a batch of K rows, or of V rows */
-    uint32_t rejected;       /* slots outside the cache */
+    unsigned char *expected; /* K rows, or V rows, of one batch */
+    uint32_t rejected;       /* slots outside the cache: 0 unless there is a bug */
     totals t;
-    double next_progress; /* 0: no terminal */
+    double next_progress; /* time of the next progress line; 0: stderr is no terminal */
 } replay;
 
 /* ---- requests ---------------------------------------------------------------------------------------------------- */
@@ -229,7 +230,7 @@ static uint64_t mix64(uint64_t x) /* splitmix64's finalizer */
     return x ^ (x >> 31);
 }
 
-/* Tokens are drawn from 2^31: with a model's vocabulary of 10^5, unlike blocks begin alike by chance. */
+/* Tokens have 31 bits. With a model's vocabulary of 10^5, different blocks begin with the same token by chance. */
 static void make_tokens(const prompt *p, uint64_t seed, int32_t *tokens)
 {
     for (size_t i = 0; p->text && i < p->tokens; i++)
@@ -252,7 +253,8 @@ static void make_chain(const int32_t *tokens, size_t count, uint64_t seed, uint6
     }
 }
 
-/* Rows that a model would compute: each depends on layer, K or V, and every token so far. Words of a row differ too. */
+/* Makes rows that stand for a model's: each depends on the layer, on K or V, and on every token so far. The words of a
+   row differ too. */
 static void make_rows(unsigned char *rows, size_t row_bytes, const uint64_t *chain, size_t count, size_t layer, bool v)
 {
     const uint64_t stream = (2 * (uint64_t)layer + v + 1) * UINT64_C(0xA0761D6478BD642F);
@@ -338,7 +340,8 @@ static int read_prompts(replay *r)
 
 /* ---- memory ------------------------------------------------------------------------------------------------------ */
 
-static size_t pages_of(const replay *r, const prompt *p) /* the last perhaps in part */
+/* The last page may be partial. */
+static size_t pages_of(const replay *r, const prompt *p)
 {
     return (p->tokens - 1) / r->o.page + 1;
 }
@@ -348,13 +351,13 @@ static size_t replayed(const replay *r)
     return r->o.requests && r->o.requests < r->prompt_count ? (size_t)r->o.requests : r->prompt_count;
 }
 
-typedef struct block { /* of a trace, told apart by all ids up to it */
-    uint64_t history;  /* 0: none */
-    size_t tokens;     /* the most that a request has in it */
+typedef struct block { /* of a trace; blocks with different histories are different */
+    uint64_t history;  /* hash of all ids up to this one; 0: the entry is free */
+    size_t tokens;     /* the most tokens that any request has in the block */
 } block;
 
-/* The pages that a trace's requests leave in the tree if none is ever evicted: those that end in each distinct block.
- */
+/* Counts the pages that the requests leave in the tree if none is ever evicted: those that end in each distinct block.
+   `blocks` is a hash table of mask + 1 entries. */
 static uint64_t count_tree_pages(const replay *r, block *blocks, size_t mask)
 {
     uint64_t pages = 0;
@@ -378,8 +381,8 @@ static uint64_t count_tree_pages(const replay *r, block *blocks, size_t mask)
     return pages;
 }
 
-/* Pages for a cache that never evicts: the tree's, every running request's partial one, and what requests that run at
-   the same time hold twice. */
+/* Counts the pages of a cache that never evicts: those of the tree, a partial page for each running request, and the
+   pages that requests that run at the same time hold twice. */
 static int count_pages(const replay *r, uint64_t *pages)
 {
     size_t mask = 1023;
@@ -415,7 +418,8 @@ static int check_fits(const replay *r, uint64_t page_count)
     return 0;
 }
 
-/* Systems promise more memory than they have, and end the program that takes them at their word. */
+/* malloc cannot tell: systems promise more memory than they have, and kill the program that uses it. Leaves an eighth
+   for others. */
 static bool machine_has(uint64_t bytes)
 {
 #if defined(_SC_PHYS_PAGES) && defined(_SC_PAGESIZE)
@@ -428,11 +432,11 @@ static bool machine_has(uint64_t bytes)
 
 static bool slots_fit(const replay *r, uint64_t slots)
 {
-    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^34, of slots 2^31 */
+    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^34; slots at most 2^31 */
     return slots <= (SIZE_MAX >> 1) / token_bytes && (r->device.kind->gpu || machine_has(slots * token_bytes));
 }
 
-/* The usual size of rows, or the largest that fits: a first replay should not end at the memory. */
+/* Halves the default row size until the cache fits, so that a first replay does not fail for lack of memory. */
 static void fit_rows(replay *r, uint64_t slots)
 {
     options *const o = &r->o;
@@ -443,7 +447,7 @@ static void fit_rows(replay *r, uint64_t slots)
         fprintf(stderr,
                 "02_kv_replay: %" PRIu64 " slots of %" PRIu64
                 " bytes in each layer are more than this machine's memory: "
-                "replayed with %" PRIu64 "\n",
+                "replaying with %" PRIu64 "\n",
                 slots, usual, o->kv_bytes);
 }
 
@@ -507,7 +511,7 @@ static void free_replay(replay *r)
     kv_trace_free(&r->trace);
 }
 
-/* ---- rows: in, out, compared ------------------------------------------------------------------------------------- */
+/* ---- rows: store, gather, compare -------------------------------------------------------------------------------- */
 
 static kvprim_table cache_table(const replay *r, size_t layer, bool v)
 {
@@ -517,25 +521,25 @@ static kvprim_table cache_table(const replay *r, size_t layer, bool v)
     return table;
 }
 
-/* A batch's rows to its slots. */
+/* Stores a batch's rows into its slots. */
 static int store_rows(replay *r, kv_batch *b, size_t layer)
 {
     const int64_t row_bytes = (int64_t)r->cache.row_bytes, count = (int64_t)b->count;
     const kvprim_store_desc desc = {
         .k_cache = cache_table(r, layer, false),
         .v_cache = cache_table(r, layer, true),
-        .k = {.data = b->there.k, .rows = count},
-        .v = {.data = b->there.v, .rows = count},
+        .k = {.data = b->device.k, .rows = count},
+        .v = {.data = b->device.v, .rows = count},
         .k_bytes = row_bytes,
         .v_bytes = row_bytes,
-        .slot = b->there.slots,
+        .slot = b->device.slots,
         .slot_type = KVPRIM_I32,
         .count = count,
         .rejected = r->device.rejected,
     };
-#if defined(KV_REPLAY_CORRUPT) /* one wrong byte, for the test that it is found */
+#if defined(KV_REPLAY_CORRUPT) /* for the test that a wrong byte is found */
     if (r->t.stored_bytes == 0)
-        b->here.v[(b->count - 1) * r->cache.row_bytes] ^= 1;
+        b->host.v[(b->count - 1) * r->cache.row_bytes] ^= 1;
 #endif
     r->t.stored_bytes += 2 * b->count * r->cache.row_bytes;
     return kv_device_store(&r->device, b, &desc) ? 0 : refuse("%s", r->device.error);
@@ -544,10 +548,10 @@ static int store_rows(replay *r, kv_batch *b, size_t layer)
 static kvprim_gather_desc gather_desc(const replay *r, const kv_batch *b, size_t layer, bool v)
 {
     const kvprim_gather_desc desc = {
-        .dst = {.data = v ? b->there.v : b->there.k, .rows = (int64_t)b->count},
+        .dst = {.data = v ? b->device.v : b->device.k, .rows = (int64_t)b->count},
         .src = cache_table(r, layer, v),
         .row_bytes = (int64_t)r->cache.row_bytes,
-        .index = b->there.slots,
+        .index = b->device.slots,
         .index_type = KVPRIM_I32,
         .count = (int64_t)b->count,
         .rejected = r->device.rejected,
@@ -555,7 +559,7 @@ static kvprim_gather_desc gather_desc(const replay *r, const kv_batch *b, size_t
     return desc;
 }
 
-/* The rows in a batch's slots to the batch. */
+/* Gathers the rows in a batch's slots into the batch. */
 static int gather_rows(replay *r, kv_batch *b, size_t layer)
 {
     const kvprim_gather_desc k = gather_desc(r, b, layer, false), v = gather_desc(r, b, layer, true);
@@ -576,27 +580,27 @@ static void show_mismatch(replay *r, const active *run, size_t token, size_t lay
             layer, v ? 'V' : 'K', slot, byte, got[byte], expected[byte]);
 }
 
-/* A batch's K rows, or V rows, with those in r->expected. */
+/* Compares a batch's K rows, or V rows, with those in r->expected. */
 static void compare_rows(replay *r, const active *run, const kv_batch *b, bool v)
 {
     const size_t row_bytes = r->cache.row_bytes;
-    const unsigned char *got = v ? b->here.v : b->here.k, *expected = r->expected;
+    const unsigned char *got = v ? b->host.v : b->host.k, *expected = r->expected;
     r->t.verified_rows += b->count;
     if (memcmp(got, expected, b->count * row_bytes) == 0)
         return;
     for (size_t i = 0; i < b->count; i++, got += row_bytes, expected += row_bytes)
         if (memcmp(got, expected, row_bytes) != 0)
-            show_mismatch(r, run, b->first + i, b->layer, v, b->here.slots[i], got, expected);
+            show_mismatch(r, run, b->first + i, b->layer, v, b->host.slots[i], got, expected);
 }
 
-/* A batch of this run is done with: rows that it gathered are compared. */
+/* Waits for a batch of this run, and compares its rows if it gathered any. */
 static int finish_batch(replay *r, const active *run, kv_batch *b)
 {
     const size_t row_bytes = r->cache.row_bytes;
     const bool compare = b->gathered && r->o.verify;
     for (int v = 0; v < 2 && compare; v++) {
         make_rows(r->expected, row_bytes, run->chain + b->first, b->count, b->layer, v);
-        if (v == 0 && !kv_device_wait(&r->device, b)) /* not before it must: the device works meanwhile */
+        if (v == 0 && !kv_device_wait(&r->device, b)) /* as late as possible: the device works meanwhile */
             return refuse("%s", r->device.error);
         compare_rows(r, run, b, v);
     }
@@ -606,7 +610,7 @@ static int finish_batch(replay *r, const active *run, kv_batch *b)
     return 0;
 }
 
-/* The slots of a run's tokens first .. first + count. */
+/* Writes the slots of the run's tokens first to first + count - 1. */
 static void make_slots(const active *run, size_t page, size_t first, size_t count, int32_t *slots)
 {
     for (size_t i = 0, n; i < count; i += n) {
@@ -618,7 +622,7 @@ static void make_slots(const active *run, size_t page, size_t first, size_t coun
     }
 }
 
-/* A batch for the run's tokens first .. first + count, its slots made. */
+/* Takes the next batch, finishes its last use, and writes the slots of tokens first to first + count - 1 into it. */
 static int start_batch(replay *r, const active *run, size_t first, size_t count, size_t layer, kv_batch **batch)
 {
     kv_batch *const b = kv_device_next(&r->device);
@@ -628,7 +632,7 @@ static int start_batch(replay *r, const active *run, size_t first, size_t count,
     kv_device_layout(&r->device, b, count);
     b->first = first;
     b->layer = layer;
-    make_slots(run, (size_t)r->o.page, first, count, b->here.slots);
+    make_slots(run, (size_t)r->o.page, first, count, b->host.slots);
     *batch = b;
     return 0;
 }
@@ -643,8 +647,8 @@ static int store_prompt(replay *r, const active *run)
             int status = start_batch(r, run, first, count, layer, &b);
             if (status)
                 return status;
-            make_rows(b->here.k, row_bytes, run->chain + first, count, layer, false);
-            make_rows(b->here.v, row_bytes, run->chain + first, count, layer, true);
+            make_rows(b->host.k, row_bytes, run->chain + first, count, layer, false);
+            make_rows(b->host.v, row_bytes, run->chain + first, count, layer, true);
             if ((status = store_rows(r, b, layer)) != 0)
                 return status;
         }
@@ -670,15 +674,15 @@ static int gather_prompt(replay *r, const active *run)
     return status;
 }
 
-/* ---- a request's life -------------------------------------------------------------------------------------------- */
+/* ---- admitting and finishing requests ---------------------------------------------------------------------------- */
 
-static void give_pages(cache *c, const int32_t *pages, size_t count)
+static void return_pages(cache *c, const int32_t *pages, size_t count)
 {
     memcpy(c->free_pages + c->free_count, pages, count * sizeof *pages);
     c->free_count += count;
 }
 
-/* Ends the oldest running request: its rows must have outlived all that ran beside it. */
+/* Ends the oldest running request, after gathering its rows, which later requests must not have changed. */
 static int finish_oldest(replay *r)
 {
     active *const run = &r->running[r->oldest];
@@ -696,9 +700,9 @@ static int finish_oldest(replay *r)
         return refuse("out of memory");
     kv_radix_unlock(&r->tree, run->node);
     r->t.tree += kv_seconds() - start;
-    give_pages(&r->cache, run->pages + matched, known);
-    give_pages(&r->cache, run->pages + whole, pages_of(r, run->prompt) - whole);
-#if defined(KV_REPLAY_CHECK) /* for the tests: slow */
+    return_pages(&r->cache, run->pages + matched, known);
+    return_pages(&r->cache, run->pages + whole, pages_of(r, run->prompt) - whole);
+#if defined(KV_REPLAY_CHECK) /* for the tests; slow */
     const char *const broken = kv_radix_check(&r->tree);
     if (broken)
         return refuse("%s", broken);
@@ -718,8 +722,8 @@ static int take_pages(replay *r, int32_t *pages, size_t want)
         c->free_count += got;
         if (got == want - available)
             continue;
-        if (r->running_count == 0) /* cannot be: check_fits */
-            return refuse("%zu pages are missing and nothing runs that could give some back", want - available - got);
+        if (r->running_count == 0) /* cannot happen after check_fits */
+            return refuse("%zu pages are missing, and no running request could return any", want - available - got);
         const int status = finish_oldest(r);
         if (status)
             return status;
@@ -743,7 +747,7 @@ static int reserve_run(active *run, size_t tokens)
     return run->capacity ? 0 : refuse("out of memory");
 }
 
-/* Starts a request: everything of it that is not cached gets slots, and its rows are stored. */
+/* Starts a request: gives the tokens that are not cached slots, and stores their rows. */
 static int admit(replay *r, const prompt *p)
 {
     if (r->running_count == r->o.running) {
@@ -852,7 +856,8 @@ static void print_peak_memory(void)
 #endif
 }
 
-/* On a GPU the times of store, gather and copies are between its events, and no part of the total: the host goes on. */
+/* On a GPU the times of store, gather and copies are those between its events. They are no part of the total, because
+   the host works meanwhile. */
 static void print_times(const replay *r)
 {
     const totals *const t = &r->t;
@@ -862,12 +867,12 @@ static void print_times(const replay *r)
     print_time("time in store", d->store, gpu ? "   on the GPU, launches included" : "");
     print_time("time in gather", d->gather, gpu ? "   on the GPU, launches included" : "");
     if (gpu) {
-        print_time("time in copies", d->copies, "   on the GPU: slots and rows there, rows back");
-        print_time("time in waiting", d->waiting, "   the host, for the GPU");
+        print_time("time in copies", d->copies, "   on the GPU: slots and rows in, rows out");
+        print_time("time in waiting", d->waiting, "   of the host for the GPU");
     }
     print_time("time in tree", t->tree, "   insert, evict");
     print_time("time in the rest", t->all - t->prefix - t->tree - (gpu ? d->waiting : d->store + d->gather),
-               gpu ? "   make tokens and rows, launch, compare" : "   make tokens and rows, compare");
+               gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 
 static void print_table(const replay *r)

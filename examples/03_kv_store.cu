@@ -1,5 +1,6 @@
-/* A paged KV cache on the GPU: the keys and values of four tokens are stored in its slots, one of them is padding, and
-   gathered back. The program checks its own answer.
+/* SPDX-License-Identifier: MIT */
+/* A paged KV cache on the GPU: stores the keys and values of four tokens, one of which is padding, into slots, gathers
+   them back, and checks the result.
 
        nvcc -arch=native -I. examples/03_kv_store.cu -o 03_kv_store && ./03_kv_store
 */
@@ -28,7 +29,7 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-/* Device memory with the contents of `from`, or of a pattern that is none of the rows below. */
+/* Allocates device memory, and fills it from `from`, or, if that is NULL, with a byte that no row below has. */
 static void *on_device(const void *from, size_t bytes)
 {
     void *p;
@@ -41,7 +42,7 @@ static void *on_device(const void *from, size_t bytes)
 int main(void)
 {
     static unsigned char kv[2][tokens][row_bytes], back[2][tokens][row_bytes], zeros[row_bytes];
-    const int32_t slots[tokens] = {37, 5, -1, 100}; /* the third token is padding */
+    const int32_t slots[tokens] = {37, 5, -1, 100}; /* -1: the third token is padding */
     int devices = 0;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("this program needs a CUDA device, and there is none\n");
@@ -67,6 +68,7 @@ int main(void)
     store.k.rows = store.v.rows = store.count = tokens;
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = slots_on_device;
+    store.slot_type = KVPRIM_I32;
     kvprim(kvprim_cuda_store(&store, NULL));
 
     for (int v = 0; v < 2; v++) {
@@ -76,6 +78,7 @@ int main(void)
         gather.dst.rows = gather.count = tokens;
         gather.row_bytes = row_bytes;
         gather.index = slots_on_device;
+        gather.index_type = KVPRIM_I32;
         kvprim(kvprim_cuda_gather(&gather, NULL));
     }
     cuda(cudaMemcpy(back, out, sizeof back, cudaMemcpyDeviceToHost), "reading back");

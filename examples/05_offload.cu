@@ -1,6 +1,7 @@
-/* Offload: the KV pages of one sequence, K and V of every layer, go out to pinned host memory and come back to other
-   pages, by two launches on 8 SMs, while a compute kernel runs on the rest of the GPU. Shows what each costs the other
-   and checks every byte.
+/* SPDX-License-Identifier: MIT */
+/* Offload: moves the KV pages of one sequence, K and V of every layer, to pinned host memory and back to other pages.
+   Two launches on 8 SMs do this while a compute kernel runs on the rest of the GPU. The program prints how much each
+   slows the other down, and checks every byte.
 
        nvcc -arch=native -I. examples/05_offload.cu -o 05_offload && ./05_offload
 */
@@ -11,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* A page of one layer: 16 tokens of 2 KB. The sequence has 64 of the 256 pages in each table. */
+/* A page of one layer has 16 tokens of 2 KB. The sequence has 64 of the 256 pages in each table. */
 enum { tables = 2 * 32, pages = 256, moved = 64, page_bytes = 16 * 2048, sms_for_transfer = 8 };
 static const int64_t table_bytes = (int64_t)pages * page_bytes, host_table_bytes = (int64_t)moved * page_bytes;
 static const double moved_gb = 1e-9 * 2 * tables * (double)host_table_bytes; /* out and back */
@@ -32,7 +33,8 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-static __host__ __device__ uint32_t cache_word(int64_t word) /* what the cache holds */
+/* The word that the cache holds at this place at first. */
+static __host__ __device__ uint32_t cache_word(int64_t word)
 {
     return (uint32_t)word * 2654435761u ^ (uint32_t)(word >> 20);
 }
@@ -43,7 +45,7 @@ static __global__ void fill(uint32_t *words, int64_t count)
         words[i] = cache_word(i);
 }
 
-/* Stands for the model: arithmetic alone. Blocks take jobs until none is left, so it may run on any number of SMs. */
+/* Stands for the model: only arithmetic. Blocks take jobs until none is left, so any number of SMs can run it. */
 static __global__ void compute(unsigned *next, unsigned jobs, float *sink)
 {
     __shared__ unsigned job;
@@ -62,7 +64,7 @@ static __global__ void compute(unsigned *next, unsigned jobs, float *sink)
         *sink = x;
 }
 
-/* Pages of every table, from or to host memory. */
+/* Moves pages of every table from or to host memory. */
 static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t *dst_index, void *const *src,
                              int64_t src_pages, const int32_t *src_index, cudaStream_t stream)
 {
@@ -75,6 +77,7 @@ static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t 
     transfer.row_bytes = page_bytes;
     transfer.dst_index = dst_index;
     transfer.src_index = src_index;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = moved;
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
@@ -82,7 +85,7 @@ static void enqueue_transfer(void *const *dst, int64_t dst_pages, const int32_t 
     kvprim(kvprim_cuda_transfer(&transfer, &launch));
 }
 
-/* What main sets up and run() puts in motion. */
+/* State that main() sets up and run() uses. */
 static struct {
     void *cache[tables], *host[tables]; /* K and V of every layer */
     int32_t *from_pages, *to_pages;     /* on the device */
@@ -93,7 +96,7 @@ static struct {
     cudaEvent_t begin, transferred, computed;
 } s;
 
-/* Starts both at once, or one alone, and says how many milliseconds each took. */
+/* Starts the transfers, the compute kernel (jobs > 0), or both at once, and returns how many milliseconds each took. */
 static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_ms)
 {
     cuda(cudaDeviceSynchronize(), "before a run");
@@ -113,7 +116,7 @@ static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_
     cuda(cudaEventElapsedTime(compute_ms, s.begin, s.computed), "cudaEventElapsedTime");
 }
 
-/* Every page is as it was made, but for those that copies of others have come to. */
+/* Returns the number of wrong bytes: page to[i] must hold what page from[i] held, the other pages are unchanged. */
 static int64_t wrong_bytes(const int32_t *from, const int32_t *to)
 {
     static uint32_t table[pages * page_bytes / 4];
@@ -152,8 +155,8 @@ int main(void)
         s.host[t] = host + t * host_table_bytes;
     }
     for (int i = 0; i < moved; i++) {
-        from[i] = 3 * i;           /* the sequence's pages ... */
-        to[i] = pages - 2 - 3 * i; /* ... and others, to which it comes back: none is in both lists */
+        from[i] = 3 * i;           /* the sequence's pages */
+        to[i] = pages - 2 - 3 * i; /* the pages that it comes back to, none of which is in `from` */
     }
     cuda(cudaMalloc(&s.from_pages, sizeof from), "cudaMalloc");
     cuda(cudaMalloc(&s.to_pages, sizeof to), "cudaMalloc");
@@ -169,11 +172,11 @@ int main(void)
     fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
     s.blocks = 4 * gpu.multiProcessorCount;
 
-    const unsigned jobs = 300u * (unsigned)gpu.multiProcessorCount; /* takes longer than the transfers */
-    run(1, jobs, &unused, &unused);                                 /* loads the kernels */
+    const unsigned jobs = 300u * (unsigned)gpu.multiProcessorCount; /* longer than the transfers take */
+    run(1, jobs, &unused, &unused);                                 /* not measured: loads the kernels */
     run(0, jobs, &unused, &alone_ms);
     run(1, 0, &copied_ms, &unused);
-    memset(host, 0, tables * host_table_bytes); /* what the last run does not move is missed below */
+    memset(host, 0, tables * host_table_bytes); /* so that pages that the last run does not move are wrong */
     fill<<<1024, 256>>>((uint32_t *)cache, tables * table_bytes / 4);
     cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
     run(1, jobs, &beside_ms, &computed_ms);

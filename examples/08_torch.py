@@ -1,17 +1,18 @@
-"""kvprim on torch's tensors, by ctypes alone: gather and store against torch's own, checked and timed.
+# SPDX-License-Identifier: MIT
+"""Calls kvprim on torch's tensors through ctypes alone, and checks and times gather and store against torch's own.
 
     make lib && python3 examples/08_torch.py [LIBRARY]      LIBRARY: build/libkvprim.so
-    python3 examples/08_torch.py --layout                   no library, no torch: see layout()
+    python3 examples/08_torch.py --layout                   needs neither the library nor torch: see layout()
 
-Tensors of the CPU go to the host functions, tensors of a GPU to the CUDA ones, on torch's current stream; what the
-library refuses is a Python exception. Where there is no GPU, or the library has none of its functions, the part on the
-CPU runs alone. To use it in a program of your own, copy everything down to "the example".
+Tensors of the CPU go to the host functions, tensors of a GPU to the CUDA functions on torch's current stream. An error
+of the library becomes a Python exception. Without a GPU, or with a library that lacks the CUDA functions, only the part
+on the CPU runs. To use this in a program of your own, copy everything above "the example".
 
-gather() and store() are for a call now and then: most of their time goes into making descriptors in Python. What is
-called again with the same tensors, as each layer of a decode step is, prepare once:
+gather() and store() suit an occasional call: making the descriptors in Python takes most of their time. A call that is
+repeated with the same tensors, as in each layer of a decode step, is better prepared once:
 
     append = prepare_store(library, nhd(k_cache), nhd(v_cache), k, v, slot)
-    append(stream)      every step, when k, v and slot have been written; stream: see current_stream()
+    append(stream)      every step, after k, v and slot are written; stream: see current_stream()
 """
 import ctypes
 import os
@@ -24,45 +25,70 @@ try:
 except ImportError:
     torch = None
 
-I32, I64 = 0, 1  # kvprim_index_type
+VERSION = 200  # the KVPRIM_VERSION whose structures these are: major * 10000 + minor * 100 + patch
+I32, I64 = 1, 2  # kvprim_index_type; 0 is "not set", which the library refuses
 
 
 class Table(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
                 ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
-                ("head_stride", ctypes.c_int64)]
+                ("reserved_heads", ctypes.c_int32), ("head_stride", ctypes.c_int64), ("bytes", ctypes.c_int64),
+                ("reserved", ctypes.c_int64 * 2)]
 
 
 class GatherDesc(ctypes.Structure):
     _fields_ = [("dst", Table), ("src", Table), ("row_bytes", ctypes.c_int64), ("index", ctypes.c_void_p),
-                ("index_type", ctypes.c_int), ("index_base", ctypes.c_int64), ("count", ctypes.c_int64),
-                ("rejected", ctypes.c_void_p)]
+                ("index_type", ctypes.c_int), ("reserved_index", ctypes.c_int32), ("index_base", ctypes.c_int64),
+                ("count", ctypes.c_int64), ("rejected", ctypes.c_void_p), ("index_stride", ctypes.c_int64),
+                ("reserved", ctypes.c_int64)]
 
 
 class StoreDesc(ctypes.Structure):
     _fields_ = [("k_cache", Table), ("v_cache", Table), ("k", Table), ("v", Table), ("k_bytes", ctypes.c_int64),
                 ("v_bytes", ctypes.c_int64), ("slot", ctypes.c_void_p), ("slot_type", ctypes.c_int),
-                ("slot_base", ctypes.c_int64), ("count", ctypes.c_int64), ("rejected", ctypes.c_void_p)]
+                ("reserved_slot", ctypes.c_int32), ("slot_base", ctypes.c_int64), ("count", ctypes.c_int64),
+                ("rejected", ctypes.c_void_p), ("slot_stride", ctypes.c_int64), ("reserved", ctypes.c_int64)]
+
+
+class TransferDesc(ctypes.Structure):
+    _fields_ = [("dst", Table), ("src", Table), ("dst_layers", ctypes.c_void_p), ("src_layers", ctypes.c_void_p),
+                ("dst_layer_stride", ctypes.c_int64), ("src_layer_stride", ctypes.c_int64), ("layers", ctypes.c_int32),
+                ("same_cache", ctypes.c_int32), ("row_bytes", ctypes.c_int64), ("dst_index", ctypes.c_void_p),
+                ("src_index", ctypes.c_void_p), ("index_type", ctypes.c_int), ("dst_index_type", ctypes.c_int),
+                ("src_index_type", ctypes.c_int), ("reserved_index", ctypes.c_int32), ("count", ctypes.c_int64),
+                ("rejected", ctypes.c_void_p), ("dst_index_base", ctypes.c_int64), ("src_index_base", ctypes.c_int64),
+                ("dst_index_stride", ctypes.c_int64), ("src_index_stride", ctypes.c_int64),
+                ("reserved", ctypes.c_int64)]
+
+
+class UnpackDesc(ctypes.Structure):
+    _fields_ = [("src", ctypes.c_void_p), ("src_bytes", ctypes.c_uint64), ("dst", ctypes.c_void_p),
+                ("dst_bytes", ctypes.c_uint64), ("fragments", ctypes.c_void_p), ("count", ctypes.c_size_t),
+                ("reserved", ctypes.c_int64)]
 
 
 class Launch(ctypes.Structure):
-    _fields_ = [("stream", ctypes.c_void_p), ("pdl", ctypes.c_int32), ("max_sms", ctypes.c_int32)]
+    _fields_ = [("stream", ctypes.c_void_p), ("pdl", ctypes.c_int32), ("max_sms", ctypes.c_int32),
+                ("reserved", ctypes.c_int64)]
 
 
 STRUCTURES = {"kvprim_table": Table, "kvprim_gather_desc": GatherDesc, "kvprim_store_desc": StoreDesc,
-              "kvprim_cuda_launch": Launch}
+              "kvprim_transfer_desc": TransferDesc, "kvprim_unpack_desc": UnpackDesc, "kvprim_cuda_launch": Launch}
 
 
 def layout():
-    """A C file that compiles, warnings as errors, if the structures above are those of the headers: the same fields at
-    the same places, and none missing, which the initialisers of all fields find (-Wmissing-field-initializers)."""
-    lines = ['#include "kvprim_cuda.cuh"', f"_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, \"\");"]
+    """A C file that compiles, warnings as errors, if the structures above match the headers: each field has the same
+    place and size, and none is missing, because the initialisers name them all (-Wmissing-field-initializers)."""
+    lines = ['#include "kvprim_cuda.cuh"',
+             f'_Static_assert(KVPRIM_VERSION / 100 == {VERSION // 100}, "KVPRIM_VERSION");',
+             f'_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, "kvprim_index_type");']
     for name, structure in STRUCTURES.items():
         lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");')
         for field, kind in structure._fields_:
             lines.append(f"_Static_assert(offsetof({name}, {field}) == {getattr(structure, field).offset} && "
                          f'sizeof((({name} *)0)->{field}) == {ctypes.sizeof(kind)}, "{name}.{field}");')
-        values = ", ".join("{0}" if kind is Table else "0" for _, kind in structure._fields_)
+        nested = (ctypes.Structure, ctypes.Array)
+        values = ", ".join("{0}" if issubclass(kind, nested) else "0" for _, kind in structure._fields_)
         lines.append(f"const {name} all_of_{name} = {{{values}}};")
     return "\n".join(lines)
 
@@ -71,15 +97,39 @@ class KvprimError(RuntimeError):
     pass
 
 
+def check_version(library, path):
+    """Refuses a library whose structures may differ from those above: ctypes would pass it other fields unnoticed. The
+    patch number may differ, the sizes may not."""
+    if not hasattr(library, "kvprim_version") or not hasattr(library, "kvprim_sizeof"):
+        raise KvprimError(f"{path} has no kvprim_version() or kvprim_sizeof(): it is no kvprim, or older than 0.2")
+    library.kvprim_version.restype, library.kvprim_version.argtypes = ctypes.c_uint32, []
+    library.kvprim_sizeof.restype, library.kvprim_sizeof.argtypes = ctypes.c_size_t, [ctypes.c_char_p]
+    version = library.kvprim_version()
+    if version // 100 != VERSION // 100:
+        raise KvprimError(f"{path} is kvprim {dotted(version)}, but this binding was written for {dotted(VERSION)}")
+    for name, structure in STRUCTURES.items():
+        there, here = library.kvprim_sizeof(name.encode()), ctypes.sizeof(structure)
+        if there == 0 and structure is Launch:  # kvprim.h alone does not know it
+            continue
+        if there != here:
+            raise KvprimError(f"{path}: {name} has {there} bytes, but {here} in this binding")
+
+
+def dotted(version):
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
 def load(path):
+    """The library at this path. OSError: it cannot be loaded; KvprimError: it does not fit this binding."""
     library = ctypes.CDLL(path)
+    check_version(library, path)
     library.kvprim_status_name.restype = library.kvprim_last_error.restype = ctypes.c_char_p
-    library.kvprim_gather.argtypes = [ctypes.POINTER(GatherDesc)]
-    library.kvprim_store.argtypes = [ctypes.POINTER(StoreDesc)]
     library.has_cuda = hasattr(library, "kvprim_cuda_gather")
-    if library.has_cuda:
-        library.kvprim_cuda_gather.argtypes = [ctypes.POINTER(GatherDesc), ctypes.POINTER(Launch)]
-        library.kvprim_cuda_store.argtypes = [ctypes.POINTER(StoreDesc), ctypes.POINTER(Launch)]
+    for name, structure in (("gather", GatherDesc), ("store", StoreDesc), ("transfer", TransferDesc),
+                            ("unpack", UnpackDesc)):
+        getattr(library, "kvprim_" + name).argtypes = [ctypes.POINTER(structure)]
+        if library.has_cuda:
+            getattr(library, "kvprim_cuda_" + name).argtypes = [ctypes.POINTER(structure), ctypes.POINTER(Launch)]
     return library
 
 
@@ -88,28 +138,30 @@ def row_bytes(rows):
 
 
 def table_of(tensor, **fields):
-    """Of the tensor's memory, which lives as long as the Table."""
-    table = Table(data=tensor.data_ptr(), **fields)
+    """A Table of the tensor's memory, which lives as long as the Table. `bytes` ends at the tensor's last element, so
+    that the library refuses rows, strides and heads that reach past it."""
+    elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    table = Table(data=tensor.data_ptr(), bytes=elements * tensor.element_size() if tensor.numel() else 0, **fields)
     table.tensor = tensor
     return table
 
 
 def rows_of(rows):
-    """A 2-dimensional tensor, whose rows may lie apart (a part of a packed tensor)."""
+    """The Table of a 2-dimensional tensor. Its rows may lie apart, as in a part of a packed tensor."""
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
         raise ValueError(f"rows of shape {tuple(rows.shape)} have strides {rows.stride()}: elements must be packed")
     return table_of(rows, rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
 
 
 def nhd(cache):
-    """A token-major paged cache: [pages, page_rows, row]."""
+    """The Table of a token-major paged cache: [pages, page_rows, row]."""
     size = cache.element_size()
     return table_of(cache, rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
                     stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
 
 
 def hnd(cache):
-    """A head-major paged cache: [pages, heads, page_rows, head]."""
+    """The Table of a head-major paged cache: [pages, heads, page_rows, head]."""
     size = cache.element_size()
     return table_of(cache, rows=cache.shape[0] * cache.shape[2], page_rows=cache.shape[2],
                     stride=cache.stride(2) * size, page_stride=cache.stride(0) * size, heads=cache.shape[1],
@@ -117,20 +169,20 @@ def hnd(cache):
 
 
 def index_type(index):
-    """Of a packed tensor of int32 or int64."""
+    """The kvprim_index_type of a packed tensor of int32 or int64."""
     if index.dtype not in (torch.int32, torch.int64) or not index.is_contiguous():
-        raise ValueError(f"indices are {index.dtype} with strides {index.stride()}: packed int32 or int64, please")
+        raise ValueError(f"indices are {index.dtype} with strides {index.stride()}, expected packed int32 or int64")
     return I32 if index.dtype == torch.int32 else I64
 
 
 def current_stream():
-    """The handle of torch's current stream: ask once a step, not once a call."""
+    """The handle of torch's current stream. Call this once per step, not once per call: it is slow."""
     return torch.cuda.current_stream().cuda_stream
 
 
 class Prepared:
-    """A call of kvprim_NAME, or of kvprim_cuda_NAME where the tensor `on` lies on a GPU, which must be the current one.
-    It may be repeated: what the tensors hold may change, where they lie may not. They live as long as it does."""
+    """A call of kvprim_NAME, or of kvprim_cuda_NAME if the tensor `on` lies on a GPU, which must be the current one. It
+    may be repeated: the tensors' contents may change, their addresses may not. The tensors live as long as it does."""
 
     def __init__(self, library, name, desc, on, tensors, pdl):
         self.library, self.tensors, self.on_gpu = library, tensors, on.is_cuda
@@ -149,7 +201,7 @@ class Prepared:
 
 
 def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
-    """out[i] = row index[i] - base of the Table `table`, or zeros where there is none. All on one device."""
+    """out[i] = row index[i] - base of the Table `table`; zeros if there is no such row. All on one device."""
     desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
                       index_type=index_type(index), index_base=base, count=index.numel(),
                       rejected=None if rejected is None else rejected.data_ptr())
@@ -157,7 +209,7 @@ def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
 
 
 def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
-    """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; other slots are skipped."""
+    """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; slots outside them are skipped."""
     desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
                      v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
                      count=slot.numel(), rejected=None if rejected is None else rejected.data_ptr())
@@ -165,25 +217,25 @@ def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, 
 
 
 def gather(*arguments, **options):
-    """As prepare_gather, once."""
+    """Calls what prepare_gather makes, once."""
     prepare_gather(*arguments, **options)()
 
 
 def store(*arguments, **options):
-    """As prepare_store, once."""
+    """Calls what prepare_store makes, once."""
     prepare_store(*arguments, **options)()
 
 
 # ---- the example: against torch's index_select, index_put_ and index_copy_ -------------------------------------------
 
 def random_rows(rows, width_bytes, device="cuda"):
-    """Random bits, not zeros; as bf16."""
+    """Rows of random bits, as bf16."""
     words = torch.empty((rows, width_bytes // 8), dtype=torch.int64, device=device)
     return words.random_().view(torch.bfloat16)
 
 
 def same_bits(a, b):
-    """NaNs too."""
+    """Whether the tensors hold the same bits. torch.equal alone would call every NaN a difference."""
     return torch.equal(a.contiguous().view(torch.int16), b.contiguous().view(torch.int16))
 
 
@@ -212,7 +264,7 @@ def check_gather(library, checks):
         again()
         checks.that(same_bits(out, torch.index_select(table, 0, index)), "gather prepared, then other indices")
 
-    # Padding, a shard of a vocabulary (ids 500 to 1499) and what lies past it: zeros, as torch makes with a mask.
+    # Ids of a shard of a vocabulary (500 to 1499), padding, and ids past the shard, which give rows of zeros.
     index = torch.tensor([-1, 0, 499, 500, 1499, 1500, -7, 900], dtype=torch.int32, device=device)
     inside = (index >= 500) & (index < 1500)
     expected = torch.index_select(table, 0, torch.where(inside, index - 500, torch.zeros_like(index)))
@@ -229,7 +281,7 @@ def check_gather(library, checks):
 
 
 def new_rows(count, heads, head, device):
-    """K and V of new tokens as parts of a packed QKV tensor; slots of 40 pages of 16, some of them padding."""
+    """K and V of new tokens as parts of a packed QKV tensor, and their slots in 40 pages of 16; some are padding."""
     width = heads * head
     qkv = random_rows(count, 2 * 3 * width, device)
     slot = torch.randperm(640, device=device)[:count]
@@ -265,7 +317,7 @@ def check_store(library, checks):
     gather(library, out, hnd(caches[0]), slot)
     checks.that(same_bits(out, with_zeros), "gather from HND: the rows stored, zeros for padding")
 
-    # A row of slot 0 that is reserved: slots count from 1.
+    # Slot 0 is reserved: slots count from 1.
     cache, plus_one = torch.zeros_like(caches[0]), torch.where(keep, slot + 1, torch.zeros_like(slot))
     store(library, hnd(cache), hnd(caches[1]), k, v, plus_one, base=1)
     gather(library, out, hnd(cache), slot)
@@ -274,14 +326,20 @@ def check_store(library, checks):
 
 def check_errors(library, checks):
     rows, index = random_rows(8, 128, checks.device), torch.arange(8, dtype=torch.int32, device=checks.device)
-    for what, out in (("no KVPRIM_ERROR_OVERLAP", rows), ("no KVPRIM_ERROR_SIZE", random_rows(7, 128, checks.device))):
+    out, table, no_rows, too_long = random_rows(8, 128, checks.device), rows_of(rows), rows_of(rows), rows_of(rows)
+    no_rows.rows, too_long.rows = 0, 9
+    for error_name, what, dst, src in (
+            ("KVPRIM_ERROR_OVERLAP", "rows gathered onto themselves", rows, table),
+            ("KVPRIM_ERROR_SIZE", "fewer rows of output than indices", random_rows(7, 128, checks.device), table),
+            ("KVPRIM_ERROR", "a table whose rows are not set", out, no_rows),
+            ("KVPRIM_ERROR_SIZE", "a table that reaches past its tensor", out, too_long)):
         try:
-            gather(library, out, rows_of(rows), index)
-            checks.that(False, what)
+            gather(library, dst, src, index)
+            checks.that(False, f"{what}: no {error_name}")
         except KvprimError as error:
-            checks.that(what[3:] in str(error) and "kvprim" in str(error), f"{what}: {error}")
-    for what, broken in (("rows that are columns", lambda: rows_of(rows.t())),
-                         ("one row for all", lambda: rows_of(rows[:1].expand(8, -1))),
+            checks.that(error_name in str(error) and "kvprim" in str(error), f"{what}: {error}")
+    for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
+                         ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
                          ("int16 indices", lambda: index_type(index.to(torch.int16)))):
         try:
             broken()
@@ -295,7 +353,7 @@ class Contender:
 
     def __init__(self, call, launches):
         self.launches, self.us = launches, []
-        call(0, current_stream())  # what a first call sets up must not be captured
+        call(0, current_stream())  # a first call may set things up, which must not be captured
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
@@ -307,7 +365,7 @@ class Contender:
 
     def time(self):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(3000000)  # cycles: the host enqueues the replay meanwhile
+        torch.cuda._sleep(3000000)  # cycles, in which the host enqueues the replay
         start.record()
         self.graph.replay()
         end.record()
@@ -316,8 +374,8 @@ class Contender:
 
 
 def measure(calls, launches, verify, repetitions=9):
-    """Microseconds on the GPU. calls: name -> function of the launch's number and the current stream's handle, which
-    torch's functions need not be told. verify(name, what the last returned)."""
+    """Microseconds on the GPU by name. `calls` maps a name to a function of the launch's number and the handle of the
+    current stream, which torch's functions ignore. verify(name, result) gets the result of the last launch."""
     contenders = {}
     for name, call_ in calls.items():
         contenders[name] = Contender(call_, launches)
@@ -329,7 +387,7 @@ def measure(calls, launches, verify, repetitions=9):
 
 
 def measure_host(calls, launches, repetitions=9):
-    """Microseconds that the host takes for a call from Python, which only enqueues."""
+    """Microseconds that a call from Python takes on the host, which only enqueues."""
     us, stream = {name: [] for name in calls}, current_stream()
     for repetition in range(repetitions):
         for name in sorted(calls, reverse=repetition % 2 == 1):
@@ -351,7 +409,7 @@ def print_times(what, calls, launches, verify):
 
 
 def time_gather(library, checks, table, count, launches):
-    """Lists of random rows and outputs rotate, so that a launch does not find the last one's rows in the caches."""
+    """Lists of random rows and outputs rotate, so that a launch does not find the rows of the last one in a cache."""
     sets = [torch.randperm(table.shape[0], device="cuda")[:count].to(torch.int32) for _ in range(8)]
     outs = [torch.zeros((count, table.shape[1]), dtype=table.dtype, device="cuda") for _ in range(8)]
 
@@ -376,7 +434,7 @@ def time_gather(library, checks, table, count, launches):
 
 
 def time_store(library, checks, caches, count, launches):
-    """K and V: two calls of torch, one of kvprim."""
+    """K and V take two calls of torch, one of kvprim."""
     sets = [torch.randperm(caches[0].shape[0], device="cuda")[:count] for _ in range(8)]
     short = [s.to(torch.int32) for s in sets]
     width = row_bytes(caches[0])
@@ -404,7 +462,7 @@ def time_store(library, checks, caches, count, launches):
 
 
 def check_and_time(library):
-    """Returns how many checks failed."""
+    """Returns the number of failed checks."""
     cuda = library.has_cuda and torch.cuda.is_available()
     all_checks = [Checks("cpu")] + ([Checks("cuda")] if cuda else [])
     for checks in all_checks:
@@ -414,8 +472,8 @@ def check_and_time(library):
         check_errors(library, checks)
     if cuda:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: medians of us per call; GPU: in replayed "
-              "graphs, host: the call from Python, which enqueues (kvprim's prepared before); last: best of torch / "
-              "kvprim")
+              "graphs; host: the call from Python, which only enqueues (kvprim's is prepared before); last column: "
+              "best of torch / kvprim")
         for width in (256, 2048):
             memory = [random_rows((1 << 30) // width, width) for _ in "kv"]
             for count in (64, 1024, 65536):
@@ -439,7 +497,7 @@ def main():
     built = os.path.join(os.path.dirname(os.path.abspath(__file__)), "../build/libkvprim.so")
     try:
         library = load(sys.argv[1] if len(sys.argv) > 1 else built)
-    except OSError as error:
+    except (OSError, KvprimError) as error:
         sys.exit(f"08_torch: {error}: make lib builds it")
     with torch.no_grad():
         return check_and_time(library) != 0

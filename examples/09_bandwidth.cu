@@ -1,8 +1,8 @@
-/* How fast does memory move, and what does it take? HBM to shared memory and HBM to HBM against the datasheet, by
-   16-byte loads, by cp.async (sm_80 and newer) and by cp.async.bulk (sm_90 and newer), for many numbers and sizes of
-   blocks and bytes in flight, from HBM (cold) and from L2 (warm). Everything read is summed and everything copied is
-   compared. The kernels are in bandwidth_kernels.cuh, the plot in bandwidth_plot.h; here is what is measured with them,
-   and what the figures answer.
+/* SPDX-License-Identifier: MIT */
+/* Measures how fast memory moves and what that takes: HBM to shared memory and HBM to HBM, against the datasheet. It
+   uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
+   blocks and bytes in flight, from HBM (cold) and from L2 (warm). The program sums everything it reads and compares
+   everything it copies. The kernels are in bandwidth_kernels.cuh, the plot is in bandwidth_plot.h.
 
        nvcc -arch=native -O3 examples/09_bandwidth.cu -o 09_bandwidth && ./09_bandwidth
 
@@ -13,8 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The sweep: blocks of 64 to 1024 threads, 1 to 16 of them on an SM, 16 to 256 bytes in flight per thread. Their
-   product is how many bytes are in flight per SM. */
+/* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
+   product of the three is the number of bytes in flight per SM. */
 enum { sizes = 5, threads_min = 64, numbers = 5, points = sizes + numbers + depths - 2, bytes_min = 16 * threads_min };
 enum { cold, warm, temperatures };
 enum { copy = methods, regions = 4, rounds = 3 };
@@ -25,9 +25,9 @@ static const char *const unit_names[] = {"read", "read and written"};
 
 typedef struct run {
     int method, to, temperature;
-    int threads, depth; /* of a block; 16 << depth bytes in flight per thread */
-    int blocks, sms;    /* blocks on each of so many SMs */
-    double gbs;         /* 1e9 bytes per second: read, and written for HBM to HBM */
+    int threads, depth; /* per block; 16 << depth bytes in flight per thread */
+    int blocks, sms;    /* blocks per SM, and number of SMs */
+    double gbs;         /* 1e9 bytes per second, read; for HBM to HBM, read and written */
 } run;
 
 static run runs[methods * destinations * temperatures * sizes * numbers * depths];
@@ -35,12 +35,12 @@ static int runs_count;
 
 static struct {
     cudaDeviceProp device;
-    double peak, copied; /* GB/s: by memory clock and bus width, 0 if unknown; of cudaMemcpyAsync */
+    double peak, copied; /* GB/s: by memory clock and bus width (0 if unknown); of cudaMemcpyAsync */
     int has[methods];
     uint64_t l2, region, warm_set; /* bytes */
-    char *src, *dst;               /* `regions` of them each */
-    size_t sums_count;             /* as many as an SM has warps, everywhere */
-    uint32_t *sums, *found;        /* a warp's each: on the device, and here to be checked */
+    char *src, *dst;               /* `regions` regions each */
+    size_t sums_count;             /* one per warp that the GPU can run at once */
+    uint32_t *sums, *found;        /* the sums, on the device and copied to the host */
     unsigned long long *wrong;
     cudaStream_t stream;
     cudaEvent_t begin, end;
@@ -54,14 +54,15 @@ static void cuda(cudaError_t error, const char *what)
     exit(1);
 }
 
-/* ---- measuring -------------------------------------------------------------------------------------------------- */
+/* ---- measuring --------------------------------------------------------------------------------------------------- */
 
 static uint64_t in_flight(const run *r) /* per SM */
 {
     return (uint64_t)r->blocks * (uint64_t)r->threads * (16u << r->depth);
 }
 
-static const char *described(const run *r) /* until the next call but one */
+/* Returns one of two static buffers: the text lasts until the second call after this one. */
+static const char *described(const run *r)
 {
     static char texts[2][32];
     static int n;
@@ -74,7 +75,8 @@ static size_t shared_bytes(const run *r)
     return r->method == loads && r->to == to_hbm ? 0 : (size_t)r->threads * (16u << r->depth);
 }
 
-static int fits(const run *r) /* all its blocks run at once */
+/* Returns whether all blocks can run at once. */
+static int fits(const run *r)
 {
     int blocks = 0;
     if (shared_bytes(r) + bulk_stages * sizeof(uint64_t) > g.device.sharedMemPerBlockOptin)
@@ -85,7 +87,7 @@ static int fits(const run *r) /* all its blocks run at once */
     return blocks >= r->blocks;
 }
 
-/* Reads as many bytes as a region has: the region, or a smaller set from the start of memory as often as it takes. */
+/* Reads as many bytes as a region has: the region itself, or a smaller set at the start of memory several times. */
 static void launch(const run *r, uint64_t set, int region)
 {
     const uint64_t offset = set == g.region ? (uint64_t)region * g.region : 0;
@@ -104,7 +106,7 @@ static void launch(const run *r, uint64_t set, int region)
     cuda(cudaGetLastError(), method_names[r->method]);
 }
 
-/* Sums, where something was read; the copy of one region, where something was copied. Ends the program if wrong. */
+/* Checks the sums of what was read, or one region of what was copied. Ends the program if they are wrong. */
 static void verify(const run *r, uint64_t set, int rounds_measured)
 {
     const uint64_t first = set == g.region ? (regions - 1) * g.region / 4 : 0, all = regions * g.region;
@@ -134,8 +136,8 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* GB/s: the median of some rounds. In each, launches take all regions in turn; the first is not timed, so that the GPU
-   is at work when the host enqueues the rest. */
+/* Returns GB/s, the median of some rounds. Each round launches over all regions in turn. The first launch is not timed,
+   so that the GPU is busy while the host enqueues the others. */
 static double measure(const run *r, uint64_t set)
 {
     const uint64_t poisoned = set == g.region ? (regions - 1) * g.region : 0;
@@ -145,7 +147,7 @@ static double measure(const run *r, uint64_t set)
     cuda(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream), "cudaMemsetAsync");
     if (r->to == to_hbm)
         cuda(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream), "cudaMemsetAsync");
-    while (n < rounds && all_ms < 10) { /* what takes long is not measured again */
+    while (n < rounds && all_ms < 10) { /* slow runs take fewer rounds */
         launch(r, set, regions - 1);
         cuda(cudaEventRecord(g.begin, g.stream), "cudaEventRecord");
         for (int region = 0; region < regions - 1; region++)
@@ -175,8 +177,8 @@ static void sweep(void)
     }
 }
 
-/* The fastest of a method (-1: of all) with so many threads, blocks on an SM and bytes in flight per SM (0: with any);
-   the slowest for sign -1. NULL if none was measured. */
+/* Returns the fastest run (for sign -1, the slowest) of this method, threads per block, blocks per SM and bytes in
+   flight per SM. A method of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
 static const run *extreme(int sign, int to, int temperature, int method, int threads, int blocks, uint64_t bytes)
 {
     const run *found = NULL;
@@ -193,8 +195,8 @@ static const run *best(int to, int temperature, int method, uint64_t bytes)
     return extreme(1, to, temperature, method, 0, 0, bytes);
 }
 
-/* How many bytes in flight per SM so many GB/s take, cold: on the line between the measured points around them; 0 if
-   they are never reached. */
+/* Returns the number of bytes in flight per SM that reaches `gbs` cold, interpolated linearly between measured points;
+   0 if no point reaches it. */
 static double bytes_for(int to, int method, double gbs)
 {
     const run *below = NULL;
@@ -210,11 +212,11 @@ static double bytes_for(int to, int method, double gbs)
     return 0;
 }
 
-/* ---- the answers ------------------------------------------------------------------------------------------------ */
+/* ---- the answers ------------------------------------------------------------------------------------------------- */
 
 static void print_best(int to)
 {
-    printf("\n%s, GB/s %s: the best number and size of blocks for so many KB in flight per SM\n", destination_names[to],
+    printf("\n%s, GB/s %s: the best number and size of blocks by KB in flight per SM\n", destination_names[to],
            unit_names[to]);
     printf("      cold                                        L2-warm\n    KB");
     for (int t = cold; t <= warm; t++)
@@ -226,7 +228,7 @@ static void print_best(int to)
             r ? printf("%*.0f", k % methods ? 14 : 16, r->gbs) : printf("%*s", k % methods ? 14 : 16, "-");
         }
     }
-    printf("\n  best (blocks on an SM x threads of a block x bytes in flight per thread):\n");
+    printf("\n  best (blocks per SM x threads per block x bytes in flight per thread):\n");
     for (int k = 0; k < temperatures * methods; k++) {
         const run *const r = best(to, k / methods, k % methods, 0);
         if (!r)
@@ -240,10 +242,9 @@ static void print_best(int to)
 static void print_cache(void)
 {
     const run *const r = best(to_shared, cold, -1, 0);
-    printf("\nHow is the cache's effect kept out?\n"
-           "  Launches read %d regions of %llu MiB in turn, every byte once: %.1f times the L2 (%.4g MiB) goes by "
-           "before a\n"
-           "  byte is read again. L1 is passed by. A smaller set, read again and again, shows the cache (%s):\n",
+    printf("\nHow does the benchmark exclude the cache?\n"
+           "  Launches read %d regions of %llu MiB in turn, each byte once: %.1f times the L2 (%.4g MiB) is read\n"
+           "  before a byte is read again. Loads bypass L1. A smaller set, read repeatedly, shows the cache (%s):\n",
            regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
            (double)g.l2 / 1048576, method_names[r->method]);
     for (uint64_t set = g.warm_set; set < g.region; set *= 2)
@@ -251,7 +252,7 @@ static void print_cache(void)
     printf("    cold          %6.0f GB/s", r->gbs);
     if (g.peak > 0)
         printf(", %.1f %% of the datasheet%s", 100 * r->gbs / g.peak,
-               r->gbs > g.peak ? ": MORE THAN THERE IS, some of it is a cache's" : ", which only a cache could exceed");
+               r->gbs > g.peak ? ": MORE THAN THE MEMORY HAS, so a cache helped" : ", which only a cache could exceed");
     printf("\n");
 }
 
@@ -302,26 +303,25 @@ static void print_blocks(void)
     uint64_t bytes = bytes_min;
     while ((double)bytes < enough)
         bytes *= 2;
-    printf("\nHow do the number of blocks and their size change it?\n"
+    printf("\nHow do the number and the size of blocks matter?\n"
            "  HBM to shared memory, cold, 64 bytes in flight per thread, GB/s:\n");
     for (int m = 0; m < methods; m++)
         if (g.has[m])
             print_blocks_of(m);
-    printf("  The same %llu KB in flight per SM, from other numbers, sizes and depths:\n",
+    printf("  The same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
            (unsigned long long)bytes >> 10);
     for (int m = 0; m < methods; m++)
         print_same_bytes(m, bytes);
-    printf("  Where this is near 1, only the product counts: bytes in flight per SM.\n"
-           "  Fewer blocks than SMs, the fastest that a method has with one on an SM (blocks: GB/s):\n");
+    printf("  If the ratio is near 1, only the product counts: bytes in flight per SM.\n"
+           "  Fewer blocks than SMs, each method's fastest with one block per SM (blocks: GB/s):\n");
     for (int m = 0; m < methods; m++)
         print_few_blocks(m);
 }
 
-/* Little's law: bytes in flight = bandwidth x the time that each is under way. */
+/* Little's law: bytes in flight = bandwidth x latency. */
 static void print_in_flight(void)
 {
-    printf(
-        "\nHow many KB in flight per SM take 90 %% of the best cold bandwidth, and for how long is each under way?\n");
+    printf("\nHow many KB in flight per SM reach 90 %% of the best cold bandwidth, and how long is each in flight?\n");
     for (int k = 0; k < destinations * methods; k++) {
         const int to = k / methods, method = k % methods;
         const double gbs = 0.9 * best(to, cold, -1, 0)->gbs, bytes = bytes_for(to, method, gbs);
@@ -331,7 +331,7 @@ static void print_in_flight(void)
         else if (g.has[method])
             printf("  %-20s  %-13s  never reached\n", destination_names[to], method_names[method]);
     }
-    printf("  (At most: of 16-byte loads a thread uses all before it starts the next.)\n");
+    printf("  (Upper limits for 16-byte loads: a thread uses all of them before it starts the next.)\n");
 }
 
 static void draw(const char *path)
@@ -359,9 +359,9 @@ static void draw(const char *path)
     printf("\nplot in %s\n", path);
 }
 
-/* ---- setting up ------------------------------------------------------------------------------------------------- */
+/* ---- setting up -------------------------------------------------------------------------------------------------- */
 
-/* Which GPU, and the peak by its datasheet: memory clock, twice (double data rate), times the bus's width. */
+/* Prints the GPU, and its peak by the datasheet: memory clock x 2 (double data rate) x bus width. */
 static void open_gpu(void)
 {
     int devices = 0, khz, bits;
@@ -378,13 +378,13 @@ static void open_gpu(void)
     if (g.peak > 0)
         printf("datasheet: %.0f MHz x 2 (double data rate) x %d bits = %.0f GB/s\n", 1e-3 * khz, bits, g.peak);
     else
-        printf("datasheet: the driver does not tell the memory's clock or width, so none is compared with\n");
+        printf("datasheet: the driver does not report the memory's clock or bus width, so there is no comparison\n");
     cuda(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
     cuda(cudaEventCreate(&g.begin), "cudaEventCreate");
     cuda(cudaEventCreate(&g.end), "cudaEventCreate");
 }
 
-/* A method needs a GPU that has it and a program compiled for one that has it. */
+/* A method needs a GPU that has it, and a program compiled for such a GPU. */
 static void open_methods(void)
 {
     static const int needed[methods] = {0, 80, 90};
@@ -395,7 +395,7 @@ static void open_methods(void)
         cuda(cudaFuncGetAttributes(&a, code), "cudaFuncGetAttributes");
         g.has[m] = capability >= needed[m] && a.ptxVersion >= needed[m];
         if (!g.has[m] && k % (destinations * depths) == 0)
-            printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, this program is for %.1f)\n",
+            printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, the program is for %.1f)\n",
                    method_names[m], needed[m] / 10.0, capability / 10.0, a.ptxVersion / 10.0);
         cuda(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)),
@@ -405,8 +405,9 @@ static void open_methods(void)
     }
 }
 
-/* A region: 8 times the L2, at least 128 MiB, a power of two; halved until 4 to read and 4 to write take at most half
-   of the free memory. The warm set: a quarter of the L2, a power of two, but no less than the largest tile. */
+/* A region is a power of two, at least 128 MiB and 8 times the L2. If 4 regions to read and 4 to write would take more
+   than half of the free memory, the region is halved until they fit. The warm set is the largest power of two up to a
+   quarter of the L2, but at least the largest tile. */
 static void open_memory(void)
 {
     enum { tile_max = 16 * 16 * 1024 };
@@ -420,10 +421,10 @@ static void open_memory(void)
     for (g.warm_set = tile_max; 2 * g.warm_set <= g.l2 / 4 && 2 * g.warm_set < g.region;)
         g.warm_set *= 2;
     if (g.region < 2 * g.l2 || g.region <= g.warm_set) {
-        printf("%zu MiB of GPU memory are free: too little, the cache would be measured\n", free_bytes >> 20);
+        printf("only %zu MiB of GPU memory are free: the cache would be measured\n", free_bytes >> 20);
         exit(1);
     }
-    printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, again and again\n", regions,
+    printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, repeatedly\n", regions,
            (unsigned long long)g.region >> 20, (double)g.warm_set / 1048576);
     cuda(cudaMalloc(&g.src, regions * g.region), "cudaMalloc");
     cuda(cudaMalloc(&g.dst, regions * g.region), "cudaMalloc");

@@ -1,23 +1,25 @@
-/* Where the time goes in a trace, and why caches are preallocated: a decode loop runs over a KV cache that concatenates
-   (every token a new buffer, and the old rows copied) and over one whose rows are stored into slots. What the GPU does
-   is recorded through CUPTI; of both the program prints what one asks a trace.
+/* SPDX-License-Identifier: MIT */
+/* Shows in a trace where the time goes, and why KV caches are preallocated. A decode loop runs twice: over a cache that
+   concatenates (each token takes a new buffer and copies the old rows), and over a cache that stores rows into slots.
+   The program records through CUPTI what the GPU does, and prints for both the answers that one looks for in a trace.
 
        nvcc -arch=native -I. examples/10_trace.cu -lcupti -o 10_trace && ./10_trace
 
-   With --out FILE it writes the trace, for ui.perfetto.dev. (Where cupti.h is not found: -I and -L of include and lib64
-   under $CUDA_HOME/extras/CUPTI, or `make examples`.) Both caches must hold the same rows in the end, and the trace
-   must hold every launch and byte, once. The two caches take half a GB of the GPU's memory. */
+   With --out FILE it writes the trace for ui.perfetto.dev. If cupti.h is not found, add -I and -L for include and lib64
+   under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold the same rows in the
+   end, and that the trace has every launch and byte once. The two caches take half a GB of the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include "cupti_trace.h"
 #include <cuda_runtime.h>
 
-/* Rows of 2 KB for K and V in every layer. A prompt, some tokens to load the kernels by, then those that are
-   recorded. */
+/* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
+   are recorded. */
 enum { layers = 24, batch = 4, row_bytes = 2048, row_words = row_bytes / 4, vocabulary = 1000 };
 enum { prompt = 512, unrecorded = 2, steps = 64, most = prompt + unrecorded + steps, slots = most * batch };
 enum { attention_words = 128, attention_splits = 16 };
+static const char *const kvprim_kernels = "kvpc_"; /* begins the names of kernels of kvprim_cuda.cuh */
 
 static void cuda(cudaError_t error, const char *what)
 {
@@ -35,7 +37,9 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-/* ---- the model: integers instead of a network, so that results are exact; each row depends on all before it ---- */
+/* ---- the model ----
+
+   Integers replace the network, so that results are exact. Each row depends on all rows before it. */
 
 static __host__ __device__ uint32_t mixed(uint32_t x)
 {
@@ -43,13 +47,13 @@ static __host__ __device__ uint32_t mixed(uint32_t x)
     return (x ^ x >> 15) * 0x846ca68bu;
 }
 
-/* V of a row, from K and the row's place: rows that got somewhere else are found out. */
+/* A word of V, from the word of K and the row's number, so that a row in the wrong slot is found. */
 static __host__ __device__ uint32_t v_word(uint32_t k, int layer, int row, int word)
 {
     return mixed(k ^ (uint32_t)((layer * slots + row) * row_words + word));
 }
 
-/* Rows of K and V for `rows / batch` tokens from row first_row on. A thread per word. */
+/* Makes `rows` rows of K and V, from row first_row on. Each thread makes one word of both. */
 static __global__ void project(uint32_t *k, uint32_t *v, const uint32_t *hidden, int layer, int first_row, int rows)
 {
     const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x), row = i / row_words, word = i % row_words;
@@ -59,8 +63,9 @@ static __global__ void project(uint32_t *k, uint32_t *v, const uint32_t *hidden,
     v[i] = v_word(k[i], layer, first_row + row, word);
 }
 
-/* Reads all rows of a sequence (blockIdx.y), a share of its tokens in each block of blockIdx.z, a word in each thread.
-   Sums of integers come out the same in any order. */
+/* Reads all rows of the sequences.
+   Each block reads a part of the row (blockIdx.x) of one sequence (blockIdx.y), for every gridDim.z-th token.
+   Each thread adds one word of those rows; integer sums are the same in any order. */
 static __global__ void attend(uint32_t *hidden, const uint32_t *k, const uint32_t *v, const int32_t *slot, int tokens)
 {
     const int word = (int)(blockIdx.x * blockDim.x + threadIdx.x), sequence = (int)blockIdx.y;
@@ -77,16 +82,18 @@ static __global__ void sample(int32_t *token, const uint32_t *hidden)
     token[threadIdx.x] = (int32_t)(hidden[threadIdx.x * row_words] % vocabulary);
 }
 
-/* ---- the two caches. Row t * batch + b is token t of sequence b; slot[] says where it is ---- */
+/* ---- the two caches ----
+
+   Row t * batch + b is token t of sequence b; slot[] says where it lies. */
 
 typedef struct kv_cache {
     const char *title;
-    int stores;       /* or concatenates */
+    int stores;       /* 1: into slots; 0: concatenates */
     int tokens;       /* of each sequence */
-    int32_t *planned; /* pinned host memory: the slots that rows will have ... */
-    int32_t *slot;    /* ... and those that they have, on the device */
+    int32_t *planned; /* the slots of all rows, in pinned host memory */
+    int32_t *slot;    /* the slots of the rows so far, on the device */
     uint32_t *k[layers], *v[layers], *history;
-    int32_t *sampled; /* pinned host memory, of every step */
+    int32_t *sampled; /* the tokens of every step, in pinned host memory */
 } kv_cache;
 
 static struct {
@@ -101,7 +108,7 @@ static void copy(void *to, const void *from, size_t bytes, cudaMemcpyKind direct
     cuda(cudaMemcpyAsync(to, from, bytes, direction, s.stream), "cudaMemcpyAsync");
 }
 
-/* What a dynamic cache does: memory for one token more, the old rows, the new ones. */
+/* A dynamic cache allocates memory for more tokens, and copies the old rows and the new ones into it. */
 static void concatenate(uint32_t **rows, int old_tokens, const uint32_t *new_rows, int new_tokens)
 {
     const size_t old_bytes = (size_t)old_tokens * batch * row_bytes, new_bytes = (size_t)new_tokens * batch * row_bytes;
@@ -126,6 +133,7 @@ static void store(const kv_cache *c, int layer, int new_tokens)
     store.k.rows = store.v.rows = store.count = new_tokens * batch;
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = c->slot + c->tokens * batch;
+    store.slot_type = KVPRIM_I32;
     kvprim_cuda_launch launch = {};
     launch.stream = s.stream;
     kvprim(kvprim_cuda_store(&store, &launch));
@@ -140,12 +148,13 @@ static void embed(void)
     gather.dst.rows = gather.count = batch;
     gather.row_bytes = row_bytes;
     gather.index = s.token;
+    gather.index_type = KVPRIM_I32;
     kvprim_cuda_launch launch = {};
     launch.stream = s.stream;
     kvprim(kvprim_cuda_gather(&gather, &launch));
 }
 
-/* One pass through the layers with `tokens` new tokens in each sequence: the prompt or one. */
+/* Passes through the layers with `tokens` new tokens of each sequence: the prompt, or one. */
 static void forward(kv_cache *c, int tokens)
 {
     const int rows = tokens * batch, first = c->tokens * batch;
@@ -169,7 +178,8 @@ static void forward(kv_cache *c, int tokens)
     c->tokens += tokens;
 }
 
-/* The whole run, of which the last `steps` steps are recorded as the trace's next phase. Returns what is missing. */
+/* Runs prompt and steps, and records the last `steps` steps as the next phase of the trace. Returns the number of
+   missing records. */
 static size_t decode(kv_cache *c)
 {
     cuda(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream), "cudaMemsetAsync");
@@ -191,7 +201,8 @@ static size_t decode(kv_cache *c)
 
 /* ---- the checks ---- */
 
-/* Rows that differ between the caches, or are not the row that belongs there, and tokens and results that differ. */
+/* Counts rows that differ between the caches or are not the row that belongs there, plus 1 each if the sampled tokens
+   or the histories differ. */
 static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
 {
     static uint32_t k[2][slots][row_words], v[2][slots][row_words];
@@ -215,7 +226,7 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
     return wrong + (memcmp(k[0], k[1], sizeof k[0]) != 0);
 }
 
-/* 1 where the trace has another number of these than was launched, or other bytes. */
+/* Returns 1 unless the trace has exactly this many events of the family, with this many bytes in total. */
 static int miscounted(int phase, trace_kind kind, const char *family, int64_t count, int64_t bytes)
 {
     const trace_sum got = trace_family(&s.recorded, phase, kind, family);
@@ -229,13 +240,12 @@ static int miscounted(int phase, trace_kind kind, const char *family, int64_t co
 static int miscounts(const kv_cache *c, int phase)
 {
     const int64_t all = (int64_t)layers * steps, new_bytes = batch * row_bytes, index_bytes = batch * 4;
-    int64_t copies = steps, bytes = steps * new_bytes; /* the history */
+    int64_t copies = steps, bytes = steps * new_bytes; /* of the history */
     for (int t = most - steps; t < most && !c->stores; t++) {
         copies += 4 * layers;
         bytes += 2 * layers * (t + 1) * new_bytes;
     }
-    int wrong = miscounted(phase, TRACE_KERNEL, "kvpc_store", c->stores ? all : 0, 0);
-    wrong += miscounted(phase, TRACE_KERNEL, "kvpc_gather", steps, 0);
+    int wrong = miscounted(phase, TRACE_KERNEL, kvprim_kernels, steps + (c->stores ? all : 0), 0); /* gathers, stores */
     wrong += miscounted(phase, TRACE_KERNEL, "project", all, 0);
     wrong += miscounted(phase, TRACE_KERNEL, "attend", all, 0);
     wrong += miscounted(phase, TRACE_KERNEL, "sample", steps, 0);
@@ -243,7 +253,7 @@ static int miscounts(const kv_cache *c, int phase)
     wrong += miscounted(phase, TRACE_COPY, "copy HtoD", steps, steps * index_bytes);
     wrong += miscounted(phase, TRACE_COPY, "copy DtoH", steps, steps * index_bytes);
     if (getenv("NVTX_INJECTION64_PATH"))
-        printf("NVTX ranges went to another tool: NVTX_INJECTION64_PATH is set\n");
+        printf("NVTX ranges went to another tool, because NVTX_INJECTION64_PATH is set\n");
     else
         wrong += miscounted(phase, TRACE_RANGE, "step", steps, 0);
     return wrong;
@@ -260,7 +270,7 @@ static kv_cache new_cache(const char *title, int stores)
     cuda(cudaMalloc(&c.history, slots * row_bytes), "cudaMalloc");
     cuda(cudaMemset(c.history, 0, slots * row_bytes), "cudaMemset");
     memset(c.sampled, 0, slots * sizeof *c.sampled);
-    for (int row = 0; row < slots; row++) /* slots all over the cache, or one behind the other */
+    for (int row = 0; row < slots; row++) /* scattered slots, or consecutive ones */
         c.planned[row] = stores ? row * 1607 % slots : row;
     for (int l = 0; l < layers && stores; l++) {
         cuda(cudaMalloc(&c.k[l], (size_t)slots * row_bytes), "cudaMalloc");
@@ -269,7 +279,7 @@ static kv_cache new_cache(const char *title, int stores)
     return c;
 }
 
-/* Device memory, and a pool that keeps what is freed: no slower for the concatenating cache than need be. */
+/* Allocates device memory, and lets the pool keep freed memory, which is the best case for the concatenating cache. */
 static void set_up(void)
 {
     static uint32_t embedding[vocabulary * row_words];
@@ -279,7 +289,7 @@ static void set_up(void)
     cuda(cudaGetDevice(&device), "cudaGetDevice");
     cuda(cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, device), "cudaDeviceGetAttribute");
     if (!pools) {
-        printf("this program needs cudaMallocAsync, which this device or driver has not\n");
+        printf("this program needs cudaMallocAsync, which this device or driver lacks\n");
         exit(1);
     }
     cuda(cudaDeviceGetDefaultMemPool(&pool, device), "cudaDeviceGetDefaultMemPool");
@@ -300,27 +310,30 @@ static void print_row(const char *what, int digits, double concatenating, double
     printf("%-40s%20.*f  %12.*f  %6.1f\n", what, digits, concatenating, digits, storing, concatenating / storing);
 }
 
-/* Phase 1 concatenated, phase 2 stored. Copies on the device that both make are none of the cache's. */
+/* Compares phase 1, which concatenated, with phase 2, which stored. Both copy the history and gather embeddings; the
+   phase that does only that with copies, or with kvprim's kernels, is subtracted from the other. */
 static void print_lesson(void)
 {
     const trace_sum old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "copy DtoD");
     const trace_sum history = trace_family(&s.recorded, 2, TRACE_COPY, "copy DtoD");
-    const trace_sum stores = trace_family(&s.recorded, 2, TRACE_KERNEL, "kvpc_store");
+    const trace_sum gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
+    const trace_sum moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
+    const double stores = (double)moves.count - (double)gathers.count;
     const double attended_ms[2] = {1e-6 * (double)trace_family(&s.recorded, 1, TRACE_KERNEL, "attend").ns,
                                    1e-6 * (double)trace_family(&s.recorded, 2, TRACE_KERNEL, "attend").ns};
-    const double copied_ms = 1e-6 * ((double)old_copies.ns - (double)history.ns), stored_ms = 1e-6 * (double)stores.ns;
+    const double copied_ms = 1e-6 * ((double)old_copies.ns - (double)history.ns);
+    const double stored_ms = 1e-6 * ((double)moves.ns - (double)gathers.ns);
     printf("\n%d tokens more in %d sequences and %d layers     concatenating       storing   times\n", steps, batch,
            layers);
-    print_row("launches for the cache", 0, (double)(old_copies.count - history.count), (double)stores.count);
+    print_row("launches for the cache", 0, (double)(old_copies.count - history.count), stores);
     print_row("bytes written, MB", 1, 1e-6 * (double)(old_copies.bytes - history.bytes),
-              1e-6 * (double)stores.count * 2 * batch * row_bytes);
+              1e-6 * stores * 2 * batch * row_bytes);
     print_row("time on the GPU, ms", 3, copied_ms, stored_ms);
     print_row("attention's time, ms", 3, attended_ms[0], attended_ms[1]);
     print_row("both, ms", 3, copied_ms + attended_ms[0], stored_ms + attended_ms[1]);
-    printf(
-        "Attention is the same kernel for both and reads as many rows by a list of slots. Concatenated rows lie one\n"
-        "behind the other and were copied just before, into L2 as far as they fit; stored rows lie all over the\n"
-        "cache, and all but the newest were last touched a step ago.\n\n");
+    printf("Both use the same attention kernel, which reads the same number of rows by a list of slots. Concatenated\n"
+           "rows follow each other and were copied just before, into L2 as far as they fit; stored rows are scattered\n"
+           "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
 int main(int argc, char **argv)
@@ -340,9 +353,9 @@ int main(int argc, char **argv)
     for (int c = 0; c < 2; c++) {
         const size_t missing = decode(&caches[c]);
         printf("%s== %s\n", c ? "\n" : "", caches[c].title);
-        trace_report(&s.recorded, s.recorded.phase, "kvpc_store");
+        trace_report(&s.recorded, s.recorded.phase, kvprim_kernels);
         if (missing)
-            printf("%zu records are missing: dropped or not readable, or without times\n", missing);
+            printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
         wrong += (missing != 0) + miscounts(&caches[c], s.recorded.phase);
     }
     print_lesson();

@@ -1,13 +1,15 @@
-/* Compaction: some of the sequences in a KV cache end, and the rows of the others move to the front of it, K and V of
-   every layer. The list of slots is partitioned on the GPU, kept tokens first, both sides in their old order; then one
-   transfer inside the cache moves the rows. The host waits for none of it and nothing is allocated on the way. Every
-   byte of the cache is checked before and after.
+/* SPDX-License-Identifier: MIT */
+/* Compaction: some sequences in a KV cache end, and the rows of the others move to its front, K and V of every layer. A
+   few kernels partition the list of slots, kept tokens first, both sides in their old order; then one transfer inside
+   the cache moves the rows. The host does not wait in between, and nothing is allocated. The program checks every byte
+   of the cache before and after.
 
        nvcc -arch=native -I. examples/11_compact.cu -o 11_compact && ./11_compact
 
-   The partition is a prefix sum (cub::DeviceScan): an entry's place is the number of kept ones before it, or of the
-   others before it behind all kept ones. cub::DevicePartition::Flagged would leave the others in reverse order. The
-   cache takes 1 GiB of the GPU's memory, what a plain copy of the rows is timed with half of that. */
+   The partition is a prefix sum (cub::DeviceScan). A kept entry goes to the place that is the number of kept entries
+   before it; the other entries follow all kept ones, each at the number of such entries before it.
+   cub::DevicePartition::Flagged would leave those in reverse order. The cache takes 1 GiB of the GPU's memory; the
+   plain copy that the transfer is compared with takes half of that. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include <cub/device/device_scan.cuh>
@@ -15,9 +17,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-/* A row is one token of one layer. Tokens are in slots all over the cache, and an eighth of the slots is free. */
+/* A row is one token of one layer. The tokens are scattered over the cache, of which an eighth is free. */
 static const int tables = 2 * 32, slots = 8192, tokens = slots / 8 * 7, row_bytes = 2048, row_words = row_bytes / 4;
-static const int most_moves = slots / 2; /* as many holes in front of what is kept as rows behind it */
+static const int most_moves = slots / 2; /* a hole at the front for each kept row that moves */
 static const int rounds = 6, threads = 256;
 static const int64_t table_words = (int64_t)slots * row_words, cache_bytes = 4 * tables * table_words;
 static const int64_t most_bytes = (int64_t)most_moves * tables * row_bytes;
@@ -38,7 +40,8 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-static __host__ __device__ uint32_t cache_word(int64_t word) /* what the cache holds */
+/* The word that the cache holds at this place at first. */
+static __host__ __device__ uint32_t cache_word(int64_t word)
 {
     return (uint32_t)word * 2654435761u ^ (uint32_t)(word >> 20);
 }
@@ -49,7 +52,8 @@ static __global__ void fill(uint32_t *words, int64_t count)
         words[i] = cache_word(i);
 }
 
-/* Thread i brings entry i to its place. before[i] is how many of those before it are kept; taken[] was 0. */
+/* Thread i moves entry i of the list to its new place, and marks its slot in taken[], which was 0, if it is kept.
+   before[i] is the number of kept entries before entry i. */
 static __global__ void partition(int32_t *list, unsigned char *taken, int32_t *kept, const int32_t *slot,
                                  const int32_t *keep, const int32_t *before)
 {
@@ -64,9 +68,9 @@ static __global__ void partition(int32_t *list, unsigned char *taken, int32_t *k
         *kept = all_kept;
 }
 
-/* Of the first `kept` slots those without a kept row are holes; the kept rows of later slots must move, and there are
-   as many. Thread i looks at slot i and at entry i of the list: 1 for a hole, 1 << 32 for a row that moves, so that one
-   prefix sum numbers both. */
+/* Of the first `kept` slots, those without a kept row are holes. The kept rows in later slots must move, and there are
+   as many of them. Thread i writes 1 if slot i is a hole, plus 1 << 32 if the row of entry i must move: one prefix sum
+   numbers both. */
 static __global__ void mark(uint64_t *marks, const int32_t *list, const unsigned char *taken, const int32_t *kept)
 {
     const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -76,7 +80,7 @@ static __global__ void mark(uint64_t *marks, const int32_t *list, const unsigned
     marks[i] = (uint64_t)(inside && !taken[i]) | (uint64_t)(inside && list[i] >= *kept) << 32;
 }
 
-/* The n-th row that moves goes to the n-th hole. */
+/* Pairs the n-th row that moves with the n-th hole. Thread i writes slot i if it is a hole, and entry i if it moves. */
 static __global__ void pair(int32_t *to, int32_t *from, const uint64_t *marks, const uint64_t *before,
                             const int32_t *list)
 {
@@ -89,6 +93,7 @@ static __global__ void pair(int32_t *to, int32_t *from, const uint64_t *marks, c
         from[before[i] >> 32] = list[i];
 }
 
+/* Thread i gives entry i its new slot, if its row moves. */
 static __global__ void update(int32_t *list, const int32_t *to, const uint64_t *marks, const uint64_t *before)
 {
     const int i = (int)(blockIdx.x * blockDim.x + threadIdx.x);
@@ -96,7 +101,7 @@ static __global__ void update(int32_t *list, const int32_t *to, const uint64_t *
         list[i] = to[before[i] >> 32];
 }
 
-/* Device memory, all of it from the start. */
+/* State, and all device memory, allocated once. */
 static struct {
     uint32_t *cache, *copy;
     int32_t *slot, *keep, *before, *list, *kept, *to, *from;
@@ -126,8 +131,8 @@ static void allocate(void)
     check(cudaMalloc(&s.taken, slots), "cudaMalloc");
     check(cudaMalloc(&s.rejected, sizeof *s.rejected), "cudaMalloc");
     check(cudaMemset(s.rejected, 0, sizeof *s.rejected), "cudaMemset");
-    check(cub::DeviceScan::ExclusiveSum(NULL, bytes, s.keep, s.before, tokens), "room for the first sum");
-    check(cub::DeviceScan::ExclusiveSum(NULL, s.scan_bytes, s.marks, s.marks_before, slots), "for the second");
+    check(cub::DeviceScan::ExclusiveSum(NULL, bytes, s.keep, s.before, tokens), "size of the first sum");
+    check(cub::DeviceScan::ExclusiveSum(NULL, s.scan_bytes, s.marks, s.marks_before, slots), "size of the second sum");
     s.scan_bytes = bytes > s.scan_bytes ? bytes : s.scan_bytes;
     check(cudaMalloc(&s.scan, s.scan_bytes), "cudaMalloc");
     check(cudaStreamCreateWithFlags(&s.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
@@ -136,8 +141,8 @@ static void allocate(void)
     check(cudaEventCreate(&s.moved), "cudaEventCreate");
 }
 
-/* s.slot and s.keep in; s.list out, with the new slots of what is kept, and s.to and s.from, with -1 behind the last
-   move. */
+/* Reads s.slot and s.keep. Writes s.list, with the new slots of kept tokens, and the moves s.to and s.from, which have
+   -1 after the last one. */
 static void enqueue_partition(void)
 {
     const int token_blocks = (tokens + threads - 1) / threads, slot_blocks = (slots + threads - 1) / threads;
@@ -153,8 +158,8 @@ static void enqueue_partition(void)
     check(cudaGetLastError(), "launch");
 }
 
-/* Sources are behind what is kept and destinations in front, so that none is both, which same_cache asks for. How many
-   there are the host does not know: it names as many as there can be, and rows of index -1 are skipped. */
+/* same_cache asks that no row is both read and written: all destinations are among the first *s.kept slots, and no
+   source is. The host does not know the number of moves, so it gives the largest; index -1 is skipped. */
 static void enqueue_moves(void)
 {
     kvprim_transfer_desc transfer = {};
@@ -164,6 +169,7 @@ static void enqueue_moves(void)
     transfer.row_bytes = row_bytes;
     transfer.dst_index = s.to;
     transfer.src_index = s.from;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = most_moves;
     transfer.rejected = s.rejected;
     transfer.same_cache = 1;
@@ -185,7 +191,7 @@ static void fill_cache(void)
     check(cudaGetLastError(), "fill");
 }
 
-/* The cache as it was, then the compaction of it: microseconds of its two parts. */
+/* Fills the cache and compacts it. Returns the microseconds of both parts. */
 static void compact(float *partition_us, float *moves_us)
 {
     fill_cache();
@@ -199,7 +205,8 @@ static void compact(float *partition_us, float *moves_us)
     *moves_us = elapsed_us(s.partitioned, s.moved);
 }
 
-static float copy_us(size_t bytes) /* at most most_bytes */
+/* Returns the microseconds of a plain copy of at most most_bytes. */
+static float copy_us(size_t bytes)
 {
     check(cudaEventRecord(s.begin, s.stream), "cudaEventRecord");
     check(cudaMemcpyAsync(s.copy, s.cache, bytes, cudaMemcpyDeviceToDevice, s.stream), "cudaMemcpyAsync");
@@ -209,10 +216,10 @@ static float copy_us(size_t bytes) /* at most most_bytes */
 }
 
 typedef struct best {
-    float partition, moves, plain; /* us */
+    float partition_us, moves_us, plain_us;
 } best;
 
-/* The best of some rounds, the first of which loads the kernels and does not count. */
+/* Returns the best of some rounds. The first does not count, because it loads the kernels. */
 static best measure(size_t bytes)
 {
     best b = {1e9f, 1e9f, 1e9f};
@@ -220,14 +227,14 @@ static best measure(size_t bytes)
         float partition_us, moves_us;
         compact(&partition_us, &moves_us);
         const float plain_us = copy_us(bytes);
-        b.partition = r && partition_us < b.partition ? partition_us : b.partition;
-        b.moves = r && moves_us < b.moves ? moves_us : b.moves;
-        b.plain = r && plain_us < b.plain ? plain_us : b.plain;
+        b.partition_us = r && partition_us < b.partition_us ? partition_us : b.partition_us;
+        b.moves_us = r && moves_us < b.moves_us ? moves_us : b.moves_us;
+        b.plain_us = r && plain_us < b.plain_us ? plain_us : b.plain_us;
     }
     return b;
 }
 
-/* Rows of the cache that are not, in every table, the row that was in slot origin[] of it. */
+/* Returns the number of wrong rows: slot i of each table must hold what slot origin[i] held at first. */
 static int wrong_rows(const int32_t *origin)
 {
     static uint32_t table[slots][row_words];
@@ -244,8 +251,8 @@ static int wrong_rows(const int32_t *origin)
     return wrong;
 }
 
-/* The same by plain loops, once: the list afterwards, and which slot's row is in each slot. Returns how many rows
-   move. */
+/* Computes the expected result with plain loops: the new list, and for each slot the slot that its row comes from.
+   Returns the number of rows that move. */
 static int expect(int32_t *list, int32_t *origin, const int32_t *slot, const int32_t *keep)
 {
     static int taken[slots];
@@ -272,7 +279,8 @@ static int expect(int32_t *list, int32_t *origin, const int32_t *slot, const int
     return moves;
 }
 
-/* Sequences of 40 to 500 tokens one after the other in the list, in slots all over the cache; about half end. */
+/* Makes sequences of 40 to 500 tokens. They follow each other in the list; their slots are scattered over the cache.
+   About half of the sequences end. */
 static void make_sequences(int32_t *slot, int32_t *keep)
 {
     for (int i = 0, number = 0; i < tokens; number++)
@@ -302,7 +310,7 @@ int main(void)
     const int wrong_before = wrong_rows(origin);
     const int moves = expect(list, origin, slot, keep);
     const size_t bytes = (size_t)moves * tables * row_bytes;
-    const best us = measure(bytes);
+    const best b = measure(bytes);
     const int wrong_after = wrong_rows(origin);
     check(cudaMemcpy(got, s.list, sizeof got, cudaMemcpyDeviceToHost), "reading back");
     check(cudaMemcpy(&rejected, s.rejected, sizeof rejected, cudaMemcpyDeviceToHost), "reading back");
@@ -312,9 +320,11 @@ int main(void)
     }
     printf("%d tokens in %d slots, %d of them kept, %d of those moved to the front, in %d tables: %.0f MB\n", tokens,
            slots, kept, moves, tables, 1e-6 * (double)bytes);
-    printf("partition of the list and its moves   %8.1f us\n", us.partition);
-    printf("kvprim_cuda_transfer                  %8.1f us   %6.0f GB/s\n", us.moves, 1e-3 * (double)bytes / us.moves);
-    printf("cudaMemcpyAsync of as many bytes      %8.1f us   %6.0f GB/s\n", us.plain, 1e-3 * (double)bytes / us.plain);
+    printf("partition of the list and its moves   %8.1f us\n", b.partition_us);
+    printf("kvprim_cuda_transfer                  %8.1f us   %6.0f GB/s\n", b.moves_us,
+           1e-3 * (double)bytes / b.moves_us);
+    printf("cudaMemcpyAsync of as many bytes      %8.1f us   %6.0f GB/s\n", b.plain_us,
+           1e-3 * (double)bytes / b.plain_us);
     printf("rows wrong before: %d, after: %d; entries of the list wrong: %d; rows rejected: %u\n", wrong_before,
            wrong_after, wrong_entries, rejected);
     return wrong_before || wrong_after || wrong_entries || rejected || !moves;

@@ -1,14 +1,15 @@
-/* The kernels of 09_bandwidth.cu: three ways to read memory into shared memory, or to copy it there and on.
+/* SPDX-License-Identifier: MIT */
+/* The kernels of 09_bandwidth.cu: three ways to read memory into shared memory, or to copy it to other memory.
 
-   Each reads words of 16 bytes tile by tile, block b the tiles b, b + blocks, b + 2 blocks, ... A word lies at its
-   number modulo the set's size: the set is as large as what is read (cold), or smaller and read many times (warm). None
-   reads by way of L1, which would be one more cache to keep out.
+   Each kernel reads words of 16 bytes in tiles. Block b reads tiles b, b + blocks, b + 2 blocks, and so on. Word i lies
+   at i modulo the size of the set: the set is as large as what is read (cold), or smaller and read many times (warm).
+   No kernel reads through L1, which would be one more cache to exclude.
 
        loads       16-byte loads into registers, then stores
-       cp_async    to shared memory past the registers (sm_80 and newer)
+       cp_async    cp.async to shared memory, which bypasses registers (sm_80 and newer)
        bulk        cp.async.bulk: one thread starts copies of whole stages (sm_90 and newer)
 
-   kernels[method][to][depth] is the one that keeps 16 << depth bytes per thread in flight. */
+   kernels[method][to][depth] keeps 16 << depth bytes per thread in flight. */
 #ifndef BANDWIDTH_KERNELS_CUH
 #define BANDWIDTH_KERNELS_CUH
 
@@ -24,28 +25,28 @@ typedef struct job {
     const uint4 *src;
     uint4 *dst;     /* HBM to HBM only */
     uint64_t words; /* to read */
-    uint64_t mask;  /* the set's words, a power of two, less one */
+    uint64_t mask;  /* words of the set, a power of two, minus 1 */
     uint32_t stage; /* words that one bulk copy moves */
-    uint32_t *sums; /* HBM to shared memory only: every warp adds what it found there */
+    uint32_t *sums; /* HBM to shared memory only: each warp adds the sum of what it read */
 } job;
 
 typedef void (*kernel)(job);
 
-/* PTX by name. Compiled for a GPU without the instruction these trap: the program must not launch such a kernel. */
+/* PTX of sm_90. On an older GPU it traps: the program must not launch such a kernel there. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define SM90(...) asm volatile(__VA_ARGS__)
 #else
 #define SM90(...) __trap()
 #endif
 
-/* What PTX calls an address in shared memory. */
+/* Returns the 32-bit shared-memory address that PTX takes. */
 [[maybe_unused]] static __device__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* Barriers that one arrival completes, once the bytes that it announced have landed too. The fence shows them to the
-   hardware that does the bulk copies. */
+/* Initialises barriers whose phase completes after one arrival and the bytes that it announced. The fence makes them
+   visible to the hardware that does the bulk copies. */
 static __device__ void mbarriers_init(uint64_t *barriers, int count)
 {
     for (int i = 0; i < count; i++)
@@ -53,12 +54,12 @@ static __device__ void mbarriers_init(uint64_t *barriers, int count)
     SM90("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Until the phase of this parity is complete. */
+/* Waits until the phase of this parity is complete. */
 static __device__ void mbarrier_wait(uint64_t *barrier, uint32_t parity)
 {
     uint32_t done = 0;
     for (unsigned tries = 0; !done; tries++) {
-        if (tries == 1u << 26) /* seconds, as each try waits a little: a wait without end would hang the GPU */
+        if (tries == 1u << 26) /* traps after seconds (each try waits a little) instead of hanging the GPU */
             __trap();
         SM90("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
              : "=r"(done)
@@ -67,7 +68,7 @@ static __device__ void mbarrier_wait(uint64_t *barrier, uint32_t parity)
     }
 }
 
-/* One thread moves any multiple of 16 bytes: it arrives at the barrier, which hears of every byte that has landed. */
+/* One thread loads any multiple of 16 bytes. It announces the bytes at the barrier, and the copy counts them there. */
 static __device__ void bulk_load(void *shared, const void *global, uint32_t bytes, uint64_t *barrier)
 {
     const uint32_t to = shared_address(shared), at = shared_address(barrier);
@@ -77,7 +78,7 @@ static __device__ void bulk_load(void *shared, const void *global, uint32_t byte
          : "memory");
 }
 
-/* The other way; each is a group. */
+/* One thread stores any multiple of 16 bytes, as a group of its own. */
 static __device__ void bulk_store(void *global, const void *shared, uint32_t bytes)
 {
     SM90("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(global), "r"(shared_address(shared)),
@@ -86,7 +87,7 @@ static __device__ void bulk_store(void *global, const void *shared, uint32_t byt
     SM90("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Until all but `pending` of this thread's stores have read their shared memory. */
+/* Waits until all except the last `pending` stores of this thread have read their shared memory. */
 template <int pending> static __device__ void bulk_wait_read(void)
 {
     SM90("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
@@ -105,8 +106,8 @@ static __device__ void add_to_sums(uint32_t *sums, uint32_t sum)
         atomicAdd(&sums[(blockIdx.x * blockDim.x + threadIdx.x) / 32], sum);
 }
 
-/* A thread's `depth` loads are all on their way before the first is used, and all used before the next are started. In
-   shared memory a lane reads its neighbour's words: the compiler cannot leave them in registers. */
+/* Each thread starts `depth` loads, then uses all of them, then starts the next ones. In shared memory each lane reads
+   its neighbour's words, so that the compiler cannot leave them in registers. */
 template <int depth, int to> static __global__ void loads_kernel(job j)
 {
     extern __shared__ uint4 ring[];
@@ -121,7 +122,7 @@ template <int depth, int to> static __global__ void loads_kernel(job j)
         for (int i = 0; i < depth; i++)
             word[i] = __ldcg(j.src + at + i * threads);
         if (to == to_shared)
-            __syncwarp(); /* or the compiler would store the first words before it loads the last */
+            __syncwarp(); /* keeps the compiler from storing the first words before it loads the last */
 #pragma unroll
         for (int i = 0; i < depth; i++)
             (to == to_shared ? ring[i * threads + me] : j.dst[at + i * threads]) = word[i];
@@ -137,8 +138,8 @@ template <int depth, int to> static __global__ void loads_kernel(job j)
         add_to_sums(j.sums, sum);
 }
 
-/* A ring of `depth` stages, a word per thread in each. A thread waits for its own oldest word, uses it and starts the
-   next into its place: no thread waits for another, and `depth` words are always on their way. */
+/* A ring has `depth` stages of one word per thread. Each thread waits for its own oldest word, uses it, and starts the
+   next load into its place. No thread waits for another, and `depth` words are always in flight. */
 template <int depth, int to> static __global__ void cp_async_kernel(job j)
 {
     extern __shared__ uint4 ring[];
@@ -150,7 +151,7 @@ template <int depth, int to> static __global__ void cp_async_kernel(job j)
     for (int i = 0; i < depth; i++, next += gridDim.x) {
         if (next < tiles)
             __pipeline_memcpy_async(&ring[i * threads + me], j.src + (next * threads & j.mask) + me, 16);
-        __pipeline_commit(); /* of nothing, if need be: groups are counted */
+        __pipeline_commit(); /* even an empty group: the wait below counts groups */
     }
 #pragma unroll 1
     for (uint64_t tile = blockIdx.x; tile < tiles;) {
@@ -173,8 +174,8 @@ template <int depth, int to> static __global__ void cp_async_kernel(job j)
         add_to_sums(j.sums, sum);
 }
 
-/* Bulk copies: one thread of a block keeps a ring of stages filled; each has a barrier that says when it has landed.
-   The block's tile n goes to stage n % bulk_stages. */
+/* Starts the bulk copy of the block's tile n into stage n % bulk_stages. One thread of each block keeps this ring of
+   stages full; each stage has a barrier that tells when its copy has landed. */
 static __device__ void bulk_start(const job *j, uint4 *ring, uint64_t *landed, uint64_t n)
 {
     const uint64_t tile = blockIdx.x + n * gridDim.x;
@@ -182,7 +183,7 @@ static __device__ void bulk_start(const job *j, uint4 *ring, uint64_t *landed, u
     bulk_load(ring + stage * j->stage, j->src + (tile * j->stage & j->mask), 16 * j->stage, &landed[stage]);
 }
 
-/* Fills the ring for the first time. Returns how many tiles are this block's. */
+/* Fills the ring for the first time. Returns the number of tiles of this block. */
 static __device__ uint64_t bulk_begin(const job *j, uint4 *ring, uint64_t *landed)
 {
     const uint64_t tiles = j->words / j->stage;
@@ -196,7 +197,7 @@ static __device__ uint64_t bulk_begin(const job *j, uint4 *ring, uint64_t *lande
     return mine;
 }
 
-/* All threads sum what has landed, then one starts the next copy into its place. */
+/* All threads sum the stage that has landed; then one thread starts the next copy into it. */
 static __global__ void bulk_to_shared_kernel(job j)
 {
     extern __shared__ __align__(128) uint4 ring[];
@@ -216,8 +217,8 @@ static __global__ void bulk_to_shared_kernel(job j)
     add_to_sums(j.sums, sum);
 }
 
-/* One thread does it all: what has landed goes out by a bulk store, and the stage before, whose store has had time to
-   read it, is filled anew. */
+/* One thread does everything: it stores the stage that has landed with a bulk copy, and refills the stage before it,
+   whose store has had time to read it. */
 static __global__ void bulk_to_hbm_kernel(job j)
 {
     extern __shared__ __align__(128) uint4 ring[];
@@ -236,7 +237,7 @@ static __global__ void bulk_to_hbm_kernel(job j)
             bulk_start(&j, ring, landed, n - 1 + bulk_stages);
         }
     }
-    bulk_wait_read<0>(); /* shared memory lasts no longer than the block */
+    bulk_wait_read<0>(); /* shared memory ends with the block */
 }
 
 /* clang-format off */
@@ -249,14 +250,16 @@ static const kernel kernels[methods][destinations][depths] = {
     {ONE_FOR_ALL(bulk_to_shared_kernel), ONE_FOR_ALL(bulk_to_hbm_kernel)},
 };
 
-static __host__ __device__ uint32_t word_at(uint64_t i) /* what memory holds, in words of 4 bytes */
+/* Returns 4-byte word i of the test data. */
+static __host__ __device__ uint32_t word_at(uint64_t i)
 {
     return (uint32_t)i * 2654435761u;
 }
 
-static inline uint32_t sum_of_words(uint64_t count) /* of the first so many */
+/* Returns the sum of the first `count` words. */
+static inline uint32_t sum_of_words(uint64_t count)
 {
-    return word_at(count * (count - 1) / 2); /* as word_at is a product */
+    return word_at(count * (count - 1) / 2); /* because word_at is linear */
 }
 
 static __global__ void fill(uint32_t *words, uint64_t count)

@@ -1,5 +1,6 @@
-/* The plot of 09_bandwidth.cu: GB/s over the bytes in flight per SM, four panels, a line for each method. SVG without a
-   library; its colours follow the reader's light or dark background. Plain C.
+/* SPDX-License-Identifier: MIT */
+/* The plot of 09_bandwidth.cu: GB/s over the bytes in flight per SM, in four panels with a line for each method. It is
+   an SVG, written without a library, whose colours follow the reader's light or dark theme. Plain C.
 
        bandwidth_plot p = {...};
        if (!bandwidth_plot_write(&p, "plot.svg"))   // errno says why
@@ -15,11 +16,11 @@ enum { plot_panels = 4, plot_lines = 3, plot_points_max = 16 };
 
 typedef struct bandwidth_plot {
     const char *title;
-    char panels[plot_panels][80];                         /* titles: two panels side by side, below them two more */
-    const char *lines[plot_lines];                        /* names; NULL: no such line */
-    int points;                                           /* point p: 1 << p KB in flight */
+    char panels[plot_panels][80];                         /* titles, two panels in each of two rows */
+    const char *lines[plot_lines];                        /* names; NULL: the line is left out */
+    int points;                                           /* point p is 1 << p KB in flight */
     double gbs[plot_panels][plot_lines][plot_points_max]; /* 0: not measured */
-    double copied, peak;                                  /* dashed: cudaMemcpyAsync; the datasheet, 0: not known */
+    double copied, peak;                                  /* dashed lines: cudaMemcpyAsync; the datasheet, 0: unknown */
 } bandwidth_plot;
 
 enum { plot_width = 400, plot_height = 220, plot_left = 70, plot_top = 148, plot_between_x = 30, plot_between_y = 90 };
@@ -42,12 +43,11 @@ static void plot_write_head(FILE *f, const char *title)
             width, height, width, height, width, height);
     fprintf(f, "<text x=\"%d\" y=\"32\" font-size=\"18\" font-weight=\"bold\">Memory bandwidth of %s</text>\n",
             plot_left, title);
-    fprintf(f,
-            "<text x=\"%d\" y=\"52\">the best number and size of blocks for every number of bytes in flight</text>\n",
+    fprintf(f, "<text x=\"%d\" y=\"52\">the best number and size of blocks for each number of bytes in flight</text>\n",
             plot_left);
 }
 
-/* A circle, a square, a triangle: to be told apart without colours too. */
+/* Lines have circles, squares or triangles, so that one can tell them apart without colours. */
 static void plot_write_mark(FILE *f, int line, double x, double y)
 {
     if (line == 0)
@@ -81,7 +81,7 @@ static void plot_write_legend(FILE *f, const bandwidth_plot *p)
         plot_write_limit(f, plot_left + 340, plot_peak_dashes, "datasheet", p->peak);
 }
 
-/* From a panel's left and top edge. */
+/* Positions count from the left and top edge of a panel. */
 static double plot_x(const bandwidth_plot *p, int point)
 {
     return plot_width * (0.5 + point) / p->points;

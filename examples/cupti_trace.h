@@ -1,17 +1,18 @@
-/* Records what a program does with the GPU, through CUPTI's activity API, into a trace (trace_events.h): kernels,
-   copies and memsets with the GPU's times, calls of the CUDA runtime, and NVTX ranges, all on one clock.
+/* SPDX-License-Identifier: MIT */
+/* Records what a program does with the GPU into a trace (trace_events.h), through CUPTI's activity API: kernels, copies
+   and memsets with the GPU's times, calls of the CUDA runtime, and NVTX ranges, all on one clock.
 
        trace t = {};
-       cupti_trace_start(&t);   // phase 1, the next time 2, ...: t.phase
-       ...                      // the program, with nvtxRangePushA and nvtxRangePop around what it likes
+       cupti_trace_start(&t);   // begins phase 1, the next time phase 2, and so on: t.phase
+       ...                      // the program, with nvtxRangePushA and nvtxRangePop around parts of it
        cudaDeviceSynchronize();
-       if (cupti_trace_stop())  // how many records are missing
+       if (cupti_trace_stop())  // the number of missing records
            ...
 
-   C++, in one .cu or .cpp file, linked with -lcupti, CUDA 12 or newer, Linux. On an error of CUPTI start and stop say
-   which and exit. One trace at a time, and none under a profiler, which takes CUPTI for itself. Of work that is
-   launched as a graph there are the kernels and copies, but no calls for them. A range is recorded if it begins and
-   ends between start and stop. */
+   Use it in one .cu or .cpp file, as C++, linked with -lcupti; it needs CUDA 12 or newer, and Linux. If CUPTI returns
+   an error, start and stop print it and exit. Only one trace can be recorded at a time, and none under a profiler,
+   which takes CUPTI for itself. Work that is launched as a graph appears as its kernels and copies, without calls for
+   them. A range is recorded if it begins and ends between start and stop. */
 #ifndef CUPTI_TRACE_H
 #define CUPTI_TRACE_H
 
@@ -23,7 +24,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* The newest records that all headers of a CUDA release have. Later ones add fields behind those that are read here. */
+/* The newest record types that all headers of a CUDA release have. Later types add fields after those read here. */
 #if CUPTI_API_VERSION >= 130000
 typedef CUpti_ActivityKernel10 cupti_trace_kernel;
 #else
@@ -41,11 +42,11 @@ static const CUpti_ActivityKind cupti_trace_kinds[] = {CUPTI_ACTIVITY_KIND_CONCU
                                                        CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMCPY2,
                                                        CUPTI_ACTIVITY_KIND_MEMSET, CUPTI_ACTIVITY_KIND_RUNTIME};
 
-/* CUPTI and NVTX call back without an argument of ours, the first from threads of its own. */
+/* Global, because CUPTI and NVTX pass no argument of ours to callbacks. CUPTI calls from its own threads. */
 static struct {
     trace *into; /* NULL: nothing is recorded */
     std::mutex lock;
-    size_t missing; /* records that CUPTI dropped or could not read, that have no times, or ranges nested too deep */
+    size_t missing; /* records that CUPTI dropped, that are not readable or have no times; ranges nested too deep */
 } cupti_tracing;
 
 static void cupti_trace_check(CUptiResult result, const char *what)
@@ -58,14 +59,14 @@ static void cupti_trace_check(CUptiResult result, const char *what)
     exit(1);
 }
 
-/* "kvpc_store_kernel" for its mangled name with template arguments, namespaces and parameters. */
+/* Turns a mangled name with template arguments, namespaces and parameters into "kvpc_store_kernel". */
 static int cupti_trace_kernel_name(trace *t, const char *mangled)
 {
     char name[128];
     int status;
     char *const readable = abi::__cxa_demangle(mangled, NULL, NULL, &status);
     const char *begin = status == 0 ? readable : mangled, *end = begin;
-    if (strncmp(begin, "void ", 5) == 0) /* templates have their return type in front */
+    if (strncmp(begin, "void ", 5) == 0) /* the return type of a template */
         begin = end = begin + 5;
     for (; *end && *end != '<' && (*end != '(' || strncmp(end, "(anonymous", 10) == 0); end++)
         if (*end == ':' || *end == ' ')
@@ -75,7 +76,7 @@ static int cupti_trace_kernel_name(trace *t, const char *mangled)
     return trace_name(t, TRACE_KERNEL, name);
 }
 
-/* "copy DtoD": CUPTI numbers the directions. H host, D device, A array, P peer. */
+/* Returns "copy DtoD" and the like. H is host, D device, A array, P peer; the array is indexed by CUPTI's numbers. */
 static int cupti_trace_copy_name(trace *t, unsigned kind)
 {
     static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
@@ -84,7 +85,7 @@ static int cupti_trace_copy_name(trace *t, unsigned kind)
     return trace_name(t, TRACE_COPY, name);
 }
 
-/* "cudaMemcpyAsync" of cudaMemcpyAsync_v3020. */
+/* Turns cudaMemcpyAsync_v3020 into "cudaMemcpyAsync". */
 static int cupti_trace_call_name(trace *t, CUpti_CallbackId call)
 {
     char name[128] = "unknown call";
@@ -130,14 +131,14 @@ static void cupti_trace_record(trace *t, const CUpti_Activity *record)
     }
 }
 
-static void CUPTIAPI cupti_trace_lend(uint8_t **buffer, size_t *bytes, size_t *most_records)
+static void CUPTIAPI cupti_trace_new_buffer(uint8_t **buffer, size_t *bytes, size_t *most_records)
 {
     *buffer = (uint8_t *)trace_room(NULL, cupti_trace_buffer_bytes);
     *bytes = cupti_trace_buffer_bytes;
-    *most_records = 0; /* as many as there is room for */
+    *most_records = 0; /* 0: as many as fit */
 }
 
-static void CUPTIAPI cupti_trace_take(CUcontext context, uint32_t stream, uint8_t *buffer, size_t, size_t valid)
+static void CUPTIAPI cupti_trace_read_buffer(CUcontext context, uint32_t stream, uint8_t *buffer, size_t, size_t valid)
 {
     CUpti_Activity *record = NULL;
     CUptiResult result = CUPTI_ERROR_MAX_LIMIT_REACHED;
@@ -145,17 +146,17 @@ static void CUPTIAPI cupti_trace_take(CUcontext context, uint32_t stream, uint8_
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
     while (cupti_tracing.into && (result = cuptiActivityGetNextRecord(buffer, valid, &record)) == CUPTI_SUCCESS)
         cupti_trace_record(cupti_tracing.into, record);
-    cupti_tracing.missing += result != CUPTI_ERROR_MAX_LIMIT_REACHED; /* which says that there are no more */
+    cupti_tracing.missing += result != CUPTI_ERROR_MAX_LIMIT_REACHED; /* the normal end */
     if (cuptiActivityGetNumDroppedRecords(context, stream, &dropped) != CUPTI_SUCCESS)
-        dropped = 1; /* no exit from a thread of CUPTI's, with the lock held */
+        dropped = 1; /* do not exit in CUPTI's thread with the lock held */
     cupti_tracing.missing += dropped;
     free(buffer);
 }
 
-/* ---- NVTX: this program stands in for the tool that its ranges would go to ---- */
+/* ---- NVTX: the program itself is the tool that receives its ranges ---- */
 
 static thread_local struct {
-    int depth, name[cupti_trace_depth]; /* -1: began while nothing was recorded */
+    int depth, name[cupti_trace_depth]; /* -1: nothing was recorded when it began */
     uint64_t begin[cupti_trace_depth];
 } cupti_trace_open;
 
@@ -169,7 +170,7 @@ static int NVTX_API cupti_trace_push(const char *name)
         return depth;
     }
     cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : -1;
-    cupti_trace_open.begin[depth] = 0; /* stays so on an error, and is missed at the range's end */
+    cupti_trace_open.begin[depth] = 0; /* still 0 after an error: counted as missing when the range ends */
     if (t)
         (void)cuptiGetTimestamp(&cupti_trace_open.begin[depth]);
     return depth;
@@ -180,7 +181,7 @@ static int NVTX_API cupti_trace_pop(void)
     uint64_t end = 0;
     if (cupti_trace_open.depth == 0)
         return -1;
-    (void)cuptiGetTimestamp(&end); /* 0 on an error: before any begin */
+    (void)cuptiGetTimestamp(&end); /* still 0 after an error: counted as missing */
     const int depth = --cupti_trace_open.depth;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
     if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth] >= 0)
@@ -189,7 +190,7 @@ static int NVTX_API cupti_trace_pop(void)
     return depth;
 }
 
-/* NVTX calls this at the program's first range: it asks a tool for the functions that it wants to have. */
+/* NVTX calls this at the program's first range, so that a tool can install its functions. */
 static int NVTX_API cupti_trace_nvtx(NvtxGetExportTableFunc_t table_of)
 {
     const NvtxExportTableCallbacks *const table = (const NvtxExportTableCallbacks *)table_of(NVTX_ETID_CALLBACKS);
@@ -203,7 +204,7 @@ static int NVTX_API cupti_trace_nvtx(NvtxGetExportTableFunc_t table_of)
     return 1;
 }
 
-/* Before main, as NVTX looks for a tool only once. Where NVTX_INJECTION64_PATH names one it takes that. */
+/* Runs before main, because NVTX looks for a tool only once. A tool that NVTX_INJECTION64_PATH names has precedence. */
 __attribute__((constructor)) static void cupti_trace_hook(void)
 {
     InitializeInjectionNvtx2_fnptr = cupti_trace_nvtx;
@@ -215,7 +216,7 @@ static void cupti_trace_start(trace *t)
 {
     static bool started;
     if (!started) {
-        cupti_trace_check(cuptiActivityRegisterCallbacks(cupti_trace_lend, cupti_trace_take), "callbacks");
+        cupti_trace_check(cuptiActivityRegisterCallbacks(cupti_trace_new_buffer, cupti_trace_read_buffer), "callbacks");
         cupti_trace_check(cuptiSetThreadIdType(CUPTI_ACTIVITY_THREAD_ID_TYPE_SYSTEM), "thread ids");
         started = true;
     }
@@ -227,7 +228,7 @@ static void cupti_trace_start(trace *t)
     cupti_tracing.into = t;
 }
 
-/* When the work is done (cudaDeviceSynchronize). Returns how many records are missing; 0 is a whole trace. */
+/* Call this after cudaDeviceSynchronize. Returns the number of missing records; 0: the trace is complete. */
 static size_t cupti_trace_stop(void)
 {
     for (CUpti_ActivityKind kind : cupti_trace_kinds)

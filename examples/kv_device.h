@@ -1,17 +1,21 @@
-/* kv_device.h: where the replay's cache lies and who moves its rows. Either this machine's memory, kvprim_store and
-   kvprim_gather, or, if KV_REPLAY_CUDA is defined, a GPU's memory, kvprim_cuda_store and kvprim_cuda_gather. C11.
+/* SPDX-License-Identifier: MIT */
+/* kv_device.h: the memory that holds the replay's cache, and the calls that move its rows. C11.
 
-   Rows travel in batches, each of one layer. A batch has memory here, which the host reads and writes, and there, which
-   the device does; on the CPU the two are the same. What one batch does:
+   The device is the CPU (this machine's memory, kvprim_store and kvprim_gather) or, if KV_REPLAY_CUDA is defined, a GPU
+   (its own memory, kvprim_cuda_store and kvprim_cuda_gather).
 
-       kv_device_next     the least recently used one of a few
-       kv_device_wait     what it was last used for is done: its memory here is the host's again
-       kv_device_layout   room for so many slots, K and V rows; then write slots here, and rows if they are to be stored
-       kv_device_store    or kv_device_gather, with a descriptor whose slots and rows are those there
+   Rows travel in batches, each of one layer. A batch has memory that the host reads and writes, and memory that the
+   device does; on the CPU both are the same. Each batch goes through these calls:
 
-   On a GPU the last two only enqueue: copies between pinned memory and the GPU around the library's call, all on one
-   stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and waits only
-   for a batch that it needs again. Functions that can fail return false, and `error` says why. */
+       kv_device_next     returns the least recently used batch of a few
+       kv_device_wait     waits for the end of its last use, after which its host memory may be written
+       kv_device_layout   makes room for a number of slots, K rows and V rows; then the caller writes the slots, and the
+                          rows if they are to be stored
+       kv_device_store    or kv_device_gather, with a descriptor whose slots and rows are those in device memory
+
+   On a GPU the last two only enqueue: copies between pinned memory and the GPU before and after the library's call, all
+   on one stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and
+   waits only for a batch that it needs again. Functions that can fail return false and set `error`. */
 #ifndef KV_DEVICE_H
 #define KV_DEVICE_H
 
@@ -35,34 +39,34 @@
 
 enum { KV_BATCHES_MAX = 4 };
 
-typedef struct kv_place {
+typedef struct kv_place { /* a batch's part of one memory */
     unsigned char *memory;
     int32_t *slots;
     unsigned char *k, *v; /* packed rows */
 } kv_place;
 
 typedef struct kv_batch {
-    kv_place here, there;
-    size_t count;                   /* of slots, K rows and V rows */
-    size_t slots_bytes, rows_bytes; /* the first bytes of memory, and those behind them */
+    kv_place host, device;
+    size_t count;                   /* of slots, of K rows and of V rows */
+    size_t slots_bytes, rows_bytes; /* the slots come first in memory, then the rows */
     bool gathered;                  /* the rows come from the cache */
-    size_t first, layer;            /* the caller's: which token's rows come first, of which layer */
+    size_t first, layer;            /* for the caller: the first token of the batch, and its layer */
 #if defined(KV_REPLAY_CUDA)
-    bool under_way;
-    cudaEvent_t begun, arrived, moved, done;
+    bool in_flight;
+    cudaEvent_t begun, arrived, moved, done; /* before the copy in; after it; after the call; after the copy out */
 #endif
 } kv_batch;
 
 typedef struct kv_device {
     const struct kv_device_kind *kind;
-    char name[256]; /* the GPU's, or why there is none */
+    char name[256]; /* of the GPU, or why there is none */
     char error[512];
     unsigned char *cache;
     double touch_seconds;
     kv_batch batches[KV_BATCHES_MAX]; /* a ring */
     size_t next, batch_rows, row_bytes;
-    uint32_t *rejected;                    /* there */
-    double store, gather, copies, waiting; /* seconds; on a GPU the first three are its own, beside the host's */
+    uint32_t *rejected;                    /* in device memory */
+    double store, gather, copies, waiting; /* seconds; on a GPU the first three pass on the GPU, not on the host */
 #if defined(KV_REPLAY_CUDA)
     cudaStream_t stream;
 #endif
@@ -70,9 +74,9 @@ typedef struct kv_device {
 
 typedef struct kv_device_kind {
     const char *name;
-    bool gpu; /* has memory of its own, and works while the host goes on */
+    bool gpu; /* has its own memory, and works while the host goes on */
     size_t batches;
-    size_t batch_bytes, batch_rows; /* K rows, or V rows, of a batch: at most */
+    size_t batch_bytes, batch_rows; /* the most of K rows, and of V rows, in a batch */
     bool (*allocate)(kv_device *d, size_t cache_bytes);
     bool (*allocate_batch)(kv_device *d, kv_batch *b, size_t bytes);
     bool (*store)(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
@@ -82,11 +86,11 @@ typedef struct kv_device_kind {
     void (*close)(kv_device *d);
 } kv_device_kind;
 
-/* wanted: "cpu", "cuda", or NULL: a GPU if one can be had, else the CPU. kv_device_close is due after false too. */
+/* `wanted` is "cpu", "cuda", or NULL: a GPU if there is one, else the CPU. Call kv_device_close even if this fails. */
 static inline bool kv_device_open(kv_device *d, const char *wanted);
 static inline void kv_device_close(kv_device *d);
 
-/* The cache, every page of it touched, and the batches for rows of row_bytes. */
+/* Allocates the cache, touches all its pages, and allocates the batches for rows of row_bytes. */
 static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes);
 
 static inline kv_batch *kv_device_next(kv_device *d);
@@ -96,7 +100,7 @@ static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store
 static inline bool kv_device_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k,
                                     const kvprim_gather_desc *v);
 
-/* Slots outside the cache so far; waits for everything under way. */
+/* Returns the number of slots outside the cache so far, after waiting for all work in flight. */
 static inline bool kv_device_rejected(kv_device *d, uint32_t *rejected);
 
 static inline double kv_seconds(void)
@@ -139,15 +143,15 @@ static inline bool kv_cpu_allocate(kv_device *d, size_t cache_bytes)
     if (cache_bytes > skip)
         (void)madvise(d->cache + skip, cache_bytes - skip, MADV_HUGEPAGE);
 #endif
-    for (size_t i = 0; i < cache_bytes; i += 4096) /* or the first stores would pay for the system's page faults */
+    for (size_t i = 0; i < cache_bytes; i += 4096) /* page faults now, not in the stores */
         ((volatile unsigned char *)d->cache)[i] = 0xEE;
     return true;
 }
 
 static inline bool kv_cpu_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
 {
-    b->here.memory = b->there.memory = (unsigned char *)malloc(bytes);
-    return b->here.memory || kv_device_out_of_memory(d);
+    b->host.memory = b->device.memory = (unsigned char *)malloc(bytes);
+    return b->host.memory || kv_device_out_of_memory(d);
 }
 
 static inline bool kv_cpu_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
@@ -185,12 +189,13 @@ static inline bool kv_cpu_rejected(kv_device *d, uint32_t *rejected)
 static inline void kv_cpu_close(kv_device *d)
 {
     for (size_t i = 0; i < d->kind->batches; i++)
-        free(d->batches[i].here.memory);
+        free(d->batches[i].host.memory);
     free(d->rejected);
     free(d->cache);
 }
 
-/* Batches that stay in a core's cache. Two: rows must not be gathered to where the same rows were stored from. */
+/* Two batches, which stay in a core's cache. With one, a gather could write where the same rows were stored from, and a
+   gather that does nothing would pass. */
 static const kv_device_kind kv_cpu_kind = {
     .name = "cpu",
     .batches = 2,
@@ -225,7 +230,7 @@ static inline bool kv_cuda_open(kv_device *d)
         error = cudaErrorNoDevice;
     if (error == cudaSuccess)
         error = cudaGetDeviceProperties(&properties, 0);
-    if (error == cudaSuccess) /* not ordered with the legacy stream, on which nothing runs here */
+    if (error == cudaSuccess) /* does not wait for the legacy stream, which is unused */
         error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
     snprintf(d->name, sizeof d->name, "%s", error == cudaSuccess ? properties.name : cudaGetErrorString(error));
     return error == cudaSuccess;
@@ -233,9 +238,9 @@ static inline bool kv_cuda_open(kv_device *d)
 
 static inline bool kv_cuda_allocate_batch(kv_device *d, kv_batch *b, size_t bytes)
 {
-    return kv_cuda(d, cudaMallocHost((void **)&b->here.memory, bytes), "cudaMallocHost") &&
-           kv_cuda(d, cudaMalloc((void **)&b->there.memory, bytes), "cudaMalloc") &&
-           kv_cuda(d, cudaMemsetAsync(b->there.memory, 0xEE, bytes, d->stream), "cudaMemsetAsync") &&
+    return kv_cuda(d, cudaMallocHost((void **)&b->host.memory, bytes), "cudaMallocHost") &&
+           kv_cuda(d, cudaMalloc((void **)&b->device.memory, bytes), "cudaMalloc") &&
+           kv_cuda(d, cudaMemsetAsync(b->device.memory, 0xEE, bytes, d->stream), "cudaMemsetAsync") &&
            kv_cuda(d, cudaEventCreate(&b->begun), "cudaEventCreate") &&
            kv_cuda(d, cudaEventCreate(&b->arrived), "cudaEventCreate") &&
            kv_cuda(d, cudaEventCreate(&b->moved), "cudaEventCreate") &&
@@ -261,8 +266,8 @@ static inline void kv_cuda_close(kv_device *d)
         for (size_t k = 0; k < sizeof events / sizeof events[0]; k++)
             if (events[k])
                 (void)cudaEventDestroy(events[k]);
-        (void)cudaFreeHost(b->here.memory);
-        (void)cudaFree(b->there.memory);
+        (void)cudaFreeHost(b->host.memory);
+        (void)cudaFree(b->device.memory);
     }
     (void)cudaFree(d->rejected);
     (void)cudaFree(d->cache);
@@ -283,9 +288,9 @@ static inline bool kv_cuda_copy(kv_device *d, void *dst, const void *src, size_t
 static inline bool kv_cuda_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)
 {
     const kvprim_cuda_launch launch = {.stream = d->stream};
-    b->under_way = true;
+    b->in_flight = true;
     return kv_cuda_record(d, b->begun) &&
-           kv_cuda_copy(d, b->there.memory, b->here.memory, b->slots_bytes + b->rows_bytes, cudaMemcpyHostToDevice) &&
+           kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes + b->rows_bytes, cudaMemcpyHostToDevice) &&
            kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_store(desc, &launch)) &&
            kv_cuda_record(d, b->moved) && kv_cuda_record(d, b->done);
 }
@@ -293,32 +298,32 @@ static inline bool kv_cuda_store(kv_device *d, kv_batch *b, const kvprim_store_d
 static inline bool kv_cuda_gather(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v)
 {
     const kvprim_cuda_launch launch = {.stream = d->stream};
-    b->under_way = true;
+    b->in_flight = true;
     return kv_cuda_record(d, b->begun) &&
-           kv_cuda_copy(d, b->there.memory, b->here.memory, b->slots_bytes, cudaMemcpyHostToDevice) &&
+           kv_cuda_copy(d, b->device.memory, b->host.memory, b->slots_bytes, cudaMemcpyHostToDevice) &&
            kv_cuda_record(d, b->arrived) && kv_device_kvprim(d, kvprim_cuda_gather(k, &launch)) &&
            kv_device_kvprim(d, kvprim_cuda_gather(v, &launch)) && kv_cuda_record(d, b->moved) &&
-           kv_cuda_copy(d, b->here.memory + b->slots_bytes, b->there.memory + b->slots_bytes, b->rows_bytes,
+           kv_cuda_copy(d, b->host.memory + b->slots_bytes, b->device.memory + b->slots_bytes, b->rows_bytes,
                         cudaMemcpyDeviceToHost) &&
            kv_cuda_record(d, b->done);
 }
 
 static inline bool kv_cuda_wait(kv_device *d, kv_batch *b)
 {
-    float in, move, out; /* milliseconds */
+    float in_ms, move_ms, out_ms;
     const double start = kv_seconds();
-    if (!b->under_way)
+    if (!b->in_flight)
         return true;
     if (!kv_cuda(d, cudaEventSynchronize(b->done), "cudaEventSynchronize"))
         return false;
     d->waiting += kv_seconds() - start;
-    b->under_way = false;
-    if (!kv_cuda(d, cudaEventElapsedTime(&in, b->begun, b->arrived), "cudaEventElapsedTime") ||
-        !kv_cuda(d, cudaEventElapsedTime(&move, b->arrived, b->moved), "cudaEventElapsedTime") ||
-        !kv_cuda(d, cudaEventElapsedTime(&out, b->moved, b->done), "cudaEventElapsedTime"))
+    b->in_flight = false;
+    if (!kv_cuda(d, cudaEventElapsedTime(&in_ms, b->begun, b->arrived), "cudaEventElapsedTime") ||
+        !kv_cuda(d, cudaEventElapsedTime(&move_ms, b->arrived, b->moved), "cudaEventElapsedTime") ||
+        !kv_cuda(d, cudaEventElapsedTime(&out_ms, b->moved, b->done), "cudaEventElapsedTime"))
         return false;
-    *(b->gathered ? &d->gather : &d->store) += 1e-3 * (double)move;
-    d->copies += 1e-3 * ((double)in + (double)out);
+    *(b->gathered ? &d->gather : &d->store) += 1e-3 * (double)move_ms;
+    d->copies += 1e-3 * ((double)in_ms + (double)out_ms);
     return true;
 }
 
@@ -328,8 +333,8 @@ static inline bool kv_cuda_rejected(kv_device *d, uint32_t *rejected)
            kv_cuda(d, cudaMemcpy(rejected, d->rejected, sizeof *rejected, cudaMemcpyDeviceToHost), "cudaMemcpy");
 }
 
-/* Of 512 KiB, 1 MiB and 4 MiB the second took the least time in all (H200): smaller batches are more launches, and
-   those that leave the core's cache take the host longer to make and to compare. */
+/* 1 MiB took the least total time of 512 KiB, 1 MiB and 4 MiB on an H200. Smaller batches need more launches; the host
+   takes longer to make and compare batches that do not fit in the core's cache. */
 static const kv_device_kind kv_cuda_kind = {
     .name = "cuda",
     .gpu = true,
@@ -346,7 +351,7 @@ static const kv_device_kind kv_cuda_kind = {
 };
 #endif
 
-/* ---- either ------------------------------------------------------------------------------------------------------ */
+/* ---- both -------------------------------------------------------------------------------------------------------- */
 
 static inline bool kv_device_open(kv_device *d, const char *wanted)
 {
@@ -401,7 +406,7 @@ static inline bool kv_device_wait(kv_device *d, kv_batch *b)
     return d->kind->wait(d, b);
 }
 
-/* One behind the other, so that one copy takes them all. */
+/* Slots, K rows and V rows follow each other, so that one copy moves them all. */
 static inline void kv_place_layout(kv_place *place, size_t slots_bytes, size_t k_bytes)
 {
     place->slots = (int32_t *)(void *)place->memory;
@@ -415,8 +420,8 @@ static inline void kv_device_layout(const kv_device *d, kv_batch *b, size_t coun
     b->count = count;
     b->slots_bytes = kv_device_align(count * sizeof(int32_t));
     b->rows_bytes = k_bytes + count * d->row_bytes;
-    kv_place_layout(&b->here, b->slots_bytes, k_bytes);
-    kv_place_layout(&b->there, b->slots_bytes, k_bytes);
+    kv_place_layout(&b->host, b->slots_bytes, k_bytes);
+    kv_place_layout(&b->device, b->slots_bytes, k_bytes);
 }
 
 static inline bool kv_device_store(kv_device *d, kv_batch *b, const kvprim_store_desc *desc)

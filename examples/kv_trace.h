@@ -1,10 +1,11 @@
+/* SPDX-License-Identifier: MIT */
 /* kv_trace.h: reads request traces in the Mooncake format: JSON lines, one request each. C11, no dependency.
 
        {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
-   timestamp in ms, lengths in tokens, one id per block of 512 input tokens, the last of which may be partial. Equal ids
-   mean equal blocks with equal history. All four keys are required, in any order; other keys may hold any JSON value
-   and are skipped. Blank lines are skipped too. Everything else is refused, with the line's number. */
+   The timestamp is in ms, lengths are in tokens. There is one id per block of 512 input tokens; the last block may be
+   partial. Equal ids mean equal blocks with equal history. All four keys are required, in any order; other keys may
+   hold any JSON value and are skipped, as are blank lines. Everything else is refused, with the line's number. */
 #ifndef KV_TRACE_H
 #define KV_TRACE_H
 
@@ -18,26 +19,27 @@
 
 #define KV_TRACE_BLOCK 512                  /* tokens */
 #define KV_TRACE_LINE_MAX ((size_t)1 << 20) /* bytes; longer lines are refused */
-#define KV_TRACE_DEPTH_MAX 32               /* of values under unknown keys */
+#define KV_TRACE_DEPTH_MAX 32               /* nested values under unknown keys */
 
 typedef struct kv_trace_request {
     int64_t timestamp, input_length, output_length;
     size_t first_id, id_count; /* its ids in kv_trace.ids */
-    size_t line;               /* where it stands in the file, from 1 */
+    size_t line;               /* in the file, from 1 */
 } kv_trace_request;
 
 typedef struct kv_trace { /* zero-initialise */
     kv_trace_request *requests;
     int64_t *ids; /* of all requests, one after another */
     size_t count, capacity, id_count, id_capacity;
-    size_t error_line; /* what was refused: 0 is the file as a whole */
+    size_t error_line; /* the line that was refused; 0: the whole file */
     char error[96];
 } kv_trace;
 
-/* Adds a file's requests. False: refused, see error_line and error; kv_trace_free is still to be called. */
+/* Adds a file's requests; "-" is standard input. Returns false if it refuses the file, and sets error_line and error;
+   kv_trace_free is still needed. */
 static inline bool kv_trace_read(kv_trace *trace, const char *path);
 
-/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. False as above. */
+/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Fails as kv_trace_read. */
 static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number);
 
 static inline void kv_trace_free(kv_trace *trace);
@@ -50,7 +52,7 @@ typedef struct kv_trace__cursor {
     size_t error_size;
 } kv_trace__cursor;
 
-/* Where the cursor stands; -1 at the end. */
+/* Returns the byte at the cursor, or -1 at the end. */
 static inline int kv_trace__peek(const kv_trace__cursor *c)
 {
     return c->at < c->end ? (unsigned char)*c->at : -1;
@@ -68,7 +70,7 @@ static inline void kv_trace__space(kv_trace__cursor *c)
         c->at++;
 }
 
-/* Takes `byte` and the space around it, if it is next. */
+/* If `byte` is next, skips it and the space around it. */
 static inline bool kv_trace__take(kv_trace__cursor *c, char byte)
 {
     kv_trace__space(c);
@@ -89,7 +91,7 @@ static inline bool kv_trace__is_hex(int byte)
     return kv_trace__is_digit(byte) || (byte >= 'a' && byte <= 'f') || (byte >= 'A' && byte <= 'F');
 }
 
-/* A string; its bytes between the quotes, escapes as they stand. */
+/* Reads a string. *text is what lies between the quotes, with escapes as written. */
 static inline bool kv_trace__string(kv_trace__cursor *c, const char **text, size_t *size)
 {
     if (kv_trace__peek(c) != '"')
@@ -164,7 +166,7 @@ static inline bool kv_trace__skip_member(kv_trace__cursor *c, int depth)
     return kv_trace__take(c, ':') ? kv_trace__skip(c, depth) : kv_trace__fail(c, "expected ':'");
 }
 
-/* An array or object, the cursor on its bracket. */
+/* Skips an array or object; the cursor is at its bracket. */
 static inline bool kv_trace__skip_nested(kv_trace__cursor *c, int depth)
 {
     const bool object = *c->at == '{';
@@ -185,7 +187,7 @@ static inline bool kv_trace__skip_nested(kv_trace__cursor *c, int depth)
     return true;
 }
 
-/* Any value. */
+/* Skips any value. */
 static inline bool kv_trace__skip(kv_trace__cursor *c, int depth)
 {
     const char *text;
@@ -209,7 +211,7 @@ static inline bool kv_trace__skip(kv_trace__cursor *c, int depth)
     }
 }
 
-/* A whole number from 0 to INT64_MAX. */
+/* Reads a whole number from 0 to INT64_MAX. */
 static inline bool kv_trace__count(kv_trace__cursor *c, int64_t *value)
 {
     const char *const first = c->at;
@@ -244,7 +246,7 @@ static inline bool kv_trace__ids(kv_trace__cursor *c, int64_t *ids, size_t *coun
     return kv_trace__take(c, ']') ? true : kv_trace__fail(c, "expected ',' or ']'");
 }
 
-/* One "key": value of the request; bit k of *seen: known key k has been read. */
+/* Reads one "key": value of the request. Bit k of *seen says that known key k has been read. */
 static inline bool kv_trace__member(kv_trace__cursor *c, kv_trace_request *out, int64_t *ids, unsigned *seen)
 {
     static const char *const keys[] = {"timestamp", "input_length", "output_length", "hash_ids"};
@@ -291,8 +293,9 @@ static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace_reques
     return false;
 }
 
-/* The request in line[0 .. size), which needs no terminator. ids has room for size / 2 + 1 numbers, more than any line
-   of that size can hold. Sets the lengths, timestamp and id_count of *out, and ids. False: error says why. */
+/* Reads the request in line[0 .. size), which needs no terminator. Sets the lengths, timestamp and id_count of *out,
+   and ids, which must have room for size / 2 + 1 numbers: more than a line of that size can hold. If it returns false,
+   error says why. */
 static inline bool kv_trace_parse(const char *line, size_t size, kv_trace_request *out, int64_t *ids, char *error,
                                   size_t error_size)
 {
@@ -320,7 +323,7 @@ static inline bool kv_trace__refuse(kv_trace *trace, size_t line, const char *wh
     return false;
 }
 
-/* Room for `more` elements behind `count`; NULL: out of memory, and `old` stays as it is. */
+/* Makes room for `more` elements after `count`. Returns NULL if memory runs out; `old` then stays as it is. */
 static inline void *kv_trace__grow(void *old, size_t count, size_t more, size_t *capacity, size_t element)
 {
     if (more <= *capacity - count)
@@ -378,7 +381,6 @@ static inline bool kv_trace__read_lines(kv_trace *trace, FILE *file, char *line)
     return kv_trace_add_line(trace, line, size, number);
 }
 
-/* Path "-": standard input. */
 static inline bool kv_trace_read(kv_trace *trace, const char *path)
 {
     const size_t before = trace->count;

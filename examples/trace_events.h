@@ -1,13 +1,14 @@
-/* A trace: events with a name, a begin and an end in nanoseconds, written as a file that ui.perfetto.dev and
-   chrome://tracing open, and read for the five answers that one looks for in such a file. Plain C, no CUDA: events may
-   come from anywhere (cupti_trace.h records a program's own).
+/* SPDX-License-Identifier: MIT */
+/* A trace holds events with a name, a begin and an end in nanoseconds. trace_write() writes a file that ui.perfetto.dev
+   and chrome://tracing open; trace_report() prints the five answers that one looks for in such a file. Plain C without
+   CUDA: events may come from anywhere (cupti_trace.h records those of a program).
 
        trace t = {0};
        trace_add(&t, trace_name(&t, TRACE_KERNEL, "store"), (trace_event){.begin = 1000, .end = 3500, .track = 7});
        trace_write(&t, "trace.json");
        trace_report(&t, t.phase, "store");
 
-   Not for several threads at once: cupti_trace.h has a lock around it. */
+   The caller must lock if several threads use one trace, as cupti_trace.h does. */
 #ifndef TRACE_EVENTS_H
 #define TRACE_EVENTS_H
 
@@ -16,15 +17,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* On the GPU's streams, then on the host's threads. */
+/* Kernels and copies run on the GPU's streams, calls and ranges on the host's threads. */
 typedef enum { TRACE_KERNEL, TRACE_COPY, TRACE_CALL, TRACE_RANGE } trace_kind;
 
 typedef struct trace_event {
-    int name, phase;      /* numbers from trace_name() and of the part of the program: see trace.phase */
-    uint64_t begin, end;  /* ns, all of one clock */
+    int name, phase;      /* from trace_name(); part of the program, see trace.phase */
+    uint64_t begin, end;  /* ns, of one clock for all events */
     uint64_t bytes;       /* of copies and memsets */
-    uint32_t track;       /* stream, or thread */
-    uint32_t correlation; /* a call and what it started have the same; 0: none */
+    uint32_t track;       /* stream or thread */
+    uint32_t correlation; /* equal for a call and the work that it started; 0: none */
 } trace_event;
 
 typedef struct trace_kind_name {
@@ -35,22 +36,22 @@ typedef struct trace_kind_name {
 typedef struct trace {
     trace_event *events;
     size_t count, room;
-    trace_kind_name *names; /* few: each operation's is there once */
+    trace_kind_name *names; /* one per operation */
     int names_count;
-    int phase; /* goes into the events that are added; answers are asked for one phase */
+    int phase; /* of the events that are added next; answers are for one phase */
 } trace;
 
 static void *trace_room(void *old, size_t bytes)
 {
     void *const p = realloc(old, bytes);
     if (p == NULL) {
-        fprintf(stderr, "a trace of %zu bytes: no memory\n", bytes);
+        fprintf(stderr, "out of memory for %zu bytes of a trace\n", bytes);
         exit(1);
     }
     return p;
 }
 
-/* The number of a name of this kind: the same for the same text. */
+/* Returns the number of a name of this kind; the same text has the same number. */
 static int trace_name(trace *t, trace_kind kind, const char *text)
 {
     for (int n = 0; n < t->names_count; n++)
@@ -75,7 +76,7 @@ static void trace_add(trace *t, int name, trace_event event)
 
 /* ---- the file: https://ui.perfetto.dev reads Chrome's JSON ---- */
 
-/* Bytes that are not ASCII one by one, so that any name makes valid JSON. */
+/* Escapes each byte that is not printable ASCII, so that any name makes valid JSON. */
 static void trace_write_string(FILE *f, const char *text)
 {
     fputc('"', f);
@@ -91,7 +92,8 @@ static void trace_write_string(FILE *f, const char *text)
     fputc('"', f);
 }
 
-/* Tracks of a process in the viewer: 1 is the host, 2 the GPU; the GPU's by stream, kernels before copies. */
+/* In the viewer, process 1 is the host and process 2 the GPU. Each stream has a track for kernels, then one for
+   copies; each host thread has one for ranges, then one for calls. */
 static int trace_process(trace_kind kind)
 {
     return kind == TRACE_KERNEL || kind == TRACE_COPY ? 2 : 1;
@@ -112,7 +114,7 @@ static void trace_write_track(FILE *f, trace_kind kind, uint32_t track)
             trace_process(kind), (unsigned long long)trace_thread(kind, track), title);
 }
 
-/* The tracks' names, once each. */
+/* Writes the name of each track once. */
 static void trace_write_tracks(FILE *f, const trace *t)
 {
     trace_event *seen = NULL;
@@ -132,7 +134,7 @@ static void trace_write_tracks(FILE *f, const trace *t)
     free(seen);
 }
 
-/* Microseconds with three digits behind the point: nanoseconds, not rounded. */
+/* Times are microseconds with three decimals: whole nanoseconds, not rounded. */
 static void trace_write_event(FILE *f, const trace *t, const trace_event *e, uint64_t zero)
 {
     const trace_kind kind = t->names[e->name].kind;
@@ -148,7 +150,7 @@ static void trace_write_event(FILE *f, const trace *t, const trace_event *e, uin
     fputc('}', f);
 }
 
-/* 0, or -1 where the file could not be written (errno says why). */
+/* Returns 0, or -1 if the file cannot be written; errno says why. */
 static int trace_write(const trace *t, const char *path)
 {
     FILE *const f = fopen(path, "w");
@@ -182,10 +184,11 @@ static int trace_by_time(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
-/* One sum for each name: of this phase, in kinds first to last, and of events below `below` ns. */
+/* Returns one sum per name, the longest total time first, over events of this phase and of kinds `first` to `last` that
+   are shorter than `below` ns. */
 static trace_sum *trace_sums(const trace *t, int phase, trace_kind first, trace_kind last, uint64_t below)
 {
-    const size_t bytes = ((size_t)t->names_count + 1) * sizeof(trace_sum); /* never none */
+    const size_t bytes = ((size_t)t->names_count + 1) * sizeof(trace_sum); /* at least one */
     trace_sum *const sums = (trace_sum *)memset(trace_room(NULL, bytes), 0, bytes);
     for (int n = 0; n < t->names_count; n++)
         sums[n].name = n;
@@ -217,7 +220,7 @@ static trace_sum trace_total(const trace_sum *sums, int count)
     return all;
 }
 
-/* All of a phase whose names contain `family`. */
+/* Sums the events of a phase whose names contain `family`. */
 static trace_sum trace_family(const trace *t, int phase, trace_kind kind, const char *family)
 {
     trace_sum *const sums = trace_sums(t, phase, kind, kind, UINT64_MAX);
@@ -237,7 +240,7 @@ static trace_sum trace_family(const trace *t, int phase, trace_kind kind, const 
     return all;
 }
 
-/* With their share of `whole` ns. */
+/* Prints the first `most` sums, each with its share of `whole` ns. */
 static void trace_print_sums(const trace *t, const trace_sum *sums, uint64_t whole, int most)
 {
     for (int n = 0; n < t->names_count && n < most && sums[n].count; n++)
@@ -253,8 +256,8 @@ static int trace_by_begin(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* The phase's events on the GPU in order of time; *busy is how long at least one of them ran, *span the time from the
-   first one's begin to the last one's end. */
+/* Returns the phase's events on the GPU in order of time. *busy is the time during which at least one of them ran,
+   *span the time from the first begin to the last end. */
 static trace_event *trace_on_gpu(const trace *t, int phase, size_t *count, uint64_t *busy, uint64_t *span)
 {
     trace_event *const on_gpu = (trace_event *)trace_room(NULL, (t->count + 1) * sizeof *on_gpu);
@@ -282,7 +285,7 @@ static int trace_by_length(const void *a, const void *b)
     return x != y ? (x < y) - (x > y) : trace_by_begin(a, b);
 }
 
-/* The longest few, in order of time; changes the order of the events. */
+/* Prints the `most` longest events in order of time. Reorders the events. */
 static void trace_print_longest(const trace *t, trace_event *on_gpu, size_t count, size_t most)
 {
     const uint64_t zero = count ? on_gpu[0].begin : 0;
@@ -302,21 +305,21 @@ static void trace_print_copies(const trace *t, const trace_sum *sums)
                (double)sums[n].bytes / (double)(sums[n].ns ? sums[n].ns : 1));
 }
 
-/* Whether the GPU waits for the host: operations so short that launching them takes as long. */
+/* Shows whether the GPU waits for the host: counts operations so short that a launch takes as long. */
 static void trace_print_small(const trace *t, int phase, size_t count, uint64_t busy, uint64_t span)
 {
-    enum { small_ns = 5000 };
+    enum { small_ns = 5000 }; /* about the time of a launch */
     trace_sum *const small = trace_sums(t, phase, TRACE_KERNEL, TRACE_COPY, small_ns);
     const trace_sum smalls = trace_total(small, t->names_count);
     printf(
-        "3   small and frequent: %llu of %zu operations take less than %d us each, %.3f ms together; the GPU works\n"
-        "    %.3f of %.3f ms from the first operation to the last. What the host spends in calls and in NVTX ranges:\n",
+        "3   small and frequent: %llu of %zu operations take less than %d us each, %.3f ms in total; the GPU is busy\n"
+        "    for %.3f of %.3f ms from the first operation to the last. The host's time in calls and in NVTX ranges:\n",
         (unsigned long long)smalls.count, count, small_ns / 1000, 1e-6 * (double)smalls.ns, 1e-6 * (double)busy,
         1e-6 * (double)span);
     free(small);
 }
 
-/* What one asks a trace: of one phase, and of the kernels whose names contain `family`. */
+/* Prints the five answers for one phase, the last for the kernels whose names contain `family`. */
 static void trace_report(const trace *t, int phase, const char *family)
 {
     enum { few = 6 };
@@ -328,14 +331,14 @@ static void trace_report(const trace *t, int phase, const char *family)
     trace_sum *const ranges = trace_sums(t, phase, TRACE_RANGE, TRACE_RANGE, UINT64_MAX);
     trace_sum *const copies = trace_sums(t, phase, TRACE_COPY, TRACE_COPY, UINT64_MAX);
     const trace_sum one = trace_family(t, phase, TRACE_KERNEL, family);
-    printf("1   top operations by total time: how many, together, each, share\n");
+    printf("1   top operations by total time: count, total, each, share\n");
     trace_print_sums(t, all, trace_total(all, t->names_count).ns, few);
     printf("2   the longest operations, in order of time\n");
     trace_print_longest(t, on_gpu, count, few);
     trace_print_small(t, phase, count, busy, span);
     trace_print_sums(t, calls, trace_total(calls, t->names_count).ns, few);
-    trace_print_sums(t, ranges, ranges[0].ns, few); /* shares of the outermost */
-    printf("4   memory operations by direction: how many, together, bytes, speed\n");
+    trace_print_sums(t, ranges, ranges[0].ns, few); /* shares of the longest range */
+    printf("4   memory operations by direction: count, total, bytes, speed\n");
     trace_print_copies(t, copies);
     printf("5   kernels named *%s*: %llu, %.3f ms, %.2f us each (%.2f to %.2f)\n", family,
            (unsigned long long)one.count, 1e-6 * (double)one.ns,
