@@ -25,16 +25,24 @@ static void must(kvprim_status status)
     }
 }
 
+/* Rows one directly after the other. */
+static kvprim_table table_of(char *data, int64_t rows)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.data = data;
+    t.rows = rows;
+    return t;
+}
+
 static void gather(const work *w, int set)
 {
-    const kvprim_gather_desc d = {{w->rows, w->count, 0, 0, 0, 0, 0},
-                                  {w->table, table_bytes / w->row_bytes, 0, 0, 0, 0, 0},
-                                  w->row_bytes,
-                                  w->index[set],
-                                  KVPRIM_I32,
-                                  0,
-                                  w->count,
-                                  NULL};
+    const kvprim_gather_desc d = {.dst = table_of(w->rows, w->count),
+                                  .src = table_of(w->table, table_bytes / w->row_bytes),
+                                  .row_bytes = w->row_bytes,
+                                  .index = w->index[set],
+                                  .index_type = KVPRIM_I32,
+                                  .count = w->count};
     must(kvprim_gather(&d));
 }
 
@@ -51,17 +59,12 @@ static void gather_memcpy(const work *w, int set)
 
 static void store(const work *w, int set)
 {
-    const kvprim_store_desc d = {{w->table, table_bytes / w->row_bytes, 0, 0, 0, 0, 0},
-                                 {NULL, 0, 0, 0, 0, 0, 0},
-                                 {w->rows, w->count, 0, 0, 0, 0, 0},
-                                 {NULL, 0, 0, 0, 0, 0, 0},
-                                 w->row_bytes,
-                                 0,
-                                 w->index[set],
-                                 KVPRIM_I32,
-                                 0,
-                                 w->count,
-                                 NULL};
+    const kvprim_store_desc d = {.k_cache = table_of(w->table, table_bytes / w->row_bytes),
+                                 .k = table_of(w->rows, w->count),
+                                 .k_bytes = w->row_bytes,
+                                 .slot = w->index[set],
+                                 .slot_type = KVPRIM_I32,
+                                 .count = w->count};
     must(kvprim_store(&d));
 }
 

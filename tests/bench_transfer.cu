@@ -93,6 +93,7 @@ static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
     d.row_bytes = j.row_bytes;
     d.dst_index = j.to->set(i);
     d.src_index = j.from->set(i);
+    d.index_type = KVPRIM_I32;
     d.count = rows;
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
@@ -417,7 +418,10 @@ static kvprim_table cache_table(table_kind kind, char *data, int64_t rows, int v
         return t;
     t.page_rows = page_rows;
     t.page_stride = 2 * half_page;
-    t.heads = kind == HND ? heads : 0;
+    if (kind == HND) {
+        t.heads = heads;
+        t.head_stride = page_rows * head_bytes;
+    }
     return t;
 }
 
@@ -444,6 +448,7 @@ static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int
             d.v = v;
             d.k_bytes = d.v_bytes = token_bytes;
             d.slot = sets.set(i);
+            d.slot_type = KVPRIM_I32;
             d.count = count;
             check_kvprim(kvprim_cuda_store(&d, &launch));
         } else {
@@ -452,6 +457,7 @@ static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int
             d.src = cache_table(kind, device_memory[0], sets.rows, 0);
             d.row_bytes = token_bytes;
             d.index = sets.set(i);
+            d.index_type = KVPRIM_I32;
             d.count = count;
             check_kvprim(kvprim_cuda_gather(&d, &launch));
         }

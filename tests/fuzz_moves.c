@@ -227,6 +227,7 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     t.layers = most(layers, 1);
     must(v, negative || row_bytes < 1, KVPRIM_ERROR_SIZE);
     may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, table.heads > 1 && table.head_stride == 0, KVPRIM_ERROR_SIZE);
     if (negative || row_bytes < 1)
         return t;
 
@@ -273,6 +274,7 @@ static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
 
 static void judge_memory(struct verdict *v, const struct layout *t)
 {
+    may(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
     for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no arrays are made of more than MAX_LAYERS */
         const void *const base = t->bases ? t->bases[layer] : t->table.data;
         must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
@@ -313,7 +315,7 @@ static void expect_row(const struct layout *dst, wide dst_row, const struct layo
 
 /* ---- descriptors from input ---- */
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or the defaults. */
+/* Strides of dimensions that enclose each other in any order, with some padding; or a packed table. */
 static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes)
 {
     kvprim_table t;
@@ -323,9 +325,11 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
     if (t.heads > 1 && row_bytes % t.heads != 0 && !chance(in, 16))
         t.heads = 1;
     t.page_rows = chance(in, 2) ? (int64_t)(take(in, 1) % 6) : 0;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, pages = t.page_rows ? (rows + in_page - 1) / in_page : 1;
+    if (t.heads > 1)
+        t.head_stride = (in_page > 1 ? in_page : 1) * (row_bytes / t.heads);
     if (chance(in, 2))
         return t;
-    const int64_t in_page = t.page_rows ? t.page_rows : rows, pages = t.page_rows ? (rows + in_page - 1) / in_page : 1;
     int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
     const int64_t counts[] = {in_page, pages, t.heads > 1 ? t.heads : 1};
     int64_t extent = t.heads > 1 ? row_bytes / t.heads : row_bytes;
@@ -382,7 +386,7 @@ static void place(struct input *in, struct layout *t, void **bases)
         t->table.data = before->now + take(in, 2) % (before->bytes - bytes + 1);
     else
         t->table.data = new_block(shift + bytes + (chance(in, 4) ? take(in, 2) % 2000 : 0)) + shift;
-    if (chance(in, 64))
+    if ((t->table.rows == 0 && !chance(in, 8)) || chance(in, 64))
         t->table.data = NULL;
 }
 
@@ -407,7 +411,7 @@ static struct shape take_shape(struct input *in)
     s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
     s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
     s.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
-    s.type = chance(in, 64) ? (kvprim_index_type)2 : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
+    s.type = chance(in, 64) ? (kvprim_index_type)3 : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
     return s;
 }
 
@@ -538,8 +542,11 @@ static void fuzz_store(struct input *in)
     place(in, &v_cache, NULL);
     place(in, &k, NULL);
     place(in, &v_in, NULL);
-    if (k_only)
-        v_cache.table.data = NULL;
+    if (k_only || !v_cache.table.data) {
+        memset(&v_cache.table, 0, sizeof v_cache.table);
+        memset(&v_in.table, 0, sizeof v_in.table);
+        d.v_bytes = 0;
+    }
     d.k_cache = k_cache.table;
     d.v_cache = v_cache.table;
     d.k = k.table;
@@ -624,8 +631,8 @@ static void fuzz_transfer(struct input *in)
     void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
     d.dst_layers = chance(in, 3) ? dst_bases : NULL;
     d.src_layers = chance(in, 3) ? src_bases : NULL;
-    d.dst_layer_stride = chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
-    d.src_layer_stride = chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.dst_layer_stride = !d.dst_layers && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.src_layer_stride = !d.src_layers && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
     if (same) {
@@ -636,8 +643,9 @@ static void fuzz_transfer(struct input *in)
     d.same_cache = chance(in, 32) ? (int32_t)(uint64_t)take_wild(in) : same;
     spoil(in, &d.row_bytes);
     spoil(in, &d.count);
-    if (!same)
-        spoil(in, chance(in, 2) ? &d.dst_layer_stride : &d.src_layer_stride);
+    const int of_dst = chance(in, 2);
+    if (!same && !(of_dst ? d.dst_layers : d.src_layers))
+        spoil(in, of_dst ? &d.dst_layer_stride : &d.src_layer_stride);
     if (!d.dst_layers && !d.src_layers && chance(in, 48))
         d.layers = (int32_t)(uint64_t)take_wild(in);
     d.rejected = take_rejected(in);

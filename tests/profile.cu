@@ -153,6 +153,7 @@ static void run_gather(int64_t rows)
     gather.src = table_of(src, 0, all_rows);
     gather.row_bytes = row_bytes;
     gather.index = of_all.gpu;
+    gather.index_type = KVPRIM_I32;
     gather.count = rows;
     check_kvprim(kvprim_cuda_gather(&gather, &launch));
 }
@@ -167,6 +168,7 @@ static void run_store(int64_t tokens)
     store.v = table_of(src, cache_rows, tokens);
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = of_half.gpu;
+    store.slot_type = KVPRIM_I32;
     store.count = tokens;
     check_kvprim(kvprim_cuda_store(&store, &launch));
 }
@@ -181,6 +183,7 @@ static void run_transfer(int64_t rows)
     transfer.row_bytes = row_bytes;
     transfer.dst_index = of_layer[0].gpu;
     transfer.src_index = of_layer[1].gpu;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = rows;
     check_kvprim(kvprim_cuda_transfer(&transfer, &launch));
 }

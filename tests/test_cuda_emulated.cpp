@@ -106,7 +106,7 @@ static void test_counts()
 
 static void test_max_sms()
 {
-    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
         launch.pdl = launch.max_sms % 2;
@@ -143,8 +143,8 @@ static void test_layers()
     for (const int32_t layers : {1, 128, 216, 217, 433}) {
         std::vector<unsigned char> dst(433), src(433);
         kvprim_transfer_desc d = {};
-        d.dst = {dst.data(), 1, 0, 0, 0, 0, 0};
-        d.src = {src.data(), 1, 0, 0, 0, 0, 0};
+        d.dst = table_of(dst.data(), 1);
+        d.src = table_of(src.data(), 1);
         d.row_bytes = d.count = 1;
         d.layers = layers;
         fill(src.data(), src.size());
@@ -219,7 +219,7 @@ static void test_unpack_workspace()
 
 static void test_unpack_options()
 {
-    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
         launch.pdl = launch.max_sms % 2;
@@ -293,7 +293,8 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     kvprim_unpack_desc d = {};
     d.src = src.data(), d.src_bytes = src_bytes, d.dst_bytes = dst_bytes;
     d.fragments = f.data(), d.count = f.size();
-    kvprim_cuda_launch launch = {nullptr, pdl, 0};
+    kvprim_cuda_launch launch = {};
+    launch.pdl = pdl;
     d.dst = want.data();
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     d.dst = got.data();
@@ -419,7 +420,7 @@ static void one_long_gather(int64_t row_bytes)
     kvprim_gather_desc d = {};
     d.dst.data = dst, d.dst.rows = count;
     d.src.data = row, d.src.rows = 1;
-    d.row_bytes = row_bytes, d.index = index, d.count = count;
+    d.row_bytes = row_bytes, d.index = index, d.index_type = KVPRIM_I32, d.count = count;
     kvprim_emulate_last_only = true;
     CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
     kvprim_emulate_last_only = false;

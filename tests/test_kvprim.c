@@ -361,6 +361,31 @@ static void test_threads(void)
 
 /* ---- rows: the contract, byte by byte ---- */
 
+/* Rows one directly after the other. Every other field is zero. */
+static kvprim_table table_of(void *data, int64_t rows)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.data = data;
+    t.rows = rows;
+    return t;
+}
+
+static kvprim_table strided(void *data, int64_t rows, int64_t stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.stride = stride;
+    return t;
+}
+
+static kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.page_rows = page_rows;
+    t.page_stride = page_stride;
+    return t;
+}
+
 /* Byte `byte` of row `row` of a table with every field given. */
 static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
@@ -431,7 +456,8 @@ enum { n_layouts = sizeof layouts / sizeof *layouts };
 /* The layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
-    kvprim_table t = {NULL, rows, 0, l->page_rows, 0, row_bytes % 4 == 0 ? l->heads : 0, 0};
+    kvprim_table t = paged(NULL, rows, l->page_rows, 0);
+    t.heads = row_bytes % 4 == 0 ? l->heads : 0;
     const int64_t heads = t.heads > 1 ? t.heads : 1, in_page = t.page_rows ? t.page_rows : rows;
     t.stride = row_bytes / heads + l->pad;
     t.head_stride = heads > 1 ? in_page * t.stride : 0;
@@ -497,7 +523,14 @@ static void one_gather(int64_t row_bytes, const layout *dst_layout, const layout
     index_list index = {type, {0}, {0}};
     fill_index(&index, count, base, src_rows);
     uint32_t rejected = 5, want_rejected = 5;
-    const kvprim_gather_desc d = {dst.t, src.t, row_bytes, index_data(&index), type, base, count, &rejected};
+    const kvprim_gather_desc d = {.dst = dst.t,
+                                  .src = src.t,
+                                  .row_bytes = row_bytes,
+                                  .index = index_data(&index),
+                                  .index_type = type,
+                                  .index_base = base,
+                                  .count = count,
+                                  .rejected = &rejected};
     const kvprim_status status = kvprim_gather(&d);
     if (status != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
@@ -537,8 +570,7 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
     const kvprim_table v_table = lay_out(cache_layout, rows, v_bytes, &v_span);
     memory k_cache = make(k_table, k_span, align), v_cache = make(v_table, v_span, 15 - align);
     const int64_t token = k_bytes + v_bytes + 3; /* a packed tensor: K and V of a token side by side */
-    const kvprim_table kv_table = {NULL, count, token, 0, 0, 0, 0};
-    memory input = make(kv_table, (size_t)(count * token), align / 2);
+    memory input = make(strided(NULL, count, token), (size_t)(count * token), align / 2);
     kvprim_table v_input = input.t;
     v_input.data = (char *)input.t.data + k_bytes;
     index_list slot = {type, {0}, {0}};
@@ -547,10 +579,16 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
         if (ruled(slot.i64[i], base, rows) >= 0)
             slot.i32[i] = (int32_t)(slot.i64[i] = base + (i * 17 + 3) % rows);
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_store_desc d = {k_cache.t,         v_cache.t, input.t, v_input, k_bytes,  v_bytes,
-                           index_data(&slot), type,      base,    count,   &rejected};
-    if (!with_v)
-        memset(&d.v_cache, 0, sizeof d.v_cache);
+    kvprim_store_desc d = {.k_cache = k_cache.t,
+                           .k = input.t,
+                           .k_bytes = k_bytes,
+                           .slot = index_data(&slot),
+                           .slot_type = type,
+                           .slot_base = base,
+                           .count = count,
+                           .rejected = &rejected};
+    if (with_v)
+        d.v_cache = v_cache.t, d.v = v_input, d.v_bytes = v_bytes;
     if (kvprim_store(&d) != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
     const kvprim_table k_reference = on_reference(&k_cache), v_reference = on_reference(&v_cache);
@@ -590,20 +628,16 @@ static void test_store_interleaved(void)
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
     fill(input, sizeof input);
-    const kvprim_table k_cache = {cache, rows, 0, page_rows, 2 * page_rows * row_bytes, 0, 0};
-    kvprim_table v_cache = k_cache;
-    v_cache.data = cache + page_rows * row_bytes;
-    const kvprim_store_desc d = {k_cache,
-                                 v_cache,
-                                 {input[0], count, 0, 0, 0, 0, 0},
-                                 {input[1], count, 0, 0, 0, 0, 0},
-                                 row_bytes,
-                                 row_bytes,
-                                 slot,
-                                 KVPRIM_I32,
-                                 0,
-                                 count,
-                                 NULL};
+    const int64_t page_stride = 2 * page_rows * row_bytes;
+    const kvprim_store_desc d = {.k_cache = paged(cache, rows, page_rows, page_stride),
+                                 .v_cache = paged(cache + page_rows * row_bytes, rows, page_rows, page_stride),
+                                 .k = table_of(input[0], count),
+                                 .v = table_of(input[1], count),
+                                 .k_bytes = row_bytes,
+                                 .v_bytes = row_bytes,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = count};
     CHECK(kvprim_store(&d) == KVPRIM_OK);
     for (int i = 0; i < count; i++)
         for (int kv = 0; kv < 2; kv++)
@@ -634,10 +668,19 @@ static void one_transfer(int64_t row_bytes, const layout *dst_layout, const layo
         src_layers[l] = (char *)src.t.data + l * src_step;
     }
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_transfer_desc d = {
-        dst.t,     src.t,     pointers & 1 ? dst_layers : NULL, pointers & 2 ? src_layers : NULL, dst_step,   src_step,
-        layers,    row_bytes, indexed & 1 ? to.i32 : NULL,      indexed & 2 ? from.i32 : NULL,    KVPRIM_I32, count,
-        &rejected, 0};
+    kvprim_transfer_desc d = {.dst = dst.t,
+                              .src = src.t,
+                              .dst_layers = pointers & 1 ? dst_layers : NULL,
+                              .src_layers = pointers & 2 ? src_layers : NULL,
+                              .dst_layer_stride = pointers & 1 ? 0 : dst_step,
+                              .src_layer_stride = pointers & 2 ? 0 : src_step,
+                              .layers = layers,
+                              .row_bytes = row_bytes,
+                              .dst_index = indexed & 1 ? to.i32 : NULL,
+                              .src_index = indexed & 2 ? from.i32 : NULL,
+                              .index_type = KVPRIM_I32,
+                              .count = count,
+                              .rejected = &rejected};
     if (kvprim_transfer(&d) != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
     for (int l = 0; l < n; l++) {
@@ -674,13 +717,18 @@ static void test_defaults(void)
             continue;
         size_t span;
         const kvprim_table want = lay_out(&layouts[l], 32, 64, &span);
-        const kvprim_table zeros = {NULL, 32, 0, layouts[l].page_rows, 0, layouts[l].heads, 0};
+        kvprim_table zeros = paged(NULL, 32, layouts[l].page_rows, 0);
+        zeros.heads = layouts[l].heads;
+        zeros.head_stride = want.head_stride; /* has no default */
         const kvprim_table got = kvprim_table_resolve(zeros, 64);
         CHECK(got.stride == want.stride && got.page_stride == want.page_stride && got.head_stride == want.head_stride);
         CHECK(got.heads == (want.heads ? want.heads : 1));
     }
-    const kvprim_table nhd_heads = kvprim_table_resolve((kvprim_table){NULL, 32, 64, 8, 0, 4, 16}, 64);
-    CHECK(nhd_heads.page_stride == 8 * 64); /* heads inside the row */
+    kvprim_table inside = strided(NULL, 32, 64); /* heads inside the row */
+    inside.page_rows = 8;
+    inside.heads = 4;
+    inside.head_stride = 16;
+    CHECK(kvprim_table_resolve(inside, 64).page_stride == 8 * 64);
 }
 
 /* ---- unpack ---- */
@@ -701,7 +749,8 @@ static void test_unpack(void)
             memcpy(want + at_dst, src + f[i].src_offset, bytes);
             at_dst += bytes + random_u64() % 3 * (random_u64() % 2);
         }
-        const kvprim_unpack_desc d = {src, src_bytes, dst, dst_bytes, f, n, NULL, 0};
+        const kvprim_unpack_desc d = {
+            .src = src, .src_bytes = src_bytes, .dst = dst, .dst_bytes = dst_bytes, .fragments = f, .count = n};
         CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
         for (int i = 0; i < dst_bytes; i++)
             if (dst[i] != want[i]) {
@@ -722,7 +771,7 @@ static void test_unpack_errors(void)
     memset(dst, 1, sizeof dst);
     memcpy(want, dst, sizeof dst);
     kvprim_fragment f[2] = {{0, 0, 8}, {60, 0, 8}};
-    kvprim_unpack_desc d = {src, 64, dst, 64, f, 2, NULL, 0};
+    kvprim_unpack_desc d = {.src = src, .src_bytes = 64, .dst = dst, .dst_bytes = 64, .fragments = f, .count = 2};
     EXPECT_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64");
     f[1] = (kvprim_fragment){0, 57, 8};
@@ -784,8 +833,12 @@ static void test_gather_errors(void)
 {
     static unsigned char dst[4096], src[4096], want[4096];
     int32_t index[4] = {0, 1, 2, 3};
-    const kvprim_gather_desc good = {
-        {dst, 4, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, 128, index, KVPRIM_I32, 0, 4, NULL};
+    const kvprim_gather_desc good = {.dst = table_of(dst, 4),
+                                     .src = table_of(src, 8),
+                                     .row_bytes = 128,
+                                     .index = index,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 4};
     kvprim_gather_desc d;
     fill(src, sizeof src);
     CHECK(kvprim_gather(&good) == KVPRIM_OK && memcmp(dst, src, 512) == 0);
@@ -839,10 +892,12 @@ static void test_gather_errors(void)
     d.rejected = &rejected;
     CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
     d = good; /* an empty table has no layout to get wrong */
-    d.src = (kvprim_table){NULL, 0, 0, 0, 0, 4, 0};
+    d.src = table_of(NULL, 0);
+    d.src.heads = 4;
+    d.src.head_stride = 32;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
     d = good; /* right behind each other, the last page in part: not an overlap */
-    d.src = (kvprim_table){src, 5, 0, 4, 0, 0, 0};
+    d.src = paged(src, 5, 4, 0);
     d.dst.data = src + 5 * 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
 }
@@ -851,17 +906,15 @@ static void test_store_errors(void)
 {
     static unsigned char cache[2][2048], input[2][1024], want[2][2048];
     const int64_t slot[2] = {1, 3};
-    const kvprim_store_desc good = {{cache[0], 8, 0, 0, 0, 0, 0},
-                                    {cache[1], 8, 0, 0, 0, 0, 0},
-                                    {input[0], 2, 0, 0, 0, 0, 0},
-                                    {input[1], 2, 0, 0, 0, 0, 0},
-                                    64,
-                                    32,
-                                    slot,
-                                    KVPRIM_I64,
-                                    0,
-                                    2,
-                                    NULL};
+    const kvprim_store_desc good = {.k_cache = table_of(cache[0], 8),
+                                    .v_cache = table_of(cache[1], 8),
+                                    .k = table_of(input[0], 2),
+                                    .v = table_of(input[1], 2),
+                                    .k_bytes = 64,
+                                    .v_bytes = 32,
+                                    .slot = slot,
+                                    .slot_type = KVPRIM_I64,
+                                    .count = 2};
     kvprim_store_desc d;
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
@@ -895,20 +948,14 @@ static void test_transfer_errors(void)
     const int32_t index[2] = {1, 3};
     void *const dst_layers[2] = {dst, dst + 2048}, *const null_layers[2] = {src, NULL},
                 *const mixed[2] = {src, dst + 100};
-    const kvprim_transfer_desc good = {{dst, 8, 0, 0, 0, 0, 0},
-                                       {src, 8, 0, 0, 0, 0, 0},
-                                       NULL,
-                                       NULL,
-                                       0,
-                                       0,
-                                       2,
-                                       64,
-                                       index,
-                                       index,
-                                       KVPRIM_I32,
-                                       2,
-                                       NULL,
-                                       0};
+    const kvprim_transfer_desc good = {.dst = table_of(dst, 8),
+                                       .src = table_of(src, 8),
+                                       .layers = 2,
+                                       .row_bytes = 64,
+                                       .dst_index = index,
+                                       .src_index = index,
+                                       .index_type = KVPRIM_I32,
+                                       .count = 2};
     kvprim_transfer_desc d;
     fill(dst, sizeof dst);
     memcpy(want, dst, sizeof dst);
@@ -923,7 +970,7 @@ static void test_transfer_errors(void)
     BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
     BAD(src_layer_stride = -8, KVPRIM_ERROR_SIZE, "src_layer_stride is -8");
-    BAD(index_type = (kvprim_index_type)2, KVPRIM_ERROR_ARGUMENT, "index_type is 2");
+    BAD(index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "index_type is 3");
     BAD(src.data = dst + 1000, KVPRIM_ERROR_OVERLAP, "overlaps"); /* dst's second layer */
     BAD(src.data = NULL, KVPRIM_ERROR_NULL, "src.data is NULL");
     BAD(dst.heads = 5, KVPRIM_ERROR_SIZE, "dst.heads is 5");
@@ -944,7 +991,7 @@ static void test_transfer_errors(void)
     d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
     d = good; /* an empty table: its layer stride leads nowhere */
-    d.dst.rows = 0;
+    d.dst = table_of(NULL, 0);
     d.dst_layer_stride = INT64_MAX;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     d = good; /* the indices in the second layer of what is written */
@@ -985,6 +1032,7 @@ static void test_same_cache(void)
     d.row_bytes = row_bytes;
     d.dst_index = to;
     d.src_index = from;
+    d.index_type = KVPRIM_I32;
     d.count = 5;
     d.rejected = &rejected;
     d.same_cache = 1;
@@ -1006,19 +1054,23 @@ static void test_streaming(void)
     for (int i = 0; i < rows * stride / 8; i++)
         ((uint64_t *)(void *)src)[i] = random_u64();
     for (int64_t row_bytes = 1024; row_bytes >= 1000; row_bytes -= 24) {
-        const kvprim_table dst_table = {dst, rows, stride, 0, 0, 0, 0}, src_table = {src, rows, stride, 0, 0, 0, 0};
-        const kvprim_gather_desc gather = {dst_table, src_table, row_bytes, index, KVPRIM_I32, 0, rows, NULL};
+        const kvprim_gather_desc gather = {.dst = strided(dst, rows, stride),
+                                           .src = strided(src, rows, stride),
+                                           .row_bytes = row_bytes,
+                                           .index = index,
+                                           .index_type = KVPRIM_I32,
+                                           .count = rows};
         memset(dst, 1, rows * stride);
         CHECK(kvprim_gather(&gather) == KVPRIM_OK);
         for (int i = 0; i < rows; i++)
             if (memcmp(dst + (size_t)i * stride, src + (size_t)index[i] * stride, (size_t)row_bytes) != 0)
                 FAIL("gather of %lld bytes: row %d differs", (long long)row_bytes, i);
-        const kvprim_store_desc store = {dst_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                         src_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                         row_bytes, 0,
-                                         index,     KVPRIM_I32,
-                                         0,         rows,
-                                         NULL};
+        const kvprim_store_desc store = {.k_cache = gather.dst,
+                                         .k = gather.src,
+                                         .k_bytes = row_bytes,
+                                         .slot = index,
+                                         .slot_type = KVPRIM_I32,
+                                         .count = rows};
         memset(dst, 1, rows * stride);
         CHECK(kvprim_store(&store) == KVPRIM_OK);
         for (int i = 0; i < rows; i++)
@@ -1049,20 +1101,21 @@ static void test_large_table(void)
     uint32_t rejected = 0;
     fill(input, sizeof input);
     fill(output, sizeof output);
-    const kvprim_store_desc store = {{table, rows, 0, 0, 0, 0, 0},
-                                     {NULL, 0, 0, 0, 0, 0, 0},
-                                     {input, 8, 0, 0, 0, 0, 0},
-                                     {NULL, 0, 0, 0, 0, 0, 0},
-                                     3,
-                                     0,
-                                     index,
-                                     KVPRIM_I64,
-                                     0,
-                                     8,
-                                     &rejected};
+    const kvprim_store_desc store = {.k_cache = table_of(table, rows),
+                                     .k = table_of(input, 8),
+                                     .k_bytes = 3,
+                                     .slot = index,
+                                     .slot_type = KVPRIM_I64,
+                                     .count = 8,
+                                     .rejected = &rejected};
     CHECK(kvprim_store(&store) == KVPRIM_OK && rejected == 3);
-    const kvprim_gather_desc gather = {
-        {output, 8, 0, 0, 0, 0, 0}, {table, rows, 0, 0, 0, 0, 0}, 3, index, KVPRIM_I64, 0, 8, &rejected};
+    const kvprim_gather_desc gather = {.dst = table_of(output, 8),
+                                       .src = table_of(table, rows),
+                                       .row_bytes = 3,
+                                       .index = index,
+                                       .index_type = KVPRIM_I64,
+                                       .count = 8,
+                                       .rejected = &rejected};
     CHECK(kvprim_gather(&gather) == KVPRIM_OK && rejected == 6);
     for (int i = 0; i < 8; i++)
         for (int b = 0; b < 3; b++) {
@@ -1081,15 +1134,18 @@ static void test_rows_guard_pages(void)
         char *const cache = guarded(1), *const input = guarded(1);
         const int64_t rows = (int64_t)page / row_bytes;
         const int32_t slots[] = {(int32_t)rows - 1, 0, -1, (int32_t)rows};
-        const kvprim_table cache_table = {cache + page - rows * row_bytes, rows, 0, 0, 0, 0, 0};
-        const kvprim_table input_table = {input + page - 4 * row_bytes, 4, 0, 0, 0, 0, 0};
-        kvprim_store_desc store = {cache_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                   input_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                   row_bytes,   0,
-                                   slots,       KVPRIM_I32,
-                                   0,           4,
-                                   NULL};
-        kvprim_gather_desc gather = {input_table, cache_table, row_bytes, slots, KVPRIM_I32, 0, 4, NULL};
+        kvprim_store_desc store = {.k_cache = table_of(cache + page - rows * row_bytes, rows),
+                                   .k = table_of(input + page - 4 * row_bytes, 4),
+                                   .k_bytes = row_bytes,
+                                   .slot = slots,
+                                   .slot_type = KVPRIM_I32,
+                                   .count = 4};
+        kvprim_gather_desc gather = {.dst = store.k,
+                                     .src = store.k_cache,
+                                     .row_bytes = row_bytes,
+                                     .index = slots,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 4};
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
         store.k_cache.data = cache; /* and the first rows right behind a guard */
         store.k.data = gather.dst.data = input;

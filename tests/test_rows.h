@@ -142,6 +142,80 @@ template <class T> static T *on_device(const arena *a, T *p)
                                  reinterpret_cast<uintptr_t>(a->expected));
 }
 
+/* Rows `stride` apart, 0: one directly after the other. Every other field is zero. */
+static kvprim_table table_of(void *data, int64_t rows, int64_t stride = 0)
+{
+    kvprim_table t = {};
+    t.data = data;
+    t.rows = rows;
+    t.stride = stride;
+    return t;
+}
+
+static kvprim_table pages_of(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.page_rows = page_rows;
+    t.page_stride = page_stride;
+    return t;
+}
+
+/* No rows and no memory; its heads must not matter. */
+static kvprim_table empty_table()
+{
+    kvprim_table t = {};
+    t.heads = 4;
+    t.head_stride = 32;
+    return t;
+}
+
+static kvprim_gather_desc gather_of(const kvprim_table &dst, const kvprim_table &src, int64_t row_bytes,
+                                    const void *index, kvprim_index_type type, int64_t base, int64_t count,
+                                    uint32_t *rejected)
+{
+    kvprim_gather_desc d = {};
+    d.dst = dst;
+    d.src = src;
+    d.row_bytes = row_bytes;
+    d.index = index;
+    d.index_type = type;
+    d.index_base = base;
+    d.count = count;
+    d.rejected = rejected;
+    return d;
+}
+
+/* K only. */
+static kvprim_store_desc store_of(const kvprim_table &cache, const kvprim_table &input, int64_t row_bytes,
+                                  const void *slot, kvprim_index_type type, int64_t count, uint32_t *rejected)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = cache;
+    d.k = input;
+    d.k_bytes = row_bytes;
+    d.slot = slot;
+    d.slot_type = type;
+    d.count = count;
+    d.rejected = rejected;
+    return d;
+}
+
+static void drop_v(kvprim_store_desc *d)
+{
+    d->v_cache = d->v = table_of(nullptr, 0);
+    d->v_bytes = 0;
+}
+
+/* The options of a launch into the arena's stream. */
+static kvprim_cuda_launch launch_like(const arena *a, int32_t pdl, int32_t max_sms)
+{
+    kvprim_cuda_launch launch = {};
+    launch.stream = a->launch ? a->launch->stream : nullptr;
+    launch.pdl = pdl;
+    launch.max_sms = max_sms;
+    return launch;
+}
+
 static kvprim_table on_device(const arena *a, kvprim_table t)
 {
     t.data = on_device(a, t.data);
@@ -235,14 +309,20 @@ static bool visit_index(arena *a, const void *index, kvprim_index_type type, int
     return true;
 }
 
-/* With KVPRIM_DEBUG a call asks whether the GPU can reach the last row of an indexed table: one that says it has more
-   rows than the memory is refused, though no index names them. */
+/* With KVPRIM_DEBUG a call asks whether the GPU can reach all rows of an indexed table, and refuses a table that claims
+   more rows than the memory has, even if no index names them. The last whole page may end after a last partial one. */
 static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
 {
 #ifdef KVPRIM_DEBUG
     const size_t begin = offset_of(a, t->data);
-    return t->rows < 1 || (begin < a->used && row_offset(t, row_bytes, t->rows - 1, row_bytes - 1) <
-                                                  static_cast<int64_t>(a->used - begin));
+    const int64_t rows = t->rows, whole = t->page_rows ? rows / t->page_rows * t->page_rows : 0;
+    if (rows < 1)
+        return true;
+    if (begin >= a->used)
+        return false;
+    const int64_t room = static_cast<int64_t>(a->used - begin);
+    return row_offset(t, row_bytes, rows - 1, row_bytes - 1) < room &&
+           (whole == 0 || row_offset(t, row_bytes, whole - 1, row_bytes - 1) < room);
 #else
     (void)a, (void)t, (void)row_bytes;
     return true;
@@ -403,7 +483,9 @@ static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, si
     const bool split = l->heads > 1 && row_bytes % l->heads == 0;
     const int64_t heads = split ? l->heads : 1, piece = row_bytes / heads;
     const int64_t in_page = l->page_rows ? l->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
-    kvprim_table t = {nullptr, rows, piece + l->pad, l->page_rows, 0, split ? l->heads : 0, 0};
+    kvprim_table t = table_of(nullptr, rows, piece + l->pad);
+    t.page_rows = l->page_rows;
+    t.heads = split ? l->heads : 0;
     if (split && l->heads_inside) {
         t.stride = row_bytes + l->pad;
         t.head_stride = piece;
@@ -502,8 +584,8 @@ static void one_gather(arena *a, const gather_case *c)
     const kvprim_table dst = place(a, c->dst_layout, c->count, c->row_bytes, c->dst_align);
     const kvprim_table src = place(a, c->src_layout, c->src_rows, c->row_bytes, c->src_align);
     const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false);
-    const kvprim_gather_desc d = {dst,     src,     c->row_bytes, index,
-                                  c->type, c->base, c->count,     c->counted ? reserve_counter(a) : nullptr};
+    const kvprim_gather_desc d =
+        gather_of(dst, src, c->row_bytes, index, c->type, c->base, c->count, c->counted ? reserve_counter(a) : nullptr);
     char what[220];
     snprintf(what, sizeof what, "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d",
              static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->dst_layout->name,
@@ -537,8 +619,8 @@ static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
     }
     const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
     char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input_align));
-    d->k = {qkv + q_bytes, c->count, token, 0, 0, 0, 0};
-    d->v = {qkv + q_bytes + c->k_bytes, c->count, token, 0, 0, 0, 0};
+    d->k = table_of(qkv + q_bytes, c->count, token);
+    d->v = table_of(qkv + q_bytes + c->k_bytes, c->count, token);
 }
 
 static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
@@ -551,8 +633,8 @@ static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
     const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
     const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
     char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache_align));
-    d->k_cache = {cache, c->rows, 0, page_rows, page, 0, 0};
-    d->v_cache = {cache + page_rows * c->k_bytes, c->rows, 0, page_rows, page, 0, 0};
+    d->k_cache = pages_of(cache, c->rows, page_rows, page);
+    d->v_cache = pages_of(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
 }
 
 static void one_store(arena *a, const store_case *c)
@@ -568,12 +650,8 @@ static void one_store(arena *a, const store_case *c)
     d.slot_base = c->base;
     d.count = c->count;
     d.rejected = c->counted ? reserve_counter(a) : nullptr;
-    if (c->form == K_ONLY) { /* V's fields are not looked at */
-        d.v_cache.data = d.v.data = nullptr;
-        d.v_cache.rows = -3;
-        d.v.stride = -1;
-        d.v_bytes = INT64_MIN;
-    }
+    if (c->form == K_ONLY)
+        drop_v(&d);
     char what[240];
     snprintf(what, sizeof what,
              "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d",
@@ -715,7 +793,7 @@ static void vocabulary_shard(arena *a)
         void *const ids = place_index(a, type_of(n), count, 0, vocabulary, false);
         for (int64_t i = 0; i < count; i++)
             set_index(ids, type_of(n), i, static_cast<int64_t>(below(uint64_t(vocabulary))));
-        const kvprim_gather_desc d = {dst, src, row_bytes, ids, type_of(n), first, count, reserve_counter(a)};
+        const kvprim_gather_desc d = gather_of(dst, src, row_bytes, ids, type_of(n), first, count, reserve_counter(a));
         CHECK(try_gather(a, &d, "a shard of a vocabulary") == RAN);
         int64_t zero_rows = 0, foreign = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -737,9 +815,9 @@ static void padding_alone(arena *a)
         void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
         for (int i = 0; i < 4; i++)
             set_index(index, KVPRIM_I32, i, i % 2 ? -1 - i : empty_table ? i : 8 + i);
-        kvprim_gather_desc d = {dst, src, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a)};
+        kvprim_gather_desc d = gather_of(dst, src, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
         if (empty_table)
-            d.src = {nullptr, 0, 0, 0, 0, 0, 0};
+            d.src = table_of(nullptr, 0);
         CHECK(try_gather(a, &d, "padding alone") == RAN);
     }
 }
@@ -751,7 +829,7 @@ static kvprim_gather_desc good_gather(arena *a)
     empty(a);
     void *const src = reserve(a, 4096, 0), *const dst = reserve(a, 4096, 0);
     const void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
-    return {{dst, 4, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a)};
+    return gather_of(table_of(dst, 4), table_of(src, 8), 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
 }
 
 static void bad_gathers(arena *a)
@@ -801,7 +879,7 @@ static void bad_gathers(arena *a)
     d = {};
     CHECK(try_gather(a, &d, "count 0") == RAN);
     d = good;
-    d.src = {nullptr, 0, 0, 0, 0, 4, 0};
+    d.src = empty_table();
     CHECK(try_gather(a, &d, "an empty table") == RAN);
 }
 
@@ -811,17 +889,11 @@ static kvprim_store_desc good_store(arena *a)
     void *const k_cache = reserve(a, 1024, 0), *const v_cache = reserve(a, 1024, 0);
     void *const k = reserve(a, 512, 0), *const v = reserve(a, 512, 0);
     const void *const slot = place_index(a, KVPRIM_I64, 2, 0, 8, true);
-    return {{k_cache, 8, 0, 0, 0, 0, 0},
-            {v_cache, 8, 0, 0, 0, 0, 0},
-            {k, 2, 0, 0, 0, 0, 0},
-            {v, 2, 0, 0, 0, 0, 0},
-            64,
-            32,
-            slot,
-            KVPRIM_I64,
-            0,
-            2,
-            reserve_counter(a)};
+    kvprim_store_desc d = store_of(table_of(k_cache, 8), table_of(k, 2), 64, slot, KVPRIM_I64, 2, reserve_counter(a));
+    d.v_cache = table_of(v_cache, 8);
+    d.v = table_of(v, 2);
+    d.v_bytes = 32;
+    return d;
 }
 
 static void bad_stores(arena *a)
@@ -861,7 +933,7 @@ static void bad_stores(arena *a)
 /* An options field out of its range: refused, named, nothing written. */
 static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field)
 {
-    const kvprim_cuda_launch bad = {a->launch ? a->launch->stream : nullptr, pdl, max_sms};
+    const kvprim_cuda_launch bad = launch_like(a, pdl, max_sms);
     snprintf(current, sizeof current, "launch with pdl %d, max_sms %d", pdl, max_sms);
     for (int store = 0; store < 2; store++) {
         const kvprim_gather_desc gather = good_gather(a), gather_on = on_device(a, gather);
@@ -900,19 +972,20 @@ static bool chance(uint64_t one_in)
     return below(one_in) == 0;
 }
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or the defaults. */
+/* Strides of dimensions that enclose each other in any order, with some padding; or a packed table. */
 static kvprim_table random_table(int64_t rows, int64_t row_bytes)
 {
     static const int32_t head_counts[] = {0, 1, 2, 3, 4, 8, 16};
-    kvprim_table t = {nullptr, rows, 0, 0, 0, 0, 0};
+    kvprim_table t = table_of(nullptr, rows);
     if (chance(2))
         t.heads = chance(8) ? static_cast<int32_t>(row_bytes) : head_counts[below(7)];
     if (t.heads > 1 && row_bytes % t.heads && !chance(16))
         t.heads = 1;
     t.page_rows = chance(2) ? static_cast<int64_t>(below(18)) : 0;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
+    t.head_stride = heads > 1 ? (in_page ? in_page : 1) * (row_bytes / heads) : 0;
     if (chance(3))
         return t;
-    const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
     const int64_t counts[] = {in_page, t.page_rows ? (rows + in_page - 1) / in_page : 1, heads};
     int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
     int64_t extent = row_bytes / heads;
@@ -1039,20 +1112,25 @@ static outcome random_store(arena *a, unsigned round)
     d.k = random_table(count + static_cast<int64_t>(below(3)), d.k_bytes);
     d.v = random_table(count + static_cast<int64_t>(below(3)), d.v_bytes);
     d.k_cache.data = random_place(a, 0);
-    d.v_cache.data = chance(3) ? nullptr : random_place(a, 1);
+    d.v_cache.data = random_place(a, 1);
     d.k.data = random_place(a, 2);
     d.v.data = random_place(a, 3);
+    if (chance(3))
+        drop_v(&d);
     d.slot_type = type_of(round);
     d.slot_base = random_base();
     d.slot = random_index(a, d.slot_type, rows < count ? count : rows, d.slot_base, true);
     d.count = count;
     d.rejected = random_counter(a);
+    const bool with_v = d.v_cache.data != nullptr;
     spoil_table(&d.k_cache);
-    spoil_table(&d.v_cache);
     spoil_table(&d.k);
-    spoil_table(&d.v);
     spoil(&d.k_bytes);
-    spoil(&d.v_bytes);
+    if (with_v) {
+        spoil_table(&d.v_cache);
+        spoil_table(&d.v);
+        spoil(&d.v_bytes);
+    }
     spoil(&d.count);
     char what[40];
     snprintf(what, sizeof what, "round %u", round);
@@ -1088,11 +1166,11 @@ struct large_move {
 
 static void large_store_and_gather(const large_move *m, int64_t row_bytes)
 {
-    const kvprim_table cache = {m->table, large_rows, 0, 0, 0, 0, 0}, none = {nullptr, 0, 0, 0, 0, 0, 0};
-    const kvprim_table input = {m->input, large_count, 0, 0, 0, 0, 0}, output = {m->output, large_count, 0, 0, 0, 0, 0};
-    const kvprim_store_desc store = {cache,    none,       input, none,        row_bytes,  0,
-                                     m->slots, KVPRIM_I64, 0,     large_count, m->rejected};
-    const kvprim_gather_desc gather = {output, cache, row_bytes, m->slots, KVPRIM_I64, 0, large_count, m->rejected};
+    const kvprim_table cache = table_of(m->table, large_rows);
+    const kvprim_table input = table_of(m->input, large_count), output = table_of(m->output, large_count);
+    const kvprim_store_desc store = store_of(cache, input, row_bytes, m->slots, KVPRIM_I64, large_count, m->rejected);
+    const kvprim_gather_desc gather =
+        gather_of(output, cache, row_bytes, m->slots, KVPRIM_I64, 0, large_count, m->rejected);
     if (kvprim_cuda_store(&store, nullptr) != KVPRIM_OK || kvprim_cuda_gather(&gather, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
 }

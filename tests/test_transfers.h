@@ -150,7 +150,7 @@ static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_
     size_t span;
     kvprim_table t = lay_out(l, rows, row_bytes, &span);
     const size_t step = align ? span + 7 : (span + 31) / 16 * 16;
-    *layer_stride = apart ? INT64_MIN : static_cast<int64_t>(step); /* not looked at where there are pointers */
+    *layer_stride = apart ? 0 : static_cast<int64_t>(step);
     char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
     for (int32_t n = 0; n < layers; n++)
         starts[apart ? layers - 1 - n : n] = apart ? reserve(a, span, align) : block + static_cast<size_t>(n) * step;
@@ -322,12 +322,13 @@ static kvprim_transfer_desc good_transfer(arena *a)
 {
     empty(a);
     kvprim_transfer_desc d = {};
-    d.dst = {reserve(a, 2048, 0), 8, 0, 0, 0, 0, 0};
-    d.src = {reserve(a, 4096, 0), 16, 0, 0, 0, 0, 0};
+    d.dst = table_of(reserve(a, 2048, 0), 8);
+    d.src = table_of(reserve(a, 4096, 0), 16);
     d.layers = 2;
     d.row_bytes = 128;
     d.dst_index = place_index(a, KVPRIM_I32, 4, 0, 8, true);
     d.src_index = place_index(a, KVPRIM_I32, 4, 0, 16, false);
+    d.index_type = KVPRIM_I32;
     d.count = 4;
     d.rejected = reserve_counter(a);
     return d;
@@ -381,11 +382,11 @@ static void bad_transfers(arena *a)
     d = {};
     CHECK(try_transfer(a, &d, "count 0") == RAN);
     d = good;
-    d.src = {nullptr, 0, 0, 0, 0, 4, 0};
+    d.src = empty_table();
     CHECK(try_transfer(a, &d, "an empty table") == RAN);
     (void)kvprim_fail(KVPRIM_OK, "-");
     CHECK(kvprim_cuda_transfer(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
-    const kvprim_cuda_launch bad = {a->launch ? a->launch->stream : nullptr, 0, -1};
+    const kvprim_cuda_launch bad = launch_like(a, 0, -1);
     const device_transfer on(a, good);
     CHECK(kvprim_cuda_transfer(&on.d, &bad) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "max_sms"));
 }
@@ -420,8 +421,8 @@ static outcome random_transfer(arena *a, unsigned round)
     }
     d.dst_layers = chance(3) ? dst_bases : nullptr;
     d.src_layers = chance(3) ? src_bases : nullptr;
-    d.dst_layer_stride = chance(6) ? static_cast<int64_t>(16 * below(600)) : 0;
-    d.src_layer_stride = chance(6) ? static_cast<int64_t>(below(10000)) : 0;
+    d.dst_layer_stride = !d.dst_layers && chance(6) ? static_cast<int64_t>(16 * below(600)) : 0;
+    d.src_layer_stride = !d.src_layers && chance(6) ? static_cast<int64_t>(below(10000)) : 0;
     memcpy(second, random_index(a, d.index_type, dst_rows > count ? dst_rows : count, 0, true), 8 * fuzz_indices);
     d.dst_index = dst_indexed ? second : nullptr;
     const void *const first = random_index(a, d.index_type, src_rows, 0, false);
@@ -442,9 +443,9 @@ static outcome random_transfer(arena *a, unsigned round)
 static void large_transfers(const large_move *m, int64_t row_bytes)
 {
     kvprim_transfer_desc in = {}, out = {};
-    in.dst = out.src = {m->table, large_rows, 0, 0, 0, 0, 0};
-    in.src = {m->input, large_count, 0, 0, 0, 0, 0};
-    out.dst = {m->output, large_count, 0, 0, 0, 0, 0};
+    in.dst = out.src = table_of(m->table, large_rows);
+    in.src = table_of(m->input, large_count);
+    out.dst = table_of(m->output, large_count);
     in.dst_index = out.src_index = m->slots;
     in.index_type = out.index_type = KVPRIM_I64;
     in.row_bytes = out.row_bytes = row_bytes;
