@@ -225,18 +225,18 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     t.table = table;
     t.bases = bases;
     t.layers = most(layers, 1);
-    must(v, negative || row_bytes < 1, KVPRIM_ERROR_SIZE);
+    const int wrong = negative || row_bytes < 1 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
+    must(v, wrong, KVPRIM_ERROR_SIZE);
     may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
-    may(v, table.heads > 1 && table.head_stride == 0, KVPRIM_ERROR_SIZE);
-    if (negative || row_bytes < 1)
+    if (wrong)
         return t;
 
     t.heads = most(table.heads, 1);
     t.piece = row_bytes / t.heads;
-    t.stride = table.stride ? table.stride : t.piece;
+    t.stride = table.stride ? table.stride : table.head_stride > t.piece ? t.piece : row_bytes;
     t.page_rows = table.page_rows;
     const wide in_page = t.page_rows ? t.page_rows : table.rows;
-    t.head_stride = table.head_stride > 0 ? table.head_stride : times(in_page, t.stride);
+    t.head_stride = t.heads > 1 ? table.head_stride : t.piece;
     const wide page_packed = most(times(t.page_rows, t.stride), t.heads > 1 ? times(t.heads, t.head_stride) : 0);
     t.page_stride = table.page_stride > 0 ? table.page_stride : page_packed;
     const wide whole = t.page_rows ? (table.rows + t.page_rows - 1) / t.page_rows * t.page_rows : table.rows;
@@ -274,7 +274,7 @@ static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
 
 static void judge_memory(struct verdict *v, const struct layout *t)
 {
-    may(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
+    must(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
     for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no arrays are made of more than MAX_LAYERS */
         const void *const base = t->bases ? t->bases[layer] : t->table.data;
         must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
@@ -295,6 +295,36 @@ static void judge_overlap(struct verdict *v, const struct layout *a, const struc
         }
     /* layers by stride may be taken for one range, with what lies between them */
     may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
+}
+
+/* Whether a row of one layer overlaps a row of another. */
+static int rows_meet(const struct layout *a, const struct layout *b)
+{
+    for (wide i = 0; i < a->used * a->heads; i++)
+        for (wide j = 0; j < b->used * b->heads; j++) {
+            const wide x = (wide)(uintptr_t)byte_of(a, 0, i / a->heads, i % a->heads * a->piece);
+            const wide y = (wide)(uintptr_t)byte_of(b, 0, j / b->heads, j % b->heads * b->piece);
+            if (x < y + b->piece && y < x + a->piece)
+                return 1;
+        }
+    return 0;
+}
+
+/* K and V may interleave. Where their strides differ, rows that overlap need not be noticed. */
+static void judge_pair(struct verdict *v, const struct layout *k, const struct layout *v_cache)
+{
+    const int equal = k->stride == v_cache->stride && k->page_rows == v_cache->page_rows &&
+                      k->heads == v_cache->heads && (k->page_rows == 0 || k->page_stride == v_cache->page_stride) &&
+                      (k->heads == 1 || k->head_stride == v_cache->head_stride);
+    struct verdict shared = {0, 0, v->outside};
+    judge_overlap(&shared, k, v_cache);
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    if (!shared.must || !rows_meet(k, v_cache))
+        return;
+    if (equal)
+        must(v, 1, KVPRIM_ERROR_OVERLAP);
+    else
+        may(v, 1, KVPRIM_ERROR_OVERLAP);
 }
 
 /* The row that index i leads to, exactly: it may exceed 64 bits. */
@@ -379,7 +409,7 @@ static void place(struct input *in, struct layout *t, void **bases)
     const size_t bytes = (size_t)(least(t->extent, MAX_BYTES) + stack), shift = take(in, 1) % 17;
     const struct block *const before = blocks_count ? &blocks[blocks_count - 1] : NULL;
     for (wide layer = 0; t->bases && layer < layers; layer++)
-        bases[layer] = chance(in, 64) ? NULL : new_block(bytes + shift) + shift;
+        bases[layer] = chance(in, 64) ? NULL : layer && chance(in, 64) ? bases[0] : new_block(bytes + shift) + shift;
     if (t->bases)
         return;
     if (before && bytes <= before->bytes && chance(in, 4))
@@ -427,8 +457,9 @@ static void spoil(struct input *in, int64_t *size)
         *size = take_wild(in);
 }
 
-static void judge_index(struct verdict *v, const void *index, kvprim_index_type type)
+static void judge_index(struct verdict *v, const void *index, kvprim_index_type type, int64_t count)
 {
+    may(v, times(most(count, 0), 8) >= address_space, KVPRIM_ERROR_SIZE);
     must(v, !index, KVPRIM_ERROR_NULL);
     must(v, type != KVPRIM_I32 && type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
 }
@@ -490,7 +521,7 @@ static void fuzz_gather(struct input *in)
     d.dst = dst.table;
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.index, d.index_type);
+    judge_index(&v, d.index, d.index_type, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
     judge_overlap(&v, &dst, &src);
@@ -542,7 +573,7 @@ static void fuzz_store(struct input *in)
     place(in, &v_cache, NULL);
     place(in, &k, NULL);
     place(in, &v_in, NULL);
-    if (k_only || !v_cache.table.data) {
+    if (k_only) {
         memset(&v_cache.table, 0, sizeof v_cache.table);
         memset(&v_in.table, 0, sizeof v_in.table);
         d.v_bytes = 0;
@@ -553,7 +584,7 @@ static void fuzz_store(struct input *in)
     d.v = v_in.table;
     must(&v, d.count < 0 || d.k.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.slot, d.slot_type);
+    judge_index(&v, d.slot, d.slot_type, d.count);
     judge_memory(&v, &k_cache);
     judge_memory(&v, &k);
     judge_overlap(&v, &k_cache, &k);
@@ -562,14 +593,14 @@ static void fuzz_store(struct input *in)
         v.may |= v_half.may;
         v.outside |= v_half.outside;
         must(&v, d.v.rows < d.count || d.k_cache.rows != d.v_cache.rows, KVPRIM_ERROR_SIZE);
+        judge_memory(&v, &v_cache);
         judge_memory(&v, &v_in);
         judge_overlap(&v, &v_cache, &v_in);
         judge_overlap(&v, &v_cache, &k);
         judge_overlap(&v, &k_cache, &v_in);
-        /* caches that interleave are fine, caches that share bytes need not be seen to */
-        struct verdict shared = {0, 0, v.outside};
-        judge_overlap(&shared, &k_cache, &v_cache);
-        may(&v, shared.must != 0 || d.k_cache.data == d.v_cache.data, KVPRIM_ERROR_OVERLAP);
+        judge_pair(&v, &k_cache, &v_cache);
+    } else {
+        must(&v, d.k_cache.rows != 0 && (d.v.data || d.v_bytes), KVPRIM_ERROR_NULL);
     }
 
     const kvprim_status checked = kvprim_store_check(&d, &resolved);
@@ -587,6 +618,15 @@ static void fuzz_store(struct input *in)
     end_call(checked, good || checked != KVPRIM_OK ? kvprim_store(&d) : checked, expected);
     require(!good || kvprim_store_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
     free(slot);
+}
+
+/* No layer is written twice. */
+static void judge_layers(struct verdict *v, const struct layout *dst)
+{
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    for (wide i = 0; dst->bases && !v->outside && i < dst->layers; i++)
+        for (wide j = 0; j < i; j++)
+            must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
 }
 
 /* One cache on both sides. A row that is written and read in one call has no bytes that could be expected. */
@@ -631,8 +671,8 @@ static void fuzz_transfer(struct input *in)
     void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
     d.dst_layers = chance(in, 3) ? dst_bases : NULL;
     d.src_layers = chance(in, 3) ? src_bases : NULL;
-    d.dst_layer_stride = !d.dst_layers && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
-    d.src_layer_stride = !d.src_layers && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.dst_layer_stride = (!d.dst_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.src_layer_stride = (!d.src_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
     if (same) {
@@ -663,13 +703,15 @@ static void fuzz_transfer(struct input *in)
     }
     d.src = src.table;
     d.dst = dst.table;
+    must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     if (d.dst_index || d.src_index)
-        judge_index(&v, dst_index, d.index_type);
+        judge_index(&v, dst_index, d.index_type, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
+    judge_layers(&v, &dst);
     judge_same_cache(&v, &d, &dst, &src, same);
 
     const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
