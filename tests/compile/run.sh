@@ -272,6 +272,83 @@ callers_in_cxx()
     group "units in C and C++, $CC and $CXX"
 }
 
+# Descriptors as README.md shows them, in every C++ from 2011 on.
+descriptors_in_cxx()
+{
+    for compiler in g++ clang++; do
+        if ! has $compiler; then
+            skip "descriptors in C++, $compiler: not on this machine"
+            continue
+        fi
+        for standard in 11 14 17 20; do
+            cell "descriptors in C++$standard, $compiler" $compiler -std=c++$standard $warnings -I. \
+                -c tests/compile/cxx.cpp -o "$build/cxx.o"
+        done
+        linked cxx_descriptors $compiler "$build/cxx.o" "$build/implemented_c.o"
+        group "descriptors in C++11 to C++20, $compiler"
+    done
+}
+
+# warns_of_all UNIT COMPILER...: every line of the unit that holds a call ignores a status, and every such line warns.
+warns_of_all()
+{
+    source=$build/$1.c
+    shift
+    "$@" -I. -Werror=unused-result -fsyntax-only "$source" >"$build/warned" 2>&1
+    [ "$(grep -c 'error: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] && return
+    cat "$build/warned"
+    return 1
+}
+
+# needs_same_version HEADER COMPILER...: beside a kvprim.h of another version it stops, and says why.
+needs_same_version()
+{
+    header=$1
+    shift
+    rm -rf "$build/other" && mkdir "$build/other" && cp "$header" "$build/other" || return 1
+    sed 's/^\(#define KVPRIM_VERSION_MINOR\) .*/\1 77/' kvprim.h >"$build/other/kvprim.h"
+    ! cmp -s kvprim.h "$build/other/kvprim.h" || { echo 'kvprim.h has no KVPRIM_VERSION_MINOR'; return 1; }
+    echo "#include \"$header\"" >"$build/other/unit.c"
+    ! "$@" -fsyntax-only "$build/other/unit.c" 2>"$build/other/errors" || { echo 'compiles'; return 1; }
+    cat "$build/other/errors"
+    grep -qi '#error.*version' "$build/other/errors"
+}
+
+# hides_symbols COMPILER...: a shared library exports kvprim_*, but none of them if -fvisibility=hidden is given.
+hides_symbols()
+{
+    "$@" -I. -shared -fPIC "$build/implemented.c" -o "$build/shown.so" &&
+        "$@" -I. -shared -fPIC -fvisibility=hidden "$build/implemented.c" -o "$build/hidden.so" &&
+        nm -D --defined-only "$build/shown.so" | grep -q ' kvprim_gather$' || return 1
+    ! nm -D --defined-only "$build/hidden.so" | grep ' kvprim_'
+}
+
+# What the headers promise a caller's compiler and linker.
+promises()
+{
+    unit ignored "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"' 'void ignored(kvprim_move *);' \
+        'void ignored(kvprim_move *m) {' 'kvprim_gather(NULL);' 'kvprim_store(NULL);' 'kvprim_transfer(NULL);' \
+        'kvprim_unpack(NULL);' 'kvprim_gather_check(NULL, NULL);' 'kvprim_store_check(NULL, NULL);' \
+        'kvprim_transfer_check(NULL, NULL);' 'kvprim_unpack_check(NULL);' 'kvprim_gather_moves(NULL, m);' \
+        'kvprim_store_moves(NULL, m);' 'kvprim_transfer_moves(NULL, m);' 'kvprim_cpu_move(m, 1);' \
+        'kvprim_cuda_gather(NULL, NULL);' 'kvprim_cuda_store(NULL, NULL);' 'kvprim_cuda_transfer(NULL, NULL);' \
+        'kvprim_cuda_unpack(NULL, NULL);' 'kvprim_cuda_move(m, 1, NULL);' 'kvprim_comm_init(NULL, NULL);' \
+        'kvprim_comm_check(NULL);' 'kvprim_send(NULL, NULL, 1, KVPRIM_F32, 0, NULL);' '}'
+    unit may_ignore "$include" '#include "kvprim_nccl.h"' 'void may_ignore(void);' 'void may_ignore(void) {' \
+        '    kvprim_fail(KVPRIM_OK, "-"); kvprim_comm_destroy(NULL); kvprim_comm_abort(NULL);' '}'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        cell "a status that is ignored warns, $compiler" warns_of_all ignored $compiler
+        cell "a status that may be ignored, $compiler" $compiler $warnings -I. -c "$build/may_ignore.c" \
+            -o "$build/unit.o"
+        cell "kvprim_cuda.cuh and another version, $compiler" needs_same_version kvprim_cuda.cuh $compiler
+        cell "kvprim_nccl.h and another version, $compiler" needs_same_version kvprim_nccl.h $compiler
+        has nm || continue
+        cell "-fvisibility=hidden, $compiler" hides_symbols $compiler
+    done
+    group 'statuses, versions, hidden symbols'
+}
+
 callers_of_cuda()
 {
     if [ -n "$NVCC" ] && has "$CXX"; then
@@ -337,6 +414,40 @@ has_layout()
         $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
 }
 
+# lib_target FLAGS...: `make lib` without nvcc in a folder of its own, and build/libkvprim.so of it in `debug`.
+lib_target()
+{
+    rm -rf "$build/lib" && mkdir "$build/lib" && ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
+        (cd "$build/lib" && MAKEFLAGS='' make -s NVCC= CC="$CC" "$@" lib)
+}
+
+# nvcc_flags FLAG...: what is given to `make lib` reaches nvcc, of which none is needed to look.
+nvcc_flags()
+{
+    (cd "$build/lib" && MAKEFLAGS='' make -n NVCC=nvcc CPPFLAGS=-DKVPRIM_DEBUG CFLAGS='-O1 -Wa,--one' \
+        build/libkvprim_cuda.so) >"$build/named" &&
+        grep -q "nvcc.* -DKVPRIM_DEBUG.* -Xcompiler '-O1' -Xcompiler '-Wa\\\\,--one'.* -shared" "$build/named"
+}
+
+# CPPFLAGS and CFLAGS reach the library: KVPRIM_DEBUG is seen in what it refuses.
+library_flags()
+{
+    unit fragments "$include" 'int main(void) {' '    char src[4] = "abc", dst[4];' \
+        '    const kvprim_fragment f[2] = {{0, 0, 2}, {1, 1, 2}};' \
+        '    const kvprim_unpack_desc d = {.src = src, .src_bytes = 4, .dst = dst, .dst_bytes = 4, .fragments = f,' \
+        '                                  .count = 2};' \
+        '    return kvprim_unpack(&d) == KVPRIM_ERROR_OVERLAP ? 0 : 3; }'
+    for debug in '' -DKVPRIM_DEBUG; do
+        cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
+        cell 'a program of that library' $CC -std=c11 $warnings -I. "$build/fragments.c" "$build/lib/build/libkvprim.so" \
+            -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
+        cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
+    done
+    cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
+    cell 'make lib gives its flags to nvcc' nvcc_flags
+    group 'flags of make lib'
+}
+
 # What `make lib` builds without nvcc, called from Python.
 library()
 {
@@ -389,9 +500,12 @@ callers()
     else
         skip 'units in C++: no C++ compiler'
     fi
+    descriptors_in_cxx
+    promises
     callers_of_cuda
     engine
     library
+    library_flags
     ranges
 }
 
