@@ -182,6 +182,7 @@ static void test_refused()
     bad_stores(&memory);
     bad_transfers(&memory);
     bad_launches(&memory);
+    bad_moves(&memory);
 }
 
 static void test_transfer()
@@ -193,6 +194,18 @@ static void test_transfer()
 static void test_layers()
 {
     layer_matrix(&memory);
+}
+
+static void test_moves()
+{
+    static const int32_t max_sms[] = {0, 4};
+    for (int n = 0; n < 4; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        usual_moves(&memory);
+        random_moves(&memory, quick ? 40 : 300);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
 }
 
 static void test_copies_on_write()
@@ -215,7 +228,7 @@ static kvprim_index_type type_numbered(int number)
 
 static void test_bad_types()
 {
-    for (const int number : {-1, 3, 256}) {
+    for (const int number : {-1, 0, 3, 256}) {
         kvprim_gather_desc gather = good_gather(&memory);
         gather.index_type = type_numbered(number);
         CHECK(try_gather(&memory, &gather, "index_type") == REFUSED);
@@ -868,7 +881,7 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
 static void test_transfer_graphs()
 {
     for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
-        for (const int32_t layers : {1, 64, 216, 217})
+        for (const int32_t layers : {1, 64, 216, 300})
             for (const int64_t row_bytes : {100, 2048})
                 one_transfer_graph(layers, row_bytes);
     main_launch.pdl = 0;
@@ -1547,6 +1560,7 @@ static void run_quick()
     run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
     run("cuda: transfer, layers", test_layers);
     run("cuda: transfer inside one cache", test_copies_on_write);
+    run("cuda: several moves at once", test_moves);
     run("cuda: random transfers", test_random_transfers);
     run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
     run("cuda: transfers to and from another GPU's memory", test_peer_memory);

@@ -6,6 +6,7 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
 #include <stdlib.h>
+#include <time.h>
 #if !defined(_WIN32)
 #include <pthread.h>
 #include <sys/mman.h>
@@ -78,6 +79,24 @@ static void test_status(void)
     EXPECT_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
     (void)kvprim_fail(KVPRIM_ERROR_NULL, "mine: %s", kvprim_last_error()); /* as a wrapper would */
     CHECK(strcmp(kvprim_last_error(), "mine: kvprim_gather: desc is NULL") == 0);
+}
+
+_Static_assert(KVPRIM_VERSION == KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH,
+               "one number for a version");
+_Static_assert(KVPRIM_I32 == 1 && KVPRIM_I64 == 2 && KVPRIM_F16 >= 16, "no element type is taken for an index type");
+
+/* What bindings compare. */
+static void test_version_and_sizes(void)
+{
+    CHECK(kvprim_version() == KVPRIM_VERSION);
+    CHECK(kvprim_sizeof("kvprim_table") == sizeof(kvprim_table));
+    CHECK(kvprim_sizeof("kvprim_gather_desc") == sizeof(kvprim_gather_desc));
+    CHECK(kvprim_sizeof("kvprim_store_desc") == sizeof(kvprim_store_desc));
+    CHECK(kvprim_sizeof("kvprim_transfer_desc") == sizeof(kvprim_transfer_desc));
+    CHECK(kvprim_sizeof("kvprim_unpack_desc") == sizeof(kvprim_unpack_desc));
+    CHECK(kvprim_sizeof("kvprim_fragment") == sizeof(kvprim_fragment));
+    CHECK(kvprim_sizeof("kvprim_move") == sizeof(kvprim_move));
+    CHECK(kvprim_sizeof("kvprim") == 0 && kvprim_sizeof("") == 0);
 }
 
 /* ---- prefix ---- */
@@ -827,9 +846,15 @@ static void test_products(void)
             }
 }
 
+/* Where a counter could lie by mistake. */
+static uint32_t *counter_at(void *block, size_t offset)
+{
+    return (uint32_t *)(void *)((char *)block + offset);
+}
+
 static void test_gather_errors(void)
 {
-    static unsigned char dst[4096], src[4096], want[4096];
+    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
     int32_t index[4] = {0, 1, 2, 3};
     const kvprim_gather_desc good = {.dst = table_of(dst, 4),
                                      .src = table_of(src, 8),
@@ -868,6 +893,20 @@ static void test_gather_errors(void)
     BAD(dst.data = src + 1023, KVPRIM_ERROR_OVERLAP, "overlaps");
     BAD(dst.data = index, KVPRIM_ERROR_OVERLAP, "index (");
     BAD(index = (const char *)index + 1, KVPRIM_ERROR_ARGUMENT, "is not aligned to its type");
+    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
+    BAD(index_stride = -1, KVPRIM_ERROR_SIZE, "index_stride is -1");
+    BAD(index_stride = INT64_MAX, KVPRIM_ERROR_SIZE, "index_stride is 9223372036854775807");
+    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(src.heads = 2, KVPRIM_ERROR_SIZE, "src.head_stride is 0");
+    BAD(src.bytes = -1, KVPRIM_ERROR_SIZE, "src.bytes is -1");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
+    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
+    BAD(src.reserved_heads = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of src");
+    BAD(dst.reserved[1] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of dst");
+    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(dst, 508), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(src, 1020), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(index, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
 #undef BAD
     d = good;
     d.src.page_rows = 4;
@@ -882,6 +921,7 @@ static void test_gather_errors(void)
                  "src.head_stride is 100, but what lies inside that step takes bytes: 512");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     memset(&d, 0, sizeof d);
+    d.reserved = d.row_bytes = d.src.rows = -1;
     CHECK(kvprim_gather(&d) == KVPRIM_OK); /* count 0 */
     d = good;
     d.src.rows = 0;
@@ -902,8 +942,8 @@ static void test_gather_errors(void)
 
 static void test_store_errors(void)
 {
-    static unsigned char cache[2][2048], input[2][1024], want[2][2048];
-    const int64_t slot[2] = {1, 3};
+    static _Alignas(16) unsigned char cache[2][2048], input[2][1024], want[2][2048];
+    int64_t slot[2] = {1, 3};
     const kvprim_store_desc good = {.k_cache = table_of(cache[0], 8),
                                     .v_cache = table_of(cache[1], 8),
                                     .k = table_of(input[0], 2),
@@ -934,6 +974,27 @@ static void test_store_errors(void)
     BAD(k.data = cache[1] + 100, KVPRIM_ERROR_OVERLAP, "v_cache");
     BAD(k.data = cache[0], KVPRIM_ERROR_OVERLAP, "k_cache");
     BAD(v_cache.data = cache[0] + 63, KVPRIM_ERROR_OVERLAP, "v_cache");
+    BAD(slot_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "slot_type is 0");
+    BAD(slot_stride = -3, KVPRIM_ERROR_SIZE, "slot_stride is -3");
+    BAD(k_cache.rows = 0, KVPRIM_ERROR_SIZE, "k_cache.rows is 0");
+    BAD(v_cache.heads = 4, KVPRIM_ERROR_SIZE, "v_cache.head_stride is 0");
+    BAD(v_cache.data = NULL, KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
+    BAD(reserved_slot = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
+    BAD(v.reserved[0] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of v");
+    BAD(rejected = counter_at(slot, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(slot, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(cache[0], 508), KVPRIM_ERROR_OVERLAP, "k_cache");
+    BAD(rejected = counter_at(cache[1], 252), KVPRIM_ERROR_OVERLAP, "v_cache");
+    BAD(rejected = counter_at(input[0], 124), KVPRIM_ERROR_OVERLAP, "k (");
+    BAD(rejected = counter_at(input[1], 60), KVPRIM_ERROR_OVERLAP, "v (");
+    d.rejected = NULL; /* half of V */
+    BAD(v_cache = table_of(NULL, 0), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    d.v = table_of(NULL, 0);
+    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    d.v = good.v;
+    d.v_bytes = 0;
+    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
 #undef BAD
     CHECK(memcmp(cache, want, sizeof cache) == 0);
     memset(&d, 0, sizeof d);
@@ -942,10 +1003,10 @@ static void test_store_errors(void)
 
 static void test_transfer_errors(void)
 {
-    static unsigned char dst[4096], src[4096], want[4096];
-    const int32_t index[2] = {1, 3};
-    void *const dst_layers[2] = {dst, dst + 2048}, *const null_layers[2] = {src, NULL},
-                *const mixed[2] = {src, dst + 100};
+    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
+    int32_t index[2] = {1, 3};
+    void *const dst_layers[2] = {dst, dst + 2048}, *const src_layers[2] = {src, src + 512};
+    void *const null_layers[2] = {src, NULL}, *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
     const kvprim_transfer_desc good = {.dst = table_of(dst, 8),
                                        .src = table_of(src, 8),
                                        .layers = 2,
@@ -975,6 +1036,23 @@ static void test_transfer_errors(void)
     BAD(same_cache = 2, KVPRIM_ERROR_ARGUMENT, "same_cache is 2");
     BAD(same_cache = -1, KVPRIM_ERROR_ARGUMENT, "same_cache is -1");
     BAD(same_cache = 1, KVPRIM_ERROR_ARGUMENT, "same_cache is 1, but layer 0 is at");
+    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
+    BAD(src_index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "src_index_type is 3");
+    BAD(dst_index_stride = -1, KVPRIM_ERROR_SIZE, "dst_index_stride is -1");
+    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(dst.heads = 2, KVPRIM_ERROR_SIZE, "dst.head_stride is 0");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
+    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
+    BAD(layers = 65537, KVPRIM_ERROR_SIZE, "layers is 65537");
+    BAD(layers = INT32_MAX, KVPRIM_ERROR_SIZE, "layers is 2147483647");
+    BAD(dst_layers = twice, KVPRIM_ERROR_OVERLAP, "layer of dst");
+    BAD(dst_layers = dst_layers; d.dst_layer_stride = 2048, KVPRIM_ERROR_ARGUMENT, "dst_layer_stride");
+    BAD(src_layers = src_layers; d.src_layer_stride = 512, KVPRIM_ERROR_ARGUMENT, "src_layer_stride");
+    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(index, 4), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(dst, 1020), KVPRIM_ERROR_OVERLAP, "dst"); /* in the second layer */
+    BAD(rejected = counter_at(src, 512), KVPRIM_ERROR_OVERLAP, "src");
+    BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "to copy rows inside one cache set same_cache");
     BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "dst layer 0");
 #undef BAD
     d.same_cache = 1; /* otherwise it is one cache now */
@@ -1035,6 +1113,441 @@ static void test_same_cache(void)
     d.rejected = &rejected;
     d.same_cache = 1;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
+}
+
+/* ---- what a table says its memory has ---- */
+
+/* Bytes from the table's first to the end of the last that any row has. */
+static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
+{
+    int64_t reach = 0;
+    for (int64_t row = 0; row < t->rows; row++)
+        for (int64_t b = 0; b < row_bytes; b++) {
+            const int64_t end = at(t, row_bytes, row, b) - (unsigned char *)t->data + 1;
+            reach = end > reach ? end : reach;
+        }
+    return reach;
+}
+
+/* A table may say exactly what it reaches, or more, but not one byte less; also if fewer rows are used. */
+static void test_bytes(void)
+{
+    enum { rows = 21, row_bytes = 48 };
+    static _Alignas(16) unsigned char memory_of[8][4096];
+    const int32_t index[1] = {0};
+    for (int l = 0; l < n_layouts; l++) {
+        size_t span;
+        kvprim_table t = lay_out(&layouts[l], rows, row_bytes, &span);
+        t.data = memory_of[0];
+        const int64_t reach = reach_of(&t, row_bytes), step = (int64_t)span + 8;
+        for (int64_t layers = 1; layers <= 3; layers += 2)
+            for (int64_t missing = -1; missing <= 1; missing++)
+                for (int dst = 0; dst < 2; dst++) {
+                    kvprim_transfer_desc d = {.dst = table_of(memory_of[4], rows),
+                                              .src = table_of(memory_of[4], rows),
+                                              .layers = (int32_t)layers,
+                                              .row_bytes = row_bytes,
+                                              .src_index = index,
+                                              .index_type = KVPRIM_I32,
+                                              .count = 1};
+                    *(dst ? &d.dst : &d.src) = t;
+                    (dst ? &d.dst : &d.src)->bytes = reach + (layers - 1) * step - missing;
+                    *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
+                    if (missing > 0)
+                        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+                    else
+                        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+                }
+    }
+}
+
+/* ---- many layers ---- */
+
+/* Run `test` with layers in this order: ascending, descending, shuffled. */
+enum { most_layers = 65536, layer_bytes = 16, ascending = 0, descending, shuffled, orders };
+
+static void order_layers(void **layers, unsigned char *first, size_t step, int order)
+{
+    for (size_t l = 0; l < most_layers; l++)
+        layers[l] = first + step * (order == descending ? most_layers - 1 - l : l);
+    for (size_t l = most_layers; order == shuffled && l > 1; l--) {
+        const size_t other = random_u64() % l;
+        void *const layer = layers[l - 1];
+        layers[l - 1] = layers[other];
+        layers[other] = layer;
+    }
+}
+
+static kvprim_transfer_desc many_layers(void *const *dst, void *const *src)
+{
+    const kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
+                                    .src = table_of(NULL, 1),
+                                    .dst_layers = dst,
+                                    .src_layers = src,
+                                    .layers = most_layers,
+                                    .row_bytes = layer_bytes,
+                                    .count = 1};
+    return d;
+}
+
+/* Whatever the order of both arrays, the layers of both sides in turn are accepted, and one byte of overlap is found. */
+static void one_layer_order(unsigned char *memory_of, void **dst, void **src, int dst_order, int src_order)
+{
+    const size_t step = 2 * layer_bytes;
+    order_layers(dst, memory_of, step, dst_order);
+    order_layers(src, memory_of + layer_bytes, step, src_order);
+    const kvprim_transfer_desc d = many_layers(dst, src);
+    const clock_t start = clock();
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+    if (seconds >= 1)
+        FAIL("the check of %d layers takes %.1f s, orders %d and %d", most_layers, seconds, dst_order, src_order);
+    void *const last = dst[most_layers - 1], *const first = dst[0];
+    dst[most_layers - 1] = (unsigned char *)last + 1; /* into the layer of src after it */
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 65535");
+    dst[most_layers - 1] = first;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
+    dst[most_layers - 1] = last;
+    void *const some = src[most_layers / 3];
+    src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
+    src[most_layers / 3] = some;
+}
+
+static void test_many_layers(void)
+{
+    unsigned char *const memory_of = allocate((size_t)2 * layer_bytes * most_layers + layer_bytes);
+    void **const dst = allocate(most_layers * sizeof *dst), **const src = allocate(most_layers * sizeof *src);
+    for (int order = 0; order < orders * orders; order++)
+        one_layer_order(memory_of, dst, src, order % orders, order / orders);
+    kvprim_transfer_desc d = many_layers(dst, src);
+    fill(memory_of, (size_t)2 * layer_bytes * most_layers);
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    for (size_t l = 0; l < most_layers; l++)
+        CHECK(memcmp(dst[l], src[l], layer_bytes) == 0);
+    d.layers = most_layers + 1;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+    free(memory_of);
+    free(dst);
+    free(src);
+}
+
+/* A side without rows: the indices past it are counted, once whatever the layers are, and nothing else is done. */
+static void test_empty_side(void)
+{
+    enum { count = 100000 };
+    static int32_t index[count];
+    static unsigned char byte[most_layers];
+    for (int side = 0; side < 2; side++) {
+        uint32_t rejected = 7;
+        kvprim_transfer_desc d = {.dst = table_of(side ? byte : NULL, side),
+                                  .src = table_of(side ? NULL : byte, !side),
+                                  .layers = most_layers,
+                                  .row_bytes = 1,
+                                  .dst_index = index,
+                                  .src_index = index,
+                                  .index_type = KVPRIM_I32,
+                                  .count = count,
+                                  .rejected = &rejected};
+        for (int i = 0; i < count; i++)
+            index[i] = i % 3 - 1; /* -1, and 0 and 1, which are past one side or both */
+        const clock_t start = clock();
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 1);
+        CHECK(rejected == 7 + count / 3 * 2);
+        d.count = 3;
+        d.layers = most_layers + 1;
+        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+    }
+}
+
+/* ---- K and V in one block of memory ---- */
+
+/* Caches of `rows` rows of k_bytes and v_bytes, of the same geometry, V `delta` bytes after K. */
+typedef struct pair_case {
+    const char *name;
+    int64_t rows, k_bytes, v_bytes, stride, page_rows, page_stride;
+    int32_t heads;
+    int64_t head_stride, delta;
+    int legal;
+} pair_case;
+
+static const pair_case pair_cases[] = {
+    {"V one row after K", 4, 64, 64, 64, 0, 0, 0, 0, 64, 0},
+    {"V after all rows of K", 4, 64, 64, 64, 0, 0, 0, 0, 256, 1},
+    {"V a byte before that", 4, 64, 64, 64, 0, 0, 0, 0, 255, 0},
+    {"V one row before K", 4, 64, 64, 64, 0, 0, 0, 0, -64, 0},
+    {"V of all rows before K", 4, 64, 64, 64, 0, 0, 0, 0, -256, 1},
+    {"K and V of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, 64, 1},
+    {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
+    {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
+    {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
+    {"a wide K, a small V", 4, 192, 128, 320, 0, 0, 0, 0, 192, 1},
+    {"a wide K, a small V, a byte too near", 4, 192, 128, 320, 0, 0, 0, 0, 191, 0},
+    {"K and V of a page in turn", 11, 32, 32, 32, 4, 256, 0, 0, 128, 1},
+    {"V two pages after K", 11, 32, 32, 32, 4, 256, 0, 0, 256, 0},
+    {"V after all pages of K, in the second half", 11, 32, 32, 32, 4, 256, 0, 0, 3 * 256 + 128, 1},
+    {"V in the gap after the last, partial page", 11, 32, 32, 32, 4, 256, 0, 0, 2 * 256 + 96, 1},
+    {"V on the last row of K", 11, 32, 32, 32, 4, 256, 0, 0, 2 * 256 + 64, 0},
+    {"K and V of a head in turn", 4, 64, 64, 32, 0, 0, 2, 256, 128, 1},
+    {"V's first head on K's second", 4, 64, 64, 32, 0, 0, 2, 256, 256, 0},
+    {"K and V of a row's heads in turn", 4, 64, 64, 128, 0, 0, 2, 64, 32, 1},
+    {"the same, a byte too near", 4, 64, 64, 128, 0, 0, 2, 64, 31, 0},
+    {"heads of pages in turn", 10, 64, 64, 32, 4, 512, 2, 256, 128, 1},
+    {"heads of pages, V a row too early", 10, 64, 64, 32, 4, 512, 2, 256, 96, 0},
+};
+
+static kvprim_table pair_table(const pair_case *c, unsigned char *data)
+{
+    kvprim_table t = paged(data, c->rows, c->page_rows, c->page_stride);
+    t.stride = c->stride;
+    t.heads = c->heads;
+    t.head_stride = c->head_stride;
+    return t;
+}
+
+/* All rows are stored: if it is legal, each row is whole afterwards. */
+static void one_pair(const pair_case *c)
+{
+    enum { most_rows = 16, middle = 2048 };
+    static unsigned char cache[2 * middle + 1024], input[2][most_rows * 256];
+    int32_t slot[most_rows];
+    for (int32_t i = 0; i < most_rows; i++)
+        slot[i] = i;
+    fill(input, sizeof input);
+    const kvprim_store_desc d = {.k_cache = pair_table(c, cache + middle),
+                                 .v_cache = pair_table(c, cache + middle + c->delta),
+                                 .k = table_of(input[0], c->rows),
+                                 .v = table_of(input[1], c->rows),
+                                 .k_bytes = c->k_bytes,
+                                 .v_bytes = c->v_bytes,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = c->rows};
+    const kvprim_status status = kvprim_store(&d);
+    if (status != (c->legal ? KVPRIM_OK : KVPRIM_ERROR_OVERLAP))
+        FAIL("%s: %s (%s)", c->name, kvprim_status_name(status), kvprim_last_error());
+    for (int64_t i = 0; c->legal && i < c->rows; i++) {
+        for (int64_t b = 0; b < c->k_bytes; b++)
+            if (*at(&d.k_cache, c->k_bytes, i, b) != input[0][i * c->k_bytes + b])
+                FAIL("%s: K row %lld byte %lld", c->name, (long long)i, (long long)b);
+        for (int64_t b = 0; b < c->v_bytes; b++)
+            if (*at(&d.v_cache, c->v_bytes, i, b) != input[1][i * c->v_bytes + b])
+                FAIL("%s: V row %lld byte %lld", c->name, (long long)i, (long long)b);
+    }
+}
+
+static void test_k_beside_v(void)
+{
+    for (size_t i = 0; i < sizeof pair_cases / sizeof *pair_cases; i++)
+        one_pair(&pair_cases[i]);
+}
+
+/* ---- indices: types, bases, strides ---- */
+
+/* count indices, each `stride` elements after the one before it, noise between them. */
+typedef struct strided_index {
+    kvprim_index_type type;
+    int64_t base, stride;
+    union {
+        int32_t i32[200];
+        int64_t i64[200];
+    } u;
+} strided_index;
+
+static int64_t strided_at(const strided_index *x, int64_t i)
+{
+    return x->type == KVPRIM_I64 ? x->u.i64[i * x->stride] : x->u.i32[i * x->stride];
+}
+
+/* Some rows from 0 to rows - 1, all different if there are as many, padding, and indices past the end. */
+static void make_index(strided_index *x, int64_t count, int64_t rows)
+{
+    static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 100, (int64_t)1 << 40};
+    static const int64_t bases32[] = {0, 1, -1, 1000, -7, INT32_MIN, INT32_MAX - 100, 1 << 20};
+    x->type = random_u64() % 2 ? KVPRIM_I64 : KVPRIM_I32;
+    x->base = x->type == KVPRIM_I64 ? bases64[random_u64() % 8] : bases32[random_u64() % 8];
+    x->stride = 1 + (int64_t)(random_u64() % 5);
+    fill(&x->u, sizeof x->u);
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t kind = random_u64() % 8;
+        int64_t value = x->base + (i * 7 + 3) % rows;
+        if (kind == 0)
+            value = x->base + rows + (int64_t)(random_u64() % 3);
+        if (kind == 1 && x->base != INT64_MIN && x->base != INT32_MIN)
+            value = x->base - 1;
+        if (x->type == KVPRIM_I64)
+            x->u.i64[i * x->stride] = value;
+        else
+            x->u.i32[i * x->stride] = (int32_t)value;
+    }
+}
+
+enum { ruled_count = 31, ruled_rows = 40, ruled_bytes = 24 };
+
+/* Row i of `to` and of `from` as the contract says; what was rejected. */
+static uint32_t expect_rows(unsigned char *to, const unsigned char *from, const strided_index *dst,
+                            const strided_index *src, int zero)
+{
+    uint32_t rejected = 0;
+    for (int64_t i = 0; i < ruled_count; i++) {
+        const int64_t t = dst ? ruled(strided_at(dst, i), dst->base, ruled_rows) : i;
+        const int64_t f = src ? ruled(strided_at(src, i), src->base, ruled_rows) : i;
+        rejected += t == -2 || f == -2;
+        if (t >= 0 && f >= 0)
+            memcpy(to + t * ruled_bytes, from + f * ruled_bytes, ruled_bytes);
+        else if (t >= 0 && zero)
+            memset(to + t * ruled_bytes, 0, ruled_bytes);
+    }
+    return rejected;
+}
+
+/* Operation 0: gather, 1: store, 2 to 4: transfer, indexed on dst, on src, on both. */
+static void one_rule(int operation)
+{
+    unsigned char to[ruled_rows * ruled_bytes], from[sizeof to], want[sizeof to];
+    strided_index dst, src;
+    const int has_dst = operation == 1 || operation == 2 || operation == 4, has_src = !has_dst || operation == 4;
+    uint32_t rejected = 3;
+    make_index(&dst, ruled_count, ruled_rows);
+    make_index(&src, ruled_count, ruled_rows);
+    fill(to, sizeof to);
+    fill(from, sizeof from);
+    memcpy(want, to, sizeof to);
+    const uint32_t past = expect_rows(want, from, has_dst ? &dst : NULL, has_src ? &src : NULL, operation == 0);
+    const kvprim_table to_table = table_of(to, ruled_rows), from_table = table_of(from, ruled_rows);
+    const kvprim_gather_desc gather = {.dst = to_table,
+                                       .src = from_table,
+                                       .row_bytes = ruled_bytes,
+                                       .index = &src.u,
+                                       .index_type = src.type,
+                                       .index_base = src.base,
+                                       .index_stride = src.stride,
+                                       .count = ruled_count,
+                                       .rejected = &rejected};
+    const kvprim_store_desc store = {.k_cache = to_table,
+                                     .k = from_table,
+                                     .k_bytes = ruled_bytes,
+                                     .slot = &dst.u,
+                                     .slot_type = dst.type,
+                                     .slot_base = dst.base,
+                                     .slot_stride = dst.stride,
+                                     .count = ruled_count,
+                                     .rejected = &rejected};
+    kvprim_transfer_desc transfer = {.dst = to_table,
+                                     .src = from_table,
+                                     .row_bytes = ruled_bytes,
+                                     .dst_index = has_dst ? &dst.u : NULL,
+                                     .src_index = has_src ? &src.u : NULL,
+                                     .dst_index_type = dst.type,
+                                     .src_index_type = src.type,
+                                     .dst_index_base = dst.base,
+                                     .src_index_base = src.base,
+                                     .dst_index_stride = dst.stride,
+                                     .src_index_stride = src.stride,
+                                     .count = ruled_count,
+                                     .rejected = &rejected};
+    if (dst.type == src.type) { /* one type for both */
+        transfer.index_type = dst.type;
+        transfer.dst_index_type = transfer.src_index_type = (kvprim_index_type)0;
+    }
+    const kvprim_status status = operation == 0   ? kvprim_gather(&gather)
+                                 : operation == 1 ? kvprim_store(&store)
+                                                  : kvprim_transfer(&transfer);
+    if (status != KVPRIM_OK || memcmp(to, want, sizeof to) != 0 || rejected != 3 + past)
+        FAIL("operation %d, types %d and %d, bases %lld and %lld, strides %lld and %lld: %s, %u rejected, expected %u",
+             operation, dst.type, src.type, (long long)dst.base, (long long)src.base, (long long)dst.stride,
+             (long long)src.stride, kvprim_status_name(status), rejected, 3 + past);
+}
+
+static void test_index_rule(void)
+{
+    for (int round = 0; round < 4000; round++)
+        one_rule(round % 5);
+}
+
+/* ---- moves ---- */
+
+enum { most_moves = 5, moves_bytes = 1 << 16 };
+
+/* Makes the moves of one of: a gather, K 192 and V 128 bytes wide, values with their scales, layers. They work on
+   `memory_of`, and so that all kinds may follow each other, each in a part of its own. */
+static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *index, uint32_t *rejected,
+                         kvprim_move *moves)
+{
+    unsigned char *const to = memory_of, *const from = memory_of + moves_bytes / 2;
+    const kvprim_gather_desc gather = {.dst = table_of(to, 9),
+                                       .src = table_of(from, 30),
+                                       .row_bytes = 100,
+                                       .index = index,
+                                       .index_type = KVPRIM_I32,
+                                       .count = 9,
+                                       .rejected = rejected};
+    kvprim_store_desc store = {.k_cache = strided(to + 1000, 30, 320),
+                               .v_cache = strided(to + 1192, 30, 320),
+                               .k = table_of(from + 3000, 11),
+                               .v = table_of(from + 6000, 11),
+                               .k_bytes = 192,
+                               .v_bytes = 128,
+                               .slot = index,
+                               .slot_type = KVPRIM_I32,
+                               .count = 11,
+                               .rejected = rejected};
+    kvprim_transfer_desc transfer = {.dst = table_of(to + 20000, 12),
+                                     .src = table_of(from + 12000, 12),
+                                     .layers = 3,
+                                     .row_bytes = 40,
+                                     .dst_index = index,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 12,
+                                     .rejected = rejected};
+    if (kind == 0)
+        return kvprim_gather_moves(&gather, moves) == KVPRIM_OK ? 1 : 0;
+    if (kind == 1) { /* values of 576 bytes, their scales of 8 behind each */
+        store.k_cache = strided(to + 1000, 30, 584), store.v_cache = strided(to + 1576, 30, 584);
+        store.k_bytes = 576, store.v_bytes = 8;
+    }
+    if (kind <= 2)
+        return kvprim_store_moves(&store, moves) == KVPRIM_OK ? 2 : 0;
+    if (kind == 4)
+        transfer.dst = table_of(to + 24000, 12), transfer.row_bytes = 17, transfer.layers = 7;
+    return kvprim_transfer_moves(&transfer, moves) == KVPRIM_OK ? 1 : 0;
+}
+
+/* Several moves at once, checked once and run twice, are what the single ones are. */
+static void test_moves(void)
+{
+    unsigned char *const got = allocate(moves_bytes), *const want = allocate(moves_bytes);
+    int32_t index[12] = {3, 29, -1, 0, 30, 7, 11, 25, 2, 5, 31, 8};
+    for (int kinds = 1; kinds < 32; kinds++) {
+        kvprim_move moves[2 * most_moves], one[2];
+        size_t n = 0;
+        uint32_t rejected = 0, want_rejected = 0;
+        for (int kind = 0; kind < most_moves; kind++) {
+            if (kinds >> kind & 1)
+                n += make_moves(kind, got, index, &rejected, moves + n);
+        }
+        for (int run_number = 0; run_number < 2; run_number++) {
+            index[0] = 3 + run_number;
+            fill(got, moves_bytes);
+            memcpy(want, got, moves_bytes);
+            for (int kind = 0; kind < most_moves; kind++) {
+                if (!(kinds >> kind & 1))
+                    continue;
+                const size_t of_kind = make_moves(kind, want, index, &want_rejected, one);
+                CHECK(of_kind > 0);
+                for (size_t k = 0; k < of_kind; k++)
+                    CHECK(kvprim_cpu_move(&one[k], 1) == KVPRIM_OK);
+            }
+            CHECK(kvprim_cpu_move(moves, n) == KVPRIM_OK);
+            if (memcmp(got, want, moves_bytes) != 0 || rejected != want_rejected)
+                FAIL("kinds %d, run %d: the moves together are not what they are one by one", kinds, run_number);
+        }
+    }
+    EXPECT_ERROR(kvprim_cpu_move(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    CHECK(kvprim_cpu_move(NULL, 0) == KVPRIM_OK);
+    free(got);
+    free(want);
 }
 
 /* ---- large tables ---- */
@@ -1166,6 +1679,7 @@ static void run_for_isa(void)
     run("prefix: NULL, pages", test_prefix_null_and_pages);
     run("prefix: many keys", test_prefix_many);
     run("gather", test_gather);
+    run("indices: types, bases, strides", test_index_rule);
     run("store", test_store);
     run("transfer", test_transfer);
     run("transfer: inside one cache", test_same_cache);
@@ -1186,12 +1700,18 @@ int main(void)
     skipped++;
 #endif
     run("status", test_status);
+    run("version and sizes", test_version_and_sizes);
+    run("table: bytes", test_bytes);
+    run("moves", test_moves);
     run("table: defaults", test_defaults);
     run("sizes: products that do not wrap", test_products);
     run("gather: bad descriptors", test_gather_errors);
     run("store: K and V interleaved", test_store_interleaved);
     run("store: bad descriptors", test_store_errors);
+    run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
+    run("transfer: 65,536 layers in any order", test_many_layers);
+    run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run_for_isa();

@@ -269,6 +269,23 @@ static int64_t ruled(int64_t value, int64_t base, int64_t rows)
     return value - base;
 }
 
+/* How one side of a move names its rows; `data` NULL: row i. */
+struct index_list {
+    const void *data;
+    kvprim_index_type type;
+    int64_t base, stride;
+};
+
+static index_list list_of(const void *data, kvprim_index_type type, int64_t base, int64_t stride)
+{
+    return {data, type, base, stride ? stride : 1};
+}
+
+static int64_t row_at(const index_list *list, int64_t i, int64_t rows)
+{
+    return list->data ? ruled(index_at(list->data, list->type, i * list->stride), list->base, rows) : i;
+}
+
 /* Allows access to a row: what is written to its bytes alone, what is read to the aligned 16 bytes that they lie in.
    False if it lies outside the memory, or where a row is written already or an index or the counter lies. */
 static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t row, bool write)
@@ -293,20 +310,33 @@ static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t ro
     return true;
 }
 
-/* The same for the index and the counter; before the rows. */
-static bool visit_index(arena *a, const void *index, kvprim_index_type type, int64_t count, const uint32_t *rejected)
+/* From here on nothing may be accessed. */
+static void start_visit(arena *a)
 {
     a->allowed.clear();
     a->taken.assign(a->used, 0);
-    if (count > a->index_room)
+}
+
+static void visit_word(arena *a, const void *word, size_t bytes)
+{
+    a->allowed.push_back({offset_of(a, word), bytes});
+    memset(&a->taken[offset_of(a, word)], 1, bytes);
+}
+
+/* Allows access to the elements of an index that are used, and to the counter; before the rows. */
+static bool visit_index(arena *a, const index_list *list, int64_t count, const uint32_t *rejected)
+{
+    const size_t width = list->type == KVPRIM_I64 ? 8 : 4;
+    if (rejected)
+        visit_word(a, rejected, 4);
+    if (!list->data)
+        return true;
+    if (count > a->index_room || (count > 1 && list->stride > (a->index_room - 1) / (count - 1)))
         return false;
-    const size_t index_bytes = static_cast<size_t>(count) * (type == KVPRIM_I64 ? 8 : 4);
-    a->allowed.push_back({offset_of(a, index), index_bytes});
-    memset(&a->taken[offset_of(a, index)], 1, index_bytes);
-    if (rejected) {
-        a->allowed.push_back({offset_of(a, rejected), 4});
-        memset(&a->taken[offset_of(a, rejected)], 1, 4);
-    }
+    if (list->stride == 1)
+        visit_word(a, list->data, static_cast<size_t>(count) * width);
+    for (int64_t i = 0; list->stride > 1 && i < count; i++)
+        visit_word(a, static_cast<const char *>(list->data) + static_cast<size_t>(i * list->stride) * width, width);
     return true;
 }
 
@@ -332,9 +362,10 @@ static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
 
 static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 {
-    bool good = visit_index(a, d->index, d->index_type, d->count, d->rejected) && reachable(a, &d->src, d->row_bytes);
+    const index_list list = list_of(d->index, d->index_type, d->index_base, d->index_stride);
+    bool good = visit_index(a, &list, d->count, d->rejected) && reachable(a, &d->src, d->row_bytes);
     for (int64_t i = 0; good && i < d->count; i++) {
-        const int64_t row = ruled(index_at(d->index, d->index_type, i), d->index_base, d->src.rows);
+        const int64_t row = row_at(&list, i, d->src.rows);
         good = (row < 0 || visit(a, &d->src, d->row_bytes, row, false)) && visit(a, &d->dst, d->row_bytes, i, true);
     }
     return good;
@@ -343,10 +374,11 @@ static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 /* An input's row may be read even if its slot turns out to be padding. */
 static bool visit_store(arena *a, const kvprim_store_desc *d)
 {
-    bool good = visit_index(a, d->slot, d->slot_type, d->count, d->rejected) && reachable(a, &d->k_cache, d->k_bytes) &&
+    const index_list list = list_of(d->slot, d->slot_type, d->slot_base, d->slot_stride);
+    bool good = visit_index(a, &list, d->count, d->rejected) && reachable(a, &d->k_cache, d->k_bytes) &&
                 (!d->v_cache.data || reachable(a, &d->v_cache, d->v_bytes));
     for (int64_t i = 0; good && i < d->count; i++) {
-        const int64_t row = ruled(index_at(d->slot, d->slot_type, i), d->slot_base, d->k_cache.rows);
+        const int64_t row = row_at(&list, i, d->k_cache.rows);
         good = visit(a, &d->k, d->k_bytes, i, false) && (row < 0 || visit(a, &d->k_cache, d->k_bytes, row, true));
         if (good && d->v_cache.data)
             good = visit(a, &d->v, d->v_bytes, i, false) && (row < 0 || visit(a, &d->v_cache, d->v_bytes, row, true));
@@ -416,6 +448,7 @@ static outcome try_gather(arena *a, const kvprim_gather_desc *desc, const char *
     const kvprim_status want = kvprim_gather_check(&on, nullptr);
     snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
     const bool runs = want == KVPRIM_OK && desc->count > 0;
+    start_visit(a);
     if (runs && (kvprim_gather_check(desc, &resolved) != KVPRIM_OK || !visit_gather(a, &resolved)))
         return OUTSIDE;
     memcpy(a->got, a->expected, a->used);
@@ -444,6 +477,7 @@ static outcome try_store(arena *a, const kvprim_store_desc *desc, const char *wh
     const kvprim_status want = kvprim_store_check(&on, nullptr);
     snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
     const bool runs = want == KVPRIM_OK && desc->count > 0;
+    start_visit(a);
     if (runs && (kvprim_store_check(desc, &resolved) != KVPRIM_OK || !visit_store(a, &resolved)))
         return OUTSIDE;
     memcpy(a->got, a->expected, a->used);
@@ -539,7 +573,8 @@ static std::vector<int64_t> shuffled(int64_t rows)
 }
 
 /* In range, padding, past the end, and far out. `distinct`: no row twice, and count is at most rows. */
-static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct)
+static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
+                       int64_t stride = 1)
 {
     const std::vector<int64_t> order = shuffled(distinct ? rows : 0);
     for (int64_t i = 0; i < count; i++) {
@@ -551,16 +586,19 @@ static void fill_index(void *index, kvprim_index_type type, int64_t count, int64
             value = wild(type);
         if (distinct && kind == 0 && ruled(value, base, rows) >= 0)
             value = base + row;
-        set_index(index, type, i, value);
+        set_index(index, type, i * stride, value);
     }
 }
 
-static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct)
+/* Every stride-th element is an index, the others are noise. */
+static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
+                         int64_t stride = 0)
 {
     const size_t width = type == KVPRIM_I64 ? 8 : 4;
-    void *const index = reserve(a, static_cast<size_t>(count) * width, width * below(4));
-    fill_index(index, type, count, base, rows, distinct);
-    a->index_room = count;
+    const int64_t elements = stride > 1 && count > 0 ? (count - 1) * stride + 1 : count;
+    void *const index = reserve(a, static_cast<size_t>(elements) * width, width * below(4));
+    fill_index(index, type, count, base, rows, distinct, stride > 1 ? stride : 1);
+    a->index_room = elements > a->index_room ? elements : a->index_room;
     return index;
 }
 
@@ -571,6 +609,7 @@ static const int64_t row_sizes[] = {1,    2,    3,    4,    7,    8,    12,   15
                                     2064, 2304, 3000, 4096, 4100, 5120, 8192, 9000, 14336, 16400, 20000};
 enum { n_row_sizes = sizeof row_sizes / sizeof *row_sizes };
 static const int64_t bases[] = {0, 1, 1000, -7};
+static const int64_t index_strides[] = {0, 1, 2, 0, 3, 0, 5, 0}; /* of elements; 2: one column of an [N, 2] mapping */
 
 /* ---- the matrix ---- */
 
@@ -588,14 +627,17 @@ static void one_gather(arena *a, const gather_case *c)
     empty(a);
     const kvprim_table dst = place(a, c->dst_layout, c->count, c->row_bytes, c->dst_align);
     const kvprim_table src = place(a, c->src_layout, c->src_rows, c->row_bytes, c->src_align);
-    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false);
-    const kvprim_gather_desc d =
+    const int64_t stride = index_strides[below(8)];
+    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false, stride);
+    kvprim_gather_desc d =
         gather_of(dst, src, c->row_bytes, index, c->type, c->base, c->count, c->counted ? reserve_counter(a) : nullptr);
-    char what[220];
-    snprintf(what, sizeof what, "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d",
+    d.index_stride = stride;
+    char what[240];
+    snprintf(what, sizeof what,
+             "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d, index stride %lld",
              static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->dst_layout->name,
              c->src_layout->name, c->dst_align, c->src_align, static_cast<long long>(c->base),
-             c->type == KVPRIM_I64 ? 64 : 32);
+             c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(stride));
     CHECK(try_gather(a, &d, what) == RAN);
 }
 
@@ -650,19 +692,21 @@ static void one_store(arena *a, const store_case *c)
     place_caches(a, c, &d);
     d.k_bytes = c->k_bytes;
     d.v_bytes = c->v_bytes;
-    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true);
+    d.slot_stride = index_strides[below(8)];
+    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true, d.slot_stride);
     d.slot_type = c->type;
     d.slot_base = c->base;
     d.count = c->count;
     d.rejected = c->counted ? reserve_counter(a) : nullptr;
     if (c->form == K_ONLY)
         drop_v(&d);
-    char what[240];
-    snprintf(what, sizeof what,
-             "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d",
-             static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
-             form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
-             static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32);
+    char what[260];
+    snprintf(
+        what, sizeof what,
+        "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d, slot stride %lld",
+        static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
+        form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
+        static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(d.slot_stride));
     CHECK(try_store(a, &d, what) == RAN);
 }
 
@@ -837,6 +881,11 @@ static kvprim_gather_desc good_gather(arena *a)
     return gather_of(table_of(dst, 4), table_of(src, 8), 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
 }
 
+static uint32_t *odd_counter(uint32_t *rejected)
+{
+    return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
+}
+
 static void bad_gathers(arena *a)
 {
     const kvprim_gather_desc good = good_gather(a);
@@ -871,7 +920,28 @@ static void bad_gathers(arena *a)
     BAD(src.data = static_cast<char *>(good.dst.data) + 511);
     BAD(dst.data = static_cast<char *>(good.src.data) + 1023);
     BAD(src.data = good.dst.data);
+    BAD(index_type = static_cast<kvprim_index_type>(0));
+    BAD(index_stride = -1);
+    BAD(index_stride = INT64_MAX);
+    BAD(src.rows = 0);
+    BAD(src.heads = 2); /* and no head_stride */
+    BAD(dst.heads = 2);
+    BAD(src.bytes = 8 * 128 - 1);
+    BAD(dst.bytes = 4 * 128 - 1);
+    BAD(src.bytes = -1);
+    BAD(reserved_index = 1);
+    BAD(reserved = 1);
+    BAD(src.reserved_heads = 1);
+    BAD(dst.reserved[1] = -1);
+    BAD(rejected = odd_counter(good.rejected));
+    BAD(rejected = static_cast<uint32_t *>(good.dst.data) + 127);
+    BAD(rejected = static_cast<uint32_t *>(good.src.data) + 255);
+    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.index)) + 3);
 #undef BAD
+    d = good;
+    d.src.bytes = 8 * 128;
+    d.dst.bytes = 4 * 128;
+    CHECK(try_gather(a, &d, "tables as large as their memory") == RAN);
     d = good;
     d.src.page_rows = 4;
     d.src.page_stride = 400;
@@ -883,6 +953,9 @@ static void bad_gathers(arena *a)
     CHECK(try_gather(a, &d, "heads that overlap") == REFUSED);
     d = {};
     CHECK(try_gather(a, &d, "count 0") == RAN);
+    d.rejected = odd_counter(good.rejected);
+    d.reserved = d.row_bytes = -1;
+    CHECK(try_gather(a, &d, "count 0, and all else is wrong") == RAN);
     d = good;
     d.src = empty_table();
     CHECK(try_gather(a, &d, "an empty table") == RAN);
@@ -930,7 +1003,30 @@ static void bad_stores(arena *a)
     BAD(k.data = static_cast<char *>(good.v_cache.data) + 100);
     BAD(k.data = good.k_cache.data);
     BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
+    BAD(v_cache.data = nullptr);
+    BAD(slot_type = static_cast<kvprim_index_type>(0));
+    BAD(slot_stride = -1);
+    BAD(k_cache.rows = 0);
+    BAD(k_cache.heads = 2);
+    BAD(k_cache.bytes = 8 * 64 - 1);
+    BAD(v.bytes = 2 * 32 - 1);
+    BAD(reserved_slot = 1);
+    BAD(reserved = 1);
+    BAD(v_cache.reserved[0] = 1);
+    BAD(rejected = odd_counter(good.rejected));
+    BAD(rejected = static_cast<uint32_t *>(good.k_cache.data) + 127);
+    BAD(rejected = static_cast<uint32_t *>(good.v_cache.data) + 63);
+    BAD(rejected = static_cast<uint32_t *>(good.k.data) + 31);
+    BAD(rejected = static_cast<uint32_t *>(good.v.data));
+    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.slot)) + 3);
 #undef BAD
+    d = good;
+    d.v_cache = table_of(nullptr, 0);
+    CHECK(try_store(a, &d, "an input V without a cache") == REFUSED);
+    d.v = table_of(nullptr, 0);
+    CHECK(try_store(a, &d, "the bytes of V without V") == REFUSED);
+    d.v_bytes = 0;
+    CHECK(try_store(a, &d, "K only") == RAN);
     d = {};
     CHECK(try_store(a, &d, "count 0") == RAN);
 }
@@ -956,8 +1052,23 @@ static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field
     }
 }
 
+/* Without a row nothing is looked at, the options neither. */
+static void idle_launches(arena *a)
+{
+    const kvprim_gather_desc gather = {};
+    const kvprim_store_desc store = {};
+    const kvprim_transfer_desc transfer = {};
+    const kvprim_unpack_desc unpack = {};
+    const kvprim_cuda_launch bad = launch_like(a, 7, -1);
+    CHECK(kvprim_cuda_gather(&gather, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_store(&store, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_transfer(&transfer, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_unpack(&unpack, &bad) == KVPRIM_OK);
+}
+
 static void bad_launches(arena *a)
 {
+    idle_launches(a);
     bad_launch(a, 2, 0, "pdl");
     bad_launch(a, -1, 0, "pdl");
     bad_launch(a, 0, -1, "max_sms");
@@ -1034,6 +1145,10 @@ static void spoil_table(kvprim_table *t)
         t->heads = static_cast<int32_t>(wild_value());
     if (chance(60))
         t->data = nullptr;
+    if (chance(40))
+        t->bytes = chance(4) ? wild_value() : static_cast<int64_t>(below(2 * fuzz_bytes));
+    if (chance(200))
+        t->reserved[below(2)] = 1;
 }
 
 /* Part `part` of the memory, some bytes into it; or anywhere, which may overlap another. */
@@ -1068,6 +1183,11 @@ static int64_t random_base()
     return chance(2) ? 0 : chance(4) ? wild_value() : static_cast<int64_t>(below(2000)) - 1000;
 }
 
+static int64_t random_stride()
+{
+    return chance(60) ? wild_value() : index_strides[chance(4) ? below(8) : 0];
+}
+
 static void start_round(arena *a)
 {
     empty(a);
@@ -1094,6 +1214,7 @@ static outcome random_gather(arena *a, unsigned round)
     d.index_type = type_of(round);
     d.index_base = random_base();
     d.index = random_index(a, d.index_type, rows, d.index_base, false);
+    d.index_stride = random_stride();
     d.count = count;
     d.rejected = random_counter(a);
     spoil_table(&d.dst);
@@ -1125,6 +1246,7 @@ static outcome random_store(arena *a, unsigned round)
     d.slot_type = type_of(round);
     d.slot_base = random_base();
     d.slot = random_index(a, d.slot_type, rows < count ? count : rows, d.slot_base, true);
+    d.slot_stride = random_stride();
     d.count = count;
     d.rejected = random_counter(a);
     const bool with_v = d.v_cache.data != nullptr;
