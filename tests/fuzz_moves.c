@@ -159,6 +159,7 @@ struct layout {
     wide piece, stride, page_rows, page_stride, heads, head_stride, layers, layer_stride;
     wide used;   /* rows that may be touched: count where no index leads to others */
     wide extent; /* bytes from a layer's first to behind the last that is touched; 0 if the geometry is wrong */
+    wide reach;  /* of all rows and layers, from table.data on */
     void *const *bases;
 };
 
@@ -225,8 +226,10 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     t.table = table;
     t.bases = bases;
     t.layers = most(layers, 1);
-    const int wrong = negative || row_bytes < 1 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
+    const int wrong =
+        negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
     must(v, wrong, KVPRIM_ERROR_SIZE);
+    must(v, table.reserved[0] != 0 || table.reserved[1] != 0, KVPRIM_ERROR_ARGUMENT);
     may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
     if (wrong)
         return t;
@@ -257,6 +260,8 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     may(v, most(all, most(page_packed, t.head_stride)) >= address_space, KVPRIM_ERROR_SIZE);
     if (!bad && !overlap)
         t.extent = extent_of(&t, t.used);
+    t.reach = table.rows > 0 ? extent_of(&t, table.rows) + stack : 0;
+    must(v, table.bytes > 0 && t.reach > table.bytes, KVPRIM_ERROR_SIZE);
     v->outside |= t.extent > MAX_BYTES || stack > MAX_BYTES || t.layers > MAX_LAYERS || row_bytes > MAX_ROW;
     return t;
 }
@@ -327,12 +332,21 @@ static void judge_pair(struct verdict *v, const struct layout *k, const struct l
         may(v, 1, KVPRIM_ERROR_OVERLAP);
 }
 
+/* How a side names its rows; `data` NULL: row i. */
+struct index_list {
+    const void *data;
+    kvprim_index_type type;
+    int64_t base, stride;
+};
+
 /* The row that index i leads to, exactly: it may exceed 64 bits. */
-static wide row_of(const void *index, kvprim_index_type type, int64_t base, int64_t i)
+static wide row_of(const struct index_list *x, int64_t i)
 {
-    if (!index)
+    const int64_t at = i * (x->stride ? x->stride : 1);
+    if (!x->data)
         return i;
-    return (type == KVPRIM_I64 ? (wide)((const int64_t *)index)[i] : (wide)((const int32_t *)index)[i]) - base;
+    return (x->type == KVPRIM_I64 ? (wide)((const int64_t *)x->data)[at] : (wide)((const int32_t *)x->data)[at]) -
+           x->base;
 }
 
 static void expect_row(const struct layout *dst, wide dst_row, const struct layout *src, wide src_row,
@@ -372,8 +386,20 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
     return t;
 }
 
+/* What the memory has, told: as much as the table reaches, or a byte more or less. */
+static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, int32_t layers, int64_t layer_stride,
+                       void *const *bases)
+{
+    struct verdict ignored = {0, 0, 0};
+    if (!chance(in, 4))
+        return;
+    const struct layout l = judge_table(&ignored, *t, row_bytes, t->rows, layers, layer_stride, bases);
+    t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(l.reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
+}
+
 static void spoil_table(struct input *in, kvprim_table *t)
 {
+    t->reserved[take(in, 1) % 2] = chance(in, 200);
     if (!chance(in, 16))
         return;
     int64_t *const fields[] = {&t->rows, &t->stride, &t->page_rows, &t->page_stride, &t->head_stride};
@@ -385,18 +411,23 @@ static void spoil_table(struct input *in, kvprim_table *t)
         t->heads = (int32_t)(uint64_t)value;
 }
 
-/* count indices around [0, rows) + base, some of them wild, in a block of exactly their size. */
-static void *take_index(struct input *in, kvprim_index_type type, int64_t count, int64_t rows, int64_t base)
+/* `count` indices around [0, rows) + base, some of them wild, in a block of exactly their size. Every stride-th element
+   is one of them. */
+static void *take_index(struct input *in, struct index_list *x, int64_t count, int64_t rows)
 {
-    const size_t width = type == KVPRIM_I64 ? 8 : 4;
-    uint8_t *const index = malloc((size_t)count * width + 1);
+    const size_t width = x->type == KVPRIM_I64 ? 8 : 4, step = (size_t)(x->stride ? x->stride : 1);
+    const size_t elements = count > 0 ? ((size_t)count - 1) * step + 1 : 0;
+    const int64_t base = x->base;
+    uint8_t *const index = malloc(elements * width + 1);
     require(index != NULL, "out of memory");
+    x->data = index;
+    memset(index, 0x55, elements * width);
     const uint64_t range = (uint64_t)(rows < 0 || rows > 64 ? 64 : rows) + 4;
     for (int64_t i = 0; i < count; i++) {
         const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* wraps, as the value is all that counts */
         const int64_t value = chance(in, 16) ? take_wild(in) : (int64_t)row;
         const int32_t narrow = (int32_t)(uint32_t)(uint64_t)value;
-        memcpy(index + (size_t)i * width, type == KVPRIM_I64 ? (const void *)&value : (const void *)&narrow, width);
+        memcpy(index + (size_t)i * step * width, width == 8 ? (const void *)&value : (const void *)&narrow, width);
     }
     return index;
 }
@@ -424,8 +455,7 @@ static void place(struct input *in, struct layout *t, void **bases)
 
 /* What all of them begin with: how many rows of how many bytes, and the indices into how many others. */
 struct shape {
-    int64_t count, row_bytes, rows, base;
-    kvprim_index_type type;
+    int64_t count, row_bytes, rows;
 };
 
 static int64_t take_row_bytes(struct input *in)
@@ -440,9 +470,16 @@ static struct shape take_shape(struct input *in)
     s.row_bytes = take_row_bytes(in);
     s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
     s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
-    s.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
-    s.type = chance(in, 64) ? (kvprim_index_type)3 : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
     return s;
+}
+
+static struct index_list take_list(struct input *in)
+{
+    struct index_list x = {NULL, KVPRIM_I32, 0, 0};
+    x.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
+    x.stride = chance(in, 4) ? (int64_t)(take(in, 1) % 4) : 0;
+    x.type = chance(in, 64) ? (kvprim_index_type)(chance(in, 2) ? 3 : 0) : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
+    return x;
 }
 
 /* Rows of a side without an index: at least count, or at times one too few. */
@@ -457,11 +494,14 @@ static void spoil(struct input *in, int64_t *size)
         *size = take_wild(in);
 }
 
-static void judge_index(struct verdict *v, const void *index, kvprim_index_type type, int64_t count)
+/* `stride`: of the descriptor, which may be spoilt. */
+static void judge_index(struct verdict *v, const struct index_list *x, int64_t stride, int64_t count)
 {
-    may(v, times(most(count, 0), 8) >= address_space, KVPRIM_ERROR_SIZE);
-    must(v, !index, KVPRIM_ERROR_NULL);
-    must(v, type != KVPRIM_I32 && type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
+    must(v, stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, times(times(most(count, 0), 8), most(stride, 1)) >= address_space, KVPRIM_ERROR_SIZE);
+    must(v, !x->data, KVPRIM_ERROR_NULL);
+    must(v, x->type != KVPRIM_I32 && x->type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
+    v->outside |= stride != x->stride;
 }
 
 static uint32_t rejected; /* what the descriptors point at */
@@ -499,20 +539,25 @@ static void fuzz_gather(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_gather_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.index_type = s.type;
-    d.index_base = s.base;
+    struct index_list x = take_list(in);
+    d.index_type = x.type;
+    d.index_base = x.base;
+    d.index_stride = x.stride;
     d.row_bytes = s.row_bytes;
     d.count = s.count;
     d.src = take_table(in, s.rows, s.row_bytes);
     d.dst = take_table(in, rows_for(in, s.count), s.row_bytes);
-    void *const index = take_index(in, s.type, s.count, s.rows, s.base);
-    d.index = chance(in, 64) ? NULL : index;
+    void *const index = take_index(in, &x, s.count, s.rows);
+    x.data = d.index = chance(in, 64) ? NULL : index;
+    spoil(in, &d.index_stride);
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
     spoil(in, &d.row_bytes);
     spoil(in, &d.count);
     d.rejected = take_rejected(in);
 
+    take_bytes(in, &d.src, d.row_bytes, 0, 0, NULL);
+    take_bytes(in, &d.dst, d.row_bytes, 0, 0, NULL);
     struct layout src = judge_table(&v, d.src, d.row_bytes, d.src.rows, 0, 0, NULL);
     struct layout dst = judge_table(&v, d.dst, d.row_bytes, d.count, 0, 0, NULL);
     place(in, &src, NULL);
@@ -521,7 +566,7 @@ static void fuzz_gather(struct input *in)
     d.dst = dst.table;
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.index, d.index_type, d.count);
+    judge_index(&v, &x, d.index_stride, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
     judge_overlap(&v, &dst, &src);
@@ -530,7 +575,7 @@ static void fuzz_gather(struct input *in)
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(d.index, d.index_type, d.index_base, i);
+        const wide row = row_of(&x, i);
         expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row, d.row_bytes);
         expected += d.rejected && row >= d.src.rows;
     }
@@ -545,8 +590,10 @@ static void fuzz_store(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_store_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.slot_type = s.type;
-    d.slot_base = s.base;
+    struct index_list x = take_list(in);
+    d.slot_type = x.type;
+    d.slot_base = x.base;
+    d.slot_stride = x.stride;
     d.k_bytes = s.row_bytes;
     d.v_bytes = chance(in, 2) ? take_row_bytes(in) : s.row_bytes;
     d.count = s.count;
@@ -554,8 +601,9 @@ static void fuzz_store(struct input *in)
     d.v_cache = take_table(in, s.rows, d.v_bytes);
     d.k = take_table(in, rows_for(in, s.count), d.k_bytes);
     d.v = take_table(in, rows_for(in, s.count), d.v_bytes);
-    void *const slot = take_index(in, s.type, s.count, s.rows, s.base);
-    d.slot = chance(in, 64) ? NULL : slot;
+    void *const slot = take_index(in, &x, s.count, s.rows);
+    x.data = d.slot = chance(in, 64) ? NULL : slot;
+    spoil(in, &d.slot_stride);
     kvprim_table *const tables[] = {&d.k_cache, &d.v_cache, &d.k, &d.v};
     spoil_table(in, tables[take(in, 1) % 4]);
     spoil_table(in, tables[take(in, 1) % 4]);
@@ -565,6 +613,8 @@ static void fuzz_store(struct input *in)
 
     const int k_only = chance(in, 4);
     struct verdict v_half = {0, 0, 0};
+    take_bytes(in, &d.k_cache, d.k_bytes, 0, 0, NULL);
+    take_bytes(in, &d.v, d.v_bytes, 0, 0, NULL);
     struct layout k_cache = judge_table(&v, d.k_cache, d.k_bytes, d.k_cache.rows, 0, 0, NULL);
     struct layout k = judge_table(&v, d.k, d.k_bytes, d.count, 0, 0, NULL);
     struct layout v_cache = judge_table(&v_half, d.v_cache, d.v_bytes, d.v_cache.rows, 0, 0, NULL);
@@ -584,7 +634,7 @@ static void fuzz_store(struct input *in)
     d.v = v_in.table;
     must(&v, d.count < 0 || d.k.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.slot, d.slot_type, d.count);
+    judge_index(&v, &x, d.slot_stride, d.count);
     judge_memory(&v, &k_cache);
     judge_memory(&v, &k);
     judge_overlap(&v, &k_cache, &k);
@@ -607,7 +657,7 @@ static void fuzz_store(struct input *in)
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(d.slot, d.slot_type, d.slot_base, i);
+        const wide row = row_of(&x, i);
         expected += d.rejected && row >= d.k_cache.rows;
         if (row < 0 || row >= d.k_cache.rows)
             continue;
@@ -631,7 +681,8 @@ static void judge_layers(struct verdict *v, const struct layout *dst)
 
 /* One cache on both sides. A row that is written and read in one call has no bytes that could be expected. */
 static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
-                             const struct layout *src, int same)
+                             const struct layout *src, const struct index_list *to, const struct index_list *from,
+                             int same)
 {
     must(v, d->same_cache != 0 && d->same_cache != 1, KVPRIM_ERROR_ARGUMENT);
     if (!d->same_cache) {
@@ -646,7 +697,22 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
     }
     for (int64_t i = 0; !v->outside && i < d->count; i++)
         for (int64_t j = 0; j < d->count; j++)
-            v->outside |= row_of(d->dst_index, d->index_type, 0, i) == row_of(d->src_index, d->index_type, 0, j);
+            v->outside |= row_of(to, i) == row_of(from, j);
+}
+
+/* One type of both sides is told once, another than the other's on its own. */
+static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, const struct index_list *from)
+{
+    d->index_type = to->type;
+    d->src_index_type = from->type == to->type ? (kvprim_index_type)0 : from->type;
+    if (from->type == (kvprim_index_type)0) { /* not set: nor is the common one */
+        d->index_type = (kvprim_index_type)0;
+        d->dst_index_type = to->type;
+    }
+    d->dst_index_base = to->base;
+    d->src_index_base = from->base;
+    d->dst_index_stride = to->stride;
+    d->src_index_stride = from->stride;
 }
 
 static void fuzz_transfer(struct input *in)
@@ -655,7 +721,7 @@ static void fuzz_transfer(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_transfer_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.index_type = s.type;
+    struct index_list to_list = take_list(in), from_list = take_list(in);
     d.row_bytes = s.row_bytes;
     d.count = s.count;
     d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
@@ -664,10 +730,11 @@ static void fuzz_transfer(struct input *in)
     const int64_t src_rows = src_indexed ? s.rows : rows_for(in, s.count);
     d.dst = take_table(in, dst_rows, s.row_bytes);
     d.src = take_table(in, src_rows, s.row_bytes);
-    void *const dst_index = take_index(in, s.type, s.count, dst_rows, 0);
-    void *const src_index = take_index(in, s.type, s.count, src_rows, 0);
-    d.dst_index = dst_indexed ? dst_index : NULL;
-    d.src_index = src_indexed ? src_index : NULL;
+    void *const dst_index = take_index(in, &to_list, s.count, dst_rows);
+    void *const src_index = take_index(in, &from_list, s.count, src_rows);
+    to_list.data = d.dst_index = dst_indexed ? dst_index : NULL;
+    from_list.data = d.src_index = src_indexed ? src_index : NULL;
+    set_lists(&d, &to_list, &from_list);
     void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
     d.dst_layers = chance(in, 3) ? dst_bases : NULL;
     d.src_layers = chance(in, 3) ? src_bases : NULL;
@@ -691,6 +758,9 @@ static void fuzz_transfer(struct input *in)
     d.rejected = take_rejected(in);
 
     const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
+    take_bytes(in, &d.dst, d.row_bytes, d.layers, d.dst_layer_stride, d.dst_layers);
+    if (!same)
+        take_bytes(in, &d.src, d.row_bytes, d.layers, d.src_layer_stride, d.src_layers);
     struct layout src = judge_table(&v, d.src, d.row_bytes, src_used, d.layers, d.src_layer_stride, d.src_layers);
     struct layout dst = judge_table(&v, d.dst, d.row_bytes, dst_used, d.layers, d.dst_layer_stride, d.dst_layers);
     if (same) {
@@ -707,18 +777,20 @@ static void fuzz_transfer(struct input *in)
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    if (d.dst_index || d.src_index)
-        judge_index(&v, dst_index, d.index_type, d.count);
+    if (d.dst_index)
+        judge_index(&v, &to_list, d.dst_index_stride, d.count);
+    if (d.src_index)
+        judge_index(&v, &from_list, d.src_index_stride, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
     judge_layers(&v, &dst);
-    judge_same_cache(&v, &d, &dst, &src, same);
+    judge_same_cache(&v, &d, &dst, &src, &to_list, &from_list, same);
 
     const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide to = row_of(d.dst_index, d.index_type, 0, i), from = row_of(d.src_index, d.index_type, 0, i);
+        const wide to = row_of(&to_list, i), from = row_of(&from_list, i);
         expected += d.rejected && (to >= d.dst.rows || from >= d.src.rows);
         if (to >= 0 && to < d.dst.rows && from >= 0 && from < d.src.rows)
             expect_row(&dst, to, &src, from, d.row_bytes);
