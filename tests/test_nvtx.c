@@ -97,6 +97,7 @@ static void gpu_calls(void)
     CALL(kvprim_cuda_store, NULL, NULL);
     CALL(kvprim_cuda_transfer, NULL, NULL);
     CALL(kvprim_cuda_unpack, NULL, NULL);
+    CALL(kvprim_cuda_move, NULL, 1, NULL);
 }
 #endif
 
