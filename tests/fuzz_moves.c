@@ -1,7 +1,8 @@
-/* kvprim_gather, _store and _transfer against a byte-by-byte reading of their contracts: tables with pages and heads in
-   any order of strides, tables that share memory, wild sizes and indices. The reference is written from the text in
-   kvprim.h alone and does its arithmetic in 128 bits. A descriptor that kvprim must accept but that reaches outside the
-   memory it was given here, which kvprim cannot know, is only checked and not run. */
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_gather, _store and _transfer with a byte-by-byte reading of their contracts: tables with pages and
+   heads in any order of strides, tables that share memory, wild sizes and indices. The reference follows only the text
+   in kvprim.h and calculates in 128 bits. kvprim must accept some descriptors that reach outside the memory they have
+   here, because it cannot know that. Those are only checked and not run. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
 #include <stdlib.h>
@@ -11,7 +12,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 enum { MAX_COUNT = 80, MAX_ROW = 300, MAX_LAYERS = 3, MAX_BYTES = 1 << 15, MAX_BLOCKS = 4 * MAX_LAYERS };
 
 __extension__ typedef __int128 wide;
-static const wide too_much = (wide)1 << 63;      /* what exceeds it is as good as it: products of two fit */
+static const wide too_much = (wide)1 << 63;      /* saturates, so that the product of two fits */
 static const wide address_space = (wide)1 << 57; /* a table that exceeds it may be refused for that */
 
 static wide least(wide a, wide b)
@@ -75,7 +76,7 @@ static struct block {
 } blocks[MAX_BLOCKS];
 static size_t blocks_count;
 
-/* What the reference wrote: more than one value for a byte where destinations repeat. */
+/* What the reference wrote: several values for one byte if destinations repeat. */
 static struct write {
     uint8_t *at, value;
 } writes[MAX_COUNT * MAX_ROW * MAX_LAYERS * 2];
@@ -135,10 +136,10 @@ static void compare_blocks(void)
 
 /* ---- the reference ---- */
 
-/* A bit per status that a descriptor must, or may, be refused with. May: where the contract leaves it open. */
+/* One bit per status with which a descriptor must, or may, be refused. `may` is for what the contract leaves open. */
 struct verdict {
     unsigned must, may;
-    int outside; /* valid, but not to be run with the memory that it has here */
+    int outside; /* valid, but it would leave the memory that it has here */
 };
 
 #define BIT(status) (1u << (status))
@@ -157,8 +158,8 @@ static void may(struct verdict *v, int doubtful, kvprim_status status)
 struct layout {
     kvprim_table table;
     wide piece, stride, page_rows, page_stride, heads, head_stride, layers, layer_stride;
-    wide used;   /* rows that may be touched: count where no index leads to others */
-    wide extent; /* bytes from a layer's first to behind the last that is touched; 0 if the geometry is wrong */
+    wide used;   /* rows that may be touched: count, if no index leads to others */
+    wide extent; /* bytes from a layer's start to the end of what is touched; 0 if the geometry is wrong */
     wide reach;  /* of all rows and layers, from table.data on */
     void *const *bases;
 };
@@ -167,7 +168,7 @@ struct dimension {
     wide stride, count;
 };
 
-/* From the innermost dimension out, no step is smaller than what it steps over. */
+/* From the innermost dimension out, each step must be at least as large as what it steps over. */
 static int overlaps_itself(struct dimension *dims, size_t count, wide extent)
 {
     for (; count; count--) {
@@ -202,7 +203,7 @@ static wide offset_of(const struct layout *t, wide row)
                         : times(row, t->stride);
 }
 
-/* Behind the last byte of the first `rows` rows: of the last page, or of the one before if that is the longer one. */
+/* Returns where the first `rows` rows end: in the last page, or in the one before if that reaches further. */
 static wide extent_of(const struct layout *t, wide rows)
 {
     if (rows == 0)
@@ -268,7 +269,7 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
 
 static uint8_t *layer_of(const struct layout *t, wide layer)
 {
-    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL where no row is: no pointer to add to */
+    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL if there are no rows: no pointer to add to */
     return t->bases ? t->bases[layer] : (uint8_t *)(layers + (uintptr_t)(layer * t->layer_stride));
 }
 
@@ -280,7 +281,7 @@ static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
 static void judge_memory(struct verdict *v, const struct layout *t)
 {
     must(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
-    for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no arrays are made of more than MAX_LAYERS */
+    for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no array has more than MAX_LAYERS */
         const void *const base = t->bases ? t->bases[layer] : t->table.data;
         must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
         may(v, !base, KVPRIM_ERROR_NULL);
@@ -298,7 +299,7 @@ static void judge_overlap(struct verdict *v, const struct layout *a, const struc
             const wide x = (wide)(uintptr_t)layer_of(a, i), y = (wide)(uintptr_t)layer_of(b, j);
             must(v, x < y + b->extent && y < x + a->extent, KVPRIM_ERROR_OVERLAP);
         }
-    /* layers by stride may be taken for one range, with what lies between them */
+    /* layers by stride may be judged as one range, including the gaps between them */
     may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
 }
 
@@ -315,7 +316,7 @@ static int rows_meet(const struct layout *a, const struct layout *b)
     return 0;
 }
 
-/* K and V may interleave. Where their strides differ, rows that overlap need not be noticed. */
+/* K and V may interleave. If their strides differ, an overlap of rows need not be noticed. */
 static void judge_pair(struct verdict *v, const struct layout *k, const struct layout *v_cache)
 {
     const int equal = k->stride == v_cache->stride && k->page_rows == v_cache->page_rows &&
@@ -332,14 +333,14 @@ static void judge_pair(struct verdict *v, const struct layout *k, const struct l
         may(v, 1, KVPRIM_ERROR_OVERLAP);
 }
 
-/* How a side names its rows; `data` NULL: row i. */
+/* How a side names its rows. `data` NULL: row i. */
 struct index_list {
     const void *data;
     kvprim_index_type type;
     int64_t base, stride;
 };
 
-/* The row that index i leads to, exactly: it may exceed 64 bits. */
+/* Returns the row of index i exactly: it may exceed 64 bits. */
 static wide row_of(const struct index_list *x, int64_t i)
 {
     const int64_t at = i * (x->stride ? x->stride : 1);
@@ -359,7 +360,7 @@ static void expect_row(const struct layout *dst, wide dst_row, const struct layo
 
 /* ---- descriptors from input ---- */
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or a packed table. */
+/* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
 static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes)
 {
     kvprim_table t;
@@ -386,7 +387,7 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
     return t;
 }
 
-/* What the memory has, told: as much as the table reaches, or a byte more or less. */
+/* Sets `bytes` to exactly what the table reaches, or to a byte more or less. */
 static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, int32_t layers, int64_t layer_stride,
                        void *const *bases)
 {
@@ -411,8 +412,8 @@ static void spoil_table(struct input *in, kvprim_table *t)
         t->heads = (int32_t)(uint64_t)value;
 }
 
-/* `count` indices around [0, rows) + base, some of them wild, in a block of exactly their size. Every stride-th element
-   is one of them. */
+/* Makes `count` indices around [0, rows) + base, some of them wild, in a block of exactly their size. They are `stride`
+   elements apart. */
 static void *take_index(struct input *in, struct index_list *x, int64_t count, int64_t rows)
 {
     const size_t width = x->type == KVPRIM_I64 ? 8 : 4, step = (size_t)(x->stride ? x->stride : 1);
@@ -424,7 +425,7 @@ static void *take_index(struct input *in, struct index_list *x, int64_t count, i
     memset(index, 0x55, elements * width);
     const uint64_t range = (uint64_t)(rows < 0 || rows > 64 ? 64 : rows) + 4;
     for (int64_t i = 0; i < count; i++) {
-        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* wraps, as the value is all that counts */
+        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* may wrap: only the value counts */
         const int64_t value = chance(in, 16) ? take_wild(in) : (int64_t)row;
         const int32_t narrow = (int32_t)(uint32_t)(uint64_t)value;
         memcpy(index + (size_t)i * step * width, width == 8 ? (const void *)&value : (const void *)&narrow, width);
@@ -432,7 +433,7 @@ static void *take_index(struct input *in, struct index_list *x, int64_t count, i
     return index;
 }
 
-/* Gives a table its memory: blocks of its own, or a place in the block of the table before. */
+/* Gives a table its memory: its own blocks, or a place in the previous table's block. */
 static void place(struct input *in, struct layout *t, void **bases)
 {
     const wide layers = least(most(t->layers, 1), MAX_LAYERS);
@@ -453,7 +454,7 @@ static void place(struct input *in, struct layout *t, void **bases)
 
 /* ---- the three operations ---- */
 
-/* What all of them begin with: how many rows of how many bytes, and the indices into how many others. */
+/* All three operations begin with this: the number of rows to move, their bytes, and the rows of the indexed side. */
 struct shape {
     int64_t count, row_bytes, rows;
 };
@@ -466,7 +467,7 @@ static int64_t take_row_bytes(struct input *in)
 static struct shape take_shape(struct input *in)
 {
     struct shape s;
-    const int many = chance(in, 4); /* more rows than kvprim has in flight */
+    const int many = chance(in, 4); /* more rows than kvprim prefetches ahead */
     s.row_bytes = take_row_bytes(in);
     s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
     s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
@@ -482,7 +483,7 @@ static struct index_list take_list(struct input *in)
     return x;
 }
 
-/* Rows of a side without an index: at least count, or at times one too few. */
+/* Rows of a side without an index: at least count, or sometimes one too few. */
 static int64_t rows_for(struct input *in, int64_t count)
 {
     return count + (chance(in, 2) ? (int64_t)(take(in, 1) % 4) : 0) - chance(in, 32);
@@ -494,7 +495,7 @@ static void spoil(struct input *in, int64_t *size)
         *size = take_wild(in);
 }
 
-/* `stride`: of the descriptor, which may be spoilt. */
+/* `stride` is the descriptor's, which may be spoilt. */
 static void judge_index(struct verdict *v, const struct index_list *x, int64_t stride, int64_t count)
 {
     must(v, stride < 0, KVPRIM_ERROR_SIZE);
@@ -504,17 +505,17 @@ static void judge_index(struct verdict *v, const struct index_list *x, int64_t s
     v->outside |= stride != x->stride;
 }
 
-static uint32_t rejected; /* what the descriptors point at */
+static uint32_t rejected; /* descriptors point at it */
 
 static uint32_t *take_rejected(struct input *in)
 {
     rejected = chance(in, 8) ? UINT32_MAX : (uint32_t)take(in, 1);
-    (void)kvprim_fail(KVPRIM_OK, "%s", ""); /* so that an error's text is seen to be its own */
+    (void)kvprim_fail(KVPRIM_OK, "%s", ""); /* so that an error's text must be its own */
     return chance(in, 4) ? NULL : &rejected;
 }
 
-/* After the check, which must agree with the verdict: whether the operation is to succeed. If not, it may still be
-   called where it says so itself. */
+/* Compares the check's status with the verdict. Returns whether the operation is to succeed. If not, it may still be
+   called if the check refused it. */
 static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
 {
     if (count == 0)
@@ -525,7 +526,7 @@ static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
     return checked == KVPRIM_OK && (count == 0 || !v->outside);
 }
 
-/* The operation has run, or is one that must not; `late` is what the reference adds to *rejected. */
+/* Ends a call that has run, or must not run. Compares *rejected and all memory. */
 static void end_call(kvprim_status checked, kvprim_status status, uint32_t rejected_expected)
 {
     require(checked == status, "the check and the operation differ");
@@ -679,7 +680,7 @@ static void judge_layers(struct verdict *v, const struct layout *dst)
             must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
 }
 
-/* One cache on both sides. A row that is written and read in one call has no bytes that could be expected. */
+/* dst and src are one cache. A row that is both written and read in one call has no bytes to expect. */
 static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
                              const struct layout *src, const struct index_list *to, const struct index_list *from,
                              int same)
@@ -689,7 +690,7 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
         judge_overlap(v, dst, src);
         return;
     }
-    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* of the cache and indices as far as count says */
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* for the cache and the indices, if count is wild */
     if (!same) {                              /* two caches that may lie in one place */
         must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
         may(v, 1, KVPRIM_ERROR_ARGUMENT);
@@ -700,12 +701,12 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
             v->outside |= row_of(to, i) == row_of(from, j);
 }
 
-/* One type of both sides is told once, another than the other's on its own. */
+/* If both sides have the same type, only index_type says so; otherwise src has its own. */
 static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, const struct index_list *from)
 {
     d->index_type = to->type;
     d->src_index_type = from->type == to->type ? (kvprim_index_type)0 : from->type;
-    if (from->type == (kvprim_index_type)0) { /* not set: nor is the common one */
+    if (from->type == (kvprim_index_type)0) { /* not set, so the common type must not be set either */
         d->index_type = (kvprim_index_type)0;
         d->dst_index_type = to->type;
     }

@@ -1,9 +1,11 @@
-/* kvprim_cuda_gather, _store, _transfer and the device functions on a GPU, against the host functions, byte by byte.
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_cuda_gather, _store, _transfer, _unpack, _move and the device functions on a GPU with the host
+   functions, byte by byte.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/test_cuda.cu -o test_cuda && ./test_cuda
 
-   With the argument `quick` about a tenth of the cases, for compute-sanitizer; with `brief` each kernel a few times, for
-   those of its tools that look for what no kernel here has: shared memory and barriers. */
+   The argument `quick` runs about a tenth of the cases, for compute-sanitizer. `brief` runs each kernel a few times,
+   for those of its tools that look for shared memory and barriers, which no kernel here has. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "test_rows.h"
@@ -35,7 +37,7 @@ template <class T> static T *device_memory(size_t count)
     return static_cast<T *>(p);
 }
 
-/* NULL, and the test is skipped, where there is not that much. */
+/* Returns NULL and skips the test if there is not that much. */
 static unsigned char *much_device_memory(size_t bytes)
 {
     void *p = nullptr;
@@ -86,7 +88,7 @@ static void after(arena *a, bool)
     download(a);
 }
 
-/* Where sources of transfers lie; NULL: where all the rest does. What is there must not change. */
+/* The memory of transfers' sources, or NULL: the arena. Its contents must not change. */
 static thread_local unsigned char *other_memory;
 static thread_local std::vector<unsigned char> other_contents;
 
@@ -113,7 +115,7 @@ static void after_source(arena *)
         fail("%s: the memory of the source has changed", current);
 }
 
-/* Memory of its own; its descriptors run as `launch` says. */
+/* Gives an arena its own memory. Its descriptors run as `launch` says. */
 static void open_arena(arena *a, size_t capacity, const kvprim_cuda_launch *launch)
 {
     void *pinned[2];
@@ -218,7 +220,7 @@ static void test_random_transfers()
     fuzz(&memory, quick ? 300 : 5000, random_transfer);
 }
 
-/* What a C caller can pass. */
+/* Makes an index type that only a C caller can pass. */
 static kvprim_index_type type_numbered(int number)
 {
     kvprim_index_type type;
@@ -301,7 +303,7 @@ static void test_random_unpacks()
 
 /* ---- memory ---- */
 
-/* All of a move in pinned host memory: tables, indices and counter; then in managed memory. */
+/* All memory of a move is pinned host memory, including indices and counter; then all is managed memory. */
 static void test_other_memory()
 {
     unsigned char *const device = memory.device;
@@ -321,7 +323,7 @@ static void test_other_memory()
     CUDA(cudaFree(managed));
 }
 
-/* Memory of a kind, as the current device addresses it. */
+/* Memory of each kind, as the current device addresses it. */
 enum memory_kind { DEVICE, PINNED, MANAGED, PEER };
 static const char *const kind_names[] = {"device", "pinned", "managed", "peer"};
 
@@ -346,7 +348,7 @@ static void close_memory(memory_kind kind, unsigned char *p)
     CUDA(kind == PINNED ? cudaFreeHost(p) : cudaFree(p));
 }
 
-/* Transfers to memory of one kind from that of another: the whole GPU, then some of it. */
+/* Transfers to memory of one kind from that of another, first with the whole GPU, then with a part of it. */
 static void transfers_between(memory_kind dst, memory_kind src)
 {
     const size_t bytes = size_t(24) << 20;
@@ -396,7 +398,7 @@ static void test_peer_memory()
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
-/* Compares device memory with what it should hold, in rows. */
+/* Compares device memory with what it should hold, row by row. */
 static void check_rows(const char *what, const unsigned char *on_device, const std::vector<unsigned char> &want,
                        int64_t row_bytes)
 {
@@ -410,8 +412,8 @@ static void check_rows(const char *what, const unsigned char *on_device, const s
         }
 }
 
-/* A gather, and a store of its source over its output. Each table has an allocation that ends with its last byte, a
-   source with the aligned 16 bytes which that lies in: compute-sanitizer knows where allocations end. */
+/* A gather, and a store of its source over its output. Each table's allocation ends with the table's last byte; a
+   source's ends with the aligned 16-byte word that holds it. compute-sanitizer knows where allocations end. */
 static void exact_moves(int64_t row_bytes, const kvprim_cuda_launch *launch)
 {
     enum { rows = 6, count = 9 };
@@ -478,7 +480,7 @@ static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, si
     return count;
 }
 
-/* Not one byte more than the rows' may have changed. */
+/* No byte outside the rows may have changed. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
@@ -527,7 +529,7 @@ static void test_large_table()
 
 enum { many_rows = 1000 };
 
-/* Index i of a gather of more than 2^31 rows: one in 1,000 is padding, one is past the end. */
+/* Index i of a gather of more than 2^31 rows. One in 1,000 is padding and one is past the end. */
 static __device__ int32_t many_index(uint64_t i)
 {
     return i % 1000 == 0 ? -1 : i % 1000 == 1 ? many_rows : static_cast<int32_t>((i * 2654435761u >> 7) % many_rows);
@@ -587,7 +589,7 @@ static void test_many_rows()
                  wrong, static_cast<unsigned long long>(count), rejected,
                  static_cast<unsigned long long>(moves * past));
         CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
-        CUDA(cudaMemset(dst, 0, count)); /* a transfer leaves the rows of padding as they were */
+        CUDA(cudaMemset(dst, 0, count)); /* a transfer skips the rows of padding */
     }
     CUDA(cudaFree(block));
     CUDA(cudaFree(src));
@@ -595,7 +597,7 @@ static void test_many_rows()
     CUDA(cudaFree(rejected_on));
 }
 
-/* Row i of a store of more than 2^31 rows goes to the cache's row count - 1 - i, by slots from INT32_MIN on. */
+/* Row i of a store of more than 2^31 rows goes to the cache's row count - 1 - i. Slots start at INT32_MIN. */
 static __device__ unsigned char many_byte(uint64_t i)
 {
     return static_cast<unsigned char>(i * 2654435761u >> 13);
@@ -667,7 +669,7 @@ static void begin_capture()
     CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
 }
 
-/* Stores and gathers that follow each other, all in one arena. */
+/* Stores and gathers that follow each other in one arena. */
 struct chain {
     std::vector<kvprim_store_desc> stores;
     std::vector<kvprim_gather_desc> gathers; /* gather i follows store i */
@@ -707,8 +709,8 @@ static void compare_chain(const chain *c, const char *what)
     compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
 }
 
-/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from its V. The
-   second pair's V has the layout `last`: with heads another kernel moves that pair than the first. */
+/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from that V. The
+   second pair's V has the layout `last`: if it has heads, another kernel moves that pair. */
 static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, int depth)
 {
     const int64_t rows = count + count / 2 + 1;
@@ -740,7 +742,7 @@ static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, in
     return c;
 }
 
-/* From a stream and, where the launches really follow on each other's heels, from a graph. */
+/* Runs a chain from a stream, and from a graph, where the launches follow each other without a gap. */
 static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
 {
     const int depth = 50;
@@ -779,7 +781,7 @@ static void test_chains()
     main_launch.pdl = 0;
 }
 
-/* The indices' values change between replays, and everything else too. */
+/* Indices change between replays, and everything else too. */
 static void one_graph(int64_t count, int64_t row_bytes)
 {
     const chain c = make_chain(count, row_bytes, &layouts[4], 2);
@@ -822,7 +824,7 @@ static void test_graphs()
     CUDA(cudaGraphExecDestroy(end_capture(0)));
 }
 
-/* Offload and restore, captured: the arrays of layers are gone when the graph runs, and what is moved changes. */
+/* Captures an offload and a restore. The arrays of layers are gone when the graph runs, and the contents change. */
 static void one_transfer_graph(int32_t layers, int64_t row_bytes)
 {
     const int64_t rows = 60, count = 40;
@@ -876,7 +878,7 @@ static void test_transfer_graphs()
 
 /* ---- max_sms ---- */
 
-/* Blocks of half an SM's threads each: they say where they are and stay until `stop`. */
+/* Each block takes half of an SM's threads, says where it runs, and stays until `stop`. */
 static __global__ void __launch_bounds__(1024) crowd(volatile unsigned *sm_of_block, const volatile unsigned *stop)
 {
     unsigned sm;
@@ -888,12 +890,12 @@ static __global__ void __launch_bounds__(1024) crowd(volatile unsigned *sm_of_bl
         ;
 }
 
-/* SMs that a crowd cannot fill up, which is as large as the GPU, because a transfer with this max_sms runs on them.
-   Every layer comes from the same host memory, so it takes long and little of that. The answer is 0, and the test is
-   skipped, if there is no device memory for the layers' copies. */
+/* Returns how many SMs a transfer with this max_sms runs on: those that a crowd as large as the GPU cannot fill. Every
+   layer has the same source in host memory, so the transfer takes long. Returns 0 and skips the test if there is no
+   device memory for the layers' copies. */
 static int sms_of_transfer(int32_t max_sms, int sms)
 {
-    enum { rows = 4096, row_bytes = 4096, layers = 128 }; /* 40 ms, of which the crowd is looked at after 10 */
+    enum { rows = 4096, row_bytes = 4096, layers = 128 }; /* 40 ms; the test looks at the crowd after 10 ms */
     unsigned char *const on = much_device_memory(size_t(rows) * row_bytes * layers);
     if (!on)
         return 0;
@@ -949,7 +951,7 @@ static void test_crowds()
         return;
     }
     cudaFuncAttributes loaded;
-    CUDA(cudaFuncGetAttributes(&loaded, crowd)); /* before it is to run beside something */
+    CUDA(cudaFuncGetAttributes(&loaded, crowd)); /* load it before it is to run beside something */
     for (const int32_t max_sms : {1, 4, 8, 32}) {
         const int got = sms_of_transfer(max_sms, device.multiProcessorCount);
         if (!skip_reason[0] && (got < 1 || got > max_sms))
@@ -957,7 +959,7 @@ static void test_crowds()
     }
 }
 
-/* The blocks of the kernel that one captured call made. */
+/* Returns the number of blocks of the kernel that one captured call launches. */
 static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), const kvprim_cuda_launch *launch)
 {
     cudaGraph_t graph;
@@ -979,7 +981,7 @@ static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), con
 static kvprim_status call_gather(const kvprim_cuda_launch *launch)
 {
     const gather_case c = {1024, &layouts[0], &layouts[8], 0, 0, 5000, 6000, 0, KVPRIM_I32, false};
-    const int64_t bytes = 12 << 20; /* nothing is moved: only captured */
+    const int64_t bytes = 12 << 20; /* nothing is moved, only captured */
     kvprim_gather_desc d = {};
     size_t span;
     d.dst = lay_out(c.dst_layout, c.count, c.row_bytes, &span);
@@ -1028,7 +1030,7 @@ static kvprim_status call_unpack(const kvprim_cuda_launch *launch)
     return kvprim_cuda_unpack(&d, launch);
 }
 
-/* As many blocks as there may be: no block runs on more than one SM. */
+/* A limited launch has as many blocks as SMs are allowed: no block runs on more than one SM. */
 static void test_blocks()
 {
     for (const auto call : {call_gather, call_store, call_transfer, call_unpack}) {
@@ -1040,7 +1042,7 @@ static void test_blocks()
     }
 }
 
-/* Unpacks that follow each other: each moves what the one before it has left, of two buffers, to the other. */
+/* Unpacks that follow each other between two buffers. Each moves what the one before it left. */
 struct relay {
     std::vector<std::vector<kvprim_fragment>> batches;
     unsigned char *side[2];
@@ -1125,7 +1127,7 @@ static void one_relay(size_t count, uint64_t bytes, sizes kind)
     CUDA(cudaGraphExecDestroy(exec));
 }
 
-/* Batches of one launch and of several, which overlap. */
+/* Batches of one launch, and of several that overlap. */
 static void test_unpack_relays()
 {
     for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--) {
@@ -1138,7 +1140,7 @@ static void test_unpack_relays()
     main_launch.pdl = 0;
 }
 
-/* A source byte, never the poison. */
+/* Returns a source byte, never the poison. */
 static __device__ unsigned char far_byte(uint64_t at)
 {
     return static_cast<unsigned char>(1 + (at * 0x9e3779b97f4a7c15u >> 40) % 100);
@@ -1180,7 +1182,7 @@ static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned 
     CUDA(cudaFree(wrong_on));
 }
 
-/* The last case's fragments are cut and make more than 4 GiB; then one of 4 GiB. */
+/* The last case's fragments are cut and have more than 4 GiB together; then comes one fragment of 4 GiB. */
 static void test_far_fragments()
 {
     static const far_case whole = {1, uint64_t(1) << 32, 1, true};
@@ -1225,7 +1227,7 @@ static void test_threads()
 
 /* ---- duplicate slots ---- */
 
-/* Whether the bytes at `offset` of a cache row are those of one of the rows that went there. */
+/* Whether the bytes at `offset` of a cache row come from one of the rows that were stored there. */
 static bool is_from_a_token(const kvprim_store_desc *d, const kvprim_table *input, const unsigned char *bytes,
                             int64_t offset, size_t n, int64_t row)
 {
@@ -1236,7 +1238,7 @@ static bool is_from_a_token(const kvprim_store_desc *d, const kvprim_table *inpu
     return false;
 }
 
-/* Checks a cache's rows by aligned 16 bytes, and by bytes where a row begins or ends inside such; then accepts them. */
+/* Checks a cache's rows by aligned 16-byte blocks, and by bytes at unaligned ends; then accepts them. */
 static void check_duplicates(const kvprim_store_desc *d, const char *name, const kvprim_table *cache,
                              const kvprim_table *input, int64_t row_bytes)
 {
@@ -1332,7 +1334,7 @@ static void test_warps()
 
 /* ---- errors of others ---- */
 
-/* A CUDA call of the caller's that failed before is not taken for ours, and not taken away either. */
+/* An earlier CUDA error of the caller is neither taken for an error of this call nor cleared. */
 static void test_earlier_error()
 {
     const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
@@ -1349,7 +1351,7 @@ static void test_earlier_error()
     compare(&memory, "after an earlier error", nullptr, 0);
 }
 
-/* An implicit synchronisation with a stream that is being captured is refused by CUDA, and says so. */
+/* CUDA refuses an implicit synchronisation with a stream that is being captured. The error says so. */
 static void test_legacy_capture()
 {
     const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
@@ -1379,13 +1381,13 @@ static void unreachable_gathers(void *host)
     const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
     kvprim_gather_desc g = gather;
     CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
-    g.dst.rows = int64_t(1) << 44; /* of the side without an index only `count` rows are ever touched */
+    g.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
     CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
     g = gather, g.dst.data = host;
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
     g = gather, g.src.data = host;
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.src.rows = int64_t(1) << 44; /* behind all else, which it would overlap */
+    g = gather, g.src.rows = int64_t(1) << 44; /* after everything else, which it would overlap */
     g.src.data = on_device(&memory, memory.expected + memory.used);
     CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
     g = gather, g.index = host;
@@ -1451,7 +1453,7 @@ static void unreachable_unpacks(void *host)
     CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
 }
 
-/* Each pointer in turn is ordinary memory of the host, and a table reaches past its allocation. */
+/* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
 static void test_unreachable()
 {
     int pageable;
@@ -1475,7 +1477,7 @@ static __global__ void trap()
     asm volatile("trap;");
 }
 
-/* After it nothing works in this process. */
+/* Afterwards nothing works in this process. */
 static void test_earlier_work()
 {
     const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
@@ -1565,7 +1567,7 @@ static void run_quick()
 #endif
 }
 
-/* compute-sanitizer would report the error that is made here, and take minutes for 2^31 rows. */
+/* Not under compute-sanitizer, which would report the error that is made here, and take minutes for 2^31 rows. */
 static void run_long()
 {
     run("cuda: max_sms, what runs beside", test_crowds);
@@ -1594,7 +1596,7 @@ int main(int argc, char **argv)
     brief ? run_brief() : run_quick();
     if (!quick) {
         run_long();
-        return finish(); /* nothing can be freed any more */
+        return finish(); /* nothing can be freed after a trap */
     }
     close_arena(&memory);
     CUDA(cudaStreamDestroy(main_launch.stream));

@@ -1,9 +1,10 @@
-/* The kernels of kvprim_cuda.cuh, run thread by thread on the CPU: no GPU and no CUDA needed. With AddressSanitizer all
-   bytes that a contract does not name are out of bounds.
+/* SPDX-License-Identifier: MIT */
+/* Runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, without a GPU or CUDA. With AddressSanitizer
+   all bytes that a contract does not name are out of bounds.
 
        c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/test_cuda_emulated.cpp && ./a.out
 
-   With the argument `all` three times as many cases. */
+   With the argument `all` it runs three times as many cases. */
 #define KVPRIM_CUDA_EMULATE
 #define KVPRIM_DEBUG
 #include "cuda_shim.h"
@@ -137,7 +138,7 @@ static void test_transfer()
     transfer_counts(&memory, 4 << 20);
 }
 
-/* As many layers in a launch as the header says. */
+/* A launch takes at least as many layers as the header says. */
 static void test_layers()
 {
     layer_matrix(&memory);
@@ -272,7 +273,7 @@ static void one_warp_length(unsigned char *src, unsigned char *got, unsigned cha
     compare_warps(got, want, bytes, zero);
 }
 
-/* All pairs of alignments, short lengths all, longer ones some. */
+/* Runs all pairs of alignments, all short lengths and some longer ones. */
 static void test_warps()
 {
     const size_t most = warp_alignments * warp_slot(longest_warp_copy);
@@ -376,7 +377,7 @@ static void test_unpack_tables()
 }
 
 #if !defined(_WIN32)
-/* In memory that is reserved but hardly touched. */
+/* The table lies in memory that is reserved but hardly touched. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
@@ -419,7 +420,7 @@ static unsigned char *reserve_addresses(uint64_t bytes)
     return nullptr;
 }
 
-/* More than 2^32 threads, of which the last block runs. All indices are 0. */
+/* Takes more than 2^32 threads, of which only the last block runs. All indices are 0. */
 static void one_long_gather(int64_t row_bytes)
 {
     const int64_t count = (int64_t(1) << 29) + 1;

@@ -1,5 +1,7 @@
-/* Tests of kvprim.h. What is expected comes from the contracts, computed byte by byte here, not by the code under test.
-   cc -O2 -I. tests/test_kvprim.c -lpthread && ./a.out */
+/* SPDX-License-Identifier: MIT */
+/* Tests of kvprim.h. They compute what they expect from the contracts, byte by byte, not with the code under test.
+
+       cc -O2 -I. tests/test_kvprim.c -lpthread && ./a.out */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #endif
@@ -17,7 +19,7 @@
 
 static int passed, failed, skipped, failures; /* failures: in the test that runs now */
 
-/* Like printf, and the test fails; only a test's first few failures are printed. */
+/* Prints like printf and fails the test. Only a test's first few failures are printed. */
 #define FAIL(...) (failures++ < 5 ? (printf("  "), printf(__VA_ARGS__), printf("\n")) : 0)
 #define CHECK(condition) ((condition) ? 0 : FAIL("line %d: %s", __LINE__, #condition))
 
@@ -64,7 +66,7 @@ static void expect_error(int line, kvprim_status got, kvprim_status want, const 
     if (!strstr(kvprim_last_error(), words))
         FAIL("line %d: the error \"%s\" does not say \"%s\"", line, kvprim_last_error(), words);
 }
-/* The text is cleared first, so that an older one cannot pass for this call's. */
+/* Clears the text first, so that an older one cannot pass for this call's. */
 #define EXPECT_ERROR(call, want, words) ((void)kvprim_fail(KVPRIM_OK, "-"), expect_error(__LINE__, call, want, words))
 
 /* ---- status ---- */
@@ -85,7 +87,7 @@ _Static_assert(KVPRIM_VERSION == KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_M
                "one number for a version");
 _Static_assert(KVPRIM_I32 == 1 && KVPRIM_I64 == 2 && KVPRIM_F16 >= 16, "no element type is taken for an index type");
 
-/* What bindings compare. */
+/* Bindings compare these. */
 static void test_version_and_sizes(void)
 {
     CHECK(kvprim_version() == KVPRIM_VERSION);
@@ -109,7 +111,7 @@ typedef struct variant {
     prefix_i64_fn *i64;
 } variant;
 
-/* Every variant that this machine can run. */
+/* Lists every variant that this machine can run. */
 static int variants(variant *out)
 {
     int n = 0;
@@ -161,7 +163,7 @@ static void check_i64(const variant *v, const int64_t *a, size_t a_len, const in
 
 enum { longest = 300, step_i32 = 16 };
 
-/* Lengths 0 to 300, all alignments of both arrays in a cache line, the mismatch at every place or nowhere. */
+/* Lengths 0 to 300, all alignments of both arrays in a cache line, and the mismatch at every place or nowhere. */
 static void test_prefix_everywhere(void)
 {
     variant v[8];
@@ -185,7 +187,7 @@ static void test_prefix_everywhere(void)
     }
 }
 
-/* The same where whole blocks are compared: lengths around their ends, places sampled. */
+/* The same where whole blocks are compared, for lengths around the blocks' ends and some of the places. */
 static void test_prefix_blocks(void)
 {
     enum { most = 720 };
@@ -311,7 +313,7 @@ static void test_prefix_many(void)
 }
 
 #if !defined(_WIN32)
-/* `pages` readable pages between two that are not. */
+/* Returns `pages` readable pages between two that are not. */
 static char *guarded(size_t pages)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -323,7 +325,7 @@ static char *guarded(size_t pages)
     return p + page;
 }
 
-/* Nothing in front of an array is read, and nothing behind it. */
+/* Nothing before an array and nothing after it is read. */
 static void test_prefix_guard_pages(void)
 {
     variant v[8];
@@ -333,7 +335,7 @@ static void test_prefix_guard_pages(void)
     size_t out;
     for (size_t i = 0; i < bytes / 4; i++)
         ((int32_t *)(void *)a)[i] = ((int32_t *)(void *)b)[i] = 7;
-    /* a ends `gap` before its page's end, or starts so far behind its start; b ends with its page */
+    /* a ends `gap` bytes before its page's end, or starts as far after its start; b ends with its page */
     for (size_t n = 0; n <= 700; n += n < longest ? 1 : 13)
         for (size_t gap = 0; gap <= 68; gap += 4) {
             const int32_t *const a_end = (const int32_t *)(const void *)(a + bytes - gap) - n;
@@ -362,7 +364,7 @@ static void *dispatch_thread(void *result)
     return NULL;
 }
 
-/* Run first: the threads race to pick the variant. */
+/* Runs first: the threads race to pick the variant. */
 static void test_threads(void)
 {
     enum { n = 8 };
@@ -380,7 +382,7 @@ static void test_threads(void)
 
 /* ---- rows: the contract, byte by byte ---- */
 
-/* Rows one directly after the other. Every other field is zero. */
+/* Rows follow each other without a gap. Every other field is zero. */
 static kvprim_table table_of(void *data, int64_t rows)
 {
     kvprim_table t;
@@ -405,7 +407,7 @@ static kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t p
     return t;
 }
 
-/* Byte `byte` of row `row` of a table with every field given. */
+/* Finds byte `byte` of row `row` of a table with every field given. */
 static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
     const int64_t heads = t->heads > 1 ? t->heads : 1, piece = row_bytes / heads;
@@ -415,7 +417,7 @@ static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, 
     return (unsigned char *)t->data + offset;
 }
 
-/* A table, its memory with a margin of guard bytes on both sides, and a copy on which the reference works. */
+/* A table, its memory with guard bytes on both sides, and a copy for the reference to work on. */
 typedef struct memory {
     kvprim_table t;
     unsigned char *bytes, *reference;
@@ -424,7 +426,7 @@ typedef struct memory {
 
 enum { margin = 256 };
 
-/* A table of `span` bytes whose data lies `align` past a 64-byte line; random contents. */
+/* Makes a table of `span` random bytes whose data lies `align` bytes past a 64-byte line. */
 static memory make(kvprim_table t, size_t span, size_t align)
 {
     memory m = {t, NULL, NULL, span + 2 * margin + 128};
@@ -442,7 +444,7 @@ static void release(memory *m)
     free(m->reference);
 }
 
-/* The same table on the reference's copy. */
+/* The same table in the reference's copy. */
 static kvprim_table on_reference(const memory *m)
 {
     kvprim_table t = m->t;
@@ -460,7 +462,7 @@ static void check_same(const memory *m, const char *what)
         }
 }
 
-/* A layout of a test: unpadded or padded, in pages or not, head-major or not. */
+/* The layout of a test's table: padded or not, in pages or not, head-major or not. */
 typedef struct layout {
     const char *name;
     int64_t pad, page_rows, page_pad;
@@ -472,7 +474,7 @@ static const layout layouts[] = {{"packed", 0, 0, 0, 0},        {"strided", 24, 
                                  {"HND unpaged", 0, 0, 0, 4}};
 enum { n_layouts = sizeof layouts / sizeof *layouts };
 
-/* The layout's table with every field filled in, and how many bytes it spans. */
+/* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
     kvprim_table t = paged(NULL, rows, l->page_rows, 0);
@@ -485,7 +487,7 @@ static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, si
     return t;
 }
 
-/* The index's value i as either type. */
+/* The same indices in both types. */
 typedef struct index_list {
     kvprim_index_type type;
     int32_t i32[64];
@@ -497,7 +499,7 @@ static const void *index_data(const index_list *list)
     return list->type == KVPRIM_I64 ? (const void *)list->i64 : (const void *)list->i32;
 }
 
-/* In range, padding, past the end, and far out; relative to base. */
+/* Fills in rows, padding, indices past the end, and indices far out, all relative to base. */
 static void fill_index(index_list *list, int count, int64_t base, int64_t rows)
 {
     for (int i = 0; i < count; i++) {
@@ -516,7 +518,7 @@ static void fill_index(index_list *list, int count, int64_t base, int64_t rows)
     }
 }
 
-/* The index rule as the contract states it: the row, -1 for padding, -2 past the end. */
+/* The index rule as the contract states it: returns the row, -1 for padding, or -2 past the end. */
 static int64_t ruled(int64_t value, int64_t base, int64_t rows)
 {
     if (value < base)
@@ -594,7 +596,7 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
     v_input.data = (char *)input.t.data + k_bytes;
     index_list slot = {type, {0}, {0}};
     fill_index(&slot, count, base, rows);
-    for (int i = 0; i < count; i++) /* distinct, where they are in range */
+    for (int i = 0; i < count; i++) /* those in range are distinct */
         if (ruled(slot.i64[i], base, rows) >= 0)
             slot.i32[i] = (int32_t)(slot.i64[i] = base + (i * 17 + 3) % rows);
     uint32_t rejected = 0, want_rejected = 0;
@@ -637,7 +639,7 @@ static void test_store(void)
                           align % 3 ? KVPRIM_I32 : KVPRIM_I64, (l + s) % 4 != 0);
 }
 
-/* K and V interleaved in one cache: [page][K or V][row in page]. */
+/* K and V interleave in one cache: [page][K or V][row in page]. */
 static void test_store_interleaved(void)
 {
     enum { page_rows = 4, row_bytes = 24, rows = 20, count = 3 };
@@ -728,7 +730,7 @@ static void test_transfer(void)
                 one_transfer(row_sizes[s], &layouts[l % n_layouts], &layouts[l / n_layouts], l % 4, l / 4 % 4, layers);
 }
 
-/* The defaults of zero fields, for every layout without padding. */
+/* Zero fields stand for their defaults, for every layout without padding. */
 static void test_defaults(void)
 {
     for (int l = 0; l < n_layouts; l++) {
@@ -800,7 +802,7 @@ static void test_unpack_errors(void)
     f[1] = (kvprim_fragment){8, UINT64_MAX - 7, 8};
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
-    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* no bit beyond, but their sum */
+    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* only their sum is out of range */
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
 #ifdef KVPRIM_DEBUG
@@ -828,8 +830,8 @@ static void test_unpack_errors(void)
 
 /* ---- bad descriptors ---- */
 
-/* What the sizes are checked with, against long multiplication: around powers of two, and where the product is about
-   the largest. */
+/* Compares the products of the size checks with long multiplication: around powers of two, and where the product is
+   about the largest. */
 static void test_products(void)
 {
     for (int i = 0; i < 64; i++)
@@ -846,7 +848,7 @@ static void test_products(void)
             }
 }
 
-/* Where a counter could lie by mistake. */
+/* Returns an address where a counter could lie by mistake. */
 static uint32_t *counter_at(void *block, size_t offset)
 {
     return (uint32_t *)(void *)((char *)block + offset);
@@ -934,7 +936,7 @@ static void test_gather_errors(void)
     d.src.heads = 4;
     d.src.head_stride = 32;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* right behind each other, the last page in part: not an overlap */
+    d = good; /* one table starts where the other's partial last page ends: no overlap */
     d.src = paged(src, 5, 4, 0);
     d.dst.data = src + 5 * 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
@@ -1055,7 +1057,7 @@ static void test_transfer_errors(void)
     BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "to copy rows inside one cache set same_cache");
     BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "dst layer 0");
 #undef BAD
-    d.same_cache = 1; /* otherwise it is one cache now */
+    d.same_cache = 1; /* except for what changes here it is one cache now */
     d.src.page_rows = 4;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_rows is 0 and src.page_rows 4");
     d.src.page_rows = 0;
@@ -1063,17 +1065,17 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     d = good;
-    d.dst.data = NULL; /* layers say it all */
+    d.dst.data = NULL; /* the layers' pointers are enough */
     d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
     d = good; /* an empty table: its layer stride leads nowhere */
     d.dst = table_of(NULL, 0);
     d.dst_layer_stride = INT64_MAX;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-    d = good; /* the indices in the second layer of what is written */
+    d = good; /* the indices lie in the second layer of dst */
     d.dst_index = d.src_index = (const int32_t *)(const void *)(dst + 512);
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst_index (");
-    d = good; /* layers of both sides in turn: [layer][src or dst][row] */
+    d = good; /* layers of both sides alternate: [layer][src or dst][row] */
     d.src.data = dst + 512;
     d.dst_layer_stride = d.src_layer_stride = 1024;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
@@ -1083,7 +1085,7 @@ static void test_transfer_errors(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
 
-/* Pages copied inside one cache, K and V of two layers by their pointers; one source for two copies, one padded. */
+/* Copies pages inside one cache whose layers have pointers. One source is copied twice, one index is padding. */
 static void test_same_cache(void)
 {
     enum { rows = 12, row_bytes = 48, layer_bytes = rows * row_bytes, layers = 4 };
@@ -1117,7 +1119,7 @@ static void test_same_cache(void)
 
 /* ---- what a table says its memory has ---- */
 
-/* Bytes from the table's first to the end of the last that any row has. */
+/* Returns the bytes from the table's start to the end of the row that ends last. */
 static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
 {
     int64_t reach = 0;
@@ -1129,7 +1131,7 @@ static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
     return reach;
 }
 
-/* A table may say exactly what it reaches, or more, but not one byte less; also if fewer rows are used. */
+/* A table may claim exactly the bytes that it reaches, or more, but not one byte less, even if fewer rows are used. */
 static void test_bytes(void)
 {
     enum { rows = 21, row_bytes = 48 };
@@ -1163,7 +1165,7 @@ static void test_bytes(void)
 
 /* ---- many layers ---- */
 
-/* Run `test` with layers in this order: ascending, descending, shuffled. */
+/* The order of an array of layers. */
 enum { most_layers = 65536, layer_bytes = 16, ascending = 0, descending, shuffled, orders };
 
 static void order_layers(void **layers, unsigned char *first, size_t step, int order)
@@ -1190,7 +1192,8 @@ static kvprim_transfer_desc many_layers(void *const *dst, void *const *src)
     return d;
 }
 
-/* Whatever the order of both arrays, the layers of both sides in turn are accepted, and one byte of overlap is found. */
+/* Layers of dst and src alternate. They are accepted whatever the order of both arrays, and one byte of overlap is
+   found. */
 static void one_layer_order(unsigned char *memory_of, void **dst, void **src, int dst_order, int src_order)
 {
     const size_t step = 2 * layer_bytes;
@@ -1232,7 +1235,7 @@ static void test_many_layers(void)
     free(src);
 }
 
-/* A side without rows: the indices past it are counted, once whatever the layers are, and nothing else is done. */
+/* If a side has no rows, the call counts the indices past it, once whatever the layers are, and does nothing else. */
 static void test_empty_side(void)
 {
     enum { count = 100000 };
@@ -1250,7 +1253,7 @@ static void test_empty_side(void)
                                   .count = count,
                                   .rejected = &rejected};
         for (int i = 0; i < count; i++)
-            index[i] = i % 3 - 1; /* -1, and 0 and 1, which are past one side or both */
+            index[i] = i % 3 - 1; /* -1; 0 and 1, which are past one side or both */
         const clock_t start = clock();
         CHECK(kvprim_transfer(&d) == KVPRIM_OK);
         CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 1);
@@ -1263,7 +1266,7 @@ static void test_empty_side(void)
 
 /* ---- K and V in one block of memory ---- */
 
-/* Caches of `rows` rows of k_bytes and v_bytes, of the same geometry, V `delta` bytes after K. */
+/* Caches of `rows` rows of k_bytes and v_bytes with the same geometry. V starts `delta` bytes after K. */
 typedef struct pair_case {
     const char *name;
     int64_t rows, k_bytes, v_bytes, stride, page_rows, page_stride;
@@ -1306,7 +1309,7 @@ static kvprim_table pair_table(const pair_case *c, unsigned char *data)
     return t;
 }
 
-/* All rows are stored: if it is legal, each row is whole afterwards. */
+/* Stores all rows. If that is legal, each row is complete afterwards. */
 static void one_pair(const pair_case *c)
 {
     enum { most_rows = 16, middle = 2048 };
@@ -1345,7 +1348,7 @@ static void test_k_beside_v(void)
 
 /* ---- indices: types, bases, strides ---- */
 
-/* count indices, each `stride` elements after the one before it, noise between them. */
+/* Indices that are `stride` elements apart, with noise between them. */
 typedef struct strided_index {
     kvprim_index_type type;
     int64_t base, stride;
@@ -1360,7 +1363,7 @@ static int64_t strided_at(const strided_index *x, int64_t i)
     return x->type == KVPRIM_I64 ? x->u.i64[i * x->stride] : x->u.i32[i * x->stride];
 }
 
-/* Some rows from 0 to rows - 1, all different if there are as many, padding, and indices past the end. */
+/* Makes `count` indices: distinct rows from 0 to rows - 1, padding, and some past the end. */
 static void make_index(strided_index *x, int64_t count, int64_t rows)
 {
     static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 100, (int64_t)1 << 40};
@@ -1385,7 +1388,7 @@ static void make_index(strided_index *x, int64_t count, int64_t rows)
 
 enum { ruled_count = 31, ruled_rows = 40, ruled_bytes = 24 };
 
-/* Row i of `to` and of `from` as the contract says; what was rejected. */
+/* Copies rows as the contract says and returns how many indices are rejected. */
 static uint32_t expect_rows(unsigned char *to, const unsigned char *from, const strided_index *dst,
                             const strided_index *src, int zero)
 {
@@ -1402,7 +1405,7 @@ static uint32_t expect_rows(unsigned char *to, const unsigned char *from, const 
     return rejected;
 }
 
-/* Operation 0: gather, 1: store, 2 to 4: transfer, indexed on dst, on src, on both. */
+/* Operation 0 is a gather, 1 a store, 2 to 4 are transfers with an index on dst, on src, on both. */
 static void one_rule(int operation)
 {
     unsigned char to[ruled_rows * ruled_bytes], from[sizeof to], want[sizeof to];
@@ -1470,8 +1473,8 @@ static void test_index_rule(void)
 
 enum { most_moves = 5, moves_bytes = 1 << 16 };
 
-/* Makes the moves of one of: a gather, K 192 and V 128 bytes wide, values with their scales, layers. They work on
-   `memory_of`, and so that all kinds may follow each other, each in a part of its own. */
+/* Makes the moves of one kind: a gather, values with their scales, K and V of different width, or layers. Each kind has
+   its own part of `memory_of`, so all kinds may run one after another. */
 static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *index, uint32_t *rejected,
                          kvprim_move *moves)
 {
@@ -1503,7 +1506,7 @@ static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *inde
                                      .rejected = rejected};
     if (kind == 0)
         return kvprim_gather_moves(&gather, moves) == KVPRIM_OK ? 1 : 0;
-    if (kind == 1) { /* values of 576 bytes, their scales of 8 behind each */
+    if (kind == 1) { /* values of 576 bytes, each followed by its scale of 8 */
         store.k_cache = strided(to + 1000, 30, 584), store.v_cache = strided(to + 1576, 30, 584);
         store.k_bytes = 576, store.v_bytes = 8;
     }
@@ -1514,7 +1517,7 @@ static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *inde
     return kvprim_transfer_moves(&transfer, moves) == KVPRIM_OK ? 1 : 0;
 }
 
-/* Several moves at once, checked once and run twice, are what the single ones are. */
+/* Several moves in one call, checked once and run twice, do what the single moves do. */
 static void test_moves(void)
 {
     unsigned char *const got = allocate(moves_bytes), *const want = allocate(moves_bytes);
@@ -1552,7 +1555,7 @@ static void test_moves(void)
 
 /* ---- large tables ---- */
 
-/* So many bytes that they are written past the caches, on rows of whole lines and on others. */
+/* Moves enough bytes to be written past the caches, in rows of whole cache lines and in others. */
 static void test_streaming(void)
 {
     enum { rows = 50000, stride = 1024 };
@@ -1587,7 +1590,7 @@ static void test_streaming(void)
         for (int i = 0; i < rows; i++)
             if (memcmp(dst + (size_t)index[i] * stride, src + (size_t)i * stride, (size_t)row_bytes) != 0)
                 FAIL("store of %lld bytes: row %d differs", (long long)row_bytes, i);
-        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* what lies between rows is not written */
+        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* bytes between rows are not written */
     }
     free(src_memory);
     free(dst_memory);
@@ -1637,7 +1640,7 @@ static void test_large_table(void)
     munmap(table, bytes);
 }
 
-/* A store into the last row before a page that must not be touched, and a gather from it. */
+/* Stores into the last row before a page that must not be touched, and gathers from it. */
 static void test_rows_guard_pages(void)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -1658,7 +1661,7 @@ static void test_rows_guard_pages(void)
                                      .index_type = KVPRIM_I32,
                                      .count = 4};
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
-        store.k_cache.data = cache; /* and the first rows right behind a guard */
+        store.k_cache.data = cache; /* and the first rows directly after a guard page */
         store.k.data = gather.dst.data = input;
         gather.src.data = cache;
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
@@ -1668,7 +1671,7 @@ static void test_rows_guard_pages(void)
 }
 #endif
 
-/* What depends on the instruction set. */
+/* Runs what depends on the instruction set. */
 static void run_for_isa(void)
 {
     printf("on %s:\n", kvprim_isa());
@@ -1716,7 +1719,7 @@ int main(void)
     run("unpack: bad descriptors", test_unpack_errors);
     run_for_isa();
 #ifdef KVPRIM_X86
-    if (kvpi_has_avx512()) { /* and as on a processor with less */
+    if (kvpi_has_avx512()) { /* again, as on a processor with less */
         kvpi_inline_end = 0;
         kvpi_prefix = kvprim_prefix_i32_avx2;
         run_for_isa();

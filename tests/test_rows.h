@@ -1,6 +1,7 @@
-/* What test_cuda.cu and test_cuda_emulated.cpp share: gathers and stores in one block of memory, done once by the host
-   functions and once by kvprim_cuda_gather and kvprim_cuda_store, and compared byte by byte. Included after
-   kvprim_cuda.cuh; the includer defines before, allow and after. */
+/* SPDX-License-Identifier: MIT */
+/* What test_cuda.cu and test_cuda_emulated.cpp share. They run gathers and stores in one block of memory, once by the
+   host functions and once by kvprim_cuda_gather and kvprim_cuda_store, and compare every byte. Include it after
+   kvprim_cuda.cuh and define before, allow and after. */
 #ifndef TEST_ROWS_H
 #define TEST_ROWS_H
 
@@ -19,7 +20,7 @@ static int passed, failed, skipped;
 static std::atomic<int> failures; /* in the test that runs now */
 static char skip_reason[200];     /* why the test that runs now cannot run here */
 
-/* Like printf, and the test fails; only a test's first few failures are printed. */
+/* Prints like printf and fails the test. Only a test's first few failures are printed. */
 __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
 {
     char text[700];
@@ -82,25 +83,25 @@ static void fill(unsigned char *p, size_t bytes)
 
 /* ---- memory ---- */
 
-/* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start from the
-   same contents; descriptors are made with addresses in `expected`. */
+/* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start with the
+   same contents. Descriptors hold addresses in `expected`. */
 struct arena {
-    unsigned char *expected, *got; /* what the host functions work on; what the code under test leaves behind */
+    unsigned char *expected, *got; /* where the host functions work; the result of the code under test */
     unsigned char *device;         /* where the code under test finds its copy */
     size_t capacity, used;
-    int64_t index_room; /* indices that there is memory for */
+    int64_t index_room; /* how many indices there is memory for */
     const kvprim_cuda_launch *launch;
     std::vector<std::pair<size_t, size_t>> allowed; /* offset and bytes of what may be accessed */
-    std::vector<unsigned char> taken;               /* per byte: 1 if it has its one meaning or writer already */
+    std::vector<unsigned char> taken;               /* per byte: 1 if it is written, or is of an index or the counter */
 };
 
 enum { margin = 256 };
 
 /* Brings `got` to where the code under test sees it. */
 static void before(arena *a);
-/* From now on these bytes may be accessed, and of the arena no others. */
+/* From now on these bytes may be accessed, and no others of the arena. */
 static void allow(arena *a, size_t offset, size_t bytes);
-/* Waits for the code under test and brings what it left to `got`; enqueued: it had something to do. */
+/* Waits for the code under test and brings its result to `got`. enqueued: it had something to do. */
 static void after(arena *a, bool enqueued);
 
 static void empty(arena *a)
@@ -109,7 +110,7 @@ static void empty(arena *a)
     a->index_room = 0;
 }
 
-/* `bytes` of random contents, `align` past a multiple of 64, guard bytes on both sides. */
+/* Reserves `bytes` of random contents, `align` bytes past a multiple of 64, with guard bytes on both sides. */
 static void *reserve(arena *a, size_t bytes, size_t align)
 {
     const size_t start = a->used, offset = start + margin + align;
@@ -126,7 +127,7 @@ static void *reserve(arena *a, size_t bytes, size_t align)
 static uint32_t *reserve_counter(arena *a)
 {
     uint32_t *const counter = static_cast<uint32_t *>(reserve(a, 4, 4 * below(16)));
-    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* wraps, too */
+    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* may wrap around */
     return counter;
 }
 
@@ -143,7 +144,7 @@ template <class T> static T *on_device(const arena *a, T *p)
                                  reinterpret_cast<uintptr_t>(a->expected));
 }
 
-/* Rows `stride` apart, 0: one directly after the other. Every other field is zero. */
+/* Rows are `stride` bytes apart, 0: without a gap. Every other field is zero. */
 static kvprim_table table_of(void *data, int64_t rows, int64_t stride = 0)
 {
     kvprim_table t = {};
@@ -161,7 +162,7 @@ static kvprim_table pages_of(void *data, int64_t rows, int64_t page_rows, int64_
     return t;
 }
 
-/* No rows and no memory; its heads must not matter. */
+/* Has no rows and no memory. Its heads must not matter. */
 static kvprim_table empty_table()
 {
     kvprim_table t = {};
@@ -186,7 +187,7 @@ static kvprim_gather_desc gather_of(const kvprim_table &dst, const kvprim_table 
     return d;
 }
 
-/* K only. */
+/* Stores K only. */
 static kvprim_store_desc store_of(const kvprim_table &cache, const kvprim_table &input, int64_t row_bytes,
                                   const void *slot, kvprim_index_type type, int64_t count, uint32_t *rejected)
 {
@@ -207,7 +208,7 @@ static void drop_v(kvprim_store_desc *d)
     d->v_bytes = 0;
 }
 
-/* The options of a launch into the arena's stream. */
+/* Makes the options of a launch into the arena's stream. */
 static kvprim_cuda_launch launch_like(const arena *a, int32_t pdl, int32_t max_sms)
 {
     kvprim_cuda_launch launch = {};
@@ -245,7 +246,7 @@ static kvprim_store_desc on_device(const arena *a, kvprim_store_desc d)
 
 /* ---- rows, as the contract states them ---- */
 
-/* Where byte `byte` of row `row` lies in a table that is resolved. */
+/* Returns where byte `byte` of row `row` lies in a resolved table. */
 static int64_t row_offset(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
     const int64_t piece = row_bytes / t->heads;
@@ -259,7 +260,7 @@ static int64_t index_at(const void *index, kvprim_index_type type, int64_t i)
     return type == KVPRIM_I64 ? static_cast<const int64_t *>(index)[i] : static_cast<const int32_t *>(index)[i];
 }
 
-/* The row of an index, -1 for padding, -2 past the end. */
+/* Returns the row of an index, -1 for padding, or -2 past the end. */
 static int64_t ruled(int64_t value, int64_t base, int64_t rows)
 {
     if (value < base)
@@ -269,7 +270,7 @@ static int64_t ruled(int64_t value, int64_t base, int64_t rows)
     return value - base;
 }
 
-/* How one side of a move names its rows; `data` NULL: row i. */
+/* How one side of a move names its rows. `data` NULL: row i. */
 struct index_list {
     const void *data;
     kvprim_index_type type;
@@ -286,8 +287,8 @@ static int64_t row_at(const index_list *list, int64_t i, int64_t rows)
     return list->data ? ruled(index_at(list->data, list->type, i * list->stride), list->base, rows) : i;
 }
 
-/* Allows access to a row: what is written to its bytes alone, what is read to the aligned 16 bytes that they lie in.
-   False if it lies outside the memory, or where a row is written already or an index or the counter lies. */
+/* Allows access to a row: a write to its bytes only, a read to the aligned 16-byte words that hold them. Returns false
+   if the row lies outside the memory, or where another row is written or an index or the counter lies. */
 static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t row, bool write)
 {
     const int64_t piece = row_bytes / t->heads, room = static_cast<int64_t>(a->used);
@@ -310,7 +311,7 @@ static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t ro
     return true;
 }
 
-/* From here on nothing may be accessed. */
+/* Takes all permissions back. */
 static void start_visit(arena *a)
 {
     a->allowed.clear();
@@ -323,7 +324,7 @@ static void visit_word(arena *a, const void *word, size_t bytes)
     memset(&a->taken[offset_of(a, word)], 1, bytes);
 }
 
-/* Allows access to the elements of an index that are used, and to the counter; before the rows. */
+/* Allows access to the counter and to the elements of an index that are used. Comes before the rows. */
 static bool visit_index(arena *a, const index_list *list, int64_t count, const uint32_t *rejected)
 {
     const size_t width = list->type == KVPRIM_I64 ? 8 : 4;
@@ -340,8 +341,9 @@ static bool visit_index(arena *a, const index_list *list, int64_t count, const u
     return true;
 }
 
-/* With KVPRIM_DEBUG a call asks whether the GPU can reach all rows of an indexed table, and refuses a table that claims
-   more rows than the memory has, even if no index names them. The last whole page may end after a last partial one. */
+/* With KVPRIM_DEBUG a call asks whether the GPU can reach all rows of an indexed table. It refuses a table that claims
+   more rows than the memory has, even if no index names them. The last whole page may end after the last partial one.
+   */
 static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
 {
 #ifdef KVPRIM_DEBUG
@@ -394,7 +396,7 @@ struct named_table {
     int64_t row_bytes, rows;
 };
 
-/* Says which row's which byte lies at offset `bad`. */
+/* Says which byte of which row lies at offset `bad`. */
 static void report(const arena *a, size_t bad, const char *what, const named_table *tables, int n)
 {
     for (int k = 0; k < n; k++)
@@ -420,7 +422,7 @@ static void compare(const arena *a, const char *what, const named_table *tables,
     report(a, bad, what, tables, n);
 }
 
-/* `want_text` is the host function's: an error of kvprim_cuda_* says the same and begins with that name. */
+/* `want_text` comes from the host function. An error of kvprim_cuda_* says the same and begins with its own name. */
 static void check_status(const char *what, kvprim_status got, kvprim_status want, const char *got_text,
                          const char *want_text)
 {
@@ -432,12 +434,13 @@ static void check_status(const char *what, kvprim_status got, kvprim_status want
              kvprim_status_name(got), got_text);
 }
 
-/* What runs now; static, for the case that AddressSanitizer ends it. */
+/* What runs now. It is static so that it can be printed if AddressSanitizer ends the program. */
 static thread_local char current[320];
 
-enum outcome { REFUSED, OUTSIDE, RAN }; /* OUTSIDE: valid, but not to be run with the memory that it has here */
+enum outcome { REFUSED, OUTSIDE, RAN }; /* OUTSIDE: valid, but it would leave the memory that it has here */
 
-/* Runs what is valid on both sides and compares all memory; what is not must be refused as the host function does. */
+/* Runs a valid descriptor on both sides and compares all memory. An invalid one must be refused as the host function
+   refuses it. */
 static outcome try_gather(arena *a, const kvprim_gather_desc *desc, const char *what)
 {
     const kvprim_gather_desc on = on_device(a, *desc);
@@ -500,7 +503,7 @@ static outcome try_store(arena *a, const kvprim_store_desc *desc, const char *wh
 
 /* ---- layouts and indices ---- */
 
-/* heads_inside: the pieces of a row lie next to each other, as in a token-major cache whose heads are named. */
+/* heads_inside: the heads of a row follow each other, as in a token-major cache. */
 struct layout {
     const char *name;
     int64_t pad, page_rows, page_pad;
@@ -516,7 +519,7 @@ static const layout layouts[] = {
     {"heads inside", 16, 16, 0, 4, true}, {"HND pages of 6", 0, 6, 0, 2, false}};
 enum { n_layouts = sizeof layouts / sizeof *layouts };
 
-/* The layout's table with every field filled in, and how many bytes it spans. */
+/* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
     const bool split = l->heads > 1 && row_bytes % l->heads == 0;
@@ -561,7 +564,7 @@ static void set_index(void *index, kvprim_index_type type, int64_t i, int64_t va
         static_cast<int32_t *>(index)[i] = static_cast<int32_t>(value);
 }
 
-/* 0 to rows - 1 in random order. */
+/* Returns 0 to rows - 1 in random order. */
 static std::vector<int64_t> shuffled(int64_t rows)
 {
     std::vector<int64_t> order(static_cast<size_t>(rows));
@@ -572,7 +575,8 @@ static std::vector<int64_t> shuffled(int64_t rows)
     return order;
 }
 
-/* In range, padding, past the end, and far out. `distinct`: no row twice, and count is at most rows. */
+/* Fills in rows, padding, indices past the end, and indices far out. `distinct`: no row occurs twice, and count is at
+   most rows. */
 static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
                        int64_t stride = 1)
 {
@@ -609,7 +613,7 @@ static const int64_t row_sizes[] = {1,    2,    3,    4,    7,    8,    12,   15
                                     2064, 2304, 3000, 4096, 4100, 5120, 8192, 9000, 14336, 16400, 20000};
 enum { n_row_sizes = sizeof row_sizes / sizeof *row_sizes };
 static const int64_t bases[] = {0, 1, 1000, -7};
-static const int64_t index_strides[] = {0, 1, 2, 0, 3, 0, 5, 0}; /* of elements; 2: one column of an [N, 2] mapping */
+static const int64_t index_strides[] = {0, 1, 2, 0, 3, 0, 5, 0}; /* in elements; 2: one column of an [N, 2] mapping */
 
 /* ---- the matrix ---- */
 
@@ -641,8 +645,8 @@ static void one_gather(arena *a, const gather_case *c)
     CHECK(try_gather(a, &d, what) == RAN);
 }
 
-/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token side by side. INTERLEAVED: caches of
-   [page][K or V][row], inputs apart. */
+/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token follow each other. INTERLEAVED: the cache
+   is [page][K or V][row], and the inputs are separate. */
 enum store_form { K_ONLY, PACKED, APART, INTERLEAVED };
 static const unsigned n_forms = 4;
 static const char *const form_names[] = {"K only", "packed QKV", "K and V apart", "interleaved caches"};
@@ -710,7 +714,7 @@ static void one_store(arena *a, const store_case *c)
     CHECK(try_store(a, &d, what) == RAN);
 }
 
-/* Which cases of a matrix run: every thin-th. */
+/* Every thin-th case of a matrix runs. */
 static int thin = 1;
 
 static kvprim_index_type type_of(unsigned n)
@@ -723,7 +727,7 @@ static int64_t rows_for(int64_t row_bytes)
     return row_bytes <= 2100 ? 37 : 7;
 }
 
-/* Case n, for which everything that is not given is picked from n. */
+/* Runs case n. Whatever is not given follows from n. */
 static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
                             size_t dst_align, size_t src_align)
 {
@@ -735,7 +739,7 @@ static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned ds
 typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
                            size_t dst_align, size_t src_align);
 
-/* Every size with every pair of layouts; every size with every pair of alignments. */
+/* Combines every size with every pair of layouts, and every size with every pair of alignments. */
 static void size_matrix(arena *a, numbered_move *move)
 {
     const unsigned step = static_cast<unsigned>(thin);
@@ -773,7 +777,7 @@ static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_byte
     one_store(a, &c);
 }
 
-/* The widths of K and V are the same in every other case. */
+/* In every other case K and V are equally wide. */
 static void store_matrix(arena *a)
 {
     const unsigned step = static_cast<unsigned>(thin);
@@ -816,7 +820,7 @@ static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, si
         }
 }
 
-/* A few of everything, for the options of a launch. */
+/* Runs a few of everything, for the options of a launch. */
 static void small_matrix(arena *a)
 {
     static const int64_t sizes[] = {1, 12, 16, 100, 128, 256, 257, 512, 1000, 1152, 2048, 4096, 8192, 20000};
@@ -831,7 +835,7 @@ static void small_matrix(arena *a)
 
 /* ---- uses ---- */
 
-/* One of several shards of a vocabulary: the ids of the others give zeros. */
+/* A table holds one of several shards of a vocabulary. Ids of the other shards give zeros. */
 static void vocabulary_shard(arena *a)
 {
     const int64_t vocabulary = 10000, first = 4000, rows = 2000, count = 3000, row_bytes = 264;
@@ -855,7 +859,7 @@ static void vocabulary_shard(arena *a)
     }
 }
 
-/* Not one row of a source: nothing but the index and the output may be looked at. */
+/* No index names a row of the source. Only the index and the output may be accessed. */
 static void padding_alone(arena *a)
 {
     for (int empty_table = 0; empty_table < 2; empty_table++) {
@@ -1031,7 +1035,7 @@ static void bad_stores(arena *a)
     CHECK(try_store(a, &d, "count 0") == RAN);
 }
 
-/* An options field out of its range: refused, named, nothing written. */
+/* An option that is out of range is refused by name, and nothing is written. */
 static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field)
 {
     const kvprim_cuda_launch bad = launch_like(a, pdl, max_sms);
@@ -1052,7 +1056,7 @@ static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field
     }
 }
 
-/* Without a row nothing is looked at, the options neither. */
+/* Without rows nothing is looked at, not even the options. */
 static void idle_launches(arena *a)
 {
     const kvprim_gather_desc gather = {};
@@ -1081,14 +1085,14 @@ static void bad_launches(arena *a)
 
 /* ---- random descriptors ---- */
 
-enum { fuzz_bytes = 1 << 14, fuzz_indices = 80 }; /* bytes of each table's part of the memory */
+enum { fuzz_bytes = 1 << 14, fuzz_indices = 80 }; /* bytes: of each table's part of the memory */
 
 static bool chance(uint64_t one_in)
 {
     return below(one_in) == 0;
 }
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or a packed table. */
+/* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
 static kvprim_table random_table(int64_t rows, int64_t row_bytes)
 {
     static const int32_t head_counts[] = {0, 1, 2, 3, 4, 8, 16};
@@ -1151,7 +1155,8 @@ static void spoil_table(kvprim_table *t)
         t->reserved[below(2)] = 1;
 }
 
-/* Part `part` of the memory, some bytes into it; or anywhere, which may overlap another. */
+/* Returns an address near the start of part `part` of the memory; sometimes any address, which may overlap another
+   part. */
 static void *random_place(arena *a, uint64_t part)
 {
     return a->expected + (chance(20) ? below(a->used) : part * fuzz_bytes + (chance(2) ? 16 * below(8) : below(64)));
@@ -1264,7 +1269,7 @@ static outcome random_store(arena *a, unsigned round)
     return try_store(a, &d, what);
 }
 
-/* Enough of them must have run and been refused, or the test tests nothing. */
+/* Enough descriptors must have run and been refused, or the test would test nothing. */
 static void fuzz(arena *a, unsigned rounds, outcome (*one)(arena *, unsigned))
 {
     unsigned n[3] = {0, 0, 0};
@@ -1302,7 +1307,7 @@ static void large_store_and_gather(const large_move *m, int64_t row_bytes)
         fail("%s", kvprim_last_error());
 }
 
-/* Row i of the output, and `stored`, what the table holds at slot i, NULL if that is outside of it. */
+/* Checks row i of the output. `stored`: what the table holds at slot i, or NULL if the slot is outside the table. */
 static void check_large_row(int i, int64_t row_bytes, const unsigned char *input, const unsigned char *output,
                             const unsigned char *stored)
 {
@@ -1323,7 +1328,8 @@ static bool in_large_table(int i)
 
 enum { warp_alignments = 256, warp_threads = 128, longest_warp_copy = 4200 };
 
-/* Warp w copies from byte 16 + w / 16 of its slot of src to byte 16 + w % 16 of its slot of dst; zero: writes zeros. */
+/* Warp w copies from byte 16 + w / 16 of its slot of src to byte 16 + w % 16 of its slot of dst. zero: it writes zeros.
+   */
 struct warp_cases {
     unsigned char *dst;
     const unsigned char *src;
@@ -1347,7 +1353,7 @@ static size_t warp_slot(size_t bytes)
     return (bytes + 63) / 16 * 16;
 }
 
-/* What the slots of dst should hold, from a copy of what they held. */
+/* Turns a copy of dst's slots into what they should hold. */
 static void expect_warps(unsigned char *slots, const unsigned char *src, size_t bytes, bool zero)
 {
     for (size_t w = 0; w < warp_alignments; w++) {

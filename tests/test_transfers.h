@@ -1,16 +1,17 @@
-/* What test_cuda.cu and test_cuda_emulated.cpp share about transfers: made in one block of memory, done once by
-   kvprim_transfer and once by kvprim_cuda_transfer, and compared byte by byte. Included after test_rows.h; the includer
-   defines the three functions that concern the source's memory. */
+/* SPDX-License-Identifier: MIT */
+/* What test_cuda.cu and test_cuda_emulated.cpp share about transfers. They run them in one block of memory, once by
+   kvprim_transfer and once by kvprim_cuda_transfer, and compare every byte. Include it after test_rows.h and define the
+   three functions that concern the source's memory. */
 #ifndef TEST_TRANSFERS_H
 #define TEST_TRANSFERS_H
 
 #include <memory>
 #include <string>
 
-/* The source's side, its index included, may lie in other memory than the arena's: a whole copy of the arena there. */
+/* The source and its index may lie in other memory than the arena, which then has a whole copy of the arena. */
 static void before_source(arena *a);
 static unsigned char *source_of(const arena *a);
-static void after_source(arena *a); /* nothing in it has changed */
+static void after_source(arena *a); /* checks that nothing in it has changed */
 
 enum { most_layers = 300 };
 
@@ -66,7 +67,7 @@ static index_list src_list_of(const kvprim_transfer_desc *d)
                    d->src_index_stride);
 }
 
-/* A source without an index may be read even if the row turns out to go nowhere. */
+/* A source without an index may be read even if its row goes nowhere. */
 static bool visit_layer(arena *a, const kvprim_transfer_desc *d, int32_t l, bool write)
 {
     const kvprim_table dst = layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, l);
@@ -82,7 +83,7 @@ static bool visit_layer(arena *a, const kvprim_transfer_desc *d, int32_t l, bool
     return good;
 }
 
-/* All that is written, and then that none of it is read. */
+/* Visits everything that is written, then checks that none of it is read. */
 static bool visit_transfer(arena *a, const kvprim_transfer_desc *d)
 {
     const index_list dst_list = dst_list_of(d), src_list = src_list_of(d);
@@ -140,7 +141,7 @@ static outcome try_transfer(arena *a, const kvprim_transfer_desc *desc, const ch
 
 /* ---- the matrix ---- */
 
-/* indexed, apart: bit 0 for dst, bit 1 for src. apart: each layer in memory of its own, found by a pointer. */
+/* indexed, apart: bit 0 is for dst, bit 1 for src. apart: each layer has its own memory, found by a pointer. */
 struct transfer_case {
     int64_t row_bytes;
     const layout *dst_layout, *src_layout;
@@ -152,7 +153,7 @@ struct transfer_case {
     bool counted;
 };
 
-/* Layers of one side, the pointers to them in `starts`, those apart in the opposite order. */
+/* Places the layers of one side and puts pointers to them into `starts`. Layers that lie apart are in reverse order. */
 static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align,
                                  int32_t layers, bool apart, void **starts, int64_t *layer_stride)
 {
@@ -167,7 +168,7 @@ static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_
     return t;
 }
 
-/* Both indices are the columns of one [N, 2] array. */
+/* Both indices are columns of one [N, 2] array. */
 static void place_mapping(arena *a, kvprim_transfer_desc *d)
 {
     const size_t width = d->index_type == KVPRIM_I64 ? 8 : 4;
@@ -180,8 +181,7 @@ static void place_mapping(arena *a, kvprim_transfer_desc *d)
     a->index_room = 2 * d->count;
 }
 
-/* Each side has its own base and stride, and in two of three cases its own type. indexed: bit 0 for dst, bit 1 for
-   src. */
+/* Each side has its own base and stride, and sometimes its own type. indexed: bit 0 is for dst, bit 1 for src. */
 static void place_indices(arena *a, kvprim_transfer_desc *d, unsigned indexed, kvprim_index_type type)
 {
     d->index_type = type;
@@ -233,7 +233,7 @@ static void one_transfer(arena *a, const transfer_case *c)
     CHECK(try_transfer(a, &d, what) == RAN);
 }
 
-/* Case n, for which everything that is not given is picked from n. */
+/* Runs case n. Whatever is not given follows from n. */
 static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
                               size_t dst_align, size_t src_align)
 {
@@ -256,7 +256,7 @@ static void transfer_matrix(arena *a)
     size_matrix(a, numbered_transfer);
 }
 
-/* 1 to 128 layers, and around and past what one launch takes. */
+/* Runs 1 to 128 layers, and counts around and above what one launch takes. */
 static void layer_matrix(arena *a)
 {
     static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 215, 216, 217, 300};
@@ -265,7 +265,7 @@ static void layer_matrix(arena *a)
     for (const int32_t layers : counts)
         for (const int64_t row_bytes : sizes)
             for (unsigned apart = 0; apart < 4; apart++, n++) {
-                if (layers > 61 && n % static_cast<unsigned>(2 * thin - 1)) /* of many, where that takes long, some */
+                if (layers > 61 && n % static_cast<unsigned>(2 * thin - 1)) /* only some cases, as these take long */
                     continue;
                 const transfer_case c = {row_bytes,
                                          &layouts[n % 3 * 4],
@@ -282,7 +282,7 @@ static void layer_matrix(arena *a)
             }
 }
 
-/* Few and many rows, large rows and small ones. */
+/* Few and many rows, large and small ones. */
 static void transfer_counts(arena *a, int64_t most_bytes)
 {
     static const int64_t counts[] = {1, 2, 15, 16, 17, 64, 1000, 4096}, sizes[] = {4, 64, 256, 512, 1152, 4096, 32768};
@@ -306,7 +306,7 @@ static void transfer_counts(arena *a, int64_t most_bytes)
             }
 }
 
-/* A few of everything, for the options of a launch and the kinds of memory. */
+/* Runs a few of everything, for the options of a launch and the kinds of memory. */
 static void small_transfers(arena *a)
 {
     static const int64_t sizes[] = {1, 12, 16, 128, 257, 512, 1152, 2048, 4096, 20000};
@@ -319,7 +319,8 @@ static void small_transfers(arena *a)
 
 /* ---- copies inside one cache ---- */
 
-/* Half of the rows, in random order, are copied over the other half; some of them twice, and some are padding. */
+/* Copies half of the rows, in random order, over the other half. Some are copied twice, and some indices are padding.
+   */
 static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const layout *l, size_t align)
 {
     static thread_local void *starts[most_layers];
@@ -373,7 +374,7 @@ struct placed_index {
     bool distinct;
 };
 
-/* Gathers, stores and transfers whose moves are run together. Their arrays of layers live here, too. */
+/* Gathers, stores and transfers whose moves run together, and the transfers' arrays of layers. */
 struct together {
     std::vector<kvprim_gather_desc> gathers;
     std::vector<kvprim_store_desc> stores;
@@ -402,7 +403,7 @@ static void add_gather(arena *a, together *t, int64_t count, int64_t row_bytes)
     t->gathers.push_back(d);
 }
 
-/* `v_bytes` 0: K only. */
+/* Adds a store of K and V, or of K only if v_bytes is 0. */
 static void add_store(arena *a, together *t, int64_t count, int64_t k_bytes, int64_t v_bytes)
 {
     const layout *const l = &layouts[below(n_layouts)];
@@ -448,7 +449,7 @@ static void add_transfer(arena *a, together *t, int64_t count, int64_t row_bytes
     t->transfers.push_back(d);
 }
 
-/* The moves of all, checked where the code under test finds them. */
+/* Makes the moves of all of them, checked at the addresses of the code under test. */
 static std::vector<kvprim_move> moves_of(const arena *a, together *t)
 {
     std::vector<kvprim_move> all;
@@ -471,7 +472,7 @@ static std::vector<kvprim_move> moves_of(const arena *a, together *t)
     return all;
 }
 
-/* What the single calls do, in `expected`; and the memory that they may access. */
+/* Does in `expected` what the single calls do, and allows access to their memory. */
 static void run_one_by_one(arena *a, const together *t)
 {
     kvprim_gather_desc gather;
@@ -492,7 +493,7 @@ static void run_one_by_one(arena *a, const together *t)
         CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
 
-/* The moves are checked once and run twice; in between all of the memory changes, indices too. */
+/* Checks the moves once and runs them twice. In between all of the memory changes, including the indices. */
 static void run_together(arena *a, together *t, const char *what)
 {
     const std::vector<kvprim_move> moves = moves_of(a, t);
@@ -515,7 +516,7 @@ static void run_together(arena *a, together *t, const char *what)
     }
 }
 
-/* The shapes of caches in use, each with several moves. */
+/* Caches in use, each of which takes several moves. */
 static void usual_moves(arena *a)
 {
     for (unsigned n = 0; n < 4; n++) {
@@ -687,7 +688,7 @@ static void bad_transfers(arena *a)
 
 /* ---- random descriptors ---- */
 
-/* Two parts of the memory for each side, and two indices, of which the second is made where the first one is. */
+/* Each side has two parts of the memory. Both indices are made in the same place, so one is copied. */
 static outcome random_transfer(arena *a, unsigned round)
 {
     enum { layers = 3 };
@@ -737,7 +738,7 @@ static outcome random_transfer(arena *a, unsigned round)
 
 /* ---- tables past 4 GiB ---- */
 
-/* As large_store_and_gather, but what has no source stays as it is. */
+/* Like large_store_and_gather, except that a row without a source stays as it is. */
 static void large_transfers(const large_move *m, int64_t row_bytes)
 {
     kvprim_transfer_desc in = {}, out = {};

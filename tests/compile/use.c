@@ -1,5 +1,6 @@
-/* A caller of kvprim.h that is valid C and C++: returns how many of its results are wrong. CALLER names the function,
-   so that several units of one program can each have theirs. */
+/* SPDX-License-Identifier: MIT */
+/* A caller of kvprim.h that is valid C and C++. It returns how many of its results are wrong. CALLER names the
+   function, so that each of several units of one program can have its own. */
 #include "../../kvprim.h"
 #include "../../kvprim_cuda.cuh"
 #include "../../kvprim_nccl.h"
