@@ -499,6 +499,7 @@ static void spoil(struct input *in, int64_t *size)
 static void judge_index(struct verdict *v, const struct index_list *x, int64_t stride, int64_t count)
 {
     must(v, stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, stride > 1 << 20, KVPRIM_ERROR_SIZE); /* there may be a limit */
     may(v, times(times(most(count, 0), 8), most(stride, 1)) >= address_space, KVPRIM_ERROR_SIZE);
     must(v, !x->data, KVPRIM_ERROR_NULL);
     must(v, x->type != KVPRIM_I32 && x->type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);

@@ -381,7 +381,7 @@ static void test_peer_memory()
     if (devices > 1)
         CUDA(cudaDeviceCanAccessPeer(&can, 0, 1));
     if (!can) {
-        snprintf(skip_reason, sizeof skip_reason, "of %d devices none can access another's memory", devices);
+        snprintf(skip_reason, sizeof skip_reason, "none of %d devices can access another one's memory", devices);
         return;
     }
     CUDA(cudaDeviceEnablePeerAccess(1, 0));
