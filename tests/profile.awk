@@ -229,6 +229,9 @@ what == "table" || what == "compare" {
         file++
     sub(/\r$/, "")
 }
+/^# SPDX/ { # of the recorded plan
+    next
+}
 (what == "table" || what == "compare") && /^# / {
     split(substr($0, 3), f, "|")
     plan = ++planned[file]
