@@ -1,16 +1,21 @@
-# The library is its headers and needs no build. This builds and runs the examples, tests and benchmarks, into build/.
+# SPDX-License-Identifier: MIT
+# The library is its headers and needs no build. This file builds the examples, tests and benchmarks in build/ and runs
+# them.
 #
-#     make CC=clang CFLAGS=-O3 test      any compiler, any flags
-#     make JOBS=1 test                   one part of the tests at a time, not as many as there are processors
-#     make run TRACE=path ARGS='...'     any input, any options of the example
-#     make run DEVICE=cpu                or cuda; left out, a GPU if there is one and nvcc
-#     CUDA_HOME, NCCL_HOME               where CUDA and NCCL are, if not on PATH or in the usual places
-#     make nccl-test NCCL_OTHERS='...'   with these libnccl.so.2 of other versions, too
+#     make CC=clang CFLAGS=-O3 test      uses another compiler, other flags
+#     make lib CPPFLAGS=-DKVPRIM_DEBUG   CPPFLAGS reach every compiler, nvcc too. CFLAGS are for C; in `make lib` they
+#                                        also reach nvcc's host compiler, if they are given
+#     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
+#     make run TRACE=path ARGS='...'     replays another trace, with options of the example
+#     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
+#     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places
+#     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
 
-# The first of several commands that exists. (The redirection makes make ask a shell: `command` is no program.)
+# Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no
+# program.)
 first = $(firstword $(foreach name,$(1),$(shell command -v $(name) 2>/dev/null)))
 
-# No compiler named: the usual ones, of which none need exist.
+# If no compiler is named, take a usual one. None need exist.
 ifeq ($(origin CC),default)
 CC := $(or $(notdir $(call first,cc gcc clang)),cc)
 endif
@@ -26,14 +31,14 @@ COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 
 CUDA_ARCH ?= native
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
-    -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo -I.
+    -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(CPPFLAGS) -I.
 
 TRACE ?= examples/trace_small.jsonl
 ARGS ?=
 FUZZ_SECONDS ?= 10
 DEVICE ?=
 
-# Looked for only where a target uses them.
+# Searched for only if a target uses them.
 NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
     /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc)))
 CUDA_PLACES = $(CUDA_HOME) $(NVCC:%/bin/nvcc=%) /usr/local/cuda /opt/cuda /usr
@@ -48,40 +53,40 @@ EXAMPLES = build/01_prefix build/02_kv_replay
 TESTS = build/test_kvprim build/test_kvprim_no_simd
 
 help:
-	@echo 'make run       build the main job and replay a small trace through it (TRACE=path: any other; ARGS=options)'
+	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
-	@echo 'make lib       build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
+	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
 	@echo 'make test      build and run every test that this machine can run'
-	@echo 'make check     strict compile matrix, other processors and systems, sanitizers, fuzzers'
-	@echo 'make fuzz      the fuzzers alone, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
-	@echo 'make bench     the benchmarks: some minutes, on a machine that does nothing else'
-	@echo 'make plots     the pictures, and the figures in README.md, from tests/results/'
+	@echo 'make check     run the strict compile matrix, other processors and systems, sanitizers and fuzzers'
+	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
+	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
+	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU);'
-	@echo '               cuda-test: all but the collectives; nccl-test: these alone, in minutes with QUICK=quick'
+	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
-	@echo 'make gpu-bench the benchmarks on a GPU, against their opponents, output to tests/results/'
-	@echo 'make bandwidth what a GPU'\''s memory does and what it takes, output and plot to tests/results/'
-	@echo 'make sanitize  a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
-	@echo 'make sass      dump the kernels for CUDA_ARCH and check them: 128-bit accesses, no spills (make cfg: draw them)'
-	@echo 'make ncu       counters of each operation on a GPU against a checklist (make ncu-compare A=old.csv B=new.csv)'
+	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to tests/results/'
+	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to tests/results/'
+	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
+	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
+	@echo 'make ncu       check the counters of each operation on a GPU (make ncu-compare A=old.csv B=new.csv)'
 	@echo 'make clean     remove build/'
 
-# Of targets that run programs, one runs after the other, whatever -j says: they share the GPUs and tests/results/.
+# Targets that run programs run one after the other, whatever -j says: they share the GPUs and tests/results/.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench nccl-bench bandwidth \
     sanitize cuda-sanitize nccl-sanitize sass cfg ncu
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
 
-# All parts, also after one that failed.
+# Runs all parts, also after one that failed.
 each = +@code=0; for part in $(1); do $(MAKE) --no-print-directory $$part || code=1; done; exit $$code
 
-# What the commands print is kept; one that fails says so by failed=1.
+# Keeps what the commands print. A command that fails sets failed=1.
 RESULTS = tests/results
 keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).txt 2>&1; code=$$?; \
     cat $(RESULTS)/$(1).txt; exit $$code
 
-# Expanded twice, so that no other target asks for a GPU.
+# Prerequisites are expanded twice, so that no other target asks for a GPU.
 .SECONDEXPANSION:
 GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
 run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
@@ -90,7 +95,7 @@ run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
     NCCL_LIBRARY='$(NCCL_LIBRARY)' CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)'
-# The replay is built and run by way of a folder with a space, as users have them.
+# The replay is tested through a folder with a space in its name, as users have them.
 test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 	@ln -sfn '$(CURDIR)' 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
@@ -116,20 +121,19 @@ fuzz:
 bench: build/bench_prefix build/bench_host
 	$(call keep,bench,build/bench_prefix || failed=1; build/bench_host || failed=1)
 
-# What of them is shown.
 plots:
 	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
 	python3 tests/plots.py
 
 # ---- on a machine with a GPU ----
 
-# Checksums say what headers a result is true of.
+# Checksums say which headers a result was measured with.
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
 GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
 
-# CUPTI, which not every installation of CUDA has, lies beside CUDA or in a folder of its own there.
+# CUPTI lies beside CUDA or in its own folder there. Not every installation of CUDA has it.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
 CUPTI_INCLUDE ?= $(patsubst %/cupti.h,%,$(firstword $(wildcard $(CUPTI_PLACES:%=%/include/cupti.h))))
 CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreach folder,lib64 lib \
@@ -137,15 +141,15 @@ CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreac
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
-# Before tests/results/ is touched.
+# Fails before a target touches tests/results/.
 gpu-here:
 	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || { echo 'no GPU here: nvidia-smi lists none' >&2; exit 1; }
 
-# 06 is built where it is run, by nccl-test.
+# nccl-test builds 06 where it runs it.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
-# cuda-*: one GPU; nccl-*: the collectives on two and more, some of their tests on one.
+# cuda-* need one GPU. nccl-* run the collectives on two or more GPUs, and some of their tests on one.
 gpu-test: gpu-here
 	$(call each,cuda-test nccl-test engine)
 gpu-bench: gpu-here
@@ -165,16 +169,16 @@ cuda-bench: gpu-here $(GPU_BENCHES)
 nccl-test nccl-bench nccl-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(QUICK)
 
-# The memory's bandwidth, which owes nothing to the headers: some seconds, and a plot.
+# Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
 bandwidth: gpu-here build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
 
-# On all GPUs, up to four. NVLink multicast as in tests/gpu.sh.
+# Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu.sh.
 engine: gpu-here
 	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD=../../build/07_engine
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
-# The kernels as the compiler made them, and as they run. Each target says which tool it lacks.
+# These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
 cuda-sanitize: gpu-here build/test_cuda
 sass cfg ncu cuda-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/profile.sh $(@:cuda-%=%)
@@ -197,7 +201,7 @@ build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
 	@echo '#include "kvprim_cuda.cuh"' >build/kvprim_cuda.cu
 	$(COMPILE_CUDA) -DKVPRIM_CUDA_IMPLEMENTATION -c build/kvprim_cuda.cu -o $@
 
-# C, but for that object, which has nvcc's libraries with it.
+# This program is C, except for that object; nvcc links it, for the libraries of the object.
 build/02_kv_replay_cuda: examples/02_kv_replay.c build/kvprim_cuda.o $(HEADERS) build/flags
 	$(COMPILE_C) $(CUDA_INCLUDE:%=-isystem %) -DKV_REPLAY_CUDA -c $< -o $@.o
 	$(NVCC) $@.o build/kvprim_cuda.o -o $@ $(LDFLAGS)
@@ -208,22 +212,26 @@ build/test_cuda_debug: tests/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-# For other languages. CUDA's runtime is linked in and exports nothing: beside another one in the process, such as
-# torch's of any version, it uses the same context of the device, and there is no libcudart.so to find.
+# The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It
+# shares the device's context with any other runtime in the process, such as torch's, whatever their versions are.
 lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
 	@ln -sf $(<F) build/libkvprim.so
 	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU,host functions alone: no nvcc)'
 
+# nvcc splits its host compiler's options at commas. The defaults of CFLAGS are for C programs only.
+comma = ,
+escaped = $(subst $(comma),\$(comma),$(CFLAGS))
+HOST_CFLAGS = $(if $(filter-out file default undefined,$(origin CFLAGS)),$(escaped:%=-Xcompiler '%'))
 build/libkvprim_cuda.so: kvprim.h kvprim_cuda.cuh build/flags
 	@echo '#include "kvprim_cuda.cuh"' >build/libkvprim.cu
 	@echo '{ global: kvprim_*; local: *; };' >build/libkvprim.map
-	$(COMPILE_CUDA) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=build/libkvprim.map \
+	$(COMPILE_CUDA) $(HOST_CFLAGS) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=build/libkvprim.map \
 	    -DKVPRIM_IMPLEMENTATION build/libkvprim.cu -o $@
 
 build/libkvprim_host.so: kvprim.h build/flags
 	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -x c kvprim.h -o $@
 
-# Changes when a compiler or its flags do, so that what others built is built again.
+# Changes when a compiler or its flags change, so that everything is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH)
 build/flags: FORCE
 	@mkdir -p build

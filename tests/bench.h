@@ -1,4 +1,5 @@
-/* What the host benchmarks share: one core, a clock in core cycles, medians of interleaved repetitions. */
+/* SPDX-License-Identifier: MIT */
+/* What the host benchmarks share: one core, a clock in core cycles, and medians of interleaved repetitions. */
 #ifndef BENCH_H
 #define BENCH_H
 
@@ -11,7 +12,7 @@
 #include <sched.h>
 #endif
 
-/* Stays on the last core that this process may use: the first one serves most interrupts. */
+/* Stays on the last core that this process may use, because the first one serves most interrupts. */
 static void bench_pin(void)
 {
 #ifdef __linux__
@@ -29,7 +30,7 @@ static void bench_pin(void)
     printf("not pinned to a core\n");
 }
 
-/* What the figures are of: the processor and the compiler. */
+/* Prints which processor and compiler the figures are from. */
 static void bench_machine(void)
 {
     char line[256] = "";
@@ -54,7 +55,7 @@ static double bench_ns(void)
     return (double)t.tv_sec * 1e9 + (double)t.tv_nsec;
 }
 
-/* Nanoseconds of a core cycle now: a chain of additions that each wait for the one before. */
+/* Returns the nanoseconds of a core cycle now, from a chain of additions that each wait for the one before. */
 static inline double bench_cycle_ns(void)
 {
     enum { steps = 20000 };
@@ -83,7 +84,7 @@ static double bench_median(double *values, size_t n)
     return values[n / 2];
 }
 
-/* What a benchmark promises; those that are missed are printed where they are, and all counted at the end. */
+/* Judges what a benchmark promises. Prints a missed target where it is, and counts all of them for the end. */
 static int bench_met, bench_missed;
 
 static void bench_target(const char *what, double got, const char *relation, double want)

@@ -1,16 +1,17 @@
-/* kvprim_cuda_gather and kvprim_cuda_store against other ways of moving rows, on one GPU, ratios within one run.
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_cuda_gather and kvprim_cuda_store with other ways to move rows on one GPU. Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench_cuda.cu -o build/bench_cuda
        build/bench_cuda [--quick] [--only gather|store|others|large|odd|misaligned|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph: 64 launches, 24 where one moves more than 64 MB, over
-   8 index sets and rotating dense buffers. Medians of repetitions in which the contenders take turns. The table and the
-   caches hold hashed bytes; rows of every contender's last launch are compared with them before it is timed. GB/s
-   counts bytes read plus bytes written.
+   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
+   8 index sets and rotating dense buffers. They are medians of repetitions in which the contenders take turns. The
+   table and the caches hold hashed bytes. Before a contender is timed, the rows of its last launch are compared with
+   them. GB/s counts bytes read plus bytes written.
 
-   warp    one warp per row part (gather) or per token, K then V (store); each step loads, then stores
-   split   store: one warp per part of a token, all loads of K and V before the first store
-   +PDL    waits for the kernel before it first, lets the next one start last, or first: the better of the two */
+       warp    one warp per row part (gather) or per token, K then V (store); each step loads, then stores
+       split   store: one warp per part of a token, all loads of K and V before the first store
+       +PDL    waits for the previous kernel first, and lets the next one start last or first: the better of the two */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -22,17 +23,17 @@
 #include <thrust/iterator/transform_iterator.h>
 
 constexpr int64_t MiB = 1 << 20, GiB = 1 << 30;
-constexpr int64_t table_bytes = 16 * GiB; /* of gather; store reads K from its first half, V from the other */
-constexpr int64_t cache_bytes = 8 * GiB;  /* K, and again V; gather writes to K's */
+constexpr int64_t table_bytes = 16 * GiB; /* gather's dense side; store reads K from its first half, V from the other */
+constexpr int64_t cache_bytes = 8 * GiB;  /* for K, and again for V; gather writes to K's */
 constexpr int64_t slack = 4096;           /* past the end of each, for misaligned bases */
-constexpr int64_t copy_bytes = 256 * MiB; /* of the cudaMemcpyAsync that large moves are compared with */
+constexpr int64_t copy_bytes = 256 * MiB; /* for the cudaMemcpyAsync that large moves are compared with */
 constexpr int64_t most_output = 2 * GiB;
 constexpr int index_sets_count = 8;
 
 static char *table_memory, *cache_memory[2], *cub_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB;
 
-/* The table's 8 bytes number `word`; also the source of random numbers. splitmix64. */
+/* Returns 8 bytes of the table, those at number `word`; also the source of random numbers (splitmix64). */
 __host__ __device__ static uint64_t hash(uint64_t word)
 {
     uint64_t z = (word + 1) * 0x9e3779b97f4a7c15u;
@@ -43,7 +44,7 @@ __host__ __device__ static uint64_t hash(uint64_t word)
 
 /* ---- shapes: which bytes a launch moves ---- */
 
-/* Eight lists of `rows` distinct random rows of a table of table_rows; set s starts at s * rows. */
+/* Eight lists of `rows` distinct random rows of a table of table_rows rows. Set s starts at s * rows. */
 struct index_sets {
     int64_t table_rows, rows;
     std::vector<int32_t> host;
@@ -58,7 +59,7 @@ struct index_sets {
     index_sets &operator=(const index_sets &) = delete;
 };
 
-/* One to one on the numbers of `bits` bits: every step can be undone. */
+/* Maps the numbers of `bits` bits one to one: every step can be undone. */
 static uint64_t shuffled(uint64_t x, uint64_t key, int bits)
 {
     const uint64_t mask = (uint64_t(1) << bits) - 1;
@@ -90,7 +91,7 @@ index_sets::index_sets(int64_t in_table, int64_t in_set)
 
 enum operation { gather, store };
 
-/* The indexed side is the source of a gather and the destination of a store; the other one is dense. */
+/* The indexed side is the source of a gather and the destination of a store. The other side is dense. */
 struct shape {
     operation op;
     int64_t row_bytes, rows, src_stride, dst_stride, src_offset, dst_offset;
@@ -112,7 +113,7 @@ static int64_t output_bytes(const shape &s)
     return s.rows * s.row_bytes * (s.op == store ? 2 : 1);
 }
 
-/* Where launch number i of a graph reads and writes: K, then V of a store. */
+/* Where launch i of a graph reads and writes: K, then V of a store. */
 struct addresses {
     char *dst[2];
     char *src[2];
@@ -137,7 +138,7 @@ static addresses addresses_of(const shape &s, int i)
 
 /* ---- opponents ---- */
 
-/* Whether an opponent is launched that way, and when it lets the next kernel start. */
+/* Whether an opponent uses programmatic dependent launch, and when it lets the next kernel start. */
 enum { without_pdl, trigger_last, trigger_first };
 
 template <int PDL> __device__ static void pdl_wait()
@@ -160,7 +161,7 @@ template <int PDL> __device__ static void pdl_launch()
 
 constexpr int block_threads = 128;
 
-/* What a lane moves at once when a warp moves `bytes`. */
+/* The type that a lane moves at once when a warp moves `bytes`. */
 template <int bytes>
 using lane_word = std::conditional_t<bytes % 512 == 0, uint4, std::conditional_t<bytes % 256 == 0, uint2, unsigned>>;
 
@@ -484,7 +485,7 @@ static std::string place(int64_t row_bytes, int64_t rows)
 
 /* ---- the grid ---- */
 
-struct opponent { /* without PDL, with the trigger last, first */
+struct opponent { /* without PDL; with the trigger last; with the trigger first */
     int row_bytes;
     enqueue_fn *gather[3], *store[3], *split[3];
 };
@@ -507,7 +508,7 @@ static const opponent opponents[] = {opponents_for<128>(),  opponents_for<256>()
 struct point {
     operation op;
     int64_t row_bytes, rows;
-    double kvprim[2], best[2]; /* us; of the best opponent */
+    double kvprim[2], best[2]; /* us, of the best opponent */
 };
 static std::vector<point> points;
 
@@ -518,7 +519,7 @@ static std::vector<int64_t> grid_rows()
     return {1, 8, 64, 256, 1024, 4096, 16384, 65536, 262144};
 }
 
-/* us: of kvprim, and of each kind of opponent; of PDL the better trigger's. */
+/* In us: of kvprim and of each kind of opponent. With PDL the better trigger counts. */
 static void print_point(const point &p, const std::vector<double> us[2], double gb_per_s)
 {
     printf("%6lld %7lld", (long long)p.row_bytes, (long long)p.rows);
@@ -606,7 +607,8 @@ static double ratio_pdl(const point &p)
     return p.kvprim[1] / p.kvprim[0];
 }
 
-/* The opponent checks nothing: what kvprim takes longer contains the check. Of the sizes that suit the opponent. */
+/* The opponent checks nothing, so the time that kvprim takes longer contains its check. Uses sizes that suit the
+   opponent. */
 static void judge_bounds_check()
 {
     judge_worst("bounds check: us above the opponent at 64 rows",
@@ -759,7 +761,7 @@ static int64_t round_up(int64_t bytes, int64_t to)
     return (bytes + to - 1) / to * to;
 }
 
-/* Odd rows packed, with the stride rounded up to 16, to 128, and rows that are as wide as the last of these. */
+/* Odd rows: packed, with the stride rounded up to 16 and to 128, and rows as wide as the last of these. */
 static void odd_point(operation op, int64_t row_bytes, int64_t rows)
 {
     const int64_t wide = round_up(row_bytes, 128);
@@ -860,7 +862,7 @@ struct host_call {
 };
 static std::vector<host_call> host_calls;
 
-/* Batches small enough for the launch queue, which is empty when one begins. */
+/* Times batches small enough for the launch queue, which is empty when one begins. */
 static void time_host_calls()
 {
     constexpr int calls = 50;
@@ -880,7 +882,7 @@ static void time_host_calls()
 
 static void host()
 {
-    constexpr int64_t row_bytes = 2048, rows = 8; /* the GPU is done with a call before the host is */
+    constexpr int64_t row_bytes = 2048, rows = 8; /* the GPU finishes a call before the host does */
     const index_sets from(indexed_rows(gather, row_bytes), rows), to(indexed_rows(store, row_bytes), rows);
     const kvprim_gather_desc g = gather_desc(packed(gather, row_bytes, rows, from), 0);
     const kvprim_store_desc s = store_desc(packed(store, row_bytes, rows, to), 0);

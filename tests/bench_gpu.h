@@ -1,8 +1,9 @@
+/* SPDX-License-Identifier: MIT */
 /* Timing on a GPU, and figures against targets: what the bench_*.cu have in common. Each is one translation unit.
 
-   A contender is a way of doing a job. Its time is that of one launch inside a replayed CUDA graph of several: the GPU
-   spins until the replay is enqueued, so that the host's time does not show. Repetitions in which the contenders take
-   turns; the median counts. */
+   A contender is a way to do a job. Its time is the time of one launch inside a replayed CUDA graph of several
+   launches. The GPU spins until the replay is enqueued, so that the host's time does not show. Contenders take turns in
+   each repetition, and the median counts. */
 #ifndef BENCH_GPU_H
 #define BENCH_GPU_H
 
@@ -18,7 +19,7 @@
 #include <vector>
 #include <cuda_runtime.h>
 
-static cudaStream_t stream; /* all work is on it: see open_gpu */
+static cudaStream_t stream; /* all work runs on it: see open_gpu */
 static cudaEvent_t start_event, end_event;
 static bool quick; /* few repetitions */
 
@@ -40,7 +41,7 @@ static void check_kvprim(kvprim_status status)
     exit(2);
 }
 
-/* Prints which GPU it is, and ends the program where it has too little memory or no PDL. */
+/* Prints which GPU it is. Ends the program if it has too little memory or no PDL. */
 [[maybe_unused]] static void open_gpu(int64_t needed_bytes)
 {
     int driver, runtime;
@@ -75,16 +76,16 @@ static void check_kvprim(kvprim_status status)
 
 struct contender {
     const char *name;
-    double bytes_moved;               /* by a launch, read plus written; 0 where it does not matter */
-    std::function<void(int)> enqueue; /* launch number i */
-    std::function<void(int)> poison;  /* what that launch writes; may be empty */
-    std::function<void(int)> verify;  /* and that it wrote it; ends the program if not */
+    double bytes_moved;               /* by a launch, read plus written; 0 if it does not matter */
+    std::function<void(int)> enqueue; /* enqueues launch i */
+    std::function<void(int)> poison;  /* clears what that launch writes; may be empty */
+    std::function<void(int)> verify;  /* checks that it wrote it; ends the program if not */
     int launches = 64;                /* in a replay */
     bool plain = false;               /* launched one by one, not from a graph */
     double us = 0;                    /* the result: of one launch */
     double spin_us = 50;              /* how long the GPU is kept busy while the host enqueues a replay */
     cudaGraphExec_t graph = nullptr;
-    bool host_shows = false; /* it takes the host too long to enqueue: the time contains some of that */
+    bool host_shows = false; /* the host needed too long to enqueue: the time contains some of that */
 };
 
 [[maybe_unused]] static double gb_per_s(const contender &c)
@@ -114,7 +115,7 @@ static void replay(const contender &c)
 
 static void prepare(contender &c)
 {
-    c.enqueue(0); /* kernels are loaded at their first launch, which should not be a captured one */
+    c.enqueue(0); /* kernels are loaded at their first launch, which should not be captured */
     CUDA(cudaStreamSynchronize(stream));
     if (!c.plain) {
         cudaGraph_t graph;
@@ -141,7 +142,7 @@ __global__ static void spin(uint64_t ns)
     while (now - start < ns);
 }
 
-/* Microseconds of a launch in one replay. The GPU spins until all is enqueued: the host's time must not show. */
+/* Returns the microseconds of a launch in one replay. The GPU spins until all is enqueued, to hide the host's time. */
 static double time_replay(contender &c)
 {
     for (;; c.spin_us *= 2) {
@@ -152,7 +153,7 @@ static double time_replay(contender &c)
         CUDA(cudaEventRecord(end_event, stream));
         const cudaError_t started = cudaEventQuery(start_event);
         if (started == cudaErrorNotReady)
-            (void)cudaGetLastError(); /* clears it */
+            (void)cudaGetLastError(); /* clears the error */
         else
             CUDA(started);
         CUDA(cudaEventSynchronize(end_event));
@@ -165,7 +166,7 @@ static double time_replay(contender &c)
     }
 }
 
-/* Sets every contender's .us. */
+/* Sets .us of every contender. */
 [[maybe_unused]] static void measure(std::vector<contender> &all)
 {
     const int n = int(all.size()), repetitions = quick ? 5 : all[0].launches == 64 ? 15 : 9;
@@ -173,7 +174,7 @@ static double time_replay(contender &c)
     for (contender &c : all)
         prepare(c);
     for (int r = 0; r < repetitions; r++)
-        for (int k = 0; k < n; k++) { /* to and fro, so that none always runs after the same other */
+        for (int k = 0; k < n; k++) { /* back and forth, so that none always runs after the same other one */
             const size_t who = size_t(r % 2 ? n - 1 - k : k);
             us[who].push_back(time_replay(all[who]));
         }
@@ -214,7 +215,7 @@ static void judge(const std::string &what, double got, char relation, double lim
            note.c_str());
 }
 
-/* The worst figure, and where the three worst are. */
+/* Keeps the worst figure, and where the three worst are. */
 static void judge_worst(const std::string &what, std::vector<figure> f, char relation, double limit)
 {
     if (f.empty())
@@ -254,7 +255,7 @@ struct section {
 
 struct program {
     std::vector<section> sections;
-    void (*open)();    /* the machine, and what every section needs */
+    void (*open)();    /* the machine, and setup for every section */
     void (*summary)(); /* judges */
     void (*close)();
 };

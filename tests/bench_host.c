@@ -1,6 +1,7 @@
-/* The host's gather and store against the C library's memcpy, on one core: random rows of a table of 1 GB. The opponents:
-   one memcpy of as many bytes (rows that lie together), and a plain loop of one memcpy per row. In huge pages where the
-   system gives them; with KVPRIM_BENCH_SMALL_PAGES set, in small ones. */
+/* SPDX-License-Identifier: MIT */
+/* Compares the host's gather and store with the C library's memcpy, on one core, for random rows of a table of 1 GB.
+   The opponents are one memcpy of as many bytes (rows that follow each other), and a plain loop of one memcpy per row.
+   Memory is in huge pages if the system gives them, or in small ones if KVPRIM_BENCH_SMALL_PAGES is set. */
 #define _GNU_SOURCE /* madvise */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
@@ -13,7 +14,7 @@ static const int64_t table_bytes = (int64_t)1 << 30, moved_bytes = (int64_t)64 <
 
 typedef struct work {
     char *table, *rows;
-    const int32_t *index[sets]; /* one per repetition in turn, so that no row is still in a cache */
+    const int32_t *index[sets]; /* repetitions take them in turn, so that no row is still in a cache */
     int64_t row_bytes, count;
 } work;
 
@@ -25,16 +26,24 @@ static void must(kvprim_status status)
     }
 }
 
+/* Rows follow each other without a gap. */
+static kvprim_table table_of(char *data, int64_t rows)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.data = data;
+    t.rows = rows;
+    return t;
+}
+
 static void gather(const work *w, int set)
 {
-    const kvprim_gather_desc d = {{w->rows, w->count, 0, 0, 0, 0, 0},
-                                  {w->table, table_bytes / w->row_bytes, 0, 0, 0, 0, 0},
-                                  w->row_bytes,
-                                  w->index[set],
-                                  KVPRIM_I32,
-                                  0,
-                                  w->count,
-                                  NULL};
+    const kvprim_gather_desc d = {.dst = table_of(w->rows, w->count),
+                                  .src = table_of(w->table, table_bytes / w->row_bytes),
+                                  .row_bytes = w->row_bytes,
+                                  .index = w->index[set],
+                                  .index_type = KVPRIM_I32,
+                                  .count = w->count};
     must(kvprim_gather(&d));
 }
 
@@ -51,17 +60,12 @@ static void gather_memcpy(const work *w, int set)
 
 static void store(const work *w, int set)
 {
-    const kvprim_store_desc d = {{w->table, table_bytes / w->row_bytes, 0, 0, 0, 0, 0},
-                                 {NULL, 0, 0, 0, 0, 0, 0},
-                                 {w->rows, w->count, 0, 0, 0, 0, 0},
-                                 {NULL, 0, 0, 0, 0, 0, 0},
-                                 w->row_bytes,
-                                 0,
-                                 w->index[set],
-                                 KVPRIM_I32,
-                                 0,
-                                 w->count,
-                                 NULL};
+    const kvprim_store_desc d = {.k_cache = table_of(w->table, table_bytes / w->row_bytes),
+                                 .k = table_of(w->rows, w->count),
+                                 .k_bytes = w->row_bytes,
+                                 .slot = w->index[set],
+                                 .slot_type = KVPRIM_I32,
+                                 .count = w->count};
     must(kvprim_store(&d));
 }
 
@@ -76,7 +80,7 @@ static void store_memcpy(const work *w, int set)
     memcpy(w->table + set * (table_bytes / sets), w->rows, (size_t)(w->count * w->row_bytes));
 }
 
-/* The limit of a gather: one load of every line of its rows, and nothing written. */
+/* The limit of a gather: loads every line of its rows once and writes nothing. */
 static void read_lines(const work *w, int set)
 {
     uint64_t sum = 0;
@@ -86,7 +90,7 @@ static void read_lines(const work *w, int set)
     *(volatile uint64_t *)(void *)w->rows = sum;
 }
 
-/* Memory as an engine allocates a cache: aligned, and in huge pages where the system gives them. */
+/* Allocates memory as an engine does for a cache: aligned, and in huge pages if the system gives them. */
 static char *allocate_cache(size_t bytes)
 {
     const size_t huge = (size_t)2 << 20;
@@ -105,7 +109,7 @@ static char *allocate_cache(size_t bytes)
 enum { contenders = 4 };
 typedef void move_fn(const work *, int);
 
-/* GB/s of each, by the bytes of the rows; medians of interleaved repetitions. */
+/* Returns GB/s of each, counting the bytes of the rows. Takes medians of interleaved repetitions. */
 static void measure(const work *w, move_fn *const *f, double *gb_per_s)
 {
     double ns[contenders][repetitions];

@@ -1,15 +1,16 @@
-"""torch's ways of moving rows on one GPU, and kvprim beside them: microseconds per launch in replayed CUDA graphs.
+# SPDX-License-Identifier: MIT
+"""Times torch's ways to move rows on one GPU, and kvprim's: microseconds per launch in replayed CUDA graphs.
 
     python3 tests/bench_torch.py [LIBRARY]
 
-LIBRARY is what `make lib` builds, build/libkvprim.so; ratios are then of one run. The calls and the clock are those of
-examples/08_torch.py.
+LIBRARY is what `make lib` builds, build/libkvprim.so. With it, ratios are from one run. The calls and the clock come
+from examples/08_torch.py.
 
-Rows are bf16, tables 8 GiB, 8 sets of distinct random rows, rotating dense buffers, medians of interleaved replays of
-64 launches (24 where one moves more than 64 MB). index_select, embedding and kvprim get int32 indices, index_put_ and
-index_copy_ the int64 ones that they require. embedding writes where torch's allocator says. A store is K and V: two
-calls of torch, one of kvprim. Every contender's last launch is compared with what it should have moved, in full, before
-it is timed.
+Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
+of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
+indices; index_put_ and index_copy_ get the int64 ones that they require. embedding writes where torch's allocator says.
+A store is K and V: two calls of torch, one of kvprim. Before a contender is timed, everything that its last launch
+moved is compared with what it should have moved.
 """
 import importlib
 import os
@@ -32,7 +33,7 @@ SETS = 8
 
 
 def random_sets(table_rows, rows):
-    """SETS lists of distinct rows, as int32 and as int64."""
+    """Returns SETS lists of distinct rows, as int32 and as int64."""
     sets = [torch.randperm(table_rows, device="cuda")[:rows].clone() for _ in range(SETS)]
     return [s.to(torch.int32) for s in sets], sets
 
@@ -50,7 +51,7 @@ def launches_for(bytes_moved):
 
 
 def dense_buffers(make, rows, row_bytes, launches):
-    """Enough that a small launch does not find the last one's in the caches; at most 1 GiB."""
+    """Returns enough buffers that a small launch does not find those of the last one in the caches; at most 1 GiB."""
     return [make() for _ in range(max(2, min(launches, (1 << 30) // (rows * row_bytes))))]
 
 

@@ -1,14 +1,15 @@
-/* kvprim_cuda_transfer against the copy engines, and gathers and stores of paged tables against plain ones, on one GPU
-   (and to another one, where there are two), ratios within one run.
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_cuda_transfer with the copy engines, and gathers and stores of paged tables with plain ones, on one
+   GPU (and, if there are two, to another one). Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench_transfer.cu -o build/bench_transfer
        build/bench_transfer [--quick] [--only host|device|peer|paged]
 
-   Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph, but for copies that a
-   graph cannot hold (batches) or that are many, which a stream takes one by one while the GPU is kept waiting. Medians
-   of repetitions in which the contenders take turns. The rows of every transfer are compared with their source before
-   it is timed; gathers and stores of paged tables are not. GB/s of a link count each byte once, those of device memory
-   count it read and written. */
+   Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
+   cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
+   repetitions in which the contenders take turns. The rows of every transfer are compared with their source before it
+   is timed; gathers and stores of paged tables are not. GB/s of a link counts each byte once, GB/s of device memory
+   counts it as read and as written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -16,7 +17,7 @@
 
 constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
 constexpr int64_t host_bytes = 2 * GiB, device_bytes = 8 * GiB; /* of each of two parts of device memory */
-constexpr int64_t copy_bytes = 256 * MiB; /* of the copy that others are compared with, and moved by most launches */
+constexpr int64_t copy_bytes = 256 * MiB; /* of the copy that others are compared with; most launches move as much */
 constexpr int index_sets_count = 4;
 
 static char *host_memory, *device_memory[2], *peer_memory;
@@ -81,7 +82,7 @@ static int64_t bytes_of(const job &j)
     return j.layers * j.to->count * j.row_bytes;
 }
 
-/* The first `rows` of the job's rows. */
+/* Moves the first `rows` of the job's rows. */
 static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
 {
     kvprim_transfer_desc d = {};
@@ -93,6 +94,7 @@ static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
     d.row_bytes = j.row_bytes;
     d.dst_index = j.to->set(i);
     d.src_index = j.from->set(i);
+    d.index_type = KVPRIM_I32;
     d.count = rows;
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
@@ -110,14 +112,14 @@ static const char *src_row(const job &j, int i, int64_t layer, int64_t r)
     return j.src + (layer * j.from->rows + j.from->host_set(i)[r]) * j.row_bytes;
 }
 
-/* The first rows, one copy for each. */
+/* Copies the first rows, one copy for each. */
 static void enqueue_copies(const job &j, int64_t rows, int i)
 {
     for (int64_t r = 0; r < rows; r++)
         CUDA(cudaMemcpyAsync(dst_row(j, i, 0, r), src_row(j, i, 0, r), size_t(j.row_bytes), cudaMemcpyDefault, stream));
 }
 
-/* What cudaMemcpyBatchAsync wants to know of the first rows, made before it is timed. */
+/* What cudaMemcpyBatchAsync needs for the first rows. Made before it is timed. */
 struct copy_list {
     std::vector<const void *> src;
     std::vector<void *> dst;
@@ -154,7 +156,7 @@ static void enqueue_batch(copy_list &list)
 #else
 static void enqueue_batch(copy_list &list)
 {
-    for (size_t k = 0; k < list.sizes.size(); k++) /* without that call: the next best */
+    for (size_t k = 0; k < list.sizes.size(); k++) /* without that call: the next best one */
         CUDA(cudaMemcpyAsync(list.dst[k], list.src[k], list.sizes[k], cudaMemcpyDefault, stream));
 }
 #endif
@@ -175,7 +177,7 @@ __global__ static void compare_rows(const job j, const int32_t *to, const int32_
     }
 }
 
-/* The first `count` rows of every layer. */
+/* Checks the first `count` rows of every layer. */
 static void verify(const char *name, const job &j, int64_t count, int i)
 {
     unsigned long long wrong;
@@ -194,7 +196,7 @@ static void verify(const char *name, const job &j, int64_t count, int i)
 
 /* ---- contenders ---- */
 
-/* `rows`: how many of the job's. */
+/* `rows`: how many of the job's rows. */
 static contender contend(const char *name, const job &j, int64_t rows, const std::function<void(int)> &enqueue)
 {
     contender c = {};
@@ -212,7 +214,7 @@ static contender contend_kvprim(const job &j, int32_t max_sms)
     return contend("kvprim", j, j.to->count, [j, max_sms](int i) { enqueue_job(j, j.to->count, max_sms, i); });
 }
 
-/* On a stream, as often as anything waits for it. */
+/* Uses a stream, as whatever waits for it does. */
 static contender contend_once(const char *name, const job &j, int64_t rows, const std::function<void(int)> &enqueue)
 {
     contender c = contend(name, j, rows, enqueue);
@@ -237,7 +239,8 @@ static contender contend_copy(char *dst, const char *src, bool plain)
 static const int32_t sm_counts[] = {4, 8, 16, 0};
 static std::vector<figure> host_large, host_batch;
 
-/* From the call to the end of its work, the host's time included: of the first as times the second's. */
+/* Times both from the call to the end of its work, including the host's time. Returns the first's time divided by the
+   second's. */
 static double called_ratio(const std::function<void(int)> &first, const std::function<void(int)> &second)
 {
     std::vector<double> us[2];
@@ -314,7 +317,7 @@ static void measure_device_copy()
     printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s\n", device_copy);
 }
 
-/* Of each of 64 layers with room for 2,048 pages of 16 tokens of 2 KB. */
+/* Per layer of 64, which have room for 2,048 pages of 16 tokens of 2 KB. */
 static void device_point(const char *what, int64_t row_bytes, int64_t pages, int64_t offset)
 {
     constexpr int64_t page_bytes = 32 * KiB, table_pages = 2048;
@@ -403,7 +406,7 @@ static void peer()
 
 /* ---- gathers and stores of paged tables ---- */
 
-/* Of 16 tokens of 8 heads of 256 bytes, K and V of a page side by side. */
+/* Pages of 16 tokens of 8 heads of 256 bytes. K and V of a page follow each other. */
 enum { page_rows = 16, heads = 8, head_bytes = 256, token_bytes = heads * head_bytes };
 enum table_kind { PLAIN, NHD, HND };
 
@@ -417,7 +420,10 @@ static kvprim_table cache_table(table_kind kind, char *data, int64_t rows, int v
         return t;
     t.page_rows = page_rows;
     t.page_stride = 2 * half_page;
-    t.heads = kind == HND ? heads : 0;
+    if (kind == HND) {
+        t.heads = heads;
+        t.head_stride = page_rows * head_bytes;
+    }
     return t;
 }
 
@@ -444,6 +450,7 @@ static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int
             d.v = v;
             d.k_bytes = d.v_bytes = token_bytes;
             d.slot = sets.set(i);
+            d.slot_type = KVPRIM_I32;
             d.count = count;
             check_kvprim(kvprim_cuda_store(&d, &launch));
         } else {
@@ -452,6 +459,7 @@ static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int
             d.src = cache_table(kind, device_memory[0], sets.rows, 0);
             d.row_bytes = token_bytes;
             d.index = sets.set(i);
+            d.index_type = KVPRIM_I32;
             d.count = count;
             check_kvprim(kvprim_cuda_gather(&d, &launch));
         }

@@ -1,5 +1,7 @@
-/* As much of CUDA's C++ as the kernels of kvprim_cuda.cuh use, on the CPU, one thread after the other. A kernel that
-   shuffles, synchronises or shares memory cannot run so. Included before kvprim_cuda.cuh, with KVPRIM_CUDA_EMULATE. */
+/* SPDX-License-Identifier: MIT */
+/* The part of CUDA's C++ that the kernels of kvprim_cuda.cuh use, on the CPU, one thread after another. Kernels that
+   shuffle, synchronise or share memory cannot run this way. Include it before kvprim_cuda.cuh, and define
+   KVPRIM_CUDA_EMULATE. */
 #ifndef CUDA_SHIM_H
 #define CUDA_SHIM_H
 
@@ -49,8 +51,8 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 }
 
 [[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
-static bool kvprim_emulate_last_only;            /* of a launch run the last block alone */
-static bool kvprim_emulate_last_first;           /* blocks, and threads in them, run from the last to the first */
+static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
+static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;         /* so far */
 
 template <class Kernel, class Params>
@@ -62,7 +64,7 @@ static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params 
     }
 }
 
-/* Overloaded by tests that look at parameters. */
+/* Tests that look at parameters overload it. */
 template <class Params> static void kvprim_emulate_note(const Params &)
 {
 }

@@ -1,9 +1,11 @@
-/* Drives a libFuzzer target without libFuzzer, for compilers that have no such library: inputs from a generator with a
-   fixed seed, or the files named as arguments, once each. Takes libFuzzer's names for what it understands:
+/* SPDX-License-Identifier: MIT */
+/* Drives a libFuzzer target without libFuzzer, for compilers that have no such library. Inputs come from a generator
+   with a fixed seed, or from the files named as arguments, once each. It takes libFuzzer's names for the options that
+   it has:
 
        fuzz_x [-seed=N] [-runs=N] [-max_total_time=SECONDS] [-max_len=BYTES] [-artifact_prefix=PATH] [FILE...]
 
-   Each input is in PATHlast_input before it is tried, so that a crash leaves it there. */
+   Each input is written to PATHlast_input before it is tried, so that a crash leaves it there. */
 #define _POSIX_C_SOURCE 200809L
 #include <fcntl.h>
 #include <stdint.h>
@@ -25,7 +27,7 @@ static uint64_t random_u64(void) /* splitmix64 */
     return z ^ z >> 31;
 }
 
-/* Any bytes, or mostly small ones, or runs of one byte: as counters, sizes and text each see something plausible. */
+/* Makes any bytes, or mostly small ones, or runs of one byte, so that counters, sizes and text all look plausible. */
 static size_t generate(uint8_t *data, size_t max_len)
 {
     const size_t size = random_u64() % (max_len + 1);
@@ -40,7 +42,7 @@ static size_t generate(uint8_t *data, size_t max_len)
     return size;
 }
 
-/* A copy of exactly its size, so that AddressSanitizer sees reads past it. */
+/* Runs a copy of exactly the input's size, so that AddressSanitizer sees reads past it. */
 static void try(const uint8_t *data, size_t size)
 {
     uint8_t *const copy = malloc(size ? size : 1);
@@ -70,7 +72,7 @@ static double seconds(void)
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* The value of "-name=value", or NULL if the argument is another. */
+/* Returns the value of "-name=value", or NULL for another argument. */
 static const char *value_of(const char *argument, const char *name)
 {
     const size_t n = strlen(name);

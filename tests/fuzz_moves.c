@@ -1,7 +1,8 @@
-/* kvprim_gather, _store and _transfer against a byte-by-byte reading of their contracts: tables with pages and heads in
-   any order of strides, tables that share memory, wild sizes and indices. The reference is written from the text in
-   kvprim.h alone and does its arithmetic in 128 bits. A descriptor that kvprim must accept but that reaches outside the
-   memory it was given here, which kvprim cannot know, is only checked and not run. */
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_gather, _store and _transfer with a byte-by-byte reading of their contracts: tables with pages and
+   heads in any order of strides, tables that share memory, wild sizes and indices. The reference follows only the text
+   in kvprim.h and calculates in 128 bits. kvprim must accept some descriptors that reach outside the memory they have
+   here, because it cannot know that. Those are only checked and not run. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
 #include <stdlib.h>
@@ -11,7 +12,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 enum { MAX_COUNT = 80, MAX_ROW = 300, MAX_LAYERS = 3, MAX_BYTES = 1 << 15, MAX_BLOCKS = 4 * MAX_LAYERS };
 
 __extension__ typedef __int128 wide;
-static const wide too_much = (wide)1 << 63;      /* what exceeds it is as good as it: products of two fit */
+static const wide too_much = (wide)1 << 63;      /* saturates, so that the product of two fits */
 static const wide address_space = (wide)1 << 57; /* a table that exceeds it may be refused for that */
 
 static wide least(wide a, wide b)
@@ -75,7 +76,7 @@ static struct block {
 } blocks[MAX_BLOCKS];
 static size_t blocks_count;
 
-/* What the reference wrote: more than one value for a byte where destinations repeat. */
+/* What the reference wrote: several values for one byte if destinations repeat. */
 static struct write {
     uint8_t *at, value;
 } writes[MAX_COUNT * MAX_ROW * MAX_LAYERS * 2];
@@ -135,10 +136,10 @@ static void compare_blocks(void)
 
 /* ---- the reference ---- */
 
-/* A bit per status that a descriptor must, or may, be refused with. May: where the contract leaves it open. */
+/* One bit per status with which a descriptor must, or may, be refused. `may` is for what the contract leaves open. */
 struct verdict {
     unsigned must, may;
-    int outside; /* valid, but not to be run with the memory that it has here */
+    int outside; /* valid, but it would leave the memory that it has here */
 };
 
 #define BIT(status) (1u << (status))
@@ -157,8 +158,9 @@ static void may(struct verdict *v, int doubtful, kvprim_status status)
 struct layout {
     kvprim_table table;
     wide piece, stride, page_rows, page_stride, heads, head_stride, layers, layer_stride;
-    wide used;   /* rows that may be touched: count where no index leads to others */
-    wide extent; /* bytes from a layer's first to behind the last that is touched; 0 if the geometry is wrong */
+    wide used;   /* rows that may be touched: count, if no index leads to others */
+    wide extent; /* bytes from a layer's start to the end of what is touched; 0 if the geometry is wrong */
+    wide reach;  /* of all rows and layers, from table.data on */
     void *const *bases;
 };
 
@@ -166,7 +168,7 @@ struct dimension {
     wide stride, count;
 };
 
-/* From the innermost dimension out, no step is smaller than what it steps over. */
+/* From the innermost dimension out, each step must be at least as large as what it steps over. */
 static int overlaps_itself(struct dimension *dims, size_t count, wide extent)
 {
     for (; count; count--) {
@@ -201,7 +203,7 @@ static wide offset_of(const struct layout *t, wide row)
                         : times(row, t->stride);
 }
 
-/* Behind the last byte of the first `rows` rows: of the last page, or of the one before if that is the longer one. */
+/* Returns where the first `rows` rows end: in the last page, or in the one before if that reaches further. */
 static wide extent_of(const struct layout *t, wide rows)
 {
     if (rows == 0)
@@ -225,17 +227,20 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     t.table = table;
     t.bases = bases;
     t.layers = most(layers, 1);
-    must(v, negative || row_bytes < 1, KVPRIM_ERROR_SIZE);
+    const int wrong =
+        negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
+    must(v, wrong, KVPRIM_ERROR_SIZE);
+    must(v, table.reserved[0] != 0 || table.reserved[1] != 0, KVPRIM_ERROR_ARGUMENT);
     may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
-    if (negative || row_bytes < 1)
+    if (wrong)
         return t;
 
     t.heads = most(table.heads, 1);
     t.piece = row_bytes / t.heads;
-    t.stride = table.stride ? table.stride : t.piece;
+    t.stride = table.stride ? table.stride : table.head_stride > t.piece ? t.piece : row_bytes;
     t.page_rows = table.page_rows;
     const wide in_page = t.page_rows ? t.page_rows : table.rows;
-    t.head_stride = table.head_stride > 0 ? table.head_stride : times(in_page, t.stride);
+    t.head_stride = t.heads > 1 ? table.head_stride : t.piece;
     const wide page_packed = most(times(t.page_rows, t.stride), t.heads > 1 ? times(t.heads, t.head_stride) : 0);
     t.page_stride = table.page_stride > 0 ? table.page_stride : page_packed;
     const wide whole = t.page_rows ? (table.rows + t.page_rows - 1) / t.page_rows * t.page_rows : table.rows;
@@ -256,13 +261,15 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     may(v, most(all, most(page_packed, t.head_stride)) >= address_space, KVPRIM_ERROR_SIZE);
     if (!bad && !overlap)
         t.extent = extent_of(&t, t.used);
+    t.reach = table.rows > 0 ? extent_of(&t, table.rows) + stack : 0;
+    must(v, table.bytes > 0 && t.reach > table.bytes, KVPRIM_ERROR_SIZE);
     v->outside |= t.extent > MAX_BYTES || stack > MAX_BYTES || t.layers > MAX_LAYERS || row_bytes > MAX_ROW;
     return t;
 }
 
 static uint8_t *layer_of(const struct layout *t, wide layer)
 {
-    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL where no row is: no pointer to add to */
+    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL if there are no rows: no pointer to add to */
     return t->bases ? t->bases[layer] : (uint8_t *)(layers + (uintptr_t)(layer * t->layer_stride));
 }
 
@@ -273,7 +280,8 @@ static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
 
 static void judge_memory(struct verdict *v, const struct layout *t)
 {
-    for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no arrays are made of more than MAX_LAYERS */
+    must(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
+    for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no array has more than MAX_LAYERS */
         const void *const base = t->bases ? t->bases[layer] : t->table.data;
         must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
         may(v, !base, KVPRIM_ERROR_NULL);
@@ -291,16 +299,55 @@ static void judge_overlap(struct verdict *v, const struct layout *a, const struc
             const wide x = (wide)(uintptr_t)layer_of(a, i), y = (wide)(uintptr_t)layer_of(b, j);
             must(v, x < y + b->extent && y < x + a->extent, KVPRIM_ERROR_OVERLAP);
         }
-    /* layers by stride may be taken for one range, with what lies between them */
+    /* layers by stride may be judged as one range, including the gaps between them */
     may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
 }
 
-/* The row that index i leads to, exactly: it may exceed 64 bits. */
-static wide row_of(const void *index, kvprim_index_type type, int64_t base, int64_t i)
+/* Whether a row of one layer overlaps a row of another. */
+static int rows_meet(const struct layout *a, const struct layout *b)
 {
-    if (!index)
+    for (wide i = 0; i < a->used * a->heads; i++)
+        for (wide j = 0; j < b->used * b->heads; j++) {
+            const wide x = (wide)(uintptr_t)byte_of(a, 0, i / a->heads, i % a->heads * a->piece);
+            const wide y = (wide)(uintptr_t)byte_of(b, 0, j / b->heads, j % b->heads * b->piece);
+            if (x < y + b->piece && y < x + a->piece)
+                return 1;
+        }
+    return 0;
+}
+
+/* K and V may interleave. If their strides differ, an overlap of rows need not be noticed. */
+static void judge_pair(struct verdict *v, const struct layout *k, const struct layout *v_cache)
+{
+    const int equal = k->stride == v_cache->stride && k->page_rows == v_cache->page_rows &&
+                      k->heads == v_cache->heads && (k->page_rows == 0 || k->page_stride == v_cache->page_stride) &&
+                      (k->heads == 1 || k->head_stride == v_cache->head_stride);
+    struct verdict shared = {0, 0, v->outside};
+    judge_overlap(&shared, k, v_cache);
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    if (!shared.must || !rows_meet(k, v_cache))
+        return;
+    if (equal)
+        must(v, 1, KVPRIM_ERROR_OVERLAP);
+    else
+        may(v, 1, KVPRIM_ERROR_OVERLAP);
+}
+
+/* How a side names its rows. `data` NULL: row i. */
+struct index_list {
+    const void *data;
+    kvprim_index_type type;
+    int64_t base, stride;
+};
+
+/* Returns the row of index i exactly: it may exceed 64 bits. */
+static wide row_of(const struct index_list *x, int64_t i)
+{
+    const int64_t at = i * (x->stride ? x->stride : 1);
+    if (!x->data)
         return i;
-    return (type == KVPRIM_I64 ? (wide)((const int64_t *)index)[i] : (wide)((const int32_t *)index)[i]) - base;
+    return (x->type == KVPRIM_I64 ? (wide)((const int64_t *)x->data)[at] : (wide)((const int32_t *)x->data)[at]) -
+           x->base;
 }
 
 static void expect_row(const struct layout *dst, wide dst_row, const struct layout *src, wide src_row,
@@ -313,7 +360,7 @@ static void expect_row(const struct layout *dst, wide dst_row, const struct layo
 
 /* ---- descriptors from input ---- */
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or the defaults. */
+/* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
 static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes)
 {
     kvprim_table t;
@@ -323,9 +370,11 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
     if (t.heads > 1 && row_bytes % t.heads != 0 && !chance(in, 16))
         t.heads = 1;
     t.page_rows = chance(in, 2) ? (int64_t)(take(in, 1) % 6) : 0;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, pages = t.page_rows ? (rows + in_page - 1) / in_page : 1;
+    if (t.heads > 1)
+        t.head_stride = (in_page > 1 ? in_page : 1) * (row_bytes / t.heads);
     if (chance(in, 2))
         return t;
-    const int64_t in_page = t.page_rows ? t.page_rows : rows, pages = t.page_rows ? (rows + in_page - 1) / in_page : 1;
     int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
     const int64_t counts[] = {in_page, pages, t.heads > 1 ? t.heads : 1};
     int64_t extent = t.heads > 1 ? row_bytes / t.heads : row_bytes;
@@ -338,8 +387,20 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
     return t;
 }
 
+/* Sets `bytes` to exactly what the table reaches, or to a byte more or less. */
+static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, int32_t layers, int64_t layer_stride,
+                       void *const *bases)
+{
+    struct verdict ignored = {0, 0, 0};
+    if (!chance(in, 4))
+        return;
+    const struct layout l = judge_table(&ignored, *t, row_bytes, t->rows, layers, layer_stride, bases);
+    t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(l.reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
+}
+
 static void spoil_table(struct input *in, kvprim_table *t)
 {
+    t->reserved[take(in, 1) % 2] = chance(in, 200);
     if (!chance(in, 16))
         return;
     int64_t *const fields[] = {&t->rows, &t->stride, &t->page_rows, &t->page_stride, &t->head_stride};
@@ -351,23 +412,28 @@ static void spoil_table(struct input *in, kvprim_table *t)
         t->heads = (int32_t)(uint64_t)value;
 }
 
-/* count indices around [0, rows) + base, some of them wild, in a block of exactly their size. */
-static void *take_index(struct input *in, kvprim_index_type type, int64_t count, int64_t rows, int64_t base)
+/* Makes `count` indices around [0, rows) + base, some of them wild, in a block of exactly their size. They are `stride`
+   elements apart. */
+static void *take_index(struct input *in, struct index_list *x, int64_t count, int64_t rows)
 {
-    const size_t width = type == KVPRIM_I64 ? 8 : 4;
-    uint8_t *const index = malloc((size_t)count * width + 1);
+    const size_t width = x->type == KVPRIM_I64 ? 8 : 4, step = (size_t)(x->stride ? x->stride : 1);
+    const size_t elements = count > 0 ? ((size_t)count - 1) * step + 1 : 0;
+    const int64_t base = x->base;
+    uint8_t *const index = malloc(elements * width + 1);
     require(index != NULL, "out of memory");
+    x->data = index;
+    memset(index, 0x55, elements * width);
     const uint64_t range = (uint64_t)(rows < 0 || rows > 64 ? 64 : rows) + 4;
     for (int64_t i = 0; i < count; i++) {
-        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* wraps, as the value is all that counts */
+        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* may wrap: only the value counts */
         const int64_t value = chance(in, 16) ? take_wild(in) : (int64_t)row;
         const int32_t narrow = (int32_t)(uint32_t)(uint64_t)value;
-        memcpy(index + (size_t)i * width, type == KVPRIM_I64 ? (const void *)&value : (const void *)&narrow, width);
+        memcpy(index + (size_t)i * step * width, width == 8 ? (const void *)&value : (const void *)&narrow, width);
     }
     return index;
 }
 
-/* Gives a table its memory: blocks of its own, or a place in the block of the table before. */
+/* Gives a table its memory: its own blocks, or a place in the previous table's block. */
 static void place(struct input *in, struct layout *t, void **bases)
 {
     const wide layers = least(most(t->layers, 1), MAX_LAYERS);
@@ -375,23 +441,22 @@ static void place(struct input *in, struct layout *t, void **bases)
     const size_t bytes = (size_t)(least(t->extent, MAX_BYTES) + stack), shift = take(in, 1) % 17;
     const struct block *const before = blocks_count ? &blocks[blocks_count - 1] : NULL;
     for (wide layer = 0; t->bases && layer < layers; layer++)
-        bases[layer] = chance(in, 64) ? NULL : new_block(bytes + shift) + shift;
+        bases[layer] = chance(in, 64) ? NULL : layer && chance(in, 64) ? bases[0] : new_block(bytes + shift) + shift;
     if (t->bases)
         return;
     if (before && bytes <= before->bytes && chance(in, 4))
         t->table.data = before->now + take(in, 2) % (before->bytes - bytes + 1);
     else
         t->table.data = new_block(shift + bytes + (chance(in, 4) ? take(in, 2) % 2000 : 0)) + shift;
-    if (chance(in, 64))
+    if ((t->table.rows == 0 && !chance(in, 8)) || chance(in, 64))
         t->table.data = NULL;
 }
 
 /* ---- the three operations ---- */
 
-/* What all of them begin with: how many rows of how many bytes, and the indices into how many others. */
+/* All three operations begin with this: the number of rows to move, their bytes, and the rows of the indexed side. */
 struct shape {
-    int64_t count, row_bytes, rows, base;
-    kvprim_index_type type;
+    int64_t count, row_bytes, rows;
 };
 
 static int64_t take_row_bytes(struct input *in)
@@ -402,16 +467,23 @@ static int64_t take_row_bytes(struct input *in)
 static struct shape take_shape(struct input *in)
 {
     struct shape s;
-    const int many = chance(in, 4); /* more rows than kvprim has in flight */
+    const int many = chance(in, 4); /* more rows than kvprim prefetches ahead */
     s.row_bytes = take_row_bytes(in);
     s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
     s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
-    s.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
-    s.type = chance(in, 64) ? (kvprim_index_type)2 : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
     return s;
 }
 
-/* Rows of a side without an index: at least count, or at times one too few. */
+static struct index_list take_list(struct input *in)
+{
+    struct index_list x = {NULL, KVPRIM_I32, 0, 0};
+    x.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
+    x.stride = chance(in, 4) ? (int64_t)(take(in, 1) % 4) : 0;
+    x.type = chance(in, 64) ? (kvprim_index_type)(chance(in, 2) ? 3 : 0) : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
+    return x;
+}
+
+/* Rows of a side without an index: at least count, or sometimes one too few. */
 static int64_t rows_for(struct input *in, int64_t count)
 {
     return count + (chance(in, 2) ? (int64_t)(take(in, 1) % 4) : 0) - chance(in, 32);
@@ -423,23 +495,28 @@ static void spoil(struct input *in, int64_t *size)
         *size = take_wild(in);
 }
 
-static void judge_index(struct verdict *v, const void *index, kvprim_index_type type)
+/* `stride` is the descriptor's, which may be spoilt. */
+static void judge_index(struct verdict *v, const struct index_list *x, int64_t stride, int64_t count)
 {
-    must(v, !index, KVPRIM_ERROR_NULL);
-    must(v, type != KVPRIM_I32 && type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
+    must(v, stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, stride > 1 << 20, KVPRIM_ERROR_SIZE); /* there may be a limit */
+    may(v, times(times(most(count, 0), 8), most(stride, 1)) >= address_space, KVPRIM_ERROR_SIZE);
+    must(v, !x->data, KVPRIM_ERROR_NULL);
+    must(v, x->type != KVPRIM_I32 && x->type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
+    v->outside |= stride != x->stride;
 }
 
-static uint32_t rejected; /* what the descriptors point at */
+static uint32_t rejected; /* descriptors point at it */
 
 static uint32_t *take_rejected(struct input *in)
 {
     rejected = chance(in, 8) ? UINT32_MAX : (uint32_t)take(in, 1);
-    (void)kvprim_fail(KVPRIM_OK, "%s", ""); /* so that an error's text is seen to be its own */
+    (void)kvprim_fail(KVPRIM_OK, "%s", ""); /* so that an error's text must be its own */
     return chance(in, 4) ? NULL : &rejected;
 }
 
-/* After the check, which must agree with the verdict: whether the operation is to succeed. If not, it may still be
-   called where it says so itself. */
+/* Compares the check's status with the verdict. Returns whether the operation is to succeed. If not, it may still be
+   called if the check refused it. */
 static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
 {
     if (count == 0)
@@ -450,7 +527,7 @@ static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
     return checked == KVPRIM_OK && (count == 0 || !v->outside);
 }
 
-/* The operation has run, or is one that must not; `late` is what the reference adds to *rejected. */
+/* Ends a call that has run, or must not run. Compares *rejected and all memory. */
 static void end_call(kvprim_status checked, kvprim_status status, uint32_t rejected_expected)
 {
     require(checked == status, "the check and the operation differ");
@@ -464,20 +541,25 @@ static void fuzz_gather(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_gather_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.index_type = s.type;
-    d.index_base = s.base;
+    struct index_list x = take_list(in);
+    d.index_type = x.type;
+    d.index_base = x.base;
+    d.index_stride = x.stride;
     d.row_bytes = s.row_bytes;
     d.count = s.count;
     d.src = take_table(in, s.rows, s.row_bytes);
     d.dst = take_table(in, rows_for(in, s.count), s.row_bytes);
-    void *const index = take_index(in, s.type, s.count, s.rows, s.base);
-    d.index = chance(in, 64) ? NULL : index;
+    void *const index = take_index(in, &x, s.count, s.rows);
+    x.data = d.index = chance(in, 64) ? NULL : index;
+    spoil(in, &d.index_stride);
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
     spoil(in, &d.row_bytes);
     spoil(in, &d.count);
     d.rejected = take_rejected(in);
 
+    take_bytes(in, &d.src, d.row_bytes, 0, 0, NULL);
+    take_bytes(in, &d.dst, d.row_bytes, 0, 0, NULL);
     struct layout src = judge_table(&v, d.src, d.row_bytes, d.src.rows, 0, 0, NULL);
     struct layout dst = judge_table(&v, d.dst, d.row_bytes, d.count, 0, 0, NULL);
     place(in, &src, NULL);
@@ -486,7 +568,7 @@ static void fuzz_gather(struct input *in)
     d.dst = dst.table;
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.index, d.index_type);
+    judge_index(&v, &x, d.index_stride, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
     judge_overlap(&v, &dst, &src);
@@ -495,7 +577,7 @@ static void fuzz_gather(struct input *in)
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(d.index, d.index_type, d.index_base, i);
+        const wide row = row_of(&x, i);
         expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row, d.row_bytes);
         expected += d.rejected && row >= d.src.rows;
     }
@@ -510,8 +592,10 @@ static void fuzz_store(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_store_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.slot_type = s.type;
-    d.slot_base = s.base;
+    struct index_list x = take_list(in);
+    d.slot_type = x.type;
+    d.slot_base = x.base;
+    d.slot_stride = x.stride;
     d.k_bytes = s.row_bytes;
     d.v_bytes = chance(in, 2) ? take_row_bytes(in) : s.row_bytes;
     d.count = s.count;
@@ -519,8 +603,9 @@ static void fuzz_store(struct input *in)
     d.v_cache = take_table(in, s.rows, d.v_bytes);
     d.k = take_table(in, rows_for(in, s.count), d.k_bytes);
     d.v = take_table(in, rows_for(in, s.count), d.v_bytes);
-    void *const slot = take_index(in, s.type, s.count, s.rows, s.base);
-    d.slot = chance(in, 64) ? NULL : slot;
+    void *const slot = take_index(in, &x, s.count, s.rows);
+    x.data = d.slot = chance(in, 64) ? NULL : slot;
+    spoil(in, &d.slot_stride);
     kvprim_table *const tables[] = {&d.k_cache, &d.v_cache, &d.k, &d.v};
     spoil_table(in, tables[take(in, 1) % 4]);
     spoil_table(in, tables[take(in, 1) % 4]);
@@ -530,6 +615,8 @@ static void fuzz_store(struct input *in)
 
     const int k_only = chance(in, 4);
     struct verdict v_half = {0, 0, 0};
+    take_bytes(in, &d.k_cache, d.k_bytes, 0, 0, NULL);
+    take_bytes(in, &d.v, d.v_bytes, 0, 0, NULL);
     struct layout k_cache = judge_table(&v, d.k_cache, d.k_bytes, d.k_cache.rows, 0, 0, NULL);
     struct layout k = judge_table(&v, d.k, d.k_bytes, d.count, 0, 0, NULL);
     struct layout v_cache = judge_table(&v_half, d.v_cache, d.v_bytes, d.v_cache.rows, 0, 0, NULL);
@@ -538,15 +625,18 @@ static void fuzz_store(struct input *in)
     place(in, &v_cache, NULL);
     place(in, &k, NULL);
     place(in, &v_in, NULL);
-    if (k_only)
-        v_cache.table.data = NULL;
+    if (k_only) {
+        memset(&v_cache.table, 0, sizeof v_cache.table);
+        memset(&v_in.table, 0, sizeof v_in.table);
+        d.v_bytes = 0;
+    }
     d.k_cache = k_cache.table;
     d.v_cache = v_cache.table;
     d.k = k.table;
     d.v = v_in.table;
     must(&v, d.count < 0 || d.k.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    judge_index(&v, d.slot, d.slot_type);
+    judge_index(&v, &x, d.slot_stride, d.count);
     judge_memory(&v, &k_cache);
     judge_memory(&v, &k);
     judge_overlap(&v, &k_cache, &k);
@@ -555,21 +645,21 @@ static void fuzz_store(struct input *in)
         v.may |= v_half.may;
         v.outside |= v_half.outside;
         must(&v, d.v.rows < d.count || d.k_cache.rows != d.v_cache.rows, KVPRIM_ERROR_SIZE);
+        judge_memory(&v, &v_cache);
         judge_memory(&v, &v_in);
         judge_overlap(&v, &v_cache, &v_in);
         judge_overlap(&v, &v_cache, &k);
         judge_overlap(&v, &k_cache, &v_in);
-        /* caches that interleave are fine, caches that share bytes need not be seen to */
-        struct verdict shared = {0, 0, v.outside};
-        judge_overlap(&shared, &k_cache, &v_cache);
-        may(&v, shared.must != 0 || d.k_cache.data == d.v_cache.data, KVPRIM_ERROR_OVERLAP);
+        judge_pair(&v, &k_cache, &v_cache);
+    } else {
+        must(&v, d.k_cache.rows != 0 && (d.v.data || d.v_bytes), KVPRIM_ERROR_NULL);
     }
 
     const kvprim_status checked = kvprim_store_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(d.slot, d.slot_type, d.slot_base, i);
+        const wide row = row_of(&x, i);
         expected += d.rejected && row >= d.k_cache.rows;
         if (row < 0 || row >= d.k_cache.rows)
             continue;
@@ -582,16 +672,26 @@ static void fuzz_store(struct input *in)
     free(slot);
 }
 
-/* One cache on both sides. A row that is written and read in one call has no bytes that could be expected. */
+/* No layer is written twice. */
+static void judge_layers(struct verdict *v, const struct layout *dst)
+{
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    for (wide i = 0; dst->bases && !v->outside && i < dst->layers; i++)
+        for (wide j = 0; j < i; j++)
+            must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
+}
+
+/* dst and src are one cache. A row that is both written and read in one call has no bytes to expect. */
 static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
-                             const struct layout *src, int same)
+                             const struct layout *src, const struct index_list *to, const struct index_list *from,
+                             int same)
 {
     must(v, d->same_cache != 0 && d->same_cache != 1, KVPRIM_ERROR_ARGUMENT);
     if (!d->same_cache) {
         judge_overlap(v, dst, src);
         return;
     }
-    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* of the cache and indices as far as count says */
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* for the cache and the indices, if count is wild */
     if (!same) {                              /* two caches that may lie in one place */
         must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
         may(v, 1, KVPRIM_ERROR_ARGUMENT);
@@ -599,7 +699,22 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
     }
     for (int64_t i = 0; !v->outside && i < d->count; i++)
         for (int64_t j = 0; j < d->count; j++)
-            v->outside |= row_of(d->dst_index, d->index_type, 0, i) == row_of(d->src_index, d->index_type, 0, j);
+            v->outside |= row_of(to, i) == row_of(from, j);
+}
+
+/* If both sides have the same type, only index_type says so; otherwise src has its own. */
+static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, const struct index_list *from)
+{
+    d->index_type = to->type;
+    d->src_index_type = from->type == to->type ? (kvprim_index_type)0 : from->type;
+    if (from->type == (kvprim_index_type)0) { /* not set, so the common type must not be set either */
+        d->index_type = (kvprim_index_type)0;
+        d->dst_index_type = to->type;
+    }
+    d->dst_index_base = to->base;
+    d->src_index_base = from->base;
+    d->dst_index_stride = to->stride;
+    d->src_index_stride = from->stride;
 }
 
 static void fuzz_transfer(struct input *in)
@@ -608,7 +723,7 @@ static void fuzz_transfer(struct input *in)
     struct verdict v = {0, 0, 0};
     kvprim_transfer_desc d, resolved;
     memset(&d, 0, sizeof d);
-    d.index_type = s.type;
+    struct index_list to_list = take_list(in), from_list = take_list(in);
     d.row_bytes = s.row_bytes;
     d.count = s.count;
     d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
@@ -617,15 +732,16 @@ static void fuzz_transfer(struct input *in)
     const int64_t src_rows = src_indexed ? s.rows : rows_for(in, s.count);
     d.dst = take_table(in, dst_rows, s.row_bytes);
     d.src = take_table(in, src_rows, s.row_bytes);
-    void *const dst_index = take_index(in, s.type, s.count, dst_rows, 0);
-    void *const src_index = take_index(in, s.type, s.count, src_rows, 0);
-    d.dst_index = dst_indexed ? dst_index : NULL;
-    d.src_index = src_indexed ? src_index : NULL;
+    void *const dst_index = take_index(in, &to_list, s.count, dst_rows);
+    void *const src_index = take_index(in, &from_list, s.count, src_rows);
+    to_list.data = d.dst_index = dst_indexed ? dst_index : NULL;
+    from_list.data = d.src_index = src_indexed ? src_index : NULL;
+    set_lists(&d, &to_list, &from_list);
     void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
     d.dst_layers = chance(in, 3) ? dst_bases : NULL;
     d.src_layers = chance(in, 3) ? src_bases : NULL;
-    d.dst_layer_stride = chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
-    d.src_layer_stride = chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.dst_layer_stride = (!d.dst_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.src_layer_stride = (!d.src_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
     spoil_table(in, &d.src);
     spoil_table(in, &d.dst);
     if (same) {
@@ -636,13 +752,17 @@ static void fuzz_transfer(struct input *in)
     d.same_cache = chance(in, 32) ? (int32_t)(uint64_t)take_wild(in) : same;
     spoil(in, &d.row_bytes);
     spoil(in, &d.count);
-    if (!same)
-        spoil(in, chance(in, 2) ? &d.dst_layer_stride : &d.src_layer_stride);
+    const int of_dst = chance(in, 2);
+    if (!same && !(of_dst ? d.dst_layers : d.src_layers))
+        spoil(in, of_dst ? &d.dst_layer_stride : &d.src_layer_stride);
     if (!d.dst_layers && !d.src_layers && chance(in, 48))
         d.layers = (int32_t)(uint64_t)take_wild(in);
     d.rejected = take_rejected(in);
 
     const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
+    take_bytes(in, &d.dst, d.row_bytes, d.layers, d.dst_layer_stride, d.dst_layers);
+    if (!same)
+        take_bytes(in, &d.src, d.row_bytes, d.layers, d.src_layer_stride, d.src_layers);
     struct layout src = judge_table(&v, d.src, d.row_bytes, src_used, d.layers, d.src_layer_stride, d.src_layers);
     struct layout dst = judge_table(&v, d.dst, d.row_bytes, dst_used, d.layers, d.dst_layer_stride, d.dst_layers);
     if (same) {
@@ -655,20 +775,24 @@ static void fuzz_transfer(struct input *in)
     }
     d.src = src.table;
     d.dst = dst.table;
+    must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
-    if (d.dst_index || d.src_index)
-        judge_index(&v, dst_index, d.index_type);
+    if (d.dst_index)
+        judge_index(&v, &to_list, d.dst_index_stride, d.count);
+    if (d.src_index)
+        judge_index(&v, &from_list, d.src_index_stride, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
-    judge_same_cache(&v, &d, &dst, &src, same);
+    judge_layers(&v, &dst);
+    judge_same_cache(&v, &d, &dst, &src, &to_list, &from_list, same);
 
     const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide to = row_of(d.dst_index, d.index_type, 0, i), from = row_of(d.src_index, d.index_type, 0, i);
+        const wide to = row_of(&to_list, i), from = row_of(&from_list, i);
         expected += d.rejected && (to >= d.dst.rows || from >= d.src.rows);
         if (to >= 0 && to < d.dst.rows && from >= 0 && from < d.src.rows)
             expect_row(&dst, to, &src, from, d.row_bytes);

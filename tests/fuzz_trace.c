@@ -1,7 +1,7 @@
-/* Fuzzes the trace reader's lines: what it accepts must be a request, what it refuses must have a reason.
+/* SPDX-License-Identifier: MIT */
+/* Fuzzes the lines of the trace reader. What it accepts must be a request, and what it refuses must have a reason.
 
-       clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz_trace.c -o build/fuzz_trace
-*/
+       clang -g -O1 -fsanitize=fuzzer,address,undefined -I. tests/fuzz_trace.c -o build/fuzz_trace */
 #include "examples/kv_trace.h"
 #include <ctype.h>
 
@@ -23,7 +23,7 @@ static void check_error(const char *error, size_t size)
         CHECK(isprint((unsigned char)*error));
 }
 
-/* The request as the format writes it must be read as the same request. */
+/* Writes the request as the format has it; it must be read as the same request. */
 static void check_round_trip(const kv_trace_request *request, const int64_t *ids)
 {
     const size_t capacity = 160 + 21 * request->id_count;
@@ -46,7 +46,7 @@ static void check_round_trip(const kv_trace_request *request, const int64_t *ids
     free(line);
 }
 
-/* All of the input as one line, in buffers of exactly the promised size. */
+/* Reads all of the input as one line, in buffers of exactly the promised size. */
 static void check_parse(const uint8_t *data, size_t size)
 {
     char *const line = (char *)malloc(size + !size), error[96] = "";
@@ -65,7 +65,7 @@ static void check_parse(const uint8_t *data, size_t size)
     free(line);
 }
 
-/* The input's lines as a file's. */
+/* Reads the input's lines as a file's lines. */
 static void check_lines(const uint8_t *data, size_t size)
 {
     kv_trace trace = {0};

@@ -1,5 +1,6 @@
-# What the scripts about GPUs have in common: `. tests/gpu.sh` reads it, from the top folder. CUDA_HOME, NVCC,
-# CUDA_ARCH, CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
+# SPDX-License-Identifier: MIT
+# Shared by the scripts about GPUs, which read it with `. tests/gpu.sh` in the top folder. CUDA_HOME, NVCC, CUDA_ARCH,
+# CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 #
 # NVLink multicast stays off unless NCCL_NVLS_ENABLE says otherwise.
 
@@ -8,7 +9,7 @@
 export NCCL_NVLS_ENABLE
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
-# system_headers FOLDER...: the flags for them, but for /usr/include, which C++'s own headers must find last.
+# system_headers FOLDER...: prints the flags for them, except for /usr/include, which C++'s own headers must find last.
 system_headers()
 {
     for folder; do
@@ -16,7 +17,7 @@ system_headers()
     done
 }
 
-# For nvcc: to compile with NCCL, and to link with that very library, which may have no other name than libnccl.so.2.
+# nvcc's flags to compile with NCCL, and to link with that very library, whose only name may be libnccl.so.2.
 nccl_headers=$(system_headers "$NCCL_INCLUDE")
 nccl_link=
 [ -z "$NCCL_LIBRARY" ] ||
@@ -33,7 +34,7 @@ tool()
     return 1
 }
 
-# recorded FILE HEADERS COMMAND...: what the command prints, behind the headers' checksums, is also kept in
+# recorded FILE HEADERS COMMAND...: prints the headers' checksums and the command's output, and keeps both in
 # tests/results/FILE.
 recorded()
 {

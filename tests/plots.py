@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The pictures and figures of what was measured: tests/results/*.txt into tests/results/*.svg and README.md's tables.
+# SPDX-License-Identifier: MIT
+"""Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and README.md's tables.
 
-    python3 tests/plots.py            from the top folder: writes them; `make plots` calls it
-    python3 tests/plots.py --check    says which of them do not match the results, exit code 1; `make check` calls it
+    python3 tests/plots.py            writes them, from the top folder; `make plots` calls it
+    python3 tests/plots.py --check    names those that do not match the results and exits with 1; `make check` calls it
 
-A table is found by its title and its column headings, so that a benchmark which prints another table fails here and
-draws nothing wrong. The same results give the same bytes. Needs Python 3.6, and nothing else.
+Tables are found by title and column headings, so if a benchmark prints another table, this fails and draws nothing
+wrong. The same results give the same bytes. Needs Python 3.6 and nothing else.
 """
 import math
 import re
@@ -34,7 +35,7 @@ class Results:
         sys.exit(f'{RESULTS}{self.name}: {what} (what prints it and tests/plots.py must agree)')
 
     def find(self, pattern):
-        """What the first group matches, in the first line that contains the pattern."""
+        """Returns what the first group matches in the first line that contains the pattern."""
         for line in self.lines:
             match = re.search(pattern, line)
             if match:
@@ -42,15 +43,15 @@ class Results:
         return self.fail(f"no line like '{pattern}'")
 
     def parts(self, pattern):
-        """[(what the group matches, Results)] of the parts whose first line, which begins with ==, is like that."""
+        """Returns [(what the group matches, Results)] for the parts whose first line begins with == and matches."""
         starts = [i for i, line in enumerate(self.lines) if line.startswith('==')] + [len(self.lines)]
         parts = [(re.fullmatch(pattern, self.lines[a]), self.lines[a:b]) for a, b in zip(starts, starts[1:])]
         return ([(match.group(1), Results(self.name, lines)) for match, lines in parts if match]
                 or self.fail(f"no part like '{pattern}'"))
 
     def table(self, title, columns, key, *counts):
-        """{key: numbers} of the table under these two lines, up to an empty one. `key` is a pattern for what a row
-        begins with, then come as many numbers as one of `counts`. Verdicts and remarks in between are passed over."""
+        """Returns {key: numbers} from the table after these two lines, up to an empty line. `key` is a pattern for the
+        start of a row. As many numbers follow it as one of `counts`. Verdicts and remarks in between are skipped."""
         heads = [line.split() for line in self.lines]
         at = [i for i in range(len(heads) - 1) if heads[i] == title.split() and heads[i + 1] == columns.split()]
         if not at:
@@ -70,7 +71,7 @@ class Results:
 
 
 class Table(dict):
-    """What is looked up is there, or the file and the table are named."""
+    """Names the file and the table if what is looked up is not there."""
 
     def __init__(self, results, title):
         dict.__init__(self)
@@ -81,7 +82,7 @@ class Table(dict):
 
 
 def size(text):
-    """'64 KB' in bytes."""
+    """Returns the bytes of '64 KB', say."""
     number, unit = text.split()
     return int(number) << {'B': 0, 'KB': 10, 'MB': 20}[unit]
 
@@ -124,7 +125,7 @@ ALL_REDUCE = COLLECTIVES['all-reduce']
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, RIGHT, GAP, BOTTOM = 720, 400, 58, 704, 22, 334
-# Okabe and Ito's colours, which colour-blind readers tell apart; a dash and a marker each, for those who see none.
+# Okabe and Ito's colours, which colour-blind readers can tell apart, each with a dash and a marker for print in grey.
 STYLES = {
     'ours': ('#0072b2', 3, '', 'circle'),
     'ours too': ('#56b4e9', 2, '', 'circle'),
@@ -164,7 +165,7 @@ def line(points, style):
 
 
 def legend(series, top):
-    """Line and name of each, as many to a row as fit: letters are taken as wide as a wide font has them."""
+    """Draws line and name of each series, as many per row as fit, with letters as wide as in a wide font."""
     parts, x, y = [], 16, top
     for name, style in series:
         width = 52 + 7 * len(name)
@@ -180,7 +181,7 @@ STEPS = [s * 10 ** p if p >= 0 else s / 10 ** -p for p in range(-3, 8) for s in 
 
 
 def y_range(values, linear):
-    """Its least and largest value, and those to mark."""
+    """Returns the axis's smallest and largest value, and the values to mark."""
     if linear:
         step = min(s for s in STEPS if max(values) / s <= 6)
         return 0, step * math.ceil(max(values) / step), [step * i for i in range(math.ceil(max(values) / step) + 1)]
@@ -189,7 +190,7 @@ def y_range(values, linear):
 
 
 def panel(heading, series, left, right, top, x_labels, y_axis):
-    """`x_labels`: {value: label} from the least x to the largest, on a logarithmic axis; `y_axis`: of y_range."""
+    """`x_labels`: {value: label} from the smallest x to the largest, on a logarithmic axis; `y_axis`: from y_range."""
     low, high, marks = y_axis
     first, last = min(x_labels), max(x_labels)
 
@@ -215,8 +216,8 @@ def panel(heading, series, left, right, top, x_labels, y_axis):
 
 
 def picture(title, subtitle, x_title, x_labels, panels, source, linear=False):
-    """An SVG of panels [(heading, [(name, style, [(x, y)])])] side by side with the same axes. Of a panel's series the
-    last lies on top. The background is the picture's own, so that it can be read on light and on dark pages."""
+    """Returns an SVG of panels [(heading, [(name, style, [(x, y)])])] side by side with the same axes. A panel's last
+    series lies on top. The picture has its own background, so that it is readable on light and on dark pages."""
     names = {name: style for _, series in panels for name, style, _ in series[::-1]}
     names = sorted(names.items(), key=lambda item: not item[1].startswith('ours'))
     points = [point for _, series in panels for _, _, some in series for point in some]
@@ -247,19 +248,19 @@ BYTES = {size(label): label for label in ('256 B', '1 KB', '4 KB', '16 KB', '64 
 
 
 def column(table, row_bytes, at):
-    """[(rows, us)] of the rows of so many bytes, where the column has a number."""
+    """Returns [(rows, us)] for rows of that many bytes, where the column has a number."""
     rows = [(key.split(), values) for key, values in table.items()]
     return [(int(key[1]), values[at]) for key, values in rows if int(key[0]) == row_bytes and at < len(values)]
 
 
 def limit(row_bytes, most):
-    """[(rows, us)] of an empty kernel, and of a device-to-device copy of as many bytes where that takes longer."""
+    """Returns [(rows, us)] of an empty kernel, or of a device-to-device copy of as many bytes if that takes longer."""
     us_per_row = 2 * row_bytes / (COPY * 1e3)
     return [(1, EMPTY), (EMPTY / us_per_row, EMPTY), (most, us_per_row * most)]
 
 
 def over_rows(title, subtitle, of, lines):
-    """Time over the number of rows, for three row sizes; `of` is how many rows a token has."""
+    """Draws time over the number of rows, for three row sizes. `of` is how many rows a token has."""
     panels = []
     for row_bytes in (128, 2048, 14336):
         series = [(name, style, column(table, row_bytes, at)) for name, style, table, at in lines]
@@ -283,7 +284,7 @@ def store():
 
 
 def unpack():
-    """Batches of equal fragments, those of 16 MB and more. A row's microseconds times its GB/s are its bytes."""
+    """Draws batches of equal fragments of at least 16 MB. A row's microseconds times its GB/s give its bytes."""
     panels = []
     for heading, offset in (('aligned to 16 bytes', 0), ('sources 3 bytes off', 3)):
         matches = {key: re.fullmatch(rf'([\d,]+) x (\d+ [KM]?B) {offset}', key) for key in UNPACK}
@@ -337,7 +338,7 @@ def prefix():
 
 
 def rounded(number, form='.2f'):
-    return format(number + 1e-9, form)  # what was printed as 0.815 is 0.82
+    return format(number + 1e-9, form)  # so that a printed 0.815 becomes 0.82
 
 
 def slashes(numbers, form='.2f', by=' / '):

@@ -1,14 +1,16 @@
-# What tests/profile.sh makes readable, by -v what=
+# SPDX-License-Identifier: MIT
+# Makes tool output readable for tests/profile.sh. -v what= is one of
 #
-#     sass      `cuobjdump --dump-resource-usage`, then `cuobjdump -sass`: a line for each kernel, exit 1 if one FAILs
-#     cfg       `nvdisasm -bbcfg`: a .dot file for each kernel into the folder -v into=, and a line
-#     table     ncu's raw page as CSV behind the plan of build/ncu/profile: table and checklist, exit 1 if a line is NOT
-#     compare   two such files
+#     sass      reads `cuobjdump --dump-resource-usage`, then `cuobjdump -sass`: a line per kernel, exit 1 if one FAILs
+#     cfg       reads `nvdisasm -bbcfg`: writes a .dot file for each kernel to the folder -v into=, and prints a line
+#     table     reads the plan of build/ncu/profile, then ncu's raw page as CSV: a table and a checklist, exit 1 if a
+#               line says NOT
+#     compare   reads two such files
 #
-# Of ncu's CSV: the first row names the columns, the second their units, then each kernel has a row. Several such tables
+# The first row of ncu's CSV names the columns, the second their units; then each kernel has a row. Several such tables
 # may follow each other. A plan's line is `# operation|kernel|bytes moved|kind`, in the order in which kernels run.
 
-# _Z11kvpn_kernelI13kvpn_one_shotLi8ELb1EEv... as kvpn_kernel<kvpn_one_shot,8,1>
+# Turns _Z11kvpn_kernelI13kvpn_one_shotLi8ELb1EEv... into kvpn_kernel<kvpn_one_shot,8,1>.
 function short_name(mangled, name, arguments)
 {
     rest = substr(mangled, 3)
@@ -23,7 +25,7 @@ function short_name(mangled, name, arguments)
     return name "<" arguments ">"
 }
 
-# The name at the start of `rest`, which its length precedes; both are taken off.
+# Takes the name at the start of `rest`, and the length before it, off `rest`.
 function counted_name(length_of, name)
 {
     length_of = rest + 0
@@ -41,7 +43,7 @@ function argument(value)
     rest = substr(rest, 2)
     if (value != "L")
         return value == "j" ? "u32" : value == "m" ? "u64" : value
-    if (rest ~ /^[0-9]/) # of an enum
+    if (rest ~ /^[0-9]/) # an enum's value
         counted_name()
     else
         rest = substr(rest, 2)
@@ -53,7 +55,7 @@ function argument(value)
 
 # ---- sass ----
 
-# The operation whose main path a kernel is, for data in whole 16-byte words; "": none's.
+# Returns the operation whose main path a kernel is, for data in whole 16-byte words, or "".
 function main_path(mangled)
 {
     if (mangled ~ /kvpc_(gather|store)_kernelI(Lj[0-9]+E)+Lb1E/)
@@ -92,9 +94,9 @@ function used(kernel, instruction)
     return uses[kernel, instruction, "wide"] + uses[kernel, instruction, "narrow"]
 }
 
-# What is wrong with a kernel. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each. One of
-# the collectives also stores which half of its slots is next, and, wherever it waits, that this was in vain: to the host
-# and to its own GPU.
+# Says what is wrong with a kernel. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each.
+# One of the collectives also stores which half of its slots is next and, wherever it waits, that the wait failed: to
+# the host and to its own GPU.
 function sass_fault(kernel, path)
 {
     if (usage[kernel, "REG"] == "")
@@ -189,7 +191,7 @@ what == "cfg" && kernel != "" && /^}/ {
     split("", heads)
 }
 
-# Depth first: an edge to a block that is still being searched is a back edge, its end the head of a loop.
+# Searches depth first. An edge to a block that is still being searched is a back edge; it ends at the head of a loop.
 function search(block, k, to)
 {
     state[block] = 1
@@ -206,7 +208,7 @@ function search(block, k, to)
 
 # ---- ncu ----
 
-# In seconds and bytes.
+# Converts to seconds and bytes.
 function scale(unit)
 {
     return unit ~ /^(s|second|byte)/ || unit !~ /^[numkKMGT](s|second|byte)/ ? 1 : \
@@ -221,11 +223,14 @@ function base_name(kernel)
     return kernel
 }
 
-# One table: the plan's lines, and ncu's rows. Of two files compared the rows are numbered through.
+# Reads one table: the plan's lines and ncu's rows. If two files are compared, row numbers go on in the second.
 what == "table" || what == "compare" {
     if (FNR == 1)
         file++
     sub(/\r$/, "")
+}
+/^# SPDX/ { # of the recorded plan
+    next
 }
 (what == "table" || what == "compare") && /^# / {
     split(substr($0, 3), f, "|")
@@ -259,7 +264,7 @@ what == "table" || what == "compare" {
     }
 }
 
-# The table's figures by ncu's names of them.
+# The table's figures, by ncu's names.
 function keep(name, value, stall)
 {
     if (name == "gpu__time_duration.sum")
@@ -279,7 +284,7 @@ function keep(name, value, stall)
     else if (name ~ /^smsp__average_warps_issue_stalled_.*_per_issue_active\.ratio$/) {
         stall = substr(name, length("smsp__average_warps_issue_stalled_") + 1)
         sub(/_per_issue_active\.ratio$/, "", stall)
-        if (stall != "selected" && stall !~ /not_issued$/) # selected: it was not stalled
+        if (stall != "selected" && stall !~ /not_issued$/) # selected means not stalled
             add_stall(stall, value)
     }
 }
@@ -310,7 +315,7 @@ function shown(f, r, name, format)
     return has[f, r, name] ? sprintf(format, figure[f, r, name]) : "-"
 }
 
-# Of all bytes that a kernel is asked to move, read and written.
+# Counts all bytes that a kernel is asked to move, read and written.
 function moved(r)
 {
     return figure[1, r, "time, us"] > 0 ? bytes[1, r] / figure[1, r, "time, us"] * 1e-3 : 0
@@ -330,7 +335,7 @@ function print_table(r, form)
     print ""
 }
 
-# A line of the checklist: what it asks for, and where that is not so.
+# Prints a line of the checklist: what it asks for, and where that is not so.
 function check(asked, wrong)
 {
     printf "%-4s %s%s\n", wrong == "" ? "ok" : "NOT", asked, wrong == "" ? "" : ": " wrong
@@ -383,7 +388,7 @@ function check_figures(r, copy, bandwidth, stall, spills, occupancy, large)
     check("occupancy: large ones reach at least 0.60 of what registers and blocks allow", occupancy)
 }
 
-# A kernel by its operation, or by its name and how many of that name there were.
+# Names a kernel by its operation, or by its name and how many kernels of that name came before.
 function row_name(f, r)
 {
     if (r <= planned[f])

@@ -1,9 +1,11 @@
-/* What `make ncu` looks at: each operation once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB. Large
-   ones read and write 256 MiB and more, those of a decode step 64 rows. Every result is compared with plain loops.
-   Prints the plan that tests/profile.awk reads, a line `# operation|kernel|bytes moved|kind` for each.
+/* SPDX-License-Identifier: MIT */
+/* What `make ncu` looks at. Each operation runs once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB.
+   Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with plain
+   loops. The program prints the plan that tests/profile.awk reads: a line `# operation|kernel|bytes moved|kind` for
+   each.
 
        build/ncu/profile                     on one GPU
-       build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet by the file ID */
+       build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #ifdef PROFILE_NCCL
@@ -50,7 +52,7 @@ static void open_gpu(int device)
         printf("%s, compute capability %d.%d\n", properties.name, properties.major, properties.minor);
 }
 
-/* Microseconds of each of `calls` calls in a row. */
+/* Returns the microseconds of each of `calls` calls in a row. */
 static double time_calls(void (*run)(int64_t), int64_t count, int calls)
 {
     float ms;
@@ -69,7 +71,7 @@ static double time_calls(void (*run)(int64_t), int64_t count, int calls)
 enum {
     row_bytes = 2048,
     row_words = row_bytes / 8,
-    cache_rows = 131072, /* of K, and again of V behind them */
+    cache_rows = 131072, /* of K, and again of V after them */
     all_rows = 2 * cache_rows,
     layers = 32,
     layer_rows = cache_rows / layers,
@@ -80,18 +82,18 @@ enum {
     poison = 0xee
 };
 
-/* The first so many numbers in random order. */
+/* The first numbers from 0 on, in random order. */
 typedef struct order {
     int32_t *host, *gpu;
 } order;
 
 static char *src, *dst; /* of all_rows each */
 static uint64_t *found; /* dst on the host */
-static int32_t *origin; /* of each row of dst the row of src that it should be, or -1 */
+static int32_t *origin; /* for each row of dst, the row of src that it should be, or -1 */
 static order of_all, of_half, of_layer[2], of_fragments;
 static kvprim_fragment fragments[most_fragments];
 
-/* src's 8 bytes number `word`. splitmix64. */
+/* Returns src's 8 bytes at number `word` (splitmix64). */
 __host__ __device__ static uint64_t hash(uint64_t word)
 {
     uint64_t z = (word + 1) * 0x9e3779b97f4a7c15u;
@@ -106,7 +108,7 @@ __global__ static void fill(uint64_t *words, uint64_t count)
         words[i] = hash(i);
 }
 
-/* What the others are compared with: a block copies 16 KB. */
+/* The reference for the others: each block copies 16 KB. */
 __global__ static void copy_kernel(uint4 *to, const uint4 *from)
 {
     const size_t first = blockIdx.x * (size_t)(4 * 256) + threadIdx.x;
@@ -153,6 +155,7 @@ static void run_gather(int64_t rows)
     gather.src = table_of(src, 0, all_rows);
     gather.row_bytes = row_bytes;
     gather.index = of_all.gpu;
+    gather.index_type = KVPRIM_I32;
     gather.count = rows;
     check_kvprim(kvprim_cuda_gather(&gather, &launch));
 }
@@ -167,6 +170,7 @@ static void run_store(int64_t tokens)
     store.v = table_of(src, cache_rows, tokens);
     store.k_bytes = store.v_bytes = row_bytes;
     store.slot = of_half.gpu;
+    store.slot_type = KVPRIM_I32;
     store.count = tokens;
     check_kvprim(kvprim_cuda_store(&store, &launch));
 }
@@ -181,6 +185,7 @@ static void run_transfer(int64_t rows)
     transfer.row_bytes = row_bytes;
     transfer.dst_index = of_layer[0].gpu;
     transfer.src_index = of_layer[1].gpu;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = rows;
     check_kvprim(kvprim_cuda_transfer(&transfer, &launch));
 }
@@ -248,7 +253,7 @@ static const operation operations[] = {
     {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, expect_gather, 64, 64},
     {"store, 64 tokens, K and V", "kvpc_store_kernel", "small", run_store, expect_store, 64, 2 * 64}};
 
-/* Ends the program at a row that is not what it should be: one of src, or as it was. */
+/* Ends the program at a row that is neither the row of src that it should be, nor unchanged. */
 static void compare(const operation *o)
 {
     uint64_t untouched;
@@ -296,7 +301,7 @@ static order order_of(int32_t n, uint64_t seed)
 {
     order o;
     o.host = (int32_t *)host_memory((size_t)n * sizeof *o.host);
-    for (int32_t i = 0; i < n; i++) { /* Fisher and Yates, from the front */
+    for (int32_t i = 0; i < n; i++) { /* Fisher-Yates, from the front */
         const int32_t at = (int32_t)(hash(seed << 32 | (uint64_t)i) % (uint64_t)(i + 1));
         o.host[i] = o.host[at];
         o.host[at] = i;
@@ -362,7 +367,7 @@ static void write_id(const kvprim_comm_id *id, const char *path)
     }
 }
 
-/* Takes the file away: the next run's rank 0 is another. A shorter file: there is no next run. */
+/* Takes the file away, because the next run's rank 0 is another one. A shorter file means that there is no next run. */
 static kvprim_comm_id wait_for_id(const char *path)
 {
     const struct timespec pause = {0, 20000000};
@@ -389,7 +394,7 @@ static uint16_t bf16_of(float f)
     return (uint16_t)(bits >> 16);
 }
 
-/* Whole numbers below 256: bf16 holds them and their sums. */
+/* Whole numbers below 256: bf16 holds them and their sums exactly. */
 static float value_at(int64_t i, int rank)
 {
     return (float)(i % 61 + 3 * rank);
@@ -406,7 +411,7 @@ static int ascending(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* What can be said without ncu. The median of some rounds: in the first the other rank may still be about to begin. */
+/* What can be measured without ncu: the median of some rounds. In the first round the other rank may not have begun. */
 static void describe_all_reduce(const char *name, int64_t count)
 {
     enum { rounds = 9 };
@@ -473,7 +478,7 @@ static void open_all_reduce(int rank, const char *path)
     } else {
         desc.id = wait_for_id(path);
     }
-    (void)alarm(25); /* ends whichever rank waits for one that is gone, wherever it waits */
+    (void)alarm(25); /* ends a rank that waits for one that is gone, wherever it waits */
     desc.rank = rank;
     desc.world = 2;
     desc.timeout_ms = 15000;

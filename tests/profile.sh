@@ -1,14 +1,15 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # usage: tests/profile.sh sass|cfg [CUBIN...]      from the top folder; `make sass` and so on call it
 #        tests/profile.sh ncu|sanitize
-#        tests/profile.sh compare A B              build/ncu.csv copied aside, or ncu's reports
+#        tests/profile.sh compare A B              two copies of build/ncu.csv, or two of ncu's reports
 #
-#     sass      registers, stack and widths of memory accesses of every kernel, and whether main paths are 128 bits wide
-#     cfg       control-flow graphs of the kernels, build/cfg/*.dot, and .svg where there is Graphviz
-#     ncu       counters of one launch of each operation, as a table and a checklist: needs a GPU
-#     sanitize  compute-sanitizer's four tools over a tenth of the tests, build/test_cuda: needs a GPU
+#     sass      prints registers, stack and widths of memory accesses of every kernel; checks main paths for 128 bits
+#     cfg       draws control-flow graphs of the kernels: build/cfg/*.dot, and .svg if there is Graphviz
+#     ncu       prints counters of one launch of each operation, as a table and a checklist; needs a GPU
+#     sanitize  runs compute-sanitizer's four tools on a tenth of the tests, build/test_cuda; needs a GPU
 #
-# NVIDIA's tools are looked for on PATH, beside nvcc, and where their packages put them. Exit code 1: something is not
+# Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put them. Exits with 1 if something is not
 # as it should be, or a tool is missing.
 
 . tests/gpu.sh
@@ -26,7 +27,7 @@ need_nvcc()
     [ -n "$NVCC" ] || { echo "no nvcc on PATH, under CUDA_HOME or in the usual places: install CUDA" >&2; return 1; }
 }
 
-# Compiles the kernels of both headers: sets cubins.
+# Compiles the kernels of both headers and sets cubins.
 compile_kernels()
 {
     need_nvcc || return 1
@@ -45,7 +46,7 @@ compile_kernels()
     [ -n "$NCCL_INCLUDE" ] || echo 'without kvprim_nccl.h: no nccl.h under NCCL_HOME or in the usual places'
 }
 
-# sass CUBIN...: leaves beside each what was dumped of it.
+# sass CUBIN...: dumps each, and leaves the dump beside it.
 sass()
 {
     cuobjdump=$(tool cuobjdump "the toolkit's package cuda-cuobjdump-X-Y, or pip's nvidia-cuda-cuobjdump") || return 1
@@ -88,7 +89,7 @@ counters='gpu__time_duration.sum dram__bytes.sum.per_second dram__throughput.avg
     sm__warps_active.avg.pct_of_peak_sustained_active smsp__inst_executed_op_local_ld.sum
     smsp__inst_executed_op_local_st.sum'
 
-# Sets metrics to those of the counters that this GPU has, as ncu says.
+# Sets metrics to those of the counters that this GPU has, according to ncu.
 choose_metrics()
 {
     metrics='' unknown=''
@@ -106,7 +107,7 @@ choose_metrics()
     [ -z "$unknown" ] || echo "not counted on this GPU:$unknown"
 }
 
-# measure NAME SECONDS NCU_OPTION... PROGRAM...: into build/ncu/NAME.ncu-rep and .csv.
+# measure NAME SECONDS NCU_OPTION... PROGRAM...: writes build/ncu/NAME.ncu-rep and .csv.
 measure()
 {
     report=build/ncu/$1 seconds=$2
@@ -139,9 +140,9 @@ build_program()
     "$NVCC" -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. tests/profile.cu $collectives -o build/ncu/profile
 }
 
-# Kernels of two GPUs wait for each other, and ncu runs those of a process one by one, each as often as its counters
-# take. So each rank is a process, rank 1 runs without ncu, and what is run again is not the kernel but both processes.
-# Neither lives long without the other: see tests/profile.cu.
+# Kernels of two GPUs wait for each other, but ncu runs the kernels of a process one by one, and each as often as its
+# counters need. So each rank is a process, rank 1 runs without ncu, and both processes are run again in place of the
+# kernel. Neither lives long without the other: see tests/profile.cu.
 start_rank1()
 {
     id=build/ncu/id
@@ -152,7 +153,7 @@ start_rank1()
     trap 'exit 130' HUP INT TERM
 }
 
-# A word where it waits for the next id.
+# Writes a word where the other process waits for the next id.
 end_rank1()
 {
     trap - EXIT HUP INT TERM
@@ -163,7 +164,7 @@ end_rank1()
 
 measure_all_reduce()
 {
-    export CUDA_VISIBLE_DEVICES=0,1 # of more, each start takes longer
+    export CUDA_VISIBLE_DEVICES=0,1 # with more GPUs each start takes longer
     start_rank1
     plan=build/ncu/all_reduce.plan wrong=
     build/ncu/profile all_reduce 0 $id >$plan 2>&1 || wrong="rank 0, without ncu: exit code $?"
@@ -251,7 +252,7 @@ sanitize()
 {
     need_gpu || return 1
     sanitizer=$(tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y") || return 1
-    recorded gpu_sanitize.txt 'kvprim.h kvprim_cuda.cuh' each_tool # it tests no others
+    recorded gpu_sanitize.txt 'kvprim.h kvprim_cuda.cuh' each_tool # it tests only these
 }
 
 job=$1

@@ -1,9 +1,10 @@
 #!/bin/sh
-# usage: tests/readme.sh README.md BUILD_DIR      `make test` calls it, by way of tests/compile/run.sh
+# SPDX-License-Identifier: MIT
+# usage: tests/readme.sh README.md BUILD_DIR      `make test` calls it through tests/compile/run.sh
 #
-# Takes README.md apart. Each ```c block becomes BUILD_DIR/snippet_N.c, which compiles by itself: one without main() is
-# put into a function whose parameters are what such fragments take for granted. BUILD_DIR/named says what the text
-# names, a line for each: command (of cc), program (with arguments), target (of make), file, symbol (of the headers).
+# Takes README.md apart. Each ```c block becomes BUILD_DIR/snippet_N.c, which compiles by itself: a block without main()
+# is put into a function whose parameters are what such fragments take for granted. BUILD_DIR/named lists what the text
+# names, one per line: command (of cc), program (with arguments), target (of make), file, symbol (of the headers).
 
 awk -v build="$2" '
 function add(kind, what)
@@ -13,7 +14,7 @@ function add(kind, what)
     seen[kind, what] = 1
 }
 
-# What stands in a code span or an indented line: a command ends where two spaces or another command begin.
+# Takes a code span or an indented line. A command ends where two spaces follow or another command begins.
 function command(text,    n, words, i)
 {
     if (text ~ /^cc /)

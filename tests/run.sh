@@ -1,17 +1,18 @@
 #!/bin/sh
-# Runs tests, JOBS of them at a time (else as many as there are processors), and sums what they report, in order. Each
-# argument is one of
+# SPDX-License-Identifier: MIT
+# Runs tests, JOBS of them at a time (default: one per processor), and adds up what they report, in order. Each argument
+# is one of
 #
 #     test COMMAND          a program whose last line says `N passed, N failed, N skipped`; anything else is a failure
-#     exits NAME COMMAND    passes if the command exits with 0; its output is shown if it does not
+#     exits NAME COMMAND    passes if the command exits with 0; if it does not, its output is shown
 #     skip NAME: WHY        what this machine cannot run
 #
-# Lines that begin with `ok ` are left out, V=1 shows them. Those that begin with `FAIL ` are repeated before the last
-# line, which is the sum. Exit code 1 if anything failed, or if nothing passed.
+# Lines that begin with `ok ` are left out unless V=1 is set. Lines that begin with `FAIL ` are repeated before the last
+# line, which is the sum. Exits with 1 if anything failed, or if nothing passed.
 
 jobs=${JOBS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)}
 case $jobs in '' | *[!0-9]*) jobs=1 ;; esac
-unset JOBS # a test that calls this again decides by itself
+unset JOBS # a test that calls this script decides for itself
 passed=0 failed=0 skipped=0 workers=
 scratch=$(mktemp -d) || exit 1
 trap 'rm -rf "$scratch"' EXIT
@@ -41,7 +42,7 @@ closing_line()
     done
 }
 
-# Its input, as it comes, and the last line of it into a file.
+# Prints its input as it comes, and writes the last line of it to a file.
 show()
 {
     line=
@@ -56,7 +57,7 @@ show()
     printf '%s\n' "$line" >"$scratch/last"
 }
 
-# begin N COMMAND: its output and then its exit code go to $scratch/N and N.code.
+# begin N COMMAND: writes its output to $scratch/N and then its exit code to N.code.
 begin()
 {
     sh -c "$2" >"$scratch/$1" 2>&1 &
@@ -66,7 +67,7 @@ begin()
     echo $? >"$scratch/$1.end" && mv "$scratch/$1.end" "$scratch/$1.code"
 }
 
-# work JOB...: those that no other worker has begun.
+# work JOB...: runs the jobs that no other worker has begun.
 work()
 {
     n=0
@@ -80,7 +81,7 @@ work()
     done
 }
 
-# supervise N JOB...: worker N; says when it is over, also if it was killed.
+# supervise N JOB...: runs worker N. Says when the worker has ended, even if it was killed.
 supervise()
 {
     worker=$1
@@ -92,7 +93,7 @@ supervise()
     : >"$scratch/over$worker"
 }
 
-# output_of N COMMAND: as it comes where one job runs at a time, otherwise when a worker is done with it.
+# output_of N COMMAND: prints the output: as it comes if one job runs at a time, otherwise when a worker has finished.
 output_of()
 {
     if [ "$jobs" -le 1 ]; then
@@ -105,18 +106,18 @@ output_of()
         [ "$(ls "$scratch" | grep -c '^over')" -lt "$jobs" ] || [ -e "$scratch/$1.code" ] || break
     done
     cat "$scratch/$1"
-    [ -e "$scratch/$1.code" ] || echo 125 >"$scratch/$1.code" # what ran it was killed
+    [ -e "$scratch/$1.code" ] || echo 125 >"$scratch/$1.code" # its worker was killed
 }
 
 sum_test()
 {
     echo "== $2"
-    # A pipe gives the exit code of its last command: what else is to be known goes through files.
+    # A pipe returns only the exit code of its last command, so everything else goes through files.
     if [ "$jobs" -le 1 ]; then
         output_of "$1" "$2" | show
     else
         output_of "$1" "$2" | show &
-        wait $! # which a signal interrupts
+        wait $! # a signal interrupts this wait
     fi
     code=$(cat "$scratch/$1.code")
     if ! closing_line "$(cat "$scratch/last")"; then

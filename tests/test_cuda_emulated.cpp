@@ -1,9 +1,10 @@
-/* The kernels of kvprim_cuda.cuh, run thread by thread on the CPU: no GPU and no CUDA needed. With AddressSanitizer all
-   bytes that a contract does not name are out of bounds.
+/* SPDX-License-Identifier: MIT */
+/* Runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, without a GPU or CUDA. With AddressSanitizer
+   all bytes that a contract does not name are out of bounds.
 
        c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/test_cuda_emulated.cpp && ./a.out
 
-   With the argument `all` three times as many cases. */
+   With the argument `all` it runs three times as many cases. */
 #define KVPRIM_CUDA_EMULATE
 #define KVPRIM_DEBUG
 #include "cuda_shim.h"
@@ -106,7 +107,7 @@ static void test_counts()
 
 static void test_max_sms()
 {
-    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
         launch.pdl = launch.max_sms % 2;
@@ -128,6 +129,7 @@ static void test_refused()
     bad_stores(&memory);
     bad_transfers(&memory);
     bad_launches(&memory);
+    bad_moves(&memory);
 }
 
 static void test_transfer()
@@ -136,23 +138,34 @@ static void test_transfer()
     transfer_counts(&memory, 4 << 20);
 }
 
-/* As many layers in a launch as the header says. */
+/* A launch takes at least as many layers as the header says. */
 static void test_layers()
 {
     layer_matrix(&memory);
     for (const int32_t layers : {1, 128, 216, 217, 433}) {
         std::vector<unsigned char> dst(433), src(433);
         kvprim_transfer_desc d = {};
-        d.dst = {dst.data(), 1, 0, 0, 0, 0, 0};
-        d.src = {src.data(), 1, 0, 0, 0, 0, 0};
+        d.dst = table_of(dst.data(), 1);
+        d.src = table_of(src.data(), 1);
         d.row_bytes = d.count = 1;
         d.layers = layers;
         fill(src.data(), src.size());
         const unsigned before_it = kvprim_emulate_launches;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
-        CHECK(kvprim_emulate_launches - before_it == static_cast<unsigned>(layers + 215) / 216);
+        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 215) / 216);
         CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
     }
+}
+
+static void test_moves()
+{
+    kvprim_cuda_launch launch = {};
+    usual_moves(&memory);
+    random_moves(&memory, 200);
+    memory.launch = &launch;
+    for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
+        random_moves(&memory, 40);
+    memory.launch = nullptr;
 }
 
 static void test_copies_on_write()
@@ -219,7 +232,7 @@ static void test_unpack_workspace()
 
 static void test_unpack_options()
 {
-    kvprim_cuda_launch launch = {nullptr, 0, 0};
+    kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
         launch.pdl = launch.max_sms % 2;
@@ -260,7 +273,7 @@ static void one_warp_length(unsigned char *src, unsigned char *got, unsigned cha
     compare_warps(got, want, bytes, zero);
 }
 
-/* All pairs of alignments, short lengths all, longer ones some. */
+/* Runs all pairs of alignments, all short lengths and some longer ones. */
 static void test_warps()
 {
     const size_t most = warp_alignments * warp_slot(longest_warp_copy);
@@ -293,7 +306,8 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     kvprim_unpack_desc d = {};
     d.src = src.data(), d.src_bytes = src_bytes, d.dst_bytes = dst_bytes;
     d.fragments = f.data(), d.count = f.size();
-    kvprim_cuda_launch launch = {nullptr, pdl, 0};
+    kvprim_cuda_launch launch = {};
+    launch.pdl = pdl;
     d.dst = want.data();
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     d.dst = got.data();
@@ -363,7 +377,7 @@ static void test_unpack_tables()
 }
 
 #if !defined(_WIN32)
-/* In memory that is reserved but hardly touched. */
+/* The table lies in memory that is reserved but hardly touched. */
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
@@ -406,7 +420,7 @@ static unsigned char *reserve_addresses(uint64_t bytes)
     return nullptr;
 }
 
-/* More than 2^32 threads, of which the last block runs. All indices are 0. */
+/* Takes more than 2^32 threads, of which only the last block runs. All indices are 0. */
 static void one_long_gather(int64_t row_bytes)
 {
     const int64_t count = (int64_t(1) << 29) + 1;
@@ -419,7 +433,7 @@ static void one_long_gather(int64_t row_bytes)
     kvprim_gather_desc d = {};
     d.dst.data = dst, d.dst.rows = count;
     d.src.data = row, d.src.rows = 1;
-    d.row_bytes = row_bytes, d.index = index, d.count = count;
+    d.row_bytes = row_bytes, d.index = index, d.index_type = KVPRIM_I32, d.count = count;
     kvprim_emulate_last_only = true;
     CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
     kvprim_emulate_last_only = false;
@@ -489,6 +503,7 @@ int main(int argc, char **argv)
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer inside one cache", test_copies_on_write);
+    run("emulated: several moves at once", test_moves);
     run("emulated: random transfers", test_fuzzed_transfer);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);

@@ -1,11 +1,14 @@
-/* Tests of kvprim.h. What is expected comes from the contracts, computed byte by byte here, not by the code under test.
-   cc -O2 -I. tests/test_kvprim.c -lpthread && ./a.out */
+/* SPDX-License-Identifier: MIT */
+/* Tests of kvprim.h. They compute what they expect from the contracts, byte by byte, not with the code under test.
+
+       cc -O2 -I. tests/test_kvprim.c -lpthread && ./a.out */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #endif
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
 #include <stdlib.h>
+#include <time.h>
 #if !defined(_WIN32)
 #include <pthread.h>
 #include <sys/mman.h>
@@ -16,7 +19,7 @@
 
 static int passed, failed, skipped, failures; /* failures: in the test that runs now */
 
-/* Like printf, and the test fails; only a test's first few failures are printed. */
+/* Prints like printf and fails the test. Only a test's first few failures are printed. */
 #define FAIL(...) (failures++ < 5 ? (printf("  "), printf(__VA_ARGS__), printf("\n")) : 0)
 #define CHECK(condition) ((condition) ? 0 : FAIL("line %d: %s", __LINE__, #condition))
 
@@ -63,7 +66,7 @@ static void expect_error(int line, kvprim_status got, kvprim_status want, const 
     if (!strstr(kvprim_last_error(), words))
         FAIL("line %d: the error \"%s\" does not say \"%s\"", line, kvprim_last_error(), words);
 }
-/* The text is cleared first, so that an older one cannot pass for this call's. */
+/* Clears the text first, so that an older one cannot pass for this call's. */
 #define EXPECT_ERROR(call, want, words) ((void)kvprim_fail(KVPRIM_OK, "-"), expect_error(__LINE__, call, want, words))
 
 /* ---- status ---- */
@@ -78,6 +81,24 @@ static void test_status(void)
     EXPECT_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
     (void)kvprim_fail(KVPRIM_ERROR_NULL, "mine: %s", kvprim_last_error()); /* as a wrapper would */
     CHECK(strcmp(kvprim_last_error(), "mine: kvprim_gather: desc is NULL") == 0);
+}
+
+_Static_assert(KVPRIM_VERSION == KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH,
+               "one number for a version");
+_Static_assert(KVPRIM_I32 == 1 && KVPRIM_I64 == 2 && KVPRIM_F16 >= 16, "no element type is taken for an index type");
+
+/* Bindings compare these. */
+static void test_version_and_sizes(void)
+{
+    CHECK(kvprim_version() == KVPRIM_VERSION);
+    CHECK(kvprim_sizeof("kvprim_table") == sizeof(kvprim_table));
+    CHECK(kvprim_sizeof("kvprim_gather_desc") == sizeof(kvprim_gather_desc));
+    CHECK(kvprim_sizeof("kvprim_store_desc") == sizeof(kvprim_store_desc));
+    CHECK(kvprim_sizeof("kvprim_transfer_desc") == sizeof(kvprim_transfer_desc));
+    CHECK(kvprim_sizeof("kvprim_unpack_desc") == sizeof(kvprim_unpack_desc));
+    CHECK(kvprim_sizeof("kvprim_fragment") == sizeof(kvprim_fragment));
+    CHECK(kvprim_sizeof("kvprim_move") == sizeof(kvprim_move));
+    CHECK(kvprim_sizeof("kvprim") == 0 && kvprim_sizeof("") == 0);
 }
 
 /* ---- prefix ---- */
@@ -394,7 +415,32 @@ static void test_threads(void)
 
 /* ---- rows: the contract, byte by byte ---- */
 
-/* Byte `byte` of row `row` of a table with every field given. */
+/* Rows follow each other without a gap. Every other field is zero. */
+static kvprim_table table_of(void *data, int64_t rows)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.data = data;
+    t.rows = rows;
+    return t;
+}
+
+static kvprim_table strided(void *data, int64_t rows, int64_t stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.stride = stride;
+    return t;
+}
+
+static kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.page_rows = page_rows;
+    t.page_stride = page_stride;
+    return t;
+}
+
+/* Finds byte `byte` of row `row` of a table with every field given. */
 static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
     const int64_t heads = t->heads > 1 ? t->heads : 1, piece = row_bytes / heads;
@@ -404,7 +450,7 @@ static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, 
     return (unsigned char *)t->data + offset;
 }
 
-/* A table, its memory with a margin of guard bytes on both sides, and a copy on which the reference works. */
+/* A table, its memory with guard bytes on both sides, and a copy for the reference to work on. */
 typedef struct memory {
     kvprim_table t;
     unsigned char *bytes, *reference;
@@ -413,7 +459,7 @@ typedef struct memory {
 
 enum { margin = 256 };
 
-/* A table of `span` bytes whose data lies `align` past a 64-byte line; random contents. */
+/* Makes a table of `span` random bytes whose data lies `align` bytes past a 64-byte line. */
 static memory make(kvprim_table t, size_t span, size_t align)
 {
     memory m = {t, NULL, NULL, span + 2 * margin + 128};
@@ -431,7 +477,7 @@ static void release(memory *m)
     free(m->reference);
 }
 
-/* The same table on the reference's copy. */
+/* The same table in the reference's copy. */
 static kvprim_table on_reference(const memory *m)
 {
     kvprim_table t = m->t;
@@ -449,7 +495,7 @@ static void check_same(const memory *m, const char *what)
         }
 }
 
-/* A layout of a test: unpadded or padded, in pages or not, head-major or not. */
+/* The layout of a test's table: padded or not, in pages or not, head-major or not. */
 typedef struct layout {
     const char *name;
     int64_t pad, page_rows, page_pad;
@@ -461,10 +507,11 @@ static const layout layouts[] = {{"packed", 0, 0, 0, 0},        {"strided", 24, 
                                  {"HND unpaged", 0, 0, 0, 4}};
 enum { n_layouts = sizeof layouts / sizeof *layouts };
 
-/* The layout's table with every field filled in, and how many bytes it spans. */
+/* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
-    kvprim_table t = {NULL, rows, 0, l->page_rows, 0, row_bytes % 4 == 0 ? l->heads : 0, 0};
+    kvprim_table t = paged(NULL, rows, l->page_rows, 0);
+    t.heads = row_bytes % 4 == 0 ? l->heads : 0;
     const int64_t heads = t.heads > 1 ? t.heads : 1, in_page = t.page_rows ? t.page_rows : rows;
     t.stride = row_bytes / heads + l->pad;
     t.head_stride = heads > 1 ? in_page * t.stride : 0;
@@ -473,7 +520,7 @@ static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, si
     return t;
 }
 
-/* The index's value i as either type. */
+/* The same indices in both types. */
 typedef struct index_list {
     kvprim_index_type type;
     int32_t i32[64];
@@ -485,7 +532,7 @@ static const void *index_data(const index_list *list)
     return list->type == KVPRIM_I64 ? (const void *)list->i64 : (const void *)list->i32;
 }
 
-/* In range, padding, past the end, and far out; relative to base. */
+/* Fills in rows, padding, indices past the end, and indices far out, all relative to base. */
 static void fill_index(index_list *list, int count, int64_t base, int64_t rows)
 {
     for (int i = 0; i < count; i++) {
@@ -504,7 +551,7 @@ static void fill_index(index_list *list, int count, int64_t base, int64_t rows)
     }
 }
 
-/* The index rule as the contract states it: the row, -1 for padding, -2 past the end. */
+/* The index rule as the contract states it: returns the row, -1 for padding, or -2 past the end. */
 static int64_t ruled(int64_t value, int64_t base, int64_t rows)
 {
     if (value < base)
@@ -530,7 +577,14 @@ static void one_gather(int64_t row_bytes, const layout *dst_layout, const layout
     index_list index = {type, {0}, {0}};
     fill_index(&index, count, base, src_rows);
     uint32_t rejected = 5, want_rejected = 5;
-    const kvprim_gather_desc d = {dst.t, src.t, row_bytes, index_data(&index), type, base, count, &rejected};
+    const kvprim_gather_desc d = {.dst = dst.t,
+                                  .src = src.t,
+                                  .row_bytes = row_bytes,
+                                  .index = index_data(&index),
+                                  .index_type = type,
+                                  .index_base = base,
+                                  .count = count,
+                                  .rejected = &rejected};
     const kvprim_status status = kvprim_gather(&d);
     if (status != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
@@ -570,20 +624,25 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
     const kvprim_table v_table = lay_out(cache_layout, rows, v_bytes, &v_span);
     memory k_cache = make(k_table, k_span, align), v_cache = make(v_table, v_span, 15 - align);
     const int64_t token = k_bytes + v_bytes + 3; /* a packed tensor: K and V of a token side by side */
-    const kvprim_table kv_table = {NULL, count, token, 0, 0, 0, 0};
-    memory input = make(kv_table, (size_t)(count * token), align / 2);
+    memory input = make(strided(NULL, count, token), (size_t)(count * token), align / 2);
     kvprim_table v_input = input.t;
     v_input.data = (char *)input.t.data + k_bytes;
     index_list slot = {type, {0}, {0}};
     fill_index(&slot, count, base, rows);
-    for (int i = 0; i < count; i++) /* distinct, where they are in range */
+    for (int i = 0; i < count; i++) /* those in range are distinct */
         if (ruled(slot.i64[i], base, rows) >= 0)
             slot.i32[i] = (int32_t)(slot.i64[i] = base + (i * 17 + 3) % rows);
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_store_desc d = {k_cache.t,         v_cache.t, input.t, v_input, k_bytes,  v_bytes,
-                           index_data(&slot), type,      base,    count,   &rejected};
-    if (!with_v)
-        memset(&d.v_cache, 0, sizeof d.v_cache);
+    kvprim_store_desc d = {.k_cache = k_cache.t,
+                           .k = input.t,
+                           .k_bytes = k_bytes,
+                           .slot = index_data(&slot),
+                           .slot_type = type,
+                           .slot_base = base,
+                           .count = count,
+                           .rejected = &rejected};
+    if (with_v)
+        d.v_cache = v_cache.t, d.v = v_input, d.v_bytes = v_bytes;
     if (kvprim_store(&d) != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
     const kvprim_table k_reference = on_reference(&k_cache), v_reference = on_reference(&v_cache);
@@ -613,7 +672,7 @@ static void test_store(void)
                           align % 3 ? KVPRIM_I32 : KVPRIM_I64, (l + s) % 4 != 0);
 }
 
-/* K and V interleaved in one cache: [page][K or V][row in page]. */
+/* K and V interleave in one cache: [page][K or V][row in page]. */
 static void test_store_interleaved(void)
 {
     enum { page_rows = 4, row_bytes = 24, rows = 20, count = 3 };
@@ -623,20 +682,16 @@ static void test_store_interleaved(void)
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
     fill(input, sizeof input);
-    const kvprim_table k_cache = {cache, rows, 0, page_rows, 2 * page_rows * row_bytes, 0, 0};
-    kvprim_table v_cache = k_cache;
-    v_cache.data = cache + page_rows * row_bytes;
-    const kvprim_store_desc d = {k_cache,
-                                 v_cache,
-                                 {input[0], count, 0, 0, 0, 0, 0},
-                                 {input[1], count, 0, 0, 0, 0, 0},
-                                 row_bytes,
-                                 row_bytes,
-                                 slot,
-                                 KVPRIM_I32,
-                                 0,
-                                 count,
-                                 NULL};
+    const int64_t page_stride = 2 * page_rows * row_bytes;
+    const kvprim_store_desc d = {.k_cache = paged(cache, rows, page_rows, page_stride),
+                                 .v_cache = paged(cache + page_rows * row_bytes, rows, page_rows, page_stride),
+                                 .k = table_of(input[0], count),
+                                 .v = table_of(input[1], count),
+                                 .k_bytes = row_bytes,
+                                 .v_bytes = row_bytes,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = count};
     CHECK(kvprim_store(&d) == KVPRIM_OK);
     for (int i = 0; i < count; i++)
         for (int kv = 0; kv < 2; kv++)
@@ -667,10 +722,19 @@ static void one_transfer(int64_t row_bytes, const layout *dst_layout, const layo
         src_layers[l] = (char *)src.t.data + l * src_step;
     }
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_transfer_desc d = {
-        dst.t,     src.t,     pointers & 1 ? dst_layers : NULL, pointers & 2 ? src_layers : NULL, dst_step,   src_step,
-        layers,    row_bytes, indexed & 1 ? to.i32 : NULL,      indexed & 2 ? from.i32 : NULL,    KVPRIM_I32, count,
-        &rejected, 0};
+    kvprim_transfer_desc d = {.dst = dst.t,
+                              .src = src.t,
+                              .dst_layers = pointers & 1 ? dst_layers : NULL,
+                              .src_layers = pointers & 2 ? src_layers : NULL,
+                              .dst_layer_stride = pointers & 1 ? 0 : dst_step,
+                              .src_layer_stride = pointers & 2 ? 0 : src_step,
+                              .layers = layers,
+                              .row_bytes = row_bytes,
+                              .dst_index = indexed & 1 ? to.i32 : NULL,
+                              .src_index = indexed & 2 ? from.i32 : NULL,
+                              .index_type = KVPRIM_I32,
+                              .count = count,
+                              .rejected = &rejected};
     if (kvprim_transfer(&d) != KVPRIM_OK)
         FAIL("%s", kvprim_last_error());
     for (int l = 0; l < n; l++) {
@@ -699,7 +763,7 @@ static void test_transfer(void)
                 one_transfer(row_sizes[s], &layouts[l % n_layouts], &layouts[l / n_layouts], l % 4, l / 4 % 4, layers);
 }
 
-/* The defaults of zero fields, for every layout without padding. */
+/* Zero fields stand for their defaults, for every layout without padding. */
 static void test_defaults(void)
 {
     for (int l = 0; l < n_layouts; l++) {
@@ -707,13 +771,18 @@ static void test_defaults(void)
             continue;
         size_t span;
         const kvprim_table want = lay_out(&layouts[l], 32, 64, &span);
-        const kvprim_table zeros = {NULL, 32, 0, layouts[l].page_rows, 0, layouts[l].heads, 0};
+        kvprim_table zeros = paged(NULL, 32, layouts[l].page_rows, 0);
+        zeros.heads = layouts[l].heads;
+        zeros.head_stride = want.head_stride; /* has no default */
         const kvprim_table got = kvprim_table_resolve(zeros, 64);
         CHECK(got.stride == want.stride && got.page_stride == want.page_stride && got.head_stride == want.head_stride);
         CHECK(got.heads == (want.heads ? want.heads : 1));
     }
-    const kvprim_table nhd_heads = kvprim_table_resolve((kvprim_table){NULL, 32, 64, 8, 0, 4, 16}, 64);
-    CHECK(nhd_heads.page_stride == 8 * 64); /* heads inside the row */
+    kvprim_table inside = strided(NULL, 32, 64); /* heads inside the row */
+    inside.page_rows = 8;
+    inside.heads = 4;
+    inside.head_stride = 16;
+    CHECK(kvprim_table_resolve(inside, 64).page_stride == 8 * 64);
 }
 
 /* ---- unpack ---- */
@@ -734,7 +803,8 @@ static void test_unpack(void)
             memcpy(want + at_dst, src + f[i].src_offset, bytes);
             at_dst += bytes + random_u64() % 3 * (random_u64() % 2);
         }
-        const kvprim_unpack_desc d = {src, src_bytes, dst, dst_bytes, f, n, NULL, 0};
+        const kvprim_unpack_desc d = {
+            .src = src, .src_bytes = src_bytes, .dst = dst, .dst_bytes = dst_bytes, .fragments = f, .count = n};
         CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
         for (int i = 0; i < dst_bytes; i++)
             if (dst[i] != want[i]) {
@@ -745,8 +815,6 @@ static void test_unpack(void)
     free(src);
     free(dst);
     free(want);
-    CHECK(kvprim_unpack_workspace_bytes(1000) >= 1000 * sizeof(kvprim_fragment));
-    CHECK(kvprim_unpack_workspace_bytes(SIZE_MAX / 8) == SIZE_MAX);
 }
 
 static void test_unpack_errors(void)
@@ -755,7 +823,7 @@ static void test_unpack_errors(void)
     memset(dst, 1, sizeof dst);
     memcpy(want, dst, sizeof dst);
     kvprim_fragment f[2] = {{0, 0, 8}, {60, 0, 8}};
-    kvprim_unpack_desc d = {src, 64, dst, 64, f, 2, NULL, 0};
+    kvprim_unpack_desc d = {.src = src, .src_bytes = 64, .dst = dst, .dst_bytes = 64, .fragments = f, .count = 2};
     EXPECT_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64");
     f[1] = (kvprim_fragment){0, 57, 8};
@@ -767,7 +835,7 @@ static void test_unpack_errors(void)
     f[1] = (kvprim_fragment){8, UINT64_MAX - 7, 8};
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
-    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* no bit beyond, but their sum */
+    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* only their sum is out of range */
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
 #ifdef KVPRIM_DEBUG
@@ -795,8 +863,8 @@ static void test_unpack_errors(void)
 
 /* ---- bad descriptors ---- */
 
-/* What the sizes are checked with, against long multiplication: around powers of two, and where the product is about
-   the largest. */
+/* Compares the products of the size checks with long multiplication: around powers of two, and where the product is
+   about the largest. */
 static void test_products(void)
 {
     for (int i = 0; i < 64; i++)
@@ -813,12 +881,22 @@ static void test_products(void)
             }
 }
 
+/* Returns an address where a counter could lie by mistake. */
+static uint32_t *counter_at(void *block, size_t offset)
+{
+    return (uint32_t *)(void *)((char *)block + offset);
+}
+
 static void test_gather_errors(void)
 {
-    static unsigned char dst[4096], src[4096], want[4096];
+    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
     int32_t index[4] = {0, 1, 2, 3};
-    const kvprim_gather_desc good = {
-        {dst, 4, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, 128, index, KVPRIM_I32, 0, 4, NULL};
+    const kvprim_gather_desc good = {.dst = table_of(dst, 4),
+                                     .src = table_of(src, 8),
+                                     .row_bytes = 128,
+                                     .index = index,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 4};
     kvprim_gather_desc d;
     fill(src, sizeof src);
     CHECK(kvprim_gather(&good) == KVPRIM_OK && memcmp(dst, src, 512) == 0);
@@ -850,6 +928,20 @@ static void test_gather_errors(void)
     BAD(dst.data = src + 1023, KVPRIM_ERROR_OVERLAP, "overlaps");
     BAD(dst.data = index, KVPRIM_ERROR_OVERLAP, "index (");
     BAD(index = (const char *)index + 1, KVPRIM_ERROR_ARGUMENT, "is not aligned to its type");
+    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
+    BAD(index_stride = -1, KVPRIM_ERROR_SIZE, "index_stride is -1");
+    BAD(index_stride = INT64_MAX, KVPRIM_ERROR_SIZE, "index_stride is 9223372036854775807");
+    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(src.heads = 2, KVPRIM_ERROR_SIZE, "src.head_stride is 0");
+    BAD(src.bytes = -1, KVPRIM_ERROR_SIZE, "src.bytes is -1");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
+    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
+    BAD(src.reserved_heads = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of src");
+    BAD(dst.reserved[1] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of dst");
+    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(dst, 508), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(src, 1020), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(index, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
 #undef BAD
     d = good;
     d.src.page_rows = 4;
@@ -864,6 +956,7 @@ static void test_gather_errors(void)
                  "src.head_stride is 100, but what lies inside that step takes bytes: 512");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     memset(&d, 0, sizeof d);
+    d.reserved = d.row_bytes = d.src.rows = -1;
     CHECK(kvprim_gather(&d) == KVPRIM_OK); /* count 0 */
     d = good;
     d.src.rows = 0;
@@ -872,29 +965,29 @@ static void test_gather_errors(void)
     d.rejected = &rejected;
     CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
     d = good; /* an empty table has no layout to get wrong */
-    d.src = (kvprim_table){NULL, 0, 0, 0, 0, 4, 0};
+    d.src = table_of(NULL, 0);
+    d.src.heads = 4;
+    d.src.head_stride = 32;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* right behind each other, the last page in part: not an overlap */
-    d.src = (kvprim_table){src, 5, 0, 4, 0, 0, 0};
+    d = good; /* one table starts where the other's partial last page ends: no overlap */
+    d.src = paged(src, 5, 4, 0);
     d.dst.data = src + 5 * 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
 }
 
 static void test_store_errors(void)
 {
-    static unsigned char cache[2][2048], input[2][1024], want[2][2048];
-    const int64_t slot[2] = {1, 3};
-    const kvprim_store_desc good = {{cache[0], 8, 0, 0, 0, 0, 0},
-                                    {cache[1], 8, 0, 0, 0, 0, 0},
-                                    {input[0], 2, 0, 0, 0, 0, 0},
-                                    {input[1], 2, 0, 0, 0, 0, 0},
-                                    64,
-                                    32,
-                                    slot,
-                                    KVPRIM_I64,
-                                    0,
-                                    2,
-                                    NULL};
+    static _Alignas(16) unsigned char cache[2][2048], input[2][1024], want[2][2048];
+    int64_t slot[2] = {1, 3};
+    const kvprim_store_desc good = {.k_cache = table_of(cache[0], 8),
+                                    .v_cache = table_of(cache[1], 8),
+                                    .k = table_of(input[0], 2),
+                                    .v = table_of(input[1], 2),
+                                    .k_bytes = 64,
+                                    .v_bytes = 32,
+                                    .slot = slot,
+                                    .slot_type = KVPRIM_I64,
+                                    .count = 2};
     kvprim_store_desc d;
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
@@ -916,6 +1009,27 @@ static void test_store_errors(void)
     BAD(k.data = cache[1] + 100, KVPRIM_ERROR_OVERLAP, "v_cache");
     BAD(k.data = cache[0], KVPRIM_ERROR_OVERLAP, "k_cache");
     BAD(v_cache.data = cache[0] + 63, KVPRIM_ERROR_OVERLAP, "v_cache");
+    BAD(slot_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "slot_type is 0");
+    BAD(slot_stride = -3, KVPRIM_ERROR_SIZE, "slot_stride is -3");
+    BAD(k_cache.rows = 0, KVPRIM_ERROR_SIZE, "k_cache.rows is 0");
+    BAD(v_cache.heads = 4, KVPRIM_ERROR_SIZE, "v_cache.head_stride is 0");
+    BAD(v_cache.data = NULL, KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
+    BAD(reserved_slot = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
+    BAD(v.reserved[0] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of v");
+    BAD(rejected = counter_at(slot, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(slot, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(cache[0], 508), KVPRIM_ERROR_OVERLAP, "k_cache");
+    BAD(rejected = counter_at(cache[1], 252), KVPRIM_ERROR_OVERLAP, "v_cache");
+    BAD(rejected = counter_at(input[0], 124), KVPRIM_ERROR_OVERLAP, "k (");
+    BAD(rejected = counter_at(input[1], 60), KVPRIM_ERROR_OVERLAP, "v (");
+    d.rejected = NULL; /* half of V */
+    BAD(v_cache = table_of(NULL, 0), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    d.v = table_of(NULL, 0);
+    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    d.v = good.v;
+    d.v_bytes = 0;
+    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
 #undef BAD
     CHECK(memcmp(cache, want, sizeof cache) == 0);
     memset(&d, 0, sizeof d);
@@ -924,24 +1038,18 @@ static void test_store_errors(void)
 
 static void test_transfer_errors(void)
 {
-    static unsigned char dst[4096], src[4096], want[4096];
-    const int32_t index[2] = {1, 3};
-    void *const dst_layers[2] = {dst, dst + 2048}, *const null_layers[2] = {src, NULL},
-                *const mixed[2] = {src, dst + 100};
-    const kvprim_transfer_desc good = {{dst, 8, 0, 0, 0, 0, 0},
-                                       {src, 8, 0, 0, 0, 0, 0},
-                                       NULL,
-                                       NULL,
-                                       0,
-                                       0,
-                                       2,
-                                       64,
-                                       index,
-                                       index,
-                                       KVPRIM_I32,
-                                       2,
-                                       NULL,
-                                       0};
+    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
+    int32_t index[2] = {1, 3};
+    void *const dst_layers[2] = {dst, dst + 2048}, *const src_layers[2] = {src, src + 512};
+    void *const null_layers[2] = {src, NULL}, *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
+    const kvprim_transfer_desc good = {.dst = table_of(dst, 8),
+                                       .src = table_of(src, 8),
+                                       .layers = 2,
+                                       .row_bytes = 64,
+                                       .dst_index = index,
+                                       .src_index = index,
+                                       .index_type = KVPRIM_I32,
+                                       .count = 2};
     kvprim_transfer_desc d;
     fill(dst, sizeof dst);
     memcpy(want, dst, sizeof dst);
@@ -956,16 +1064,33 @@ static void test_transfer_errors(void)
     BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
     BAD(src_layer_stride = -8, KVPRIM_ERROR_SIZE, "src_layer_stride is -8");
-    BAD(index_type = (kvprim_index_type)2, KVPRIM_ERROR_ARGUMENT, "index_type is 2");
+    BAD(index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "index_type is 3");
     BAD(src.data = dst + 1000, KVPRIM_ERROR_OVERLAP, "overlaps"); /* dst's second layer */
     BAD(src.data = NULL, KVPRIM_ERROR_NULL, "src.data is NULL");
     BAD(dst.heads = 5, KVPRIM_ERROR_SIZE, "dst.heads is 5");
     BAD(same_cache = 2, KVPRIM_ERROR_ARGUMENT, "same_cache is 2");
     BAD(same_cache = -1, KVPRIM_ERROR_ARGUMENT, "same_cache is -1");
     BAD(same_cache = 1, KVPRIM_ERROR_ARGUMENT, "same_cache is 1, but layer 0 is at");
+    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
+    BAD(src_index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "src_index_type is 3");
+    BAD(dst_index_stride = -1, KVPRIM_ERROR_SIZE, "dst_index_stride is -1");
+    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(dst.heads = 2, KVPRIM_ERROR_SIZE, "dst.head_stride is 0");
+    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
+    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
+    BAD(layers = 65537, KVPRIM_ERROR_SIZE, "layers is 65537");
+    BAD(layers = INT32_MAX, KVPRIM_ERROR_SIZE, "layers is 2147483647");
+    BAD(dst_layers = twice, KVPRIM_ERROR_OVERLAP, "layer of dst");
+    BAD(dst_layers = dst_layers; d.dst_layer_stride = 2048, KVPRIM_ERROR_ARGUMENT, "dst_layer_stride");
+    BAD(src_layers = src_layers; d.src_layer_stride = 512, KVPRIM_ERROR_ARGUMENT, "src_layer_stride");
+    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
+    BAD(rejected = counter_at(index, 4), KVPRIM_ERROR_OVERLAP, "rejected (");
+    BAD(rejected = counter_at(dst, 1020), KVPRIM_ERROR_OVERLAP, "dst"); /* in the second layer */
+    BAD(rejected = counter_at(src, 512), KVPRIM_ERROR_OVERLAP, "src");
+    BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "to copy rows inside one cache set same_cache");
     BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "dst layer 0");
 #undef BAD
-    d.same_cache = 1; /* otherwise it is one cache now */
+    d.same_cache = 1; /* except for what changes here it is one cache now */
     d.src.page_rows = 4;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_rows is 0 and src.page_rows 4");
     d.src.page_rows = 0;
@@ -973,17 +1098,17 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     d = good;
-    d.dst.data = NULL; /* layers say it all */
+    d.dst.data = NULL; /* the layers' pointers are enough */
     d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
     d = good; /* an empty table: its layer stride leads nowhere */
-    d.dst.rows = 0;
+    d.dst = table_of(NULL, 0);
     d.dst_layer_stride = INT64_MAX;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-    d = good; /* the indices in the second layer of what is written */
+    d = good; /* the indices lie in the second layer of dst */
     d.dst_index = d.src_index = (const int32_t *)(const void *)(dst + 512);
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst_index (");
-    d = good; /* layers of both sides in turn: [layer][src or dst][row] */
+    d = good; /* layers of both sides alternate: [layer][src or dst][row] */
     d.src.data = dst + 512;
     d.dst_layer_stride = d.src_layer_stride = 1024;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
@@ -993,7 +1118,7 @@ static void test_transfer_errors(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
 
-/* Pages copied inside one cache, K and V of two layers by their pointers; one source for two copies, one padded. */
+/* Copies pages inside one cache whose layers have pointers. One source is copied twice, one index is padding. */
 static void test_same_cache(void)
 {
     enum { rows = 12, row_bytes = 48, layer_bytes = rows * row_bytes, layers = 4 };
@@ -1018,15 +1143,452 @@ static void test_same_cache(void)
     d.row_bytes = row_bytes;
     d.dst_index = to;
     d.src_index = from;
+    d.index_type = KVPRIM_I32;
     d.count = 5;
     d.rejected = &rejected;
     d.same_cache = 1;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
 }
 
+/* ---- what a table says its memory has ---- */
+
+/* Returns the bytes from the table's start to the end of the row that ends last. */
+static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
+{
+    int64_t reach = 0;
+    for (int64_t row = 0; row < t->rows; row++)
+        for (int64_t b = 0; b < row_bytes; b++) {
+            const int64_t end = at(t, row_bytes, row, b) - (unsigned char *)t->data + 1;
+            reach = end > reach ? end : reach;
+        }
+    return reach;
+}
+
+/* A table may claim exactly the bytes that it reaches, or more, but not one byte less, even if fewer rows are used. */
+static void test_bytes(void)
+{
+    enum { rows = 21, row_bytes = 48 };
+    static _Alignas(16) unsigned char memory_of[8][4096];
+    const int32_t index[1] = {0};
+    for (int l = 0; l < n_layouts; l++) {
+        size_t span;
+        kvprim_table t = lay_out(&layouts[l], rows, row_bytes, &span);
+        t.data = memory_of[0];
+        const int64_t reach = reach_of(&t, row_bytes), step = (int64_t)span + 8;
+        for (int64_t layers = 1; layers <= 3; layers += 2)
+            for (int64_t missing = -1; missing <= 1; missing++)
+                for (int dst = 0; dst < 2; dst++) {
+                    kvprim_transfer_desc d = {.dst = table_of(memory_of[4], rows),
+                                              .src = table_of(memory_of[4], rows),
+                                              .layers = (int32_t)layers,
+                                              .row_bytes = row_bytes,
+                                              .src_index = index,
+                                              .index_type = KVPRIM_I32,
+                                              .count = 1};
+                    *(dst ? &d.dst : &d.src) = t;
+                    (dst ? &d.dst : &d.src)->bytes = reach + (layers - 1) * step - missing;
+                    *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
+                    if (missing > 0)
+                        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+                    else
+                        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+                }
+    }
+}
+
+/* ---- many layers ---- */
+
+/* The order of an array of layers. */
+enum { most_layers = 65536, layer_bytes = 16, ascending = 0, descending, shuffled, orders };
+
+static void order_layers(void **layers, unsigned char *first, size_t step, int order)
+{
+    for (size_t l = 0; l < most_layers; l++)
+        layers[l] = first + step * (order == descending ? most_layers - 1 - l : l);
+    for (size_t l = most_layers; order == shuffled && l > 1; l--) {
+        const size_t other = random_u64() % l;
+        void *const layer = layers[l - 1];
+        layers[l - 1] = layers[other];
+        layers[other] = layer;
+    }
+}
+
+static kvprim_transfer_desc many_layers(void *const *dst, void *const *src)
+{
+    const kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
+                                    .src = table_of(NULL, 1),
+                                    .dst_layers = dst,
+                                    .src_layers = src,
+                                    .layers = most_layers,
+                                    .row_bytes = layer_bytes,
+                                    .count = 1};
+    return d;
+}
+
+/* Layers of dst and src alternate. They are accepted whatever the order of both arrays, and one byte of overlap is
+   found. */
+static void one_layer_order(unsigned char *memory_of, void **dst, void **src, int dst_order, int src_order)
+{
+    const size_t step = 2 * layer_bytes;
+    order_layers(dst, memory_of, step, dst_order);
+    order_layers(src, memory_of + layer_bytes, step, src_order);
+    const kvprim_transfer_desc d = many_layers(dst, src);
+    const clock_t start = clock();
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
+    if (seconds >= 1)
+        FAIL("the check of %d layers takes %.1f s, orders %d and %d", most_layers, seconds, dst_order, src_order);
+    void *const last = dst[most_layers - 1], *const first = dst[0];
+    dst[most_layers - 1] = (unsigned char *)last + 1; /* into the layer of src after it */
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 65535");
+    dst[most_layers - 1] = first;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
+    dst[most_layers - 1] = last;
+    void *const some = src[most_layers / 3];
+    src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
+    src[most_layers / 3] = some;
+}
+
+static void test_many_layers(void)
+{
+    unsigned char *const memory_of = allocate((size_t)2 * layer_bytes * most_layers + layer_bytes);
+    void **const dst = allocate(most_layers * sizeof *dst), **const src = allocate(most_layers * sizeof *src);
+    for (int order = 0; order < orders * orders; order++)
+        one_layer_order(memory_of, dst, src, order % orders, order / orders);
+    kvprim_transfer_desc d = many_layers(dst, src);
+    fill(memory_of, (size_t)2 * layer_bytes * most_layers);
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    for (size_t l = 0; l < most_layers; l++)
+        CHECK(memcmp(dst[l], src[l], layer_bytes) == 0);
+    d.layers = most_layers + 1;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+    free(memory_of);
+    free(dst);
+    free(src);
+}
+
+/* If a side has no rows, the call counts the indices past it, once whatever the layers are, and does nothing else. */
+static void test_empty_side(void)
+{
+    enum { count = 100000 };
+    static int32_t index[count];
+    static unsigned char byte[most_layers];
+    for (int side = 0; side < 2; side++) {
+        uint32_t rejected = 7;
+        kvprim_transfer_desc d = {.dst = table_of(side ? byte : NULL, side),
+                                  .src = table_of(side ? NULL : byte, !side),
+                                  .layers = most_layers,
+                                  .row_bytes = 1,
+                                  .dst_index = index,
+                                  .src_index = index,
+                                  .index_type = KVPRIM_I32,
+                                  .count = count,
+                                  .rejected = &rejected};
+        for (int i = 0; i < count; i++)
+            index[i] = i % 3 - 1; /* -1; 0 and 1, which are past one side or both */
+        const clock_t start = clock();
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 1);
+        CHECK(rejected == 7 + count / 3 * 2);
+        d.count = 3;
+        d.layers = most_layers + 1;
+        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+    }
+}
+
+/* ---- K and V in one block of memory ---- */
+
+/* Caches of `rows` rows of k_bytes and v_bytes with the same geometry. V starts `delta` bytes after K. */
+typedef struct pair_case {
+    const char *name;
+    int64_t rows, k_bytes, v_bytes, stride, page_rows, page_stride;
+    int32_t heads;
+    int64_t head_stride, delta;
+    int legal;
+} pair_case;
+
+static const pair_case pair_cases[] = {
+    {"V one row after K", 4, 64, 64, 64, 0, 0, 0, 0, 64, 0},
+    {"V after all rows of K", 4, 64, 64, 64, 0, 0, 0, 0, 256, 1},
+    {"V a byte before that", 4, 64, 64, 64, 0, 0, 0, 0, 255, 0},
+    {"V one row before K", 4, 64, 64, 64, 0, 0, 0, 0, -64, 0},
+    {"V of all rows before K", 4, 64, 64, 64, 0, 0, 0, 0, -256, 1},
+    {"K and V of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, 64, 1},
+    {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
+    {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
+    {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
+    {"a wide K, a small V", 4, 192, 128, 320, 0, 0, 0, 0, 192, 1},
+    {"a wide K, a small V, a byte too near", 4, 192, 128, 320, 0, 0, 0, 0, 191, 0},
+    {"K and V of a page in turn", 11, 32, 32, 32, 4, 256, 0, 0, 128, 1},
+    {"V two pages after K", 11, 32, 32, 32, 4, 256, 0, 0, 256, 0},
+    {"V after all pages of K, in the second half", 11, 32, 32, 32, 4, 256, 0, 0, 3 * 256 + 128, 1},
+    {"V in the gap after the last, partial page", 11, 32, 32, 32, 4, 256, 0, 0, 2 * 256 + 96, 1},
+    {"V on the last row of K", 11, 32, 32, 32, 4, 256, 0, 0, 2 * 256 + 64, 0},
+    {"K and V of a head in turn", 4, 64, 64, 32, 0, 0, 2, 256, 128, 1},
+    {"V's first head on K's second", 4, 64, 64, 32, 0, 0, 2, 256, 256, 0},
+    {"K and V of a row's heads in turn", 4, 64, 64, 128, 0, 0, 2, 64, 32, 1},
+    {"the same, a byte too near", 4, 64, 64, 128, 0, 0, 2, 64, 31, 0},
+    {"heads of pages in turn", 10, 64, 64, 32, 4, 512, 2, 256, 128, 1},
+    {"heads of pages, V a row too early", 10, 64, 64, 32, 4, 512, 2, 256, 96, 0},
+};
+
+static kvprim_table pair_table(const pair_case *c, unsigned char *data)
+{
+    kvprim_table t = paged(data, c->rows, c->page_rows, c->page_stride);
+    t.stride = c->stride;
+    t.heads = c->heads;
+    t.head_stride = c->head_stride;
+    return t;
+}
+
+/* Stores all rows. If that is legal, each row is complete afterwards. */
+static void one_pair(const pair_case *c)
+{
+    enum { most_rows = 16, middle = 2048 };
+    static unsigned char cache[2 * middle + 1024], input[2][most_rows * 256];
+    int32_t slot[most_rows];
+    for (int32_t i = 0; i < most_rows; i++)
+        slot[i] = i;
+    fill(input, sizeof input);
+    const kvprim_store_desc d = {.k_cache = pair_table(c, cache + middle),
+                                 .v_cache = pair_table(c, cache + middle + c->delta),
+                                 .k = table_of(input[0], c->rows),
+                                 .v = table_of(input[1], c->rows),
+                                 .k_bytes = c->k_bytes,
+                                 .v_bytes = c->v_bytes,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = c->rows};
+    const kvprim_status status = kvprim_store(&d);
+    if (status != (c->legal ? KVPRIM_OK : KVPRIM_ERROR_OVERLAP))
+        FAIL("%s: %s (%s)", c->name, kvprim_status_name(status), kvprim_last_error());
+    for (int64_t i = 0; c->legal && i < c->rows; i++) {
+        for (int64_t b = 0; b < c->k_bytes; b++)
+            if (*at(&d.k_cache, c->k_bytes, i, b) != input[0][i * c->k_bytes + b])
+                FAIL("%s: K row %lld byte %lld", c->name, (long long)i, (long long)b);
+        for (int64_t b = 0; b < c->v_bytes; b++)
+            if (*at(&d.v_cache, c->v_bytes, i, b) != input[1][i * c->v_bytes + b])
+                FAIL("%s: V row %lld byte %lld", c->name, (long long)i, (long long)b);
+    }
+}
+
+static void test_k_beside_v(void)
+{
+    for (size_t i = 0; i < sizeof pair_cases / sizeof *pair_cases; i++)
+        one_pair(&pair_cases[i]);
+}
+
+/* ---- indices: types, bases, strides ---- */
+
+/* Indices that are `stride` elements apart, with noise between them. */
+typedef struct strided_index {
+    kvprim_index_type type;
+    int64_t base, stride;
+    union {
+        int32_t i32[200];
+        int64_t i64[200];
+    } u;
+} strided_index;
+
+static int64_t strided_at(const strided_index *x, int64_t i)
+{
+    return x->type == KVPRIM_I64 ? x->u.i64[i * x->stride] : x->u.i32[i * x->stride];
+}
+
+/* Makes `count` indices: distinct rows from 0 to rows - 1, padding, and some past the end. */
+static void make_index(strided_index *x, int64_t count, int64_t rows)
+{
+    static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 100, (int64_t)1 << 40};
+    static const int64_t bases32[] = {0, 1, -1, 1000, -7, INT32_MIN, INT32_MAX - 100, 1 << 20};
+    x->type = random_u64() % 2 ? KVPRIM_I64 : KVPRIM_I32;
+    x->base = x->type == KVPRIM_I64 ? bases64[random_u64() % 8] : bases32[random_u64() % 8];
+    x->stride = 1 + (int64_t)(random_u64() % 5);
+    fill(&x->u, sizeof x->u);
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t kind = random_u64() % 8;
+        int64_t value = x->base + (i * 7 + 3) % rows;
+        if (kind == 0)
+            value = x->base + rows + (int64_t)(random_u64() % 3);
+        if (kind == 1 && x->base != INT64_MIN && x->base != INT32_MIN)
+            value = x->base - 1;
+        if (x->type == KVPRIM_I64)
+            x->u.i64[i * x->stride] = value;
+        else
+            x->u.i32[i * x->stride] = (int32_t)value;
+    }
+}
+
+enum { ruled_count = 31, ruled_rows = 40, ruled_bytes = 24 };
+
+/* Copies rows as the contract says and returns how many indices are rejected. */
+static uint32_t expect_rows(unsigned char *to, const unsigned char *from, const strided_index *dst,
+                            const strided_index *src, int zero)
+{
+    uint32_t rejected = 0;
+    for (int64_t i = 0; i < ruled_count; i++) {
+        const int64_t t = dst ? ruled(strided_at(dst, i), dst->base, ruled_rows) : i;
+        const int64_t f = src ? ruled(strided_at(src, i), src->base, ruled_rows) : i;
+        rejected += t == -2 || f == -2;
+        if (t >= 0 && f >= 0)
+            memcpy(to + t * ruled_bytes, from + f * ruled_bytes, ruled_bytes);
+        else if (t >= 0 && zero)
+            memset(to + t * ruled_bytes, 0, ruled_bytes);
+    }
+    return rejected;
+}
+
+/* Operation 0 is a gather, 1 a store, 2 to 4 are transfers with an index on dst, on src, on both. */
+static void one_rule(int operation)
+{
+    unsigned char to[ruled_rows * ruled_bytes], from[sizeof to], want[sizeof to];
+    strided_index dst, src;
+    const int has_dst = operation == 1 || operation == 2 || operation == 4, has_src = !has_dst || operation == 4;
+    uint32_t rejected = 3;
+    make_index(&dst, ruled_count, ruled_rows);
+    make_index(&src, ruled_count, ruled_rows);
+    fill(to, sizeof to);
+    fill(from, sizeof from);
+    memcpy(want, to, sizeof to);
+    const uint32_t past = expect_rows(want, from, has_dst ? &dst : NULL, has_src ? &src : NULL, operation == 0);
+    const kvprim_table to_table = table_of(to, ruled_rows), from_table = table_of(from, ruled_rows);
+    const kvprim_gather_desc gather = {.dst = to_table,
+                                       .src = from_table,
+                                       .row_bytes = ruled_bytes,
+                                       .index = &src.u,
+                                       .index_type = src.type,
+                                       .index_base = src.base,
+                                       .index_stride = src.stride,
+                                       .count = ruled_count,
+                                       .rejected = &rejected};
+    const kvprim_store_desc store = {.k_cache = to_table,
+                                     .k = from_table,
+                                     .k_bytes = ruled_bytes,
+                                     .slot = &dst.u,
+                                     .slot_type = dst.type,
+                                     .slot_base = dst.base,
+                                     .slot_stride = dst.stride,
+                                     .count = ruled_count,
+                                     .rejected = &rejected};
+    kvprim_transfer_desc transfer = {.dst = to_table,
+                                     .src = from_table,
+                                     .row_bytes = ruled_bytes,
+                                     .dst_index = has_dst ? &dst.u : NULL,
+                                     .src_index = has_src ? &src.u : NULL,
+                                     .dst_index_type = dst.type,
+                                     .src_index_type = src.type,
+                                     .dst_index_base = dst.base,
+                                     .src_index_base = src.base,
+                                     .dst_index_stride = dst.stride,
+                                     .src_index_stride = src.stride,
+                                     .count = ruled_count,
+                                     .rejected = &rejected};
+    if (dst.type == src.type) { /* one type for both */
+        transfer.index_type = dst.type;
+        transfer.dst_index_type = transfer.src_index_type = (kvprim_index_type)0;
+    }
+    const kvprim_status status = operation == 0   ? kvprim_gather(&gather)
+                                 : operation == 1 ? kvprim_store(&store)
+                                                  : kvprim_transfer(&transfer);
+    if (status != KVPRIM_OK || memcmp(to, want, sizeof to) != 0 || rejected != 3 + past)
+        FAIL("operation %d, types %d and %d, bases %lld and %lld, strides %lld and %lld: %s, %u rejected, expected %u",
+             operation, dst.type, src.type, (long long)dst.base, (long long)src.base, (long long)dst.stride,
+             (long long)src.stride, kvprim_status_name(status), rejected, 3 + past);
+}
+
+static void test_index_rule(void)
+{
+    for (int round = 0; round < 4000; round++)
+        one_rule(round % 5);
+}
+
+/* ---- moves ---- */
+
+enum { most_moves = 5, moves_bytes = 1 << 16 };
+
+/* Makes the moves of one kind: a gather, values with their scales, K and V of different width, or layers. Each kind has
+   its own part of `memory_of`, so all kinds may run one after another. */
+static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *index, uint32_t *rejected,
+                         kvprim_move *moves)
+{
+    unsigned char *const to = memory_of, *const from = memory_of + moves_bytes / 2;
+    const kvprim_gather_desc gather = {.dst = table_of(to, 9),
+                                       .src = table_of(from, 30),
+                                       .row_bytes = 100,
+                                       .index = index,
+                                       .index_type = KVPRIM_I32,
+                                       .count = 9,
+                                       .rejected = rejected};
+    kvprim_store_desc store = {.k_cache = strided(to + 1000, 30, 320),
+                               .v_cache = strided(to + 1192, 30, 320),
+                               .k = table_of(from + 3000, 11),
+                               .v = table_of(from + 6000, 11),
+                               .k_bytes = 192,
+                               .v_bytes = 128,
+                               .slot = index,
+                               .slot_type = KVPRIM_I32,
+                               .count = 11,
+                               .rejected = rejected};
+    kvprim_transfer_desc transfer = {.dst = table_of(to + 20000, 12),
+                                     .src = table_of(from + 12000, 12),
+                                     .layers = 3,
+                                     .row_bytes = 40,
+                                     .dst_index = index,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 12,
+                                     .rejected = rejected};
+    if (kind == 0)
+        return kvprim_gather_moves(&gather, moves) == KVPRIM_OK ? 1 : 0;
+    if (kind == 1) { /* values of 576 bytes, each followed by its scale of 8 */
+        store.k_cache = strided(to + 1000, 30, 584), store.v_cache = strided(to + 1576, 30, 584);
+        store.k_bytes = 576, store.v_bytes = 8;
+    }
+    if (kind <= 2)
+        return kvprim_store_moves(&store, moves) == KVPRIM_OK ? 2 : 0;
+    if (kind == 4)
+        transfer.dst = table_of(to + 24000, 12), transfer.row_bytes = 17, transfer.layers = 7;
+    return kvprim_transfer_moves(&transfer, moves) == KVPRIM_OK ? 1 : 0;
+}
+
+/* Several moves in one call, checked once and run twice, do what the single moves do. */
+static void test_moves(void)
+{
+    unsigned char *const got = allocate(moves_bytes), *const want = allocate(moves_bytes);
+    int32_t index[12] = {3, 29, -1, 0, 30, 7, 11, 25, 2, 5, 31, 8};
+    for (int kinds = 1; kinds < 32; kinds++) {
+        kvprim_move moves[2 * most_moves], one[2];
+        size_t n = 0;
+        uint32_t rejected = 0, want_rejected = 0;
+        for (int kind = 0; kind < most_moves; kind++) {
+            if (kinds >> kind & 1)
+                n += make_moves(kind, got, index, &rejected, moves + n);
+        }
+        for (int run_number = 0; run_number < 2; run_number++) {
+            index[0] = 3 + run_number;
+            fill(got, moves_bytes);
+            memcpy(want, got, moves_bytes);
+            for (int kind = 0; kind < most_moves; kind++) {
+                if (!(kinds >> kind & 1))
+                    continue;
+                const size_t of_kind = make_moves(kind, want, index, &want_rejected, one);
+                CHECK(of_kind > 0);
+                for (size_t k = 0; k < of_kind; k++)
+                    CHECK(kvprim_cpu_move(&one[k], 1) == KVPRIM_OK);
+            }
+            CHECK(kvprim_cpu_move(moves, n) == KVPRIM_OK);
+            if (memcmp(got, want, moves_bytes) != 0 || rejected != want_rejected)
+                FAIL("kinds %d, run %d: the moves together are not what they are one by one", kinds, run_number);
+        }
+    }
+    EXPECT_ERROR(kvprim_cpu_move(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    CHECK(kvprim_cpu_move(NULL, 0) == KVPRIM_OK);
+    free(got);
+    free(want);
+}
+
 /* ---- large tables ---- */
 
-/* So many bytes that they are written past the caches, on rows of whole lines and on others. */
+/* Moves enough bytes to be written past the caches, in rows of whole cache lines and in others. */
 static void test_streaming(void)
 {
     enum { rows = 50000, stride = 1024 };
@@ -1039,25 +1601,29 @@ static void test_streaming(void)
     for (int i = 0; i < rows * stride / 8; i++)
         ((uint64_t *)(void *)src)[i] = random_u64();
     for (int64_t row_bytes = 1024; row_bytes >= 1000; row_bytes -= 24) {
-        const kvprim_table dst_table = {dst, rows, stride, 0, 0, 0, 0}, src_table = {src, rows, stride, 0, 0, 0, 0};
-        const kvprim_gather_desc gather = {dst_table, src_table, row_bytes, index, KVPRIM_I32, 0, rows, NULL};
+        const kvprim_gather_desc gather = {.dst = strided(dst, rows, stride),
+                                           .src = strided(src, rows, stride),
+                                           .row_bytes = row_bytes,
+                                           .index = index,
+                                           .index_type = KVPRIM_I32,
+                                           .count = rows};
         memset(dst, 1, rows * stride);
         CHECK(kvprim_gather(&gather) == KVPRIM_OK);
         for (int i = 0; i < rows; i++)
             if (memcmp(dst + (size_t)i * stride, src + (size_t)index[i] * stride, (size_t)row_bytes) != 0)
                 FAIL("gather of %lld bytes: row %d differs", (long long)row_bytes, i);
-        const kvprim_store_desc store = {dst_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                         src_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                         row_bytes, 0,
-                                         index,     KVPRIM_I32,
-                                         0,         rows,
-                                         NULL};
+        const kvprim_store_desc store = {.k_cache = gather.dst,
+                                         .k = gather.src,
+                                         .k_bytes = row_bytes,
+                                         .slot = index,
+                                         .slot_type = KVPRIM_I32,
+                                         .count = rows};
         memset(dst, 1, rows * stride);
         CHECK(kvprim_store(&store) == KVPRIM_OK);
         for (int i = 0; i < rows; i++)
             if (memcmp(dst + (size_t)index[i] * stride, src + (size_t)i * stride, (size_t)row_bytes) != 0)
                 FAIL("store of %lld bytes: row %d differs", (long long)row_bytes, i);
-        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* what lies between rows is not written */
+        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* bytes between rows are not written */
     }
     free(src_memory);
     free(dst_memory);
@@ -1082,20 +1648,21 @@ static void test_large_table(void)
     uint32_t rejected = 0;
     fill(input, sizeof input);
     fill(output, sizeof output);
-    const kvprim_store_desc store = {{table, rows, 0, 0, 0, 0, 0},
-                                     {NULL, 0, 0, 0, 0, 0, 0},
-                                     {input, 8, 0, 0, 0, 0, 0},
-                                     {NULL, 0, 0, 0, 0, 0, 0},
-                                     3,
-                                     0,
-                                     index,
-                                     KVPRIM_I64,
-                                     0,
-                                     8,
-                                     &rejected};
+    const kvprim_store_desc store = {.k_cache = table_of(table, rows),
+                                     .k = table_of(input, 8),
+                                     .k_bytes = 3,
+                                     .slot = index,
+                                     .slot_type = KVPRIM_I64,
+                                     .count = 8,
+                                     .rejected = &rejected};
     CHECK(kvprim_store(&store) == KVPRIM_OK && rejected == 3);
-    const kvprim_gather_desc gather = {
-        {output, 8, 0, 0, 0, 0, 0}, {table, rows, 0, 0, 0, 0, 0}, 3, index, KVPRIM_I64, 0, 8, &rejected};
+    const kvprim_gather_desc gather = {.dst = table_of(output, 8),
+                                       .src = table_of(table, rows),
+                                       .row_bytes = 3,
+                                       .index = index,
+                                       .index_type = KVPRIM_I64,
+                                       .count = 8,
+                                       .rejected = &rejected};
     CHECK(kvprim_gather(&gather) == KVPRIM_OK && rejected == 6);
     for (int i = 0; i < 8; i++)
         for (int b = 0; b < 3; b++) {
@@ -1106,7 +1673,7 @@ static void test_large_table(void)
     munmap(table, bytes);
 }
 
-/* A store into the last row before a page that must not be touched, and a gather from it. */
+/* Stores into the last row before a page that must not be touched, and gathers from it. */
 static void test_rows_guard_pages(void)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -1114,17 +1681,20 @@ static void test_rows_guard_pages(void)
         char *const cache = guarded(1), *const input = guarded(1);
         const int64_t rows = (int64_t)page / row_bytes;
         const int32_t slots[] = {(int32_t)rows - 1, 0, -1, (int32_t)rows};
-        const kvprim_table cache_table = {cache + page - rows * row_bytes, rows, 0, 0, 0, 0, 0};
-        const kvprim_table input_table = {input + page - 4 * row_bytes, 4, 0, 0, 0, 0, 0};
-        kvprim_store_desc store = {cache_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                   input_table, {NULL, 0, 0, 0, 0, 0, 0},
-                                   row_bytes,   0,
-                                   slots,       KVPRIM_I32,
-                                   0,           4,
-                                   NULL};
-        kvprim_gather_desc gather = {input_table, cache_table, row_bytes, slots, KVPRIM_I32, 0, 4, NULL};
+        kvprim_store_desc store = {.k_cache = table_of(cache + page - rows * row_bytes, rows),
+                                   .k = table_of(input + page - 4 * row_bytes, 4),
+                                   .k_bytes = row_bytes,
+                                   .slot = slots,
+                                   .slot_type = KVPRIM_I32,
+                                   .count = 4};
+        kvprim_gather_desc gather = {.dst = store.k,
+                                     .src = store.k_cache,
+                                     .row_bytes = row_bytes,
+                                     .index = slots,
+                                     .index_type = KVPRIM_I32,
+                                     .count = 4};
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
-        store.k_cache.data = cache; /* and the first rows right behind a guard */
+        store.k_cache.data = cache; /* and the first rows directly after a guard page */
         store.k.data = gather.dst.data = input;
         gather.src.data = cache;
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
@@ -1134,7 +1704,7 @@ static void test_rows_guard_pages(void)
 }
 #endif
 
-/* What depends on the instruction set. */
+/* Runs what depends on the instruction set. */
 static void run_for_isa(void)
 {
     printf("on %s:\n", kvprim_isa());
@@ -1146,6 +1716,7 @@ static void run_for_isa(void)
     run("prefix: many keys", test_prefix_many);
     run("prefix: many keys: first key, no match, error", test_prefix_many_answers);
     run("gather", test_gather);
+    run("indices: types, bases, strides", test_index_rule);
     run("store", test_store);
     run("transfer", test_transfer);
     run("transfer: inside one cache", test_same_cache);
@@ -1166,12 +1737,18 @@ int main(void)
     skipped++;
 #endif
     run("status", test_status);
+    run("version and sizes", test_version_and_sizes);
+    run("table: bytes", test_bytes);
+    run("moves", test_moves);
     run("table: defaults", test_defaults);
     run("sizes: products that do not wrap", test_products);
     run("gather: bad descriptors", test_gather_errors);
     run("store: K and V interleaved", test_store_interleaved);
     run("store: bad descriptors", test_store_errors);
+    run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
+    run("transfer: 65,536 layers in any order", test_many_layers);
+    run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run_for_isa();

@@ -1,12 +1,13 @@
 #!/bin/sh
-# Tests the replay: its counts against an independent count from the trace's ids alone, and every kind of bad input.
+# SPDX-License-Identifier: MIT
+# Tests the replay: compares its counts with an independent count from the trace's ids, and tries every bad input.
 #
-#     test_replay.sh BINARY SCRATCH      BINARY: the built 02_kv_replay, without CUDA; SCRATCH: a directory for files,
-#                                        made if missing
-#     test_replay.sh gpu BINARY SCRATCH  BINARY: built with CUDA; only that a GPU gives the figures that the CPU does
+#     test_replay.sh BINARY SCRATCH      BINARY: 02_kv_replay, built without CUDA; SCRATCH: a directory for files, made
+#                                        if missing
+#     test_replay.sh gpu BINARY SCRATCH  BINARY: built with CUDA; only compares a GPU's figures with the CPU's
 #
-# CC (default cc) builds variants: one that checks the tree after every request, one that damages a byte, and one whose
-# GPU is the CPU, made to do everything as late as a GPU may (late_cuda/).
+# CC (default cc) builds variants: one checks the tree after every request, one damages a byte, and in one the CPU
+# stands in for the GPU and does everything as late as a GPU may (late_cuda/).
 set -u
 only_gpu=false
 [ "${1-}" != gpu ] || { only_gpu=true; shift; }
@@ -22,15 +23,15 @@ ok() { passed=$((passed + 1)); echo "ok $1"; }
 fail() { failed=$((failed + 1)); echo "FAIL $1: $2"; }
 skip() { skipped=$((skipped + 1)); echo "skip $1: $2"; }
 
-# The number behind a label of the last run's table.
+# Prints the number after a label of the last run's table.
 field() {
     awk -v label="$1" '{ l = substr($0, 1, 18); sub(/ +$/, "", l) }
         l == label { split(substr($0, 19), f, " "); gsub(/,/, "", f[1]); print f[1] }' out
 }
 
-# oracle TRACE PAGE SLOTS: requests, tokens, tokens matched and pages evicted, counted page by page from ids, which name
-# their whole history. A page is known by the id it ends in; `younger` and `older` chain the pages by last use, those of
-# one request from the last to the first. 0 slots: no limit.
+# oracle TRACE PAGE SLOTS: requests, tokens, tokens matched and pages evicted, counted page by page from the ids, which
+# name their whole history. A page is known by its last id. `younger` and `older` chain the pages by last use; pages of
+# one request go from last to first. 0 slots: no limit.
 oracle() {
     awk -v P="$2" -v slots="$3" '
         function number(key, s) { s = $0; sub(".*\"" key "\": *", "", s); return s + 0 }
@@ -75,7 +76,7 @@ runs() { # NAME STATUS ARGUMENTS...
         { fail "$name" "exit status $got, expected $want: $(head -n 2 err | tr '\n' ' ')"; return 1; }
 }
 
-# same_figures NAME ARGUMENTS...: --device cuda prints what --device cpu does, but for what depends on time.
+# same_figures NAME ARGUMENTS...: --device cuda prints what --device cpu prints, except for what depends on time.
 same_figures() {
     name=$1; shift
     for device in cpu cuda; do
@@ -112,7 +113,7 @@ if $only_gpu; then
     finish
 fi
 
-# good NAME PAGE SLOTS LAYERS KV-BYTES: everything in the table that can be known beforehand
+# good NAME PAGE SLOTS LAYERS KV-BYTES: checks everything in the table that can be known beforehand
 good() {
     # shellcheck disable=SC2046
     set -- "$1" "$2" "$3" "$4" "$5" $(oracle "$trace" "$2" "$3")
@@ -154,7 +155,7 @@ together() {
 }
 together "requests that run together"
 
-# 1,000 bytes: 62 pages of 16 and 8 tokens more
+# 1,000 bytes: 62 pages of 16, and 8 more tokens
 awk 'BEGIN { for (i = 0; i < 125; i++) printf "%07d\n", i * i * 31 }' >prompt.txt
 head -n 50 prompt.txt >shorter.txt
 name="text, twice the same and once a part of it"
@@ -305,7 +306,7 @@ elif ! build corrupt -DKV_REPLAY_CORRUPT; then
     fail "a damaged byte is found" "does not build: $(head -n 1 err)"
 else
     replay=./corrupt
-    # The damaged row belongs to line 1; with pages of 1 token it is cached, and line 59 is the same request.
+    # The damaged row belongs to line 1. With pages of 1 token it is cached, and line 59 is the same request.
     name="a damaged byte is found"
     runs "$name" 1 "$trace" --page 1 && counts "$name" mismatches 2 &&
         if grep -q "jsonl:1: token 0, layer 0, V row in slot 0: byte 0 is 0x" err &&
@@ -351,7 +352,8 @@ else
         grep -q ' 0\.00 GB/s' out && fail "$name" "none for $(grep ' 0\.00 GB/s' out)" || ok "$name"
     fi
 
-    # Whichever of CUDA's calls fails: the reason, and nothing leaks. Without the first three there is no GPU.
+    # Whichever of CUDA's calls fails, the replay says why and leaks nothing. If one of the first three fails, there is
+    # no GPU.
     failing_calls() {
         for n in 1 2 3; do
             LATE_CUDA_FAIL=$n ./late "$trace" --requests 3 >out 2>err

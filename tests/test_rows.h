@@ -1,6 +1,7 @@
-/* What test_cuda.cu and test_cuda_emulated.cpp share: gathers and stores in one block of memory, done once by the host
-   functions and once by kvprim_cuda_gather and kvprim_cuda_store, and compared byte by byte. Included after
-   kvprim_cuda.cuh; the includer defines before, allow and after. */
+/* SPDX-License-Identifier: MIT */
+/* What test_cuda.cu and test_cuda_emulated.cpp share. They run gathers and stores in one block of memory, once by the
+   host functions and once by kvprim_cuda_gather and kvprim_cuda_store, and compare every byte. Include it after
+   kvprim_cuda.cuh and define before, allow and after. */
 #ifndef TEST_ROWS_H
 #define TEST_ROWS_H
 
@@ -9,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -18,7 +20,7 @@ static int passed, failed, skipped;
 static std::atomic<int> failures; /* in the test that runs now */
 static char skip_reason[200];     /* why the test that runs now cannot run here */
 
-/* Like printf, and the test fails; only a test's first few failures are printed. */
+/* Prints like printf and fails the test. Only a test's first few failures are printed. */
 __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
 {
     char text[700];
@@ -81,25 +83,25 @@ static void fill(unsigned char *p, size_t bytes)
 
 /* ---- memory ---- */
 
-/* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start from the
-   same contents; descriptors are made with addresses in `expected`. */
+/* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start with the
+   same contents. Descriptors hold addresses in `expected`. */
 struct arena {
-    unsigned char *expected, *got; /* what the host functions work on; what the code under test leaves behind */
+    unsigned char *expected, *got; /* where the host functions work; the result of the code under test */
     unsigned char *device;         /* where the code under test finds its copy */
     size_t capacity, used;
-    int64_t index_room; /* indices that there is memory for */
+    int64_t index_room; /* how many indices there is memory for */
     const kvprim_cuda_launch *launch;
     std::vector<std::pair<size_t, size_t>> allowed; /* offset and bytes of what may be accessed */
-    std::vector<unsigned char> taken;               /* per byte: 1 if it has its one meaning or writer already */
+    std::vector<unsigned char> taken;               /* per byte: 1 if it is written, or is of an index or the counter */
 };
 
 enum { margin = 256 };
 
 /* Brings `got` to where the code under test sees it. */
 static void before(arena *a);
-/* From now on these bytes may be accessed, and of the arena no others. */
+/* From now on these bytes may be accessed, and no others of the arena. */
 static void allow(arena *a, size_t offset, size_t bytes);
-/* Waits for the code under test and brings what it left to `got`; enqueued: it had something to do. */
+/* Waits for the code under test and brings its result to `got`. enqueued: it had something to do. */
 static void after(arena *a, bool enqueued);
 
 static void empty(arena *a)
@@ -108,7 +110,7 @@ static void empty(arena *a)
     a->index_room = 0;
 }
 
-/* `bytes` of random contents, `align` past a multiple of 64, guard bytes on both sides. */
+/* Reserves `bytes` of random contents, `align` bytes past a multiple of 64, with guard bytes on both sides. */
 static void *reserve(arena *a, size_t bytes, size_t align)
 {
     const size_t start = a->used, offset = start + margin + align;
@@ -125,7 +127,7 @@ static void *reserve(arena *a, size_t bytes, size_t align)
 static uint32_t *reserve_counter(arena *a)
 {
     uint32_t *const counter = static_cast<uint32_t *>(reserve(a, 4, 4 * below(16)));
-    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* wraps, too */
+    *counter = static_cast<uint32_t>(5 + below(3) * (UINT32_MAX - 6)); /* may wrap around */
     return counter;
 }
 
@@ -140,6 +142,80 @@ template <class T> static T *on_device(const arena *a, T *p)
         return nullptr;
     return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(a->device) + reinterpret_cast<uintptr_t>(p) -
                                  reinterpret_cast<uintptr_t>(a->expected));
+}
+
+/* Rows are `stride` bytes apart, 0: without a gap. Every other field is zero. */
+static kvprim_table table_of(void *data, int64_t rows, int64_t stride = 0)
+{
+    kvprim_table t = {};
+    t.data = data;
+    t.rows = rows;
+    t.stride = stride;
+    return t;
+}
+
+static kvprim_table pages_of(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.page_rows = page_rows;
+    t.page_stride = page_stride;
+    return t;
+}
+
+/* Has no rows and no memory. Its heads must not matter. */
+static kvprim_table empty_table()
+{
+    kvprim_table t = {};
+    t.heads = 4;
+    t.head_stride = 32;
+    return t;
+}
+
+static kvprim_gather_desc gather_of(const kvprim_table &dst, const kvprim_table &src, int64_t row_bytes,
+                                    const void *index, kvprim_index_type type, int64_t base, int64_t count,
+                                    uint32_t *rejected)
+{
+    kvprim_gather_desc d = {};
+    d.dst = dst;
+    d.src = src;
+    d.row_bytes = row_bytes;
+    d.index = index;
+    d.index_type = type;
+    d.index_base = base;
+    d.count = count;
+    d.rejected = rejected;
+    return d;
+}
+
+/* Stores K only. */
+static kvprim_store_desc store_of(const kvprim_table &cache, const kvprim_table &input, int64_t row_bytes,
+                                  const void *slot, kvprim_index_type type, int64_t count, uint32_t *rejected)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = cache;
+    d.k = input;
+    d.k_bytes = row_bytes;
+    d.slot = slot;
+    d.slot_type = type;
+    d.count = count;
+    d.rejected = rejected;
+    return d;
+}
+
+static void drop_v(kvprim_store_desc *d)
+{
+    d->v_cache = d->v = table_of(nullptr, 0);
+    d->v_bytes = 0;
+}
+
+/* Makes the options of a launch into the arena's stream. */
+static kvprim_cuda_launch launch_like(const arena *a, int32_t pdl, int32_t max_sms)
+{
+    kvprim_cuda_launch launch = {};
+    launch.stream = a->launch ? a->launch->stream : nullptr;
+    launch.pdl = pdl;
+    launch.max_sms = max_sms;
+    return launch;
 }
 
 static kvprim_table on_device(const arena *a, kvprim_table t)
@@ -170,7 +246,7 @@ static kvprim_store_desc on_device(const arena *a, kvprim_store_desc d)
 
 /* ---- rows, as the contract states them ---- */
 
-/* Where byte `byte` of row `row` lies in a table that is resolved. */
+/* Returns where byte `byte` of row `row` lies in a resolved table. */
 static int64_t row_offset(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
     const int64_t piece = row_bytes / t->heads;
@@ -184,7 +260,7 @@ static int64_t index_at(const void *index, kvprim_index_type type, int64_t i)
     return type == KVPRIM_I64 ? static_cast<const int64_t *>(index)[i] : static_cast<const int32_t *>(index)[i];
 }
 
-/* The row of an index, -1 for padding, -2 past the end. */
+/* Returns the row of an index, -1 for padding, or -2 past the end. */
 static int64_t ruled(int64_t value, int64_t base, int64_t rows)
 {
     if (value < base)
@@ -194,8 +270,25 @@ static int64_t ruled(int64_t value, int64_t base, int64_t rows)
     return value - base;
 }
 
-/* Allows access to a row: what is written to its bytes alone, what is read to the aligned 16 bytes that they lie in.
-   False if it lies outside the memory, or where a row is written already or an index or the counter lies. */
+/* How one side of a move names its rows. `data` NULL: row i. */
+struct index_list {
+    const void *data;
+    kvprim_index_type type;
+    int64_t base, stride;
+};
+
+static index_list list_of(const void *data, kvprim_index_type type, int64_t base, int64_t stride)
+{
+    return {data, type, base, stride ? stride : 1};
+}
+
+static int64_t row_at(const index_list *list, int64_t i, int64_t rows)
+{
+    return list->data ? ruled(index_at(list->data, list->type, i * list->stride), list->base, rows) : i;
+}
+
+/* Allows access to a row: a write to its bytes only, a read to the aligned 16-byte words that hold them. Returns false
+   if the row lies outside the memory, or where another row is written or an index or the counter lies. */
 static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t row, bool write)
 {
     const int64_t piece = row_bytes / t->heads, room = static_cast<int64_t>(a->used);
@@ -218,31 +311,51 @@ static bool visit(arena *a, const kvprim_table *t, int64_t row_bytes, int64_t ro
     return true;
 }
 
-/* The same for the index and the counter; before the rows. */
-static bool visit_index(arena *a, const void *index, kvprim_index_type type, int64_t count, const uint32_t *rejected)
+/* Takes all permissions back. */
+static void start_visit(arena *a)
 {
     a->allowed.clear();
     a->taken.assign(a->used, 0);
-    if (count > a->index_room)
+}
+
+static void visit_word(arena *a, const void *word, size_t bytes)
+{
+    a->allowed.push_back({offset_of(a, word), bytes});
+    memset(&a->taken[offset_of(a, word)], 1, bytes);
+}
+
+/* Allows access to the counter and to the elements of an index that are used. Comes before the rows. */
+static bool visit_index(arena *a, const index_list *list, int64_t count, const uint32_t *rejected)
+{
+    const size_t width = list->type == KVPRIM_I64 ? 8 : 4;
+    if (rejected)
+        visit_word(a, rejected, 4);
+    if (!list->data)
+        return true;
+    if (count > a->index_room || (count > 1 && list->stride > (a->index_room - 1) / (count - 1)))
         return false;
-    const size_t index_bytes = static_cast<size_t>(count) * (type == KVPRIM_I64 ? 8 : 4);
-    a->allowed.push_back({offset_of(a, index), index_bytes});
-    memset(&a->taken[offset_of(a, index)], 1, index_bytes);
-    if (rejected) {
-        a->allowed.push_back({offset_of(a, rejected), 4});
-        memset(&a->taken[offset_of(a, rejected)], 1, 4);
-    }
+    if (list->stride == 1)
+        visit_word(a, list->data, static_cast<size_t>(count) * width);
+    for (int64_t i = 0; list->stride > 1 && i < count; i++)
+        visit_word(a, static_cast<const char *>(list->data) + static_cast<size_t>(i * list->stride) * width, width);
     return true;
 }
 
-/* With KVPRIM_DEBUG a call asks whether the GPU can reach the last row of an indexed table: one that says it has more
-   rows than the memory is refused, though no index names them. */
+/* With KVPRIM_DEBUG a call asks whether the GPU can reach all rows of an indexed table. It refuses a table that claims
+   more rows than the memory has, even if no index names them. The last whole page may end after the last partial one.
+   */
 static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
 {
 #ifdef KVPRIM_DEBUG
     const size_t begin = offset_of(a, t->data);
-    return t->rows < 1 || (begin < a->used && row_offset(t, row_bytes, t->rows - 1, row_bytes - 1) <
-                                                  static_cast<int64_t>(a->used - begin));
+    const int64_t rows = t->rows, whole = t->page_rows ? rows / t->page_rows * t->page_rows : 0;
+    if (rows < 1)
+        return true;
+    if (begin >= a->used)
+        return false;
+    const int64_t room = static_cast<int64_t>(a->used - begin);
+    return row_offset(t, row_bytes, rows - 1, row_bytes - 1) < room &&
+           (whole == 0 || row_offset(t, row_bytes, whole - 1, row_bytes - 1) < room);
 #else
     (void)a, (void)t, (void)row_bytes;
     return true;
@@ -251,9 +364,10 @@ static bool reachable(const arena *a, const kvprim_table *t, int64_t row_bytes)
 
 static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 {
-    bool good = visit_index(a, d->index, d->index_type, d->count, d->rejected) && reachable(a, &d->src, d->row_bytes);
+    const index_list list = list_of(d->index, d->index_type, d->index_base, d->index_stride);
+    bool good = visit_index(a, &list, d->count, d->rejected) && reachable(a, &d->src, d->row_bytes);
     for (int64_t i = 0; good && i < d->count; i++) {
-        const int64_t row = ruled(index_at(d->index, d->index_type, i), d->index_base, d->src.rows);
+        const int64_t row = row_at(&list, i, d->src.rows);
         good = (row < 0 || visit(a, &d->src, d->row_bytes, row, false)) && visit(a, &d->dst, d->row_bytes, i, true);
     }
     return good;
@@ -262,10 +376,11 @@ static bool visit_gather(arena *a, const kvprim_gather_desc *d)
 /* An input's row may be read even if its slot turns out to be padding. */
 static bool visit_store(arena *a, const kvprim_store_desc *d)
 {
-    bool good = visit_index(a, d->slot, d->slot_type, d->count, d->rejected) && reachable(a, &d->k_cache, d->k_bytes) &&
+    const index_list list = list_of(d->slot, d->slot_type, d->slot_base, d->slot_stride);
+    bool good = visit_index(a, &list, d->count, d->rejected) && reachable(a, &d->k_cache, d->k_bytes) &&
                 (!d->v_cache.data || reachable(a, &d->v_cache, d->v_bytes));
     for (int64_t i = 0; good && i < d->count; i++) {
-        const int64_t row = ruled(index_at(d->slot, d->slot_type, i), d->slot_base, d->k_cache.rows);
+        const int64_t row = row_at(&list, i, d->k_cache.rows);
         good = visit(a, &d->k, d->k_bytes, i, false) && (row < 0 || visit(a, &d->k_cache, d->k_bytes, row, true));
         if (good && d->v_cache.data)
             good = visit(a, &d->v, d->v_bytes, i, false) && (row < 0 || visit(a, &d->v_cache, d->v_bytes, row, true));
@@ -281,7 +396,7 @@ struct named_table {
     int64_t row_bytes, rows;
 };
 
-/* Says which row's which byte lies at offset `bad`. */
+/* Says which byte of which row lies at offset `bad`. */
 static void report(const arena *a, size_t bad, const char *what, const named_table *tables, int n)
 {
     for (int k = 0; k < n; k++)
@@ -307,20 +422,25 @@ static void compare(const arena *a, const char *what, const named_table *tables,
     report(a, bad, what, tables, n);
 }
 
+/* `want_text` comes from the host function. An error of kvprim_cuda_* says the same and begins with its own name. */
 static void check_status(const char *what, kvprim_status got, kvprim_status want, const char *got_text,
                          const char *want_text)
 {
-    if (got != want || strcmp(got_text, want_text) != 0)
-        fail("%s: expected %s \"%s\", got %s \"%s\"", what, kvprim_status_name(want), want_text,
+    static const char host[] = "kvprim_", gpu[] = "kvprim_cuda_";
+    const bool named = strncmp(want_text, host, strlen(host)) == 0;
+    const std::string text = named ? gpu + std::string(want_text + strlen(host)) : want_text;
+    if (got != want || text != got_text)
+        fail("%s: expected %s \"%s\", got %s \"%s\"", what, kvprim_status_name(want), text.c_str(),
              kvprim_status_name(got), got_text);
 }
 
-/* What runs now; static, for the case that AddressSanitizer ends it. */
+/* What runs now. It is static so that it can be printed if AddressSanitizer ends the program. */
 static thread_local char current[320];
 
-enum outcome { REFUSED, OUTSIDE, RAN }; /* OUTSIDE: valid, but not to be run with the memory that it has here */
+enum outcome { REFUSED, OUTSIDE, RAN }; /* OUTSIDE: valid, but it would leave the memory that it has here */
 
-/* Runs what is valid on both sides and compares all memory; what is not must be refused as the host function does. */
+/* Runs a valid descriptor on both sides and compares all memory. An invalid one must be refused as the host function
+   refuses it. */
 static outcome try_gather(arena *a, const kvprim_gather_desc *desc, const char *what)
 {
     const kvprim_gather_desc on = on_device(a, *desc);
@@ -331,6 +451,7 @@ static outcome try_gather(arena *a, const kvprim_gather_desc *desc, const char *
     const kvprim_status want = kvprim_gather_check(&on, nullptr);
     snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
     const bool runs = want == KVPRIM_OK && desc->count > 0;
+    start_visit(a);
     if (runs && (kvprim_gather_check(desc, &resolved) != KVPRIM_OK || !visit_gather(a, &resolved)))
         return OUTSIDE;
     memcpy(a->got, a->expected, a->used);
@@ -359,6 +480,7 @@ static outcome try_store(arena *a, const kvprim_store_desc *desc, const char *wh
     const kvprim_status want = kvprim_store_check(&on, nullptr);
     snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
     const bool runs = want == KVPRIM_OK && desc->count > 0;
+    start_visit(a);
     if (runs && (kvprim_store_check(desc, &resolved) != KVPRIM_OK || !visit_store(a, &resolved)))
         return OUTSIDE;
     memcpy(a->got, a->expected, a->used);
@@ -381,7 +503,7 @@ static outcome try_store(arena *a, const kvprim_store_desc *desc, const char *wh
 
 /* ---- layouts and indices ---- */
 
-/* heads_inside: the pieces of a row lie next to each other, as in a token-major cache whose heads are named. */
+/* heads_inside: the heads of a row follow each other, as in a token-major cache. */
 struct layout {
     const char *name;
     int64_t pad, page_rows, page_pad;
@@ -397,13 +519,15 @@ static const layout layouts[] = {
     {"heads inside", 16, 16, 0, 4, true}, {"HND pages of 6", 0, 6, 0, 2, false}};
 enum { n_layouts = sizeof layouts / sizeof *layouts };
 
-/* The layout's table with every field filled in, and how many bytes it spans. */
+/* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
     const bool split = l->heads > 1 && row_bytes % l->heads == 0;
     const int64_t heads = split ? l->heads : 1, piece = row_bytes / heads;
     const int64_t in_page = l->page_rows ? l->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
-    kvprim_table t = {nullptr, rows, piece + l->pad, l->page_rows, 0, split ? l->heads : 0, 0};
+    kvprim_table t = table_of(nullptr, rows, piece + l->pad);
+    t.page_rows = l->page_rows;
+    t.heads = split ? l->heads : 0;
     if (split && l->heads_inside) {
         t.stride = row_bytes + l->pad;
         t.head_stride = piece;
@@ -440,7 +564,7 @@ static void set_index(void *index, kvprim_index_type type, int64_t i, int64_t va
         static_cast<int32_t *>(index)[i] = static_cast<int32_t>(value);
 }
 
-/* 0 to rows - 1 in random order. */
+/* Returns 0 to rows - 1 in random order. */
 static std::vector<int64_t> shuffled(int64_t rows)
 {
     std::vector<int64_t> order(static_cast<size_t>(rows));
@@ -451,8 +575,10 @@ static std::vector<int64_t> shuffled(int64_t rows)
     return order;
 }
 
-/* In range, padding, past the end, and far out. `distinct`: no row twice, and count is at most rows. */
-static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct)
+/* Fills in rows, padding, indices past the end, and indices far out. `distinct`: no row occurs twice, and count is at
+   most rows. */
+static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
+                       int64_t stride = 1)
 {
     const std::vector<int64_t> order = shuffled(distinct ? rows : 0);
     for (int64_t i = 0; i < count; i++) {
@@ -464,16 +590,19 @@ static void fill_index(void *index, kvprim_index_type type, int64_t count, int64
             value = wild(type);
         if (distinct && kind == 0 && ruled(value, base, rows) >= 0)
             value = base + row;
-        set_index(index, type, i, value);
+        set_index(index, type, i * stride, value);
     }
 }
 
-static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct)
+/* Every stride-th element is an index, the others are noise. */
+static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
+                         int64_t stride = 0)
 {
     const size_t width = type == KVPRIM_I64 ? 8 : 4;
-    void *const index = reserve(a, static_cast<size_t>(count) * width, width * below(4));
-    fill_index(index, type, count, base, rows, distinct);
-    a->index_room = count;
+    const int64_t elements = stride > 1 && count > 0 ? (count - 1) * stride + 1 : count;
+    void *const index = reserve(a, static_cast<size_t>(elements) * width, width * below(4));
+    fill_index(index, type, count, base, rows, distinct, stride > 1 ? stride : 1);
+    a->index_room = elements > a->index_room ? elements : a->index_room;
     return index;
 }
 
@@ -484,6 +613,7 @@ static const int64_t row_sizes[] = {1,    2,    3,    4,    7,    8,    12,   15
                                     2064, 2304, 3000, 4096, 4100, 5120, 8192, 9000, 14336, 16400, 20000};
 enum { n_row_sizes = sizeof row_sizes / sizeof *row_sizes };
 static const int64_t bases[] = {0, 1, 1000, -7};
+static const int64_t index_strides[] = {0, 1, 2, 0, 3, 0, 5, 0}; /* in elements; 2: one column of an [N, 2] mapping */
 
 /* ---- the matrix ---- */
 
@@ -501,19 +631,22 @@ static void one_gather(arena *a, const gather_case *c)
     empty(a);
     const kvprim_table dst = place(a, c->dst_layout, c->count, c->row_bytes, c->dst_align);
     const kvprim_table src = place(a, c->src_layout, c->src_rows, c->row_bytes, c->src_align);
-    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false);
-    const kvprim_gather_desc d = {dst,     src,     c->row_bytes, index,
-                                  c->type, c->base, c->count,     c->counted ? reserve_counter(a) : nullptr};
-    char what[220];
-    snprintf(what, sizeof what, "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d",
+    const int64_t stride = index_strides[below(8)];
+    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false, stride);
+    kvprim_gather_desc d =
+        gather_of(dst, src, c->row_bytes, index, c->type, c->base, c->count, c->counted ? reserve_counter(a) : nullptr);
+    d.index_stride = stride;
+    char what[240];
+    snprintf(what, sizeof what,
+             "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d, index stride %lld",
              static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->dst_layout->name,
              c->src_layout->name, c->dst_align, c->src_align, static_cast<long long>(c->base),
-             c->type == KVPRIM_I64 ? 64 : 32);
+             c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(stride));
     CHECK(try_gather(a, &d, what) == RAN);
 }
 
-/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token side by side. INTERLEAVED: caches of
-   [page][K or V][row], inputs apart. */
+/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token follow each other. INTERLEAVED: the cache
+   is [page][K or V][row], and the inputs are separate. */
 enum store_form { K_ONLY, PACKED, APART, INTERLEAVED };
 static const unsigned n_forms = 4;
 static const char *const form_names[] = {"K only", "packed QKV", "K and V apart", "interleaved caches"};
@@ -537,8 +670,8 @@ static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
     }
     const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
     char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input_align));
-    d->k = {qkv + q_bytes, c->count, token, 0, 0, 0, 0};
-    d->v = {qkv + q_bytes + c->k_bytes, c->count, token, 0, 0, 0, 0};
+    d->k = table_of(qkv + q_bytes, c->count, token);
+    d->v = table_of(qkv + q_bytes + c->k_bytes, c->count, token);
 }
 
 static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
@@ -551,8 +684,8 @@ static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
     const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
     const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
     char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache_align));
-    d->k_cache = {cache, c->rows, 0, page_rows, page, 0, 0};
-    d->v_cache = {cache + page_rows * c->k_bytes, c->rows, 0, page_rows, page, 0, 0};
+    d->k_cache = pages_of(cache, c->rows, page_rows, page);
+    d->v_cache = pages_of(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
 }
 
 static void one_store(arena *a, const store_case *c)
@@ -563,27 +696,25 @@ static void one_store(arena *a, const store_case *c)
     place_caches(a, c, &d);
     d.k_bytes = c->k_bytes;
     d.v_bytes = c->v_bytes;
-    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true);
+    d.slot_stride = index_strides[below(8)];
+    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true, d.slot_stride);
     d.slot_type = c->type;
     d.slot_base = c->base;
     d.count = c->count;
     d.rejected = c->counted ? reserve_counter(a) : nullptr;
-    if (c->form == K_ONLY) { /* V's fields are not looked at */
-        d.v_cache.data = d.v.data = nullptr;
-        d.v_cache.rows = -3;
-        d.v.stride = -1;
-        d.v_bytes = INT64_MIN;
-    }
-    char what[240];
-    snprintf(what, sizeof what,
-             "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d",
-             static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
-             form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
-             static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32);
+    if (c->form == K_ONLY)
+        drop_v(&d);
+    char what[260];
+    snprintf(
+        what, sizeof what,
+        "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d, slot stride %lld",
+        static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
+        form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
+        static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(d.slot_stride));
     CHECK(try_store(a, &d, what) == RAN);
 }
 
-/* Which cases of a matrix run: every thin-th. */
+/* Every thin-th case of a matrix runs. */
 static int thin = 1;
 
 static kvprim_index_type type_of(unsigned n)
@@ -596,7 +727,7 @@ static int64_t rows_for(int64_t row_bytes)
     return row_bytes <= 2100 ? 37 : 7;
 }
 
-/* Case n, for which everything that is not given is picked from n. */
+/* Runs case n. Whatever is not given follows from n. */
 static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
                             size_t dst_align, size_t src_align)
 {
@@ -608,7 +739,7 @@ static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned ds
 typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
                            size_t dst_align, size_t src_align);
 
-/* Every size with every pair of layouts; every size with every pair of alignments. */
+/* Combines every size with every pair of layouts, and every size with every pair of alignments. */
 static void size_matrix(arena *a, numbered_move *move)
 {
     const unsigned step = static_cast<unsigned>(thin);
@@ -646,7 +777,7 @@ static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_byte
     one_store(a, &c);
 }
 
-/* The widths of K and V are the same in every other case. */
+/* In every other case K and V are equally wide. */
 static void store_matrix(arena *a)
 {
     const unsigned step = static_cast<unsigned>(thin);
@@ -689,7 +820,7 @@ static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, si
         }
 }
 
-/* A few of everything, for the options of a launch. */
+/* Runs a few of everything, for the options of a launch. */
 static void small_matrix(arena *a)
 {
     static const int64_t sizes[] = {1, 12, 16, 100, 128, 256, 257, 512, 1000, 1152, 2048, 4096, 8192, 20000};
@@ -704,7 +835,7 @@ static void small_matrix(arena *a)
 
 /* ---- uses ---- */
 
-/* One of several shards of a vocabulary: the ids of the others give zeros. */
+/* A table holds one of several shards of a vocabulary. Ids of the other shards give zeros. */
 static void vocabulary_shard(arena *a)
 {
     const int64_t vocabulary = 10000, first = 4000, rows = 2000, count = 3000, row_bytes = 264;
@@ -715,7 +846,7 @@ static void vocabulary_shard(arena *a)
         void *const ids = place_index(a, type_of(n), count, 0, vocabulary, false);
         for (int64_t i = 0; i < count; i++)
             set_index(ids, type_of(n), i, static_cast<int64_t>(below(uint64_t(vocabulary))));
-        const kvprim_gather_desc d = {dst, src, row_bytes, ids, type_of(n), first, count, reserve_counter(a)};
+        const kvprim_gather_desc d = gather_of(dst, src, row_bytes, ids, type_of(n), first, count, reserve_counter(a));
         CHECK(try_gather(a, &d, "a shard of a vocabulary") == RAN);
         int64_t zero_rows = 0, foreign = 0;
         for (int64_t i = 0; i < count; i++) {
@@ -728,7 +859,7 @@ static void vocabulary_shard(arena *a)
     }
 }
 
-/* Not one row of a source: nothing but the index and the output may be looked at. */
+/* No index names a row of the source. Only the index and the output may be accessed. */
 static void padding_alone(arena *a)
 {
     for (int empty_table = 0; empty_table < 2; empty_table++) {
@@ -737,9 +868,9 @@ static void padding_alone(arena *a)
         void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
         for (int i = 0; i < 4; i++)
             set_index(index, KVPRIM_I32, i, i % 2 ? -1 - i : empty_table ? i : 8 + i);
-        kvprim_gather_desc d = {dst, src, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a)};
+        kvprim_gather_desc d = gather_of(dst, src, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
         if (empty_table)
-            d.src = {nullptr, 0, 0, 0, 0, 0, 0};
+            d.src = table_of(nullptr, 0);
         CHECK(try_gather(a, &d, "padding alone") == RAN);
     }
 }
@@ -751,7 +882,12 @@ static kvprim_gather_desc good_gather(arena *a)
     empty(a);
     void *const src = reserve(a, 4096, 0), *const dst = reserve(a, 4096, 0);
     const void *const index = place_index(a, KVPRIM_I32, 4, 0, 8, false);
-    return {{dst, 4, 0, 0, 0, 0, 0}, {src, 8, 0, 0, 0, 0, 0}, 128, index, KVPRIM_I32, 0, 4, reserve_counter(a)};
+    return gather_of(table_of(dst, 4), table_of(src, 8), 128, index, KVPRIM_I32, 0, 4, reserve_counter(a));
+}
+
+static uint32_t *odd_counter(uint32_t *rejected)
+{
+    return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
 }
 
 static void bad_gathers(arena *a)
@@ -788,7 +924,28 @@ static void bad_gathers(arena *a)
     BAD(src.data = static_cast<char *>(good.dst.data) + 511);
     BAD(dst.data = static_cast<char *>(good.src.data) + 1023);
     BAD(src.data = good.dst.data);
+    BAD(index_type = static_cast<kvprim_index_type>(0));
+    BAD(index_stride = -1);
+    BAD(index_stride = INT64_MAX);
+    BAD(src.rows = 0);
+    BAD(src.heads = 2); /* and no head_stride */
+    BAD(dst.heads = 2);
+    BAD(src.bytes = 8 * 128 - 1);
+    BAD(dst.bytes = 4 * 128 - 1);
+    BAD(src.bytes = -1);
+    BAD(reserved_index = 1);
+    BAD(reserved = 1);
+    BAD(src.reserved_heads = 1);
+    BAD(dst.reserved[1] = -1);
+    BAD(rejected = odd_counter(good.rejected));
+    BAD(rejected = static_cast<uint32_t *>(good.dst.data) + 127);
+    BAD(rejected = static_cast<uint32_t *>(good.src.data) + 255);
+    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.index)) + 3);
 #undef BAD
+    d = good;
+    d.src.bytes = 8 * 128;
+    d.dst.bytes = 4 * 128;
+    CHECK(try_gather(a, &d, "tables as large as their memory") == RAN);
     d = good;
     d.src.page_rows = 4;
     d.src.page_stride = 400;
@@ -800,8 +957,11 @@ static void bad_gathers(arena *a)
     CHECK(try_gather(a, &d, "heads that overlap") == REFUSED);
     d = {};
     CHECK(try_gather(a, &d, "count 0") == RAN);
+    d.rejected = odd_counter(good.rejected);
+    d.reserved = d.row_bytes = -1;
+    CHECK(try_gather(a, &d, "count 0, and all else is wrong") == RAN);
     d = good;
-    d.src = {nullptr, 0, 0, 0, 0, 4, 0};
+    d.src = empty_table();
     CHECK(try_gather(a, &d, "an empty table") == RAN);
 }
 
@@ -811,17 +971,11 @@ static kvprim_store_desc good_store(arena *a)
     void *const k_cache = reserve(a, 1024, 0), *const v_cache = reserve(a, 1024, 0);
     void *const k = reserve(a, 512, 0), *const v = reserve(a, 512, 0);
     const void *const slot = place_index(a, KVPRIM_I64, 2, 0, 8, true);
-    return {{k_cache, 8, 0, 0, 0, 0, 0},
-            {v_cache, 8, 0, 0, 0, 0, 0},
-            {k, 2, 0, 0, 0, 0, 0},
-            {v, 2, 0, 0, 0, 0, 0},
-            64,
-            32,
-            slot,
-            KVPRIM_I64,
-            0,
-            2,
-            reserve_counter(a)};
+    kvprim_store_desc d = store_of(table_of(k_cache, 8), table_of(k, 2), 64, slot, KVPRIM_I64, 2, reserve_counter(a));
+    d.v_cache = table_of(v_cache, 8);
+    d.v = table_of(v, 2);
+    d.v_bytes = 32;
+    return d;
 }
 
 static void bad_stores(arena *a)
@@ -853,15 +1007,38 @@ static void bad_stores(arena *a)
     BAD(k.data = static_cast<char *>(good.v_cache.data) + 100);
     BAD(k.data = good.k_cache.data);
     BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
+    BAD(v_cache.data = nullptr);
+    BAD(slot_type = static_cast<kvprim_index_type>(0));
+    BAD(slot_stride = -1);
+    BAD(k_cache.rows = 0);
+    BAD(k_cache.heads = 2);
+    BAD(k_cache.bytes = 8 * 64 - 1);
+    BAD(v.bytes = 2 * 32 - 1);
+    BAD(reserved_slot = 1);
+    BAD(reserved = 1);
+    BAD(v_cache.reserved[0] = 1);
+    BAD(rejected = odd_counter(good.rejected));
+    BAD(rejected = static_cast<uint32_t *>(good.k_cache.data) + 127);
+    BAD(rejected = static_cast<uint32_t *>(good.v_cache.data) + 63);
+    BAD(rejected = static_cast<uint32_t *>(good.k.data) + 31);
+    BAD(rejected = static_cast<uint32_t *>(good.v.data));
+    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.slot)) + 3);
 #undef BAD
+    d = good;
+    d.v_cache = table_of(nullptr, 0);
+    CHECK(try_store(a, &d, "an input V without a cache") == REFUSED);
+    d.v = table_of(nullptr, 0);
+    CHECK(try_store(a, &d, "the bytes of V without V") == REFUSED);
+    d.v_bytes = 0;
+    CHECK(try_store(a, &d, "K only") == RAN);
     d = {};
     CHECK(try_store(a, &d, "count 0") == RAN);
 }
 
-/* An options field out of its range: refused, named, nothing written. */
+/* An option that is out of range is refused by name, and nothing is written. */
 static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field)
 {
-    const kvprim_cuda_launch bad = {a->launch ? a->launch->stream : nullptr, pdl, max_sms};
+    const kvprim_cuda_launch bad = launch_like(a, pdl, max_sms);
     snprintf(current, sizeof current, "launch with pdl %d, max_sms %d", pdl, max_sms);
     for (int store = 0; store < 2; store++) {
         const kvprim_gather_desc gather = good_gather(a), gather_on = on_device(a, gather);
@@ -879,8 +1056,23 @@ static void bad_launch(arena *a, int32_t pdl, int32_t max_sms, const char *field
     }
 }
 
+/* Without rows nothing is looked at, not even the options. */
+static void idle_launches(arena *a)
+{
+    const kvprim_gather_desc gather = {};
+    const kvprim_store_desc store = {};
+    const kvprim_transfer_desc transfer = {};
+    const kvprim_unpack_desc unpack = {};
+    const kvprim_cuda_launch bad = launch_like(a, 7, -1);
+    CHECK(kvprim_cuda_gather(&gather, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_store(&store, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_transfer(&transfer, &bad) == KVPRIM_OK);
+    CHECK(kvprim_cuda_unpack(&unpack, &bad) == KVPRIM_OK);
+}
+
 static void bad_launches(arena *a)
 {
+    idle_launches(a);
     bad_launch(a, 2, 0, "pdl");
     bad_launch(a, -1, 0, "pdl");
     bad_launch(a, 0, -1, "max_sms");
@@ -893,26 +1085,27 @@ static void bad_launches(arena *a)
 
 /* ---- random descriptors ---- */
 
-enum { fuzz_bytes = 1 << 14, fuzz_indices = 80 }; /* bytes of each table's part of the memory */
+enum { fuzz_bytes = 1 << 14, fuzz_indices = 80 }; /* bytes: of each table's part of the memory */
 
 static bool chance(uint64_t one_in)
 {
     return below(one_in) == 0;
 }
 
-/* Strides of dimensions that enclose each other in any order, with some padding; or the defaults. */
+/* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
 static kvprim_table random_table(int64_t rows, int64_t row_bytes)
 {
     static const int32_t head_counts[] = {0, 1, 2, 3, 4, 8, 16};
-    kvprim_table t = {nullptr, rows, 0, 0, 0, 0, 0};
+    kvprim_table t = table_of(nullptr, rows);
     if (chance(2))
         t.heads = chance(8) ? static_cast<int32_t>(row_bytes) : head_counts[below(7)];
     if (t.heads > 1 && row_bytes % t.heads && !chance(16))
         t.heads = 1;
     t.page_rows = chance(2) ? static_cast<int64_t>(below(18)) : 0;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
+    t.head_stride = heads > 1 ? (in_page ? in_page : 1) * (row_bytes / heads) : 0;
     if (chance(3))
         return t;
-    const int64_t in_page = t.page_rows ? t.page_rows : rows, heads = t.heads > 1 ? t.heads : 1;
     const int64_t counts[] = {in_page, t.page_rows ? (rows + in_page - 1) / in_page : 1, heads};
     int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
     int64_t extent = row_bytes / heads;
@@ -956,9 +1149,14 @@ static void spoil_table(kvprim_table *t)
         t->heads = static_cast<int32_t>(wild_value());
     if (chance(60))
         t->data = nullptr;
+    if (chance(40))
+        t->bytes = chance(4) ? wild_value() : static_cast<int64_t>(below(2 * fuzz_bytes));
+    if (chance(200))
+        t->reserved[below(2)] = 1;
 }
 
-/* Part `part` of the memory, some bytes into it; or anywhere, which may overlap another. */
+/* Returns an address near the start of part `part` of the memory; sometimes any address, which may overlap another
+   part. */
 static void *random_place(arena *a, uint64_t part)
 {
     return a->expected + (chance(20) ? below(a->used) : part * fuzz_bytes + (chance(2) ? 16 * below(8) : below(64)));
@@ -990,6 +1188,11 @@ static int64_t random_base()
     return chance(2) ? 0 : chance(4) ? wild_value() : static_cast<int64_t>(below(2000)) - 1000;
 }
 
+static int64_t random_stride()
+{
+    return chance(60) ? wild_value() : index_strides[chance(4) ? below(8) : 0];
+}
+
 static void start_round(arena *a)
 {
     empty(a);
@@ -1016,6 +1219,7 @@ static outcome random_gather(arena *a, unsigned round)
     d.index_type = type_of(round);
     d.index_base = random_base();
     d.index = random_index(a, d.index_type, rows, d.index_base, false);
+    d.index_stride = random_stride();
     d.count = count;
     d.rejected = random_counter(a);
     spoil_table(&d.dst);
@@ -1039,27 +1243,33 @@ static outcome random_store(arena *a, unsigned round)
     d.k = random_table(count + static_cast<int64_t>(below(3)), d.k_bytes);
     d.v = random_table(count + static_cast<int64_t>(below(3)), d.v_bytes);
     d.k_cache.data = random_place(a, 0);
-    d.v_cache.data = chance(3) ? nullptr : random_place(a, 1);
+    d.v_cache.data = random_place(a, 1);
     d.k.data = random_place(a, 2);
     d.v.data = random_place(a, 3);
+    if (chance(3))
+        drop_v(&d);
     d.slot_type = type_of(round);
     d.slot_base = random_base();
     d.slot = random_index(a, d.slot_type, rows < count ? count : rows, d.slot_base, true);
+    d.slot_stride = random_stride();
     d.count = count;
     d.rejected = random_counter(a);
+    const bool with_v = d.v_cache.data != nullptr;
     spoil_table(&d.k_cache);
-    spoil_table(&d.v_cache);
     spoil_table(&d.k);
-    spoil_table(&d.v);
     spoil(&d.k_bytes);
-    spoil(&d.v_bytes);
+    if (with_v) {
+        spoil_table(&d.v_cache);
+        spoil_table(&d.v);
+        spoil(&d.v_bytes);
+    }
     spoil(&d.count);
     char what[40];
     snprintf(what, sizeof what, "round %u", round);
     return try_store(a, &d, what);
 }
 
-/* Enough of them must have run and been refused, or the test tests nothing. */
+/* Enough descriptors must have run and been refused, or the test would test nothing. */
 static void fuzz(arena *a, unsigned rounds, outcome (*one)(arena *, unsigned))
 {
     unsigned n[3] = {0, 0, 0};
@@ -1088,16 +1298,16 @@ struct large_move {
 
 static void large_store_and_gather(const large_move *m, int64_t row_bytes)
 {
-    const kvprim_table cache = {m->table, large_rows, 0, 0, 0, 0, 0}, none = {nullptr, 0, 0, 0, 0, 0, 0};
-    const kvprim_table input = {m->input, large_count, 0, 0, 0, 0, 0}, output = {m->output, large_count, 0, 0, 0, 0, 0};
-    const kvprim_store_desc store = {cache,    none,       input, none,        row_bytes,  0,
-                                     m->slots, KVPRIM_I64, 0,     large_count, m->rejected};
-    const kvprim_gather_desc gather = {output, cache, row_bytes, m->slots, KVPRIM_I64, 0, large_count, m->rejected};
+    const kvprim_table cache = table_of(m->table, large_rows);
+    const kvprim_table input = table_of(m->input, large_count), output = table_of(m->output, large_count);
+    const kvprim_store_desc store = store_of(cache, input, row_bytes, m->slots, KVPRIM_I64, large_count, m->rejected);
+    const kvprim_gather_desc gather =
+        gather_of(output, cache, row_bytes, m->slots, KVPRIM_I64, 0, large_count, m->rejected);
     if (kvprim_cuda_store(&store, nullptr) != KVPRIM_OK || kvprim_cuda_gather(&gather, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
 }
 
-/* Row i of the output, and `stored`, what the table holds at slot i, NULL if that is outside of it. */
+/* Checks row i of the output. `stored`: what the table holds at slot i, or NULL if the slot is outside the table. */
 static void check_large_row(int i, int64_t row_bytes, const unsigned char *input, const unsigned char *output,
                             const unsigned char *stored)
 {
@@ -1118,7 +1328,8 @@ static bool in_large_table(int i)
 
 enum { warp_alignments = 256, warp_threads = 128, longest_warp_copy = 4200 };
 
-/* Warp w copies from byte 16 + w / 16 of its slot of src to byte 16 + w % 16 of its slot of dst; zero: writes zeros. */
+/* Warp w copies from byte 16 + w / 16 of its slot of src to byte 16 + w % 16 of its slot of dst. zero: it writes zeros.
+   */
 struct warp_cases {
     unsigned char *dst;
     const unsigned char *src;
@@ -1142,7 +1353,7 @@ static size_t warp_slot(size_t bytes)
     return (bytes + 63) / 16 * 16;
 }
 
-/* What the slots of dst should hold, from a copy of what they held. */
+/* Turns a copy of dst's slots into what they should hold. */
 static void expect_warps(unsigned char *slots, const unsigned char *src, size_t bytes, bool zero)
 {
     for (size_t w = 0; w < warp_alignments; w++) {

@@ -1,8 +1,10 @@
-# The parts of tests/compile/run.sh about kernels and collectives; it reads this, and has cell, group, program and skip.
+# SPDX-License-Identifier: MIT
+# The parts of tests/compile/run.sh for kernels and collectives. run.sh reads this file and defines cell, group, program
+# and skip.
 
 # ---- what several parts use ----
 
-# frugal ARCH: compiles the kernels, and none of them uses the stack.
+# frugal ARCH: compiles the kernels; none of them may use the stack.
 frugal()
 {
     "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v $strict -I. $nccl_headers -cubin "$build/kernels.cu" \
@@ -11,7 +13,7 @@ frugal()
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
 
-# kernels_for ARCH...: those of $build/kernels.cu; sets newest to the last that this nvcc knows.
+# kernels_for ARCH...: compiles those of $build/kernels.cu, and sets newest to the last one that this nvcc knows.
 kernels_for()
 {
     newest=75
@@ -25,7 +27,7 @@ kernels_for()
     done
 }
 
-# sass CUBIN: as `make sass` checks it.
+# sass CUBIN: checks it as `make sass` does.
 sass()
 {
     if tool cuobjdump '' >/dev/null 2>&1; then
@@ -52,7 +54,7 @@ nccl_emulated()
     [ $tested = yes ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
 }
 
-# A communicator's life over fakes of CUDA and NCCL.
+# Runs a communicator's life over fakes of CUDA and NCCL.
 nccl_life()
 {
     tested=no
@@ -67,7 +69,7 @@ nccl_life()
     [ $tested = yes ] || skip "a communicator's life: no C compiler with sanitizers"
 }
 
-# What NCCL_LIBRARY and CUDA's runtime are linked with, from the folders that they are in.
+# Prints how to link with NCCL_LIBRARY and CUDA's runtime, from their folders.
 nccl_libraries()
 {
     runtime=
@@ -79,7 +81,7 @@ nccl_libraries()
     echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
 }
 
-# Where compilers warn as they do of the other headers.
+# Compiles where compilers warn as they do for the other headers.
 nccl_implemented()
 {
     unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
@@ -90,7 +92,7 @@ nccl_implemented()
             cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system \
                 -c "$build/implemented_nccl.c" -o "$build/unit.o"
         done
-        case $compiler in *c++*) continue ;; esac # CUDA's own headers leave symbols in C++
+        case $compiler in *c++*) continue ;; esac # in C++ CUDA's own headers leave symbols
         has nm || continue
         cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
             $compiler $system
@@ -98,7 +100,7 @@ nccl_implemented()
     group 'implementation of kvprim_nccl.h'
 }
 
-# With the headers of other versions than the one that is here. As CUDA the oldest: the kernels need nothing of NCCL.
+# Compiles with NCCL's headers of other versions. nvcc only takes the oldest, as the kernels need nothing of NCCL.
 nccl_versions()
 {
     versions='2.19 2.21 2.24 2.27 2.28 2.29 2.30'
@@ -113,7 +115,7 @@ nccl_versions()
                 -isystem "$folder" $(system_headers "$CUDA_INCLUDE") -c "$build/nccl_version.c" -o "$build/unit.o"
         done
     done <"$build/folders"
-    folder=build/nccl_headers/2.19 # included by its name: nvcc looks into its own folder first
+    folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
     [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" "$NVCC" -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
         -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
@@ -175,7 +177,7 @@ counters()
     awk -v what=table -f tests/profile.awk "$1"
 }
 
-# judged LINE SED_SCRIPT: the counters so altered have this line NOT as it should be, and no other.
+# judged LINE SED_SCRIPT: with the counters so changed this line is NOT as it should be, and no other.
 judged()
 {
     sed "$2" tests/profile.csv >"$build/altered.csv"
@@ -183,7 +185,7 @@ judged()
     [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
 }
 
-# compared LONELY PATTERN SED_SCRIPT: counters with the altered ones, where so many operations are in one of them only.
+# compared LONELY PATTERN SED_SCRIPT: compares counters with changed ones, of which LONELY operations are in one only.
 compared()
 {
     sed "$3" tests/profile.csv >"$build/altered.csv"
@@ -191,7 +193,7 @@ compared()
         [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
 }
 
-# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels that have these; `ok`: no fault.
+# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels with these instructions; `ok` means no fault.
 sass_judged()
 {
     fault=$1 wanted=1
@@ -207,7 +209,7 @@ sass_judged()
         "$build/table" || { cat "$build/table"; return 1; }
 }
 
-# A graph as nvdisasm writes it: a loop of two blocks, one of one block inside, and one that nothing leads to.
+# A graph as nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
 drawn()
 {
     {
@@ -256,7 +258,7 @@ profile()
 
 # ---- kernels ----
 
-# What a GPU printed is committed with the checksums of the headers that it ran: says where they have changed since.
+# What a GPU printed is committed with checksums of the headers that it ran. Says which have changed since then.
 results()
 {
     if ! has sha256sum; then
@@ -306,15 +308,15 @@ kernels()
 
 # ---- programs ----
 
-# What is run on a GPU, as programs or objects.
+# Compiles what runs on a GPU, as programs or objects.
 gpu_programs()
 {
     cu="$NVCC -std=c++17 -arch=sm_90 -I." sources=tests/profile.cu
-    [ -z "$NCCL_LIBRARY" ] || sources= # compiled by the part nccl_cuda
+    [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
     for source in examples/0[3459]_*.cu tests/bench_cuda.cu tests/bench_transfer.cu tests/bench_unpack.cu $sources; do
         cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
     done
-    # At -O1 gcc says of CUB, which is used here, that it may use what it has not set.
+    # At -O1 gcc warns that CUB, which is used here, may use what it has not set.
     cell 'examples/11_compact.cu' $cu -O3 $strict -c examples/11_compact.cu -o "$build/unit.o"
     cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
     if [ -n "$cupti" ]; then
@@ -331,7 +333,7 @@ gpu_programs()
     group "examples, tests and benchmarks for a GPU, $NVCC"
 }
 
-# As its two builds do it.
+# Builds it as its two builds do.
 engine_built()
 {
     for nccl in no ${NCCL_LIBRARY:+yes}; do
@@ -339,7 +341,7 @@ engine_built()
             NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="../../$build/engine"
     done
     if has cmake; then
-        rm -rf "$build/cmake" # which remembers where the sources lay
+        rm -rf "$build/cmake" # CMake remembers where the sources were
         cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
             -DCMAKE_CUDA_ARCHITECTURES=90
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
@@ -349,7 +351,7 @@ engine_built()
     group "examples/07_engine, $NVCC"
 }
 
-# leaves_results TARGET: fails here, and tests/results/ is what it was.
+# leaves_results TARGET: fails here, and leaves tests/results/ as it was.
 leaves_results()
 {
     cat tests/results/* | cksum >"$build/results"

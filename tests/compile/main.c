@@ -1,3 +1,4 @@
+/* SPDX-License-Identifier: MIT */
 /* Runs the callers of use.c that the other units of a program define. */
 #include <stdio.h>
 

@@ -1,32 +1,33 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # usage: tests/compile/run.sh PART BUILD_DIR      from the top folder; `make test` and `make check` call it
 #
-#     readme        what README.md shows compiles and what it names exists: CC
+#     readme        compiles what README.md shows, and checks that what it names exists: CC
 #     callers       programs of several units, languages and copies of the library: CC, CXX, NVCC, NCCL_INCLUDE
-#     emulated      the kernels of kvprim_cuda.cuh run thread by thread on the CPU, under sanitizers where there are any
-#     pictures      the pictures and figures of the results are theirs
-#     format        sources are as clang-format writes them
+#     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
+#     pictures      the pictures and figures match the results
+#     format        sources are formatted by clang-format
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
-#     symbols       the names and macros that the headers leave behind
-#     systems       the tests as a program compiled for this very processor, on AArch64 under qemu, for Windows
+#     symbols       the names and macros that the headers leave defined
+#     systems       the tests compiled for this very processor, for AArch64 under qemu, and for Windows
 #     sanitizers    the tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #
 # and in tests/compile/gpu.sh
 #
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, NVCC, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
-#     nccl_cuda     the same compiled by nvcc, what runs on GPUs too; its kernels for every architecture, as `kernels`
-#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print, of recorded input
-#     kernels       the kernels compiled for every architecture: no spills, no stack; main paths in 128-bit accesses
-#     programs      examples, tests and benchmarks for a GPU compiled, and run where they do without one
+#     nccl_cuda     the same compiled by nvcc, with what runs on GPUs; its kernels for every architecture, as `kernels`
+#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
+#     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
+#     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #
-# A part is the function of its name. Of each test it says what is missing here.
+# A part is the function of the same name. Each test says what it lacks on this machine.
 
 part=$1 build=$2
 : "${CC=cc}" "${CXX=c++}" "${FUZZ_SECONDS=10}"
 . tests/gpu.sh
 warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror'
-strict='-Xcompiler -Wall,-Wextra,-Werror' # of nvcc
+strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
 thread='-O1 -g -fsanitize=thread'
@@ -45,7 +46,7 @@ skip()
     skipped=$((skipped + 1))
 }
 
-# cell NAME COMMAND...: one test, silent where it passes. Of a group's failures, the first few say why.
+# cell NAME COMMAND...: one test, silent if it passes. The first few failures of a group say why.
 cells=0 cells_failed=0
 cell()
 {
@@ -60,14 +61,14 @@ cell()
     fi
 }
 
-# group NAME: one line for the cells since the last group.
+# group NAME: prints one line for the cells since the last group.
 group()
 {
     [ "$cells_failed" -gt 0 ] || [ "$cells" -eq 0 ] || echo "ok $1: $cells"
     cells=0 cells_failed=0
 }
 
-# program NAME COMMAND...: adds the counts of the program's last line.
+# program NAME COMMAND...: adds the counts in the program's last line.
 program()
 {
     program=$1
@@ -83,7 +84,7 @@ program()
     fi
 }
 
-# unit NAME LINE...: a source file of these lines.
+# unit NAME LINE...: writes a source file of these lines.
 unit()
 {
     file=$build/$1.c
@@ -95,7 +96,7 @@ include='#include "kvprim.h"'
 
 # ---- what several parts use ----
 
-# Every way to include the headers, each in a unit of its own: sets units, and differing, those whose code differs.
+# Every way to include the headers, each in its own unit. Sets units, and differing: those whose code differs.
 write_units()
 {
     unit declared "$include"
@@ -139,7 +140,7 @@ matrix_of()
     group "$*"
 }
 
-# exports_only NAMES SOURCE COMPILER...: the object exports something, and nothing that the pattern does not match.
+# exports_only NAMES SOURCE COMPILER...: the object exports something, and only names that match the pattern.
 exports_only()
 {
     names=$1 source=$2
@@ -150,7 +151,7 @@ exports_only()
         END { exit bad || !known }' "$build/names"
 }
 
-# exports_library FILE NAMES...: these, and nothing but kvprim_*.
+# exports_library FILE NAMES...: it exports these names, and only kvprim_*.
 exports_library()
 {
     nm -D --defined-only "$1" >"$build/names" || return 1
@@ -161,14 +162,14 @@ exports_library()
     ! grep -v ' kvprim_[a-z0-9_]*$' "$build/names"
 }
 
-# works COMPILER...: its programs link and run here, by way of $launcher.
+# works COMPILER...: its programs link, and run here through $launcher.
 works()
 {
     unit empty 'int main(void) { return 0; }'
     "$@" "$build/empty.c" -o "$build/empty" >/dev/null 2>&1 && $launcher "$build/empty" >/dev/null 2>&1
 }
 
-# starts COMPILER...: the same; sets launcher. ThreadSanitizer does not start on kernels that randomise addresses
+# starts COMPILER...: the same, but sets launcher. ThreadSanitizer does not start on kernels that randomise addresses
 # further than it expects.
 starts()
 {
@@ -176,7 +177,7 @@ starts()
     works "$@" || { launcher='setarch -R' && has setarch && works "$@"; }
 }
 
-# The first of clang, gcc and $CC whose programs run with these flags: sets cc and launcher.
+# Sets cc and launcher to the first of clang, gcc and $CC whose programs run with these flags.
 compiler_with()
 {
     for cc in clang gcc "$CC"; do
@@ -187,10 +188,10 @@ compiler_with()
 
 # ---- readme ----
 
-# Targets of make, files and names in the headers.
+# What README.md may name: targets of make, files, and names in the headers.
 target_exists()
 {
-    # What a target asks for may be missing here: only the answer that there is no such target counts.
+    # What a target needs may be missing here. Only the answer that there is no such target counts.
     LC_ALL=C make -n A=a B=b NVCC=nvcc CXX=c++ "$1" 2>&1 | grep 'No rule to make target' || return 0
     return 1
 }
@@ -200,7 +201,7 @@ file_exists()
     [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
 }
 
-# The snippets, as strict as everything but for variables that only the reader would use; the first is also run.
+# Compiles the snippets as strictly as everything else, except for variables that only the reader uses. Runs the first.
 readme()
 {
     rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
@@ -227,7 +228,7 @@ readme()
 
 # ---- callers ----
 
-# linked NAME LINKER OBJECT...: a program of main.c and callers, which must find nothing wrong.
+# linked NAME LINKER OBJECT...: links a program of main.c and callers, which must find nothing wrong.
 linked()
 {
     binary=$build/$1 linker=$2
@@ -257,7 +258,7 @@ callers_in_c()
     group "units in C, $CC"
 }
 
-# Of those in C, some.
+# Some of those in C.
 callers_in_cxx()
 {
     cell 'implementation in C++' $cxx -c "$build/implemented.c" -o "$build/implemented_cxx.o"
@@ -270,6 +271,83 @@ callers_in_cxx()
     group "units in C and C++, $CC and $CXX"
 }
 
+# Descriptors as README.md shows them, in every C++ since 2011.
+descriptors_in_cxx()
+{
+    for compiler in g++ clang++; do
+        if ! has $compiler; then
+            skip "descriptors in C++, $compiler: not on this machine"
+            continue
+        fi
+        for standard in 11 14 17 20; do
+            cell "descriptors in C++$standard, $compiler" $compiler -std=c++$standard $warnings -I. \
+                -c tests/compile/cxx.cpp -o "$build/cxx.o"
+        done
+        linked cxx_descriptors $compiler "$build/cxx.o" "$build/implemented_c.o"
+        group "descriptors in C++11 to C++20, $compiler"
+    done
+}
+
+# warns_of_all UNIT COMPILER...: every line of the unit that is a call ignores a status, and each of them must warn.
+warns_of_all()
+{
+    source=$build/$1.c
+    shift
+    "$@" -I. -Werror=unused-result -fsyntax-only "$source" >"$build/warned" 2>&1
+    [ "$(grep -c 'error: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] && return
+    cat "$build/warned"
+    return 1
+}
+
+# needs_same_version HEADER COMPILER...: beside a kvprim.h of another version the header stops with an #error.
+needs_same_version()
+{
+    header=$1
+    shift
+    rm -rf "$build/other" && mkdir "$build/other" && cp "$header" "$build/other" || return 1
+    sed 's/^\(#define KVPRIM_VERSION_MINOR\) .*/\1 77/' kvprim.h >"$build/other/kvprim.h"
+    ! cmp -s kvprim.h "$build/other/kvprim.h" || { echo 'kvprim.h has no KVPRIM_VERSION_MINOR'; return 1; }
+    echo "#include \"$header\"" >"$build/other/unit.c"
+    ! "$@" -fsyntax-only "$build/other/unit.c" 2>"$build/other/errors" || { echo 'compiles'; return 1; }
+    cat "$build/other/errors"
+    grep -qi '#error.*version' "$build/other/errors"
+}
+
+# hides_symbols COMPILER...: a shared library exports kvprim_*, but none of them with -fvisibility=hidden.
+hides_symbols()
+{
+    "$@" -I. -shared -fPIC "$build/implemented.c" -o "$build/shown.so" &&
+        "$@" -I. -shared -fPIC -fvisibility=hidden "$build/implemented.c" -o "$build/hidden.so" &&
+        nm -D --defined-only "$build/shown.so" | grep -q ' kvprim_gather$' || return 1
+    ! nm -D --defined-only "$build/hidden.so" | grep ' kvprim_'
+}
+
+# What the headers promise to a caller's compiler and linker.
+promises()
+{
+    unit ignored "$include" '#include "kvprim_cuda.cuh"' '#include "kvprim_nccl.h"' 'void ignored(kvprim_move *);' \
+        'void ignored(kvprim_move *m) {' 'kvprim_gather(NULL);' 'kvprim_store(NULL);' 'kvprim_transfer(NULL);' \
+        'kvprim_unpack(NULL);' 'kvprim_gather_check(NULL, NULL);' 'kvprim_store_check(NULL, NULL);' \
+        'kvprim_transfer_check(NULL, NULL);' 'kvprim_unpack_check(NULL);' 'kvprim_gather_moves(NULL, m);' \
+        'kvprim_store_moves(NULL, m);' 'kvprim_transfer_moves(NULL, m);' 'kvprim_cpu_move(m, 1);' \
+        'kvprim_cuda_gather(NULL, NULL);' 'kvprim_cuda_store(NULL, NULL);' 'kvprim_cuda_transfer(NULL, NULL);' \
+        'kvprim_cuda_unpack(NULL, NULL);' 'kvprim_cuda_move(m, 1, NULL);' 'kvprim_comm_init(NULL, NULL);' \
+        'kvprim_comm_check(NULL);' 'kvprim_send(NULL, NULL, 1, KVPRIM_F32, 0, NULL);' '}'
+    unit may_ignore "$include" '#include "kvprim_nccl.h"' 'void may_ignore(void);' 'void may_ignore(void) {' \
+        '    kvprim_fail(KVPRIM_OK, "-"); kvprim_comm_destroy(NULL); kvprim_comm_abort(NULL);' '}'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        cell "a status that is ignored warns, $compiler" warns_of_all ignored $compiler
+        cell "a status that may be ignored, $compiler" $compiler $warnings -I. -c "$build/may_ignore.c" \
+            -o "$build/unit.o"
+        cell "kvprim_cuda.cuh and another version, $compiler" needs_same_version kvprim_cuda.cuh $compiler
+        cell "kvprim_nccl.h and another version, $compiler" needs_same_version kvprim_nccl.h $compiler
+        has nm || continue
+        cell "-fvisibility=hidden, $compiler" hides_symbols $compiler
+    done
+    group 'statuses, versions, hidden symbols'
+}
+
 callers_of_cuda()
 {
     if [ -n "$NVCC" ] && has "$CXX"; then
@@ -277,7 +355,7 @@ callers_of_cuda()
         cell 'run CUDA unit' "$build/cuda_unit"
         group "unit in CUDA, $NVCC"
     else
-        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places) or no C++ compiler for it'
+        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places), or no C++ compiler for it'
     fi
 
     if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
@@ -289,7 +367,7 @@ callers_of_cuda()
     fi
 }
 
-# no_cuda_header SOURCE FLAGS...: compiles, with no header of CUDA's or NCCL's, but kvprim's that are named after them.
+# no_cuda_header SOURCE FLAGS...: compiles without CUDA's and NCCL's headers; kvprim's have their names, too.
 no_cuda_header()
 {
     $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
@@ -306,7 +384,7 @@ exits()
     [ $? -eq "$code" ]
 }
 
-# The example engine, and its threads and messages without a GPU: damage must be noticed.
+# The example engine, with its threads and messages but without a GPU. Damage must be noticed.
 engine()
 {
     engine=examples/07_engine/engine.c
@@ -328,14 +406,49 @@ engine()
     group "examples/07_engine on the CPU, $CC $checks"
 }
 
-# has_layout: the structures of examples/08_torch.py are those of the headers.
+# has_layout: the structures of examples/08_torch.py match the headers.
 has_layout()
 {
     python3 examples/08_torch.py --layout >"$build/layout.c" &&
         $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
 }
 
-# What `make lib` builds without nvcc, called from Python.
+# lib_target ARGUMENT...: runs `make lib` without nvcc, in a folder of its own.
+lib_target()
+{
+    rm -rf "$build/lib" && mkdir "$build/lib" || return 1
+    ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
+        (cd "$build/lib" && MAKEFLAGS='' make -s NVCC= CC="$CC" "$@" lib)
+}
+
+# nvcc_flags: flags given to `make lib` reach nvcc. It only prints the command, so nvcc need not be here.
+nvcc_flags()
+{
+    (cd "$build/lib" && MAKEFLAGS='' make -n NVCC=nvcc CPPFLAGS=-DKVPRIM_DEBUG CFLAGS='-O1 -Wa,--one' \
+        build/libkvprim_cuda.so) >"$build/named" &&
+        grep -q "nvcc.* -DKVPRIM_DEBUG.* -Xcompiler '-O1' -Xcompiler '-Wa\\\\,--one'.* -shared" "$build/named"
+}
+
+# CPPFLAGS and CFLAGS reach the library: with KVPRIM_DEBUG it refuses fragments that overlap.
+library_flags()
+{
+    unit fragments "$include" 'int main(void) {' '    char src[4] = "abc", dst[4];' \
+        '    const kvprim_fragment f[2] = {{0, 0, 2}, {1, 1, 2}};' \
+        '    const kvprim_unpack_desc d = {.src = src, .src_bytes = 4, .dst = dst, .dst_bytes = 4, .fragments = f,' \
+        '                                  .count = 2};' \
+        '    return kvprim_unpack(&d) == KVPRIM_ERROR_OVERLAP ? 0 : 3; }'
+    for debug in '' -DKVPRIM_DEBUG; do
+        cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
+        cell 'a program of that library' $CC -std=c11 $warnings -I. "$build/fragments.c" \
+            "$build/lib/build/libkvprim.so" -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
+        cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
+    done
+    cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
+    cell 'make lib gives its flags to nvcc' nvcc_flags
+    group 'flags of make lib'
+}
+
+# Calls what `make lib` builds without nvcc from Python.
 library()
 {
     library=build/libkvprim_host.so
@@ -357,7 +470,7 @@ library()
     group 'shared library and Python'
 }
 
-# With KVPRIM_NVTX, where there is NVTX.
+# With KVPRIM_NVTX, if NVTX is here.
 ranges()
 {
     if [ -z "$CUDA_INCLUDE" ] || [ ! -f "$CUDA_INCLUDE/nvtx3/nvToolsExt.h" ]; then
@@ -387,9 +500,12 @@ callers()
     else
         skip 'units in C++: no C++ compiler'
     fi
+    descriptors_in_cxx
+    promises
     callers_of_cuda
     engine
     library
+    library_flags
     ranges
 }
 
@@ -418,7 +534,7 @@ pictures()
         return
     fi
     cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/plots.py --check
-    group 'pictures and figures are those of tests/results'
+    group 'pictures and figures match tests/results'
 }
 
 # ---- format ----
@@ -428,14 +544,14 @@ format()
     format=clang-format-14
     has $format || format=clang-format
     if ! has $format || ! $format --version | grep -q ' version 14\.'; then
-        skip 'format of the sources: no clang-format 14 (another version writes some lines otherwise)'
+        skip 'format of the sources: no clang-format 14 (other versions format some lines differently)'
         return
     fi
     for source in $(find *.h *.cuh examples tests -name '*.h' -o -name '*.cuh' -o -name '*.c' -o -name '*.cu' \
         -o -name '*.cpp'); do
-        cell "$source is as clang-format writes it" $format --dry-run -Werror "$source"
+        cell "$source is formatted by clang-format" $format --dry-run -Werror "$source"
     done
-    group 'sources are as clang-format writes them'
+    group 'sources are formatted by clang-format'
 }
 
 # ---- matrix ----
@@ -464,7 +580,7 @@ matrix()
 
 # ---- symbols ----
 
-# The macros without KVPRIM_ that a header of ours defines and does not undefine.
+# Lists the macros without KVPRIM_ that one of our headers defines and does not undefine.
 macros_left()
 {
     "$@" -I. -dD -E "$build/macros.c" >"$build/macros" || return 1
@@ -480,7 +596,7 @@ macros_left()
          }' "$build/macros"
 }
 
-# refuses UNIT WHY COMPILER...: with the #error that says why, and not for another reason.
+# refuses UNIT WHY COMPILER...: fails with the #error that says why, not for another reason.
 refuses()
 {
     source=$build/$1.c why=$2

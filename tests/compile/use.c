@@ -1,5 +1,6 @@
-/* A caller of kvprim.h that is valid C and C++: returns how many of its results are wrong. CALLER names the function,
-   so that several units of one program can each have theirs. */
+/* SPDX-License-Identifier: MIT */
+/* A caller of kvprim.h that is valid C and C++. It returns how many of its results are wrong. CALLER names the
+   function, so that each of several units of one program can have its own. */
 #include "../../kvprim.h"
 #include "../../kvprim_cuda.cuh"
 #include "../../kvprim_nccl.h"
@@ -53,6 +54,7 @@ static int wrong_moves(void)
     gather.src = table_of(cache, 4);
     gather.row_bytes = 2;
     gather.index = index;
+    gather.index_type = KVPRIM_I32;
     gather.count = 2;
     wrong += kvprim_gather(&gather) != KVPRIM_OK || memcmp(rows, "cc\0\0", 4) != 0;
 
@@ -62,6 +64,7 @@ static int wrong_moves(void)
     store.k = table_of(rows, 2);
     store.k_bytes = 2;
     store.slot = slot;
+    store.slot_type = KVPRIM_I32;
     store.count = 2;
     store.rejected = &rejected;
     wrong += kvprim_store(&store) != KVPRIM_OK || memcmp(cache, "ccbbccdd", 8) != 0 || rejected != 1;
@@ -72,6 +75,7 @@ static int wrong_moves(void)
     transfer.src = table_of(cache, 4);
     transfer.row_bytes = 2;
     transfer.src_index = index;
+    transfer.index_type = KVPRIM_I32;
     transfer.count = 1;
     wrong += kvprim_transfer(&transfer) != KVPRIM_OK || memcmp(copy, "cc......", 8) != 0;
 

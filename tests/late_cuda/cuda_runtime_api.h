@@ -1,8 +1,9 @@
-/* As much of CUDA's runtime as examples/kv_device.h uses, on the CPU, and as late as CUDA may be: what is enqueued runs
-   when the host waits for it, never before. So a batch that is used again too early, or compared too early, has wrong
-   bytes. An address in device memory is none of the host's, and each call checks what it is given.
+/* SPDX-License-Identifier: MIT */
+/* The part of CUDA's runtime that examples/kv_device.h uses, on the CPU. Work runs as late as CUDA may run it: only
+   when the host waits for it. A batch that is reused too early, or compared too early, therefore has wrong bytes. An
+   address in device memory is never one of the host's, and each call checks its addresses.
 
-   LATE_CUDA_FAIL=n in the environment: the n-th call that can fail does. */
+   LATE_CUDA_FAIL=n in the environment makes the n-th call fail, of those that can fail. */
 #ifndef LATE_CUDA_H
 #define LATE_CUDA_H
 
@@ -45,7 +46,7 @@ typedef struct CUstream_st {
 
 /* ---- addresses ---- */
 
-static const uintptr_t late_device_bit = (uintptr_t)1 << 60; /* no host address has it */
+static const uintptr_t late_device_bit = (uintptr_t)1 << 60; /* no host address has this bit */
 
 static bool late_on_device(const void *p)
 {
@@ -124,7 +125,7 @@ static cudaError_t late_enqueue(cudaStream_t stream, const late_operation *o)
 
 /* ---- the runtime ---- */
 
-static cudaStream_t late_stream; /* there is one */
+static cudaStream_t late_stream; /* the only one */
 
 static cudaError_t cudaGetDeviceCount(int *count)
 {
