@@ -25,6 +25,7 @@
    Contents, search for the tag:
        >>config      macros you may define
        >>status      kvprim_status, errors and their text
+       >>dtype       element types
        >>prefix      prefix compare
        >>table       kvprim_table: rows, pages, heads; the index rule
        >>gather      >>store      >>transfer      >>unpack
@@ -64,8 +65,9 @@
 #include <stdint.h>
 
 #define KVPRIM_VERSION_MAJOR 0
-#define KVPRIM_VERSION_MINOR 1
+#define KVPRIM_VERSION_MINOR 2
 #define KVPRIM_VERSION_PATCH 0
+#define KVPRIM_VERSION (KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH)
 
 #if defined(KVPRIM_STATIC) && (defined(__GNUC__) || defined(__clang__))
 #define KVPRIM_API static __attribute__((unused))
@@ -73,6 +75,12 @@
 #define KVPRIM_API static
 #else
 #define KVPRIM_API extern
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define KVPRIM_CHECKED __attribute__((warn_unused_result))
+#else
+#define KVPRIM_CHECKED
 #endif
 
 /* Which variants of the prefix compare exist here. Other compilers and processors use the scalar one. */
@@ -119,6 +127,23 @@ KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 /* What went wrong in this thread's last failed call: function, field, values. "" before the first failure; calls that
    succeed leave it alone. Valid until the thread's next failure. */
 KVPRIM_API const char *kvprim_last_error(void);
+
+/* >>dtype ---------------------------------------------------------------------------------------------------------- */
+
+/* Element types. They begin at 16, so that an index type (KVPRIM_I64) or an enum that was left at 0 is never taken for
+   one. */
+typedef enum kvprim_dtype {
+    KVPRIM_U8 = 16,
+    KVPRIM_F16 = 17,
+    KVPRIM_BF16 = 18,
+    KVPRIM_F32 = 19,
+    KVPRIM_F64 = 20,
+    KVPRIM_INT8 = 21,
+    KVPRIM_INT32 = 22,
+    KVPRIM_INT64 = 23,
+    KVPRIM_F8E4M3 = 24,
+    KVPRIM_F8E5M2 = 25
+} kvprim_dtype;
 
 /* >>prefix ---------------------------------------------------------------------------------------------------------
 

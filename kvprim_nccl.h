@@ -61,6 +61,10 @@
 
 #include "kvprim.h"
 
+#if KVPRIM_VERSION != 200
+#error "kvprim_nccl.h 0.2.0 meets a kvprim.h of another version"
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -69,19 +73,6 @@ struct CUstream_st; /* what a cudaStream_t points to */
 struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>types ---------------------------------------------------------------------------------------------------------- */
-
-typedef enum kvprim_dtype {
-    KVPRIM_U8 = 0,
-    KVPRIM_F16 = 1,
-    KVPRIM_BF16 = 2,
-    KVPRIM_F32 = 3,
-    KVPRIM_F64 = 4,
-    KVPRIM_INT8 = 5,
-    KVPRIM_INT32 = 6,
-    KVPRIM_INT64 = 7,
-    KVPRIM_F8E4M3 = 8, /* NCCL 2.24 and newer; reductions: compute capability 9.0 and newer */
-    KVPRIM_F8E5M2 = 9  /* the same */
-} kvprim_dtype;
 
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
@@ -130,6 +121,7 @@ typedef struct kvprim_comm_desc {
                             registered; if its tensors may lie in windows of the caller's, set it for that mend: they
                             must be aligned to 16 bytes on every rank or on none */
     int32_t init_timeout_ms; /* for init's waits on other ranks, all together; 0: ten minutes */
+    int32_t padding;         /* must be 0 */
     struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. It stays
                                 the caller's: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
                                 live until kvprim_comm_destroy is called or kvprim_comm_abort has returned */
@@ -146,6 +138,7 @@ typedef struct kvprim_comm_desc {
                            framework, say); on every rank or on none. Aligned to 16, not read or written by the caller
                            until all ranks' destroy has returned */
     size_t peer_bytes;  /* of each; at least 16 MB, and 33,562,624 of it (32 MB and 8,192 bytes) are used at most */
+    int64_t reserved;   /* must be 0 */
 } kvprim_comm_desc;
 
 /* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */
@@ -180,7 +173,7 @@ typedef struct kvprim_comm {
 } kvprim_comm;
 
 /* Errors: NULL, NCCL. */
-KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
 /* Collective, on the current device: returns when all `world` ranks have called it. Allocates, and registers what there
    is to register: nothing later does. The library's own kernels are on where all ranks have them and can write to each
@@ -192,7 +185,7 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT (init_timeout_ms is
    over, or kvprim_comm_abort was called), CUDA, NCCL. What it began with is freed again; after a TIMEOUT with `nccl`
    given, when the caller ends that. */
-KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. Where a
    collective may hang, call kvprim_comm_abort before: then it is not collective, and frees what is left. Graphs that
@@ -218,7 +211,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
    and ncclGroupEnd are not watched). Then call kvprim_comm_abort, also from another thread than the one that sits in
    cudaStreamSynchronize, which then returns. KVPRIM_OK while init runs. A watchdog's thread calls cudaSetDevice once, or
    CUDA may make a context on device 0 for it. */
-KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size. Device
    memory, aligned to 256, uninitialised, until destroy. Own kernels are as fast on any other memory; it is for
@@ -240,28 +233,30 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    all_reduce, reduce_scatter: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and
    have the same bits on all ranks and in both, wherever the library's own kernels make them: kvprim_comm_describe says
    up to which size. A NaN stays a NaN, its other bits are not kept. */
-KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
-                                           kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
+                                                          kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
 /* recv: world * send_count elements, those of rank r at r * send_count. */
-KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
-                                           kvprim_dtype dtype, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send,
+                                                          size_t send_count, kvprim_dtype dtype,
+                                                          struct CUstream_st *stream);
 
 /* send: world * recv_count elements; rank r receives the reduction of those at r * recv_count. */
-KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
-                                               kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send,
+                                                              size_t recv_count, kvprim_dtype dtype, kvprim_op op,
+                                                              struct CUstream_st *stream);
 
 /* buf of rank `root` to buf of every other. */
-KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
-                                          struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
+                                                         int32_t root, struct CUstream_st *stream);
 
 /* A send and the peer's recv of the same count and dtype meet; both sides' kernels wait for the other. Ranks that send
    to each other at once wait for ever, unless one of them receives first or both put their calls between NCCL's
    ncclGroupStart and ncclGroupEnd. */
-KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
-                                     struct CUstream_st *stream);
-KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
-                                     struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
+                                                    kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
+                                                    int32_t peer, struct CUstream_st *stream);
 
 #ifdef __cplusplus
 }
@@ -1451,6 +1446,10 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
         if (fields[i].value < 0 || fields[i].value > fields[i].most)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
                                (int)fields[i].value, (int)fields[i].most);
+    if (desc->padding != 0 || desc->reserved != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be 0", f,
+                           desc->padding != 0 ? "padding" : "reserved",
+                           (long long)(desc->padding != 0 ? desc->padding : desc->reserved));
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
@@ -2308,7 +2307,7 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
                                {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
                                {"F8E5M2", 1, e5m2}};
     const kvpn_type none = {NULL, 0, -1};
-    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype] : none;
+    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
 }
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
@@ -2410,8 +2409,14 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
+    if ((int)c->dtype >= 0 && (int)c->dtype < (int)KVPRIM_U8)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: dtype is %d, which is not an element type: 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                           "are index types",
+                           c->function, (int)c->dtype);
     if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is none", c->function, (int)c->dtype);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
+                           (int)c->dtype);
     if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which takes NCCL 2.24: this is %d", c->function,
                            type.name, (int)c->comm->nccl_version);

@@ -57,6 +57,10 @@ static void test_descriptors(void)
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_kernels is 3, must be 0 to 1");
     d.no_kernels = 0, d.nccl_window = 2;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->nccl_window is 2");
+    d.nccl_window = 0, d.padding = 1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->padding is 1, must be 0");
+    d.padding = 0, d.reserved = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->reserved is -1, must be 0");
     for (int k = 0; k < 3; k++) {
         static const int32_t states[] = {kvpn_alive, kvpn_begun, kvpn_aborted};
         comm.self = &comm;
@@ -230,7 +234,7 @@ static void test_types(void)
 {
     static const size_t bytes[] = {1, 2, 2, 4, 8, 1, 4, 8, 1, 1};
     for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++) {
-        CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t]);
+        CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t - KVPRIM_U8]);
         CHECK(kvpn_type_of((kvprim_dtype)t).name != NULL);
         for (int u = KVPRIM_U8; u < t; u++)
             CHECK(kvpn_type_of((kvprim_dtype)t).nccl != kvpn_type_of((kvprim_dtype)u).nccl);
@@ -241,6 +245,7 @@ static void test_types(void)
     CHECK(kvpn_type_of(KVPRIM_F8E5M2).nccl == (int)ncclFloat8e5m2);
 #endif
     CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_F8E5M2 + 1)).name == NULL);
+    CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_U8 - 1)).name == NULL);
     CHECK(kvpn_ops[KVPRIM_SUM] == ncclSum && kvpn_ops[KVPRIM_MAX] == ncclMax && kvpn_ops[KVPRIM_PROD] == ncclProd);
     CHECK(kvpn_ops[KVPRIM_MIN] == ncclMin && kvpn_ops[KVPRIM_AVG] == ncclAvg);
 }
@@ -284,7 +289,7 @@ static void test_calls(void)
     FAILS(kvpn_check_pointer(&c, "send", m + 2, 4), KVPRIM_ERROR_ARGUMENT, "not aligned");
     FAILS(kvpn_check_pointer(&c, "send", m, SIZE_MAX / 4), KVPRIM_ERROR_SIZE, "past the end of memory");
     c.dtype = (kvprim_dtype)77;
-    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77");
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77, which is not an element type");
     c.dtype = KVPRIM_F32, c.op_or_peer = 9;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is 9");
     c.kind = kvpn_broadcast, c.op_or_peer = 2;

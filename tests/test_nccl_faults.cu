@@ -202,8 +202,9 @@ static void test_watchdog(rank_state &r)
             OK(kvprim_comm_abort(&comm));
             CHECK(seconds() - begun < abort_takes);
         });
-        for (int n = 0; n < 20; n++)
-            (void)kvprim_all_reduce(&comm, r.device[1], r.device[0], 20 << 20, KVPRIM_INT32, KVPRIM_SUM, r.stream);
+        kvprim_status status = KVPRIM_OK;
+        for (int n = 0; n < 20 && status == KVPRIM_OK; n++) /* until the abort */
+            status = kvprim_all_reduce(&comm, r.device[1], r.device[0], 20 << 20, KVPRIM_INT32, KVPRIM_SUM, r.stream);
         CUDA(cudaStreamSynchronize(r.stream));
         OK(kvprim_comm_destroy(&comm));
         watchdog.join();

@@ -450,10 +450,10 @@ static void test_collectives(rank_state &r)
 {
     static const size_t counts[] = {1, 7, 1023, 65536};
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
-    for (int t = 0; t <= KVPRIM_F8E5M2; t++)
+    for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++)
         for (const size_t count : counts)
             for (int place = 0; place < 4; place++) { /* in place or not, inside the buffer or not */
-                if (quick && (count > 7 || t > 3))
+                if (quick && (count > 7 || t > KVPRIM_F32))
                     continue;
                 const kvprim_dtype type = kvprim_dtype(t);
                 const size_t shift = count == 1023 ? size_of(type) : 0;
@@ -745,6 +745,9 @@ static void test_bad_calls(rank_state &r)
        KVPRIM_ERROR_ARGUMENT);
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, kvprim_dtype(99), KVPRIM_SUM, r.stream),
        KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, kvprim_dtype(KVPRIM_I64), KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    SAYS("not an element type");
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, kvprim_op(-1), r.stream),
        KVPRIM_ERROR_ARGUMENT);
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], SIZE_MAX / 2, KVPRIM_F32, KVPRIM_SUM, r.stream),

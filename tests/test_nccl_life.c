@@ -480,6 +480,27 @@ static void test_fp8(void)
     }
 }
 
+/* What is passed for a dtype by mistake: 0, which was never set, and index types. Every collective refuses it. */
+static void test_no_dtypes(void)
+{
+    static char m[64];
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+    for (int k = 0; k < 16; k++) {
+        const kvprim_dtype t = (kvprim_dtype)k;
+        static const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
+        FAILS(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
+        FAILS(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
+        FAILS(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
+        FAILS(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+    }
+    CHECK(called("") && kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
+}
+
 static void card_failed(kvpn_card *card)
 {
     card->ok = 0;
@@ -540,6 +561,7 @@ int main(void)
     run("life: no threads", test_no_threads);
     run("life: checks", test_checks);
     run("life: fp8", test_fp8);
+    run("life: index types are no element types", test_no_dtypes);
     run("life: what the other rank says", test_other_rank);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed != 0;
