@@ -589,10 +589,10 @@ static void bench_host()
 static way forced(const char *name, kvpn_way how, size_t bytes)
 {
     return {name, [=](rank_state &r) {
-                kvpn_call c = kvpn_call_of(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
-                                           KVPRIM_SUM, r.stream);
+                kvpn_call c = kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
+                                             KVPRIM_SUM, r.stream);
                 c.element = 2;
-                check_kvprim(kvpn_launch_all(&c, how));
+                check_kvprim(kvpn_launch_chunks(&c, how));
             }};
 }
 
@@ -601,7 +601,7 @@ static void tune()
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
     for (const size_t bytes : sizes()) {
         std::vector<way> w = {forced("two shot", kvpn_by_two_shot, bytes)};
-        if (bytes <= kvpn_room(&ranks[0].comm, kvpn_by_one_shot))
+        if (bytes <= kvpn_capacity_bytes(&ranks[0].comm, kvpn_by_one_shot))
             w.push_back(forced("one shot", kvpn_by_one_shot, bytes));
         measure(w, bytes, bytes);
         printf("%8s %8.2f %8.2f\n", size_name(bytes).c_str(), w.size() > 1 ? w[1].us : 0, w[0].us);

@@ -22,7 +22,7 @@ static struct {
     int abort_ms;                             /* that ncclCommAbort takes */
     int captures;                             /* every stream */
     int dead;                                 /* the device's context */
-    void (*other_rank)(kvpn_card *card);      /* makes the other rank's card of a copy of this rank's */
+    void (*other_rank)(kvpn_rank_info *info); /* makes the other rank's card of a copy of this rank's */
     kvprim_comm *checked;                     /* is checked in the middle of cudaEventRecord */
     kvprim_status check;                      /* what that returned */
     int gathers, copies;                      /* so far */
@@ -166,7 +166,7 @@ CUDA(cudaEventDestroy, (cudaEvent_t event), take(event))
 cudaError_t cudaMalloc(void **to, size_t bytes)
 {
     if (fake.late_memory)
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+        (void)kvpn_wait_until(&fake.gate, 1, patience_ms);
     return give_to(to, bytes);
 }
 
@@ -289,7 +289,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t *to, int world, ncclUniqueId id, int ra
     note(__func__);
     if (fake.late_init) {
         store(&fake.hanging, 1);
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+        (void)kvpn_wait_until(&fake.gate, 1, patience_ms);
     }
     ncclComm_t comm = (ncclComm_t)give(sizeof *comm);
     comm->rank = rank, comm->world = world, comm->device = current_device, comm->inside = 1;
@@ -309,8 +309,8 @@ static void end_comm(ncclComm_t comm)
     fake.mode_at_end = current_mode;
     current_device = elsewhere;
     if (fake.late_end)
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
-    (void)kvpn_wait_for(&comm->inside, 0, patience_ms);
+        (void)kvpn_wait_until(&fake.gate, 1, patience_ms);
+    (void)kvpn_wait_until(&comm->inside, 0, patience_ms);
     (void)load(&comm->uses);
     (void)take(comm->window);
     (void)take(comm);
@@ -376,7 +376,7 @@ ncclResult_t ncclAllGather(MOVES, BY)
 {
     const int world = comm->world, rank = comm->rank;
     const ncclResult_t result = enqueue(comm, __func__);
-    if (type != ncclChar || count != sizeof(kvpn_card) || (result != ncclSuccess && result != ncclInProgress))
+    if (type != ncclChar || count != sizeof(kvpn_rank_info) || (result != ncclSuccess && result != ncclInProgress))
         return result;
     if (++fake.gathers == fake.hang_gather) {
         store(&fake.stuck, 1);
@@ -385,7 +385,7 @@ ncclResult_t ncclAllGather(MOVES, BY)
     for (int r = 0; r < world; r++)
         memcpy((char *)recv + (size_t)r * count, send, count);
     if (world > 1 && fake.other_rank)
-        fake.other_rank((kvpn_card *)recv + !rank);
+        fake.other_rank((kvpn_rank_info *)recv + !rank);
     return result;
 }
 
@@ -403,7 +403,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
 {
     note(__func__);
-    for (const int64_t begun = kvpn_now(); is_stuck() && kvpn_now() - begun < patience_ms * 1000;)
+    for (const int64_t begun = kvpn_now_us(); is_stuck() && kvpn_now_us() - begun < patience_ms * 1000;)
         wait_ms(1);
     (void)take(window);
     comm->window = NULL;

@@ -62,7 +62,7 @@ static void test_descriptors(void)
     d.padding = 0, d.reserved = -1;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->reserved is -1, must be 0");
     for (int k = 0; k < 3; k++) {
-        static const int32_t states[] = {kvpn_alive, kvpn_begun, kvpn_aborted};
+        static const int32_t states[] = {kvpn_alive, kvpn_initialising, kvpn_aborted};
         comm.self = &comm;
         comm.state = states[k];
         d = good_desc();
@@ -79,7 +79,7 @@ static void test_given_memory(void)
     memset(&comm, 0, sizeof comm);
     for (int r = 0; r < 9; r++)
         peers[r] = memory + (16 - (uintptr_t)memory % 16);
-    d.peers = peers, d.peer_bytes = kvpn_least_peer_bytes;
+    d.peers = peers, d.peer_bytes = kvpn_min_peer_bytes;
     CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
     d.peer_bytes--;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->peer_bytes is 16777215, must be at least 16777216");
@@ -124,7 +124,7 @@ static void test_not_alive(void)
     comm.state = kvpn_alive;
     moved = comm;
     refuses(&moved, KVPRIM_ERROR_ARGUMENT, "moved");
-    comm.state = kvpn_begun; /* init runs */
+    comm.state = kvpn_initialising; /* init runs */
     CHECK(kvprim_comm_check(&comm) == KVPRIM_OK);
     FAILS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     comm.state = kvpn_aborted;
@@ -140,40 +140,40 @@ static void test_objections(void)
 #ifdef KVPRIM_NCCL_KERNELS
     (void)unsetenv("NCCL_P2P_DISABLE");
     (void)unsetenv("NCCL_P2P_LEVEL");
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     d.world = 8;
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     d.world = 9;
-    CHECK(strstr(kvpn_why_off(&d), "more than 8") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "more than 8") != NULL);
     d.world = 1;
-    CHECK(strstr(kvpn_why_off(&d), "one rank") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "one rank") != NULL);
     d.world = 2, d.no_kernels = 1;
-    CHECK(strstr(kvpn_why_off(&d), "no_kernels") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "no_kernels") != NULL);
     d.no_kernels = 0;
     (void)setenv("NCCL_P2P_DISABLE", "1", 1);
-    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_DISABLE") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_DISABLE") != NULL);
     (void)setenv("NCCL_P2P_DISABLE", "0", 1);
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     (void)setenv("NCCL_P2P_LEVEL", "LOC", 1);
-    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_LEVEL") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_LEVEL") != NULL);
     (void)setenv("NCCL_P2P_LEVEL", "NVL", 1);
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     (void)unsetenv("NCCL_P2P_LEVEL");
 #else
-    CHECK(strstr(kvpn_why_off(&d), "nvcc") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "nvcc") != NULL);
 #endif
-    CHECK(!kvpn_starts_early(22706) && kvpn_starts_early(22803) && kvpn_starts_early(23006));
-    CHECK(!kvpn_starts_early(23007) && !kvpn_starts_early(21903));
+    CHECK(!kvpn_nccl_starts_early(22706) && kvpn_nccl_starts_early(22803) && kvpn_nccl_starts_early(23006));
+    CHECK(!kvpn_nccl_starts_early(23007) && !kvpn_nccl_starts_early(21903));
 }
 
 /* Machines and ranks tell themselves apart. */
 static void test_places(void)
 {
-    CHECK(kvpn_hash_line("/there/is/no/such/file") == 0 && kvpn_hash_line("/dev/null") == 0);
-    const uint64_t mark = kvpn_hash_line("/proc/sys/kernel/random/uuid");
-    CHECK(mark != 0 && mark != kvpn_hash_line("/proc/sys/kernel/random/uuid"));
-    const uint64_t machine = kvpn_hash_line("/proc/sys/kernel/random/boot_id");
-    CHECK(machine != 0 && machine == kvpn_hash_line("/proc/sys/kernel/random/boot_id"));
+    CHECK(kvpn_hash_first_line("/there/is/no/such/file") == 0 && kvpn_hash_first_line("/dev/null") == 0);
+    const uint64_t mark = kvpn_hash_first_line("/proc/sys/kernel/random/uuid");
+    CHECK(mark != 0 && mark != kvpn_hash_first_line("/proc/sys/kernel/random/uuid"));
+    const uint64_t machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id");
+    CHECK(machine != 0 && machine == kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"));
 }
 
 /* Found for as long as someone holds them. */
@@ -182,52 +182,52 @@ static void test_shared_slots(void)
     kvpn_slots *slots[3];
     for (int k = 0; k < 3; k++) {
         slots[k] = (kvpn_slots *)calloc(1, sizeof(kvpn_slots));
-        slots[k]->refs = 1, slots[k]->mark = (uint64_t)k + 1;
+        slots[k]->refs = 1, slots[k]->nonce = (uint64_t)k + 1;
         kvpn_publish_slots(slots[k]);
     }
-    CHECK(kvpn_hold_slots(2) == slots[1] && kvpn_hold_slots(4) == NULL);
+    CHECK(kvpn_retain_slots(2) == slots[1] && kvpn_retain_slots(4) == NULL);
     kvpn_release_slots(slots[1]);
-    CHECK(kvpn_hold_slots(2) == slots[1]);
+    CHECK(kvpn_retain_slots(2) == slots[1]);
     kvpn_release_slots(slots[1]);
     kvpn_release_slots(slots[1]);
-    CHECK(kvpn_hold_slots(2) == NULL);
+    CHECK(kvpn_retain_slots(2) == NULL);
     kvpn_release_slots(slots[2]);
-    CHECK(kvpn_hold_slots(3) == NULL && kvpn_hold_slots(1) == slots[0]);
+    CHECK(kvpn_retain_slots(3) == NULL && kvpn_retain_slots(1) == slots[0]);
     kvpn_release_slots(slots[0]);
     kvpn_release_slots(slots[0]);
-    CHECK(kvpn_slots_here == NULL);
+    CHECK(kvpn_local_slots == NULL);
 }
 
-/* An opening of `world` ranks whose cards say the same, on rank 1. */
-static void fill_cards(kvpn_opening *o, kvpn_card *cards, int world)
+/* An opening of `world` ranks whose infos say the same, on rank 1. */
+static void fill_infos(kvpn_init_task *o, kvpn_rank_info *infos, int world)
 {
     memset(o, 0, sizeof *o);
-    memset(cards, 0, sizeof *cards * (size_t)world);
-    o->comm.world = world, o->comm.rank = 1, o->all = cards;
+    memset(infos, 0, sizeof *infos * (size_t)world);
+    o->comm.world = world, o->comm.rank = 1, o->all = infos;
     for (int r = 0; r < world; r++)
-        cards[r].ok = cards[r].fast = 1, cards[r].max_sms = 64, cards[r].peer_bytes = kvpn_most_peer_bytes;
-    o->mine = cards[1];
+        infos[r].ok = infos[r].has_kernels = 1, infos[r].max_sms = 64, infos[r].peer_bytes = kvpn_max_peer_bytes;
+    o->mine = infos[1];
 }
 
 /* What ranks tell each other: all find the same. */
 static void test_comparison(void)
 {
-    kvpn_opening o;
-    kvpn_card cards[3];
-    fill_cards(&o, cards, 3);
-    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 64);
-    cards[2].max_sms = 20, cards[0].peer_bytes = kvpn_least_peer_bytes;
-    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 20);
-    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_least_peer_bytes - 2 * kvpn_page);
-    for (int k = 0; k < kvpn_alike; k++) {
-        fill_cards(&o, cards, 3);
-        cards[2].alike[k] = 9;
-        FAILS(kvpn_compare(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_alike_names[k]);
+    kvpn_init_task o;
+    kvpn_rank_info infos[3];
+    fill_infos(&o, infos, 3);
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 64);
+    infos[2].max_sms = 20, infos[0].peer_bytes = kvpn_min_peer_bytes;
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 20);
+    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_min_peer_bytes - 2 * kvpn_page);
+    for (int k = 0; k < kvpn_setting_count; k++) {
+        fill_infos(&o, infos, 3);
+        infos[2].settings[k] = 9;
+        FAILS(kvpn_compare_ranks(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_setting_names[k]);
         CHECK(strstr(kvprim_last_error(), "is 0, but 9 on rank 2") != NULL);
     }
-    fill_cards(&o, cards, 3);
-    cards[0].layout = 1;
-    FAILS(kvpn_compare(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
+    fill_infos(&o, infos, 3);
+    infos[0].layout = 1;
+    FAILS(kvpn_compare_ranks(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
 }
 
 static void test_types(void)
@@ -253,7 +253,7 @@ static void test_types(void)
 /* A call of so many elements from send to recv, of 4 bytes each. */
 static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
 {
-    kvpn_call c = kvpn_call_of(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
     c.recv_count = recv_count;
     c.send_count = send_count;
     c.element = 4;
@@ -310,15 +310,15 @@ static void test_inside(void)
     memset(&comm, 0, sizeof comm);
     comm.buffer = m, comm.buffer_bytes = 128;
     kvpn_call c = call_of(&comm, m + 64, m, 4, 4);
-    CHECK(!kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
     comm.in_windows = 1;
-    CHECK(kvpn_is_inside(&c));
+    CHECK(kvpn_may_use_window(&c));
     c.recv = m + 128;
-    CHECK(!kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
     c.recv = m, c.kind = kvpn_broadcast;
-    CHECK(!kvpn_is_inside(&c));
-    c.recv = m + 128, c.kind = kvpn_all_gather, comm.foreign = 1; /* windows of the caller's */
-    CHECK(kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1; /* windows of the caller's */
+    CHECK(kvpn_may_use_window(&c));
 }
 
 static void test_ids(void)
@@ -342,15 +342,15 @@ static void test_late(void)
     uint32_t stop = 0;
     memset(&comm, 0, sizeof comm);
     comm.rank = 2, comm.timeout_ms = 1500;
-    CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
     comm.stop = &stop;
-    CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
-    stop = kvpn_late | 2 << 8 | 3 << 16;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
-    stop = kvpn_late | 1 << 8 | 3 << 16;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 waited in vain for rank 3");
-    stop = kvpn_aborted_by | 7 << 8;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
+    stop = kvpn_stop_timeout | 2 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
+    stop = kvpn_stop_timeout | 1 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 waited in vain for rank 3");
+    stop = kvpn_stop_aborted | 7 << 8;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
@@ -370,29 +370,30 @@ static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     kvpn_params p;
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
-    p.slice = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
+    p.slice_packs = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
     const uint32_t group = kvpn_group_of(way);
-    kvpn_shape(comm, &p, group, &blocks, &threads);
+    kvpn_set_grid(comm, &p, group, &blocks, &threads);
     CHECK(blocks >= 1 && blocks <= comm->blocks);
     CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
     CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
-    CHECK(p.per_block % 8 == 0);
+    CHECK(p.block_packs % 8 == 0);
     if (group) { /* a slot more than words in a group, every other group in the other area */
-        const uint32_t rounds = (p.per_block + group * threads - 1) / (group * threads);
+        const uint32_t rounds = (p.block_packs + group * threads - 1) / (group * threads);
         CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
         CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
     } else {
-        CHECK(p.per_block <= comm->block_slots);
+        CHECK(p.block_packs <= comm->block_slots);
     }
-    CHECK((uint64_t)p.per_block * blocks >= p.slice && (uint64_t)p.per_block * (blocks - 1) < p.slice);
+    CHECK((uint64_t)p.block_packs * blocks >= p.slice_packs && (uint64_t)p.block_packs * (blocks - 1) < p.slice_packs);
 }
 
 /* Whatever the size is, what is launched fits the slots. */
 static void check_shapes(const kvprim_comm *comm)
 {
-    const size_t most[] = {kvpn_room(comm, kvpn_by_one_shot),    kvpn_room(comm, kvpn_by_two_shot),
-                           kvpn_room(comm, kvpn_by_scatter),     2 * kvpn_room(comm, kvpn_by_gather),
-                           kvpn_room(comm, kvpn_by_gather_many), kvpn_room(comm, kvpn_by_gather_most)};
+    const size_t most[] = {
+        kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
+        kvpn_capacity_bytes(comm, kvpn_by_scatter),     2 * kvpn_capacity_bytes(comm, kvpn_by_gather),
+        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most)};
     for (int way = 0; way < 6; way++) {
         for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
             check_shape(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
@@ -405,9 +406,9 @@ static void test_shapes(void)
     static const int blocks[] = {1, 8, 20, 64, 66, 72, 108, 128};
     for (int world = 2; world <= 8; world++)
         for (int b = 0; b < 8; b++)
-            for (size_t bytes = kvpn_least_peer_bytes;; bytes += (size_t)4 << 20) {
+            for (size_t bytes = kvpn_min_peer_bytes;; bytes += (size_t)4 << 20) {
                 kvprim_comm comm;
-                const size_t used = bytes < kvpn_most_peer_bytes ? bytes : kvpn_most_peer_bytes;
+                const size_t used = bytes < kvpn_max_peer_bytes ? bytes : kvpn_max_peer_bytes;
                 open_for_shape(&comm, world, blocks[b], used);
                 const size_t slots = (size_t)4 * 16 * (size_t)world * comm.blocks * comm.block_slots;
                 CHECK(slots + 2 * kvpn_page <= used && slots > used - ((size_t)1 << 20));
@@ -422,13 +423,13 @@ static void test_choices(void)
 {
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
-        open_for_shape(&comm, world, 64, kvpn_most_peer_bytes);
+        open_for_shape(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);
-            CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
+            CHECK(way != kvpn_by_gather || bytes <= kvpn_capacity_bytes(&comm, way));
             CHECK(kvpn_group_of(way) == 0 || bytes % 16 == 0);
             if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
-                CHECK(bytes <= kvpn_room(&comm, kvpn_by_one_shot));
+                CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);

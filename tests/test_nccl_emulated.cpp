@@ -15,7 +15,7 @@
 
 /* What the kernels reach memory with. Slots 4 bytes at a time, and y and w, which may be flags, never before what lies
    beside them. */
-static uint4 kvpn_look(const char *slot)
+static uint4 kvpn_load_slot(const char *slot)
 {
     const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
     uint4 v;
@@ -24,7 +24,7 @@ static uint4 kvpn_look(const char *slot)
     return v;
 }
 
-static void kvpn_put(char *slot, uint4 v)
+static void kvpn_store_slot(char *slot, uint4 v)
 {
     uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
     __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
@@ -34,7 +34,7 @@ static void kvpn_put(char *slot, uint4 v)
 static uint32_t *counted; /* reads of it are counted, in `reads` */
 static unsigned reads;
 
-static uint32_t kvpn_read(uint32_t *at)
+static uint32_t kvpn_load_u32(uint32_t *at)
 {
     std::this_thread::yield();
     if (at == counted)
@@ -42,7 +42,7 @@ static uint32_t kvpn_read(uint32_t *at)
     return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
 
-static void kvpn_write(uint32_t *at, uint32_t value)
+static void kvpn_store_u32(uint32_t *at, uint32_t value)
 {
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
 }
@@ -52,7 +52,7 @@ static uint32_t kvpn_load_turn(const uint32_t *at)
     return *at;
 }
 
-static uint64_t kvpn_ns()
+static uint64_t kvpn_globaltimer_ns()
 {
     return static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -114,7 +114,7 @@ struct call {
     kind what;
     uint64_t number;
     size_t element, count, pitch; /* pitch: bytes from a rank's part to the next one's */
-    uint32_t threads, parts, per_block, used_blocks;
+    uint32_t threads, roles, block_packs, used_blocks;
 };
 
 static bool scatters(kind what)
@@ -146,10 +146,10 @@ static call call_of(uint64_t number, uint32_t world)
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
     const uint32_t slice = two ? (words + world - 1) / world : words;
     const uint32_t least = (slice + blocks - 1) / blocks;
-    c.per_block = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
-    c.used_blocks = (slice + c.per_block - 1) / c.per_block;
+    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
+    c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
     c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* of them there are slots for 4 */
-    c.parts = groups ? world : 1;
+    c.roles = groups ? world : 1;
     return c;
 }
 
@@ -203,55 +203,55 @@ static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigne
 /* What a thread has for its block's turn before it takes it: slots out of reach. */
 static const uint32_t no_turn = 1 << 20;
 
-static void end_turns(const kvpn_params &p, const std::vector<kvpn_self> &threads)
+static void end_turns(const kvpn_params &p, const std::vector<kvpn_thread> &threads)
 {
-    for (const kvpn_self &me : threads)
-        if (me.thread == 0 && me.part == 0) {
+    for (const kvpn_thread &me : threads)
+        if (me.thread == 0 && me.role == 0) {
             faults += me.turn > 1;
             p.turn[me.block] = me.turn ^ 1;
         }
 }
 
-template <class Way, class T, int most, bool whole> static void run_kernel(const kvpn_params &p, const call &c)
+template <class Way> static void run_kernel(const kvpn_params &p, const call &c)
 {
-    std::vector<kvpn_self> threads;
+    std::vector<kvpn_thread> threads;
     for (uint32_t b = 0; b < c.used_blocks; b++)
-        for (uint32_t t = 0; t < c.threads * c.parts; t++)
+        for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_self &me : threads)
-        Way::template begin<T, most, whole>(p, me);
+    for (kvpn_thread &me : threads)
+        Way::begin(p, me);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_self &me : threads)
-        Way::template rest<T, most, whole>(p, me);
-    for (const kvpn_self &me : threads)
-        if (me.ended != 0)
-            kvpn_end_rank(p, me);
+    for (kvpn_thread &me : threads)
+        Way::complete(p, me);
+    for (const kvpn_thread &me : threads)
+        if (me.stop_reason != 0)
+            kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
 }
 
-template <int most, bool whole> static void run_call(const kvpn_params &p, const call &c)
+template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
 {
     switch (c.what) {
     case one_shot_f32:
-        return run_kernel<kvpn_one_shot, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_one_shot<kvpn_f32, max_ranks, whole>>(p, c);
     case one_shot_bf16:
-        return run_kernel<kvpn_one_shot, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_one_shot<kvpn_bf16, max_ranks, whole>>(p, c);
     case two_shot_f32:
-        return run_kernel<kvpn_two_shot, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_two_shot<kvpn_f32, max_ranks, whole>>(p, c);
     case two_shot_bf16:
-        return run_kernel<kvpn_two_shot, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_two_shot<kvpn_bf16, max_ranks, whole>>(p, c);
     case scatter_f32:
-        return run_kernel<kvpn_scatter, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_scatter<kvpn_f32, max_ranks, whole>>(p, c);
     case scatter_bf16:
-        return run_kernel<kvpn_scatter, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_scatter<kvpn_bf16, max_ranks, whole>>(p, c);
     case gather:
-        return run_kernel<kvpn_gather_all, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
     case gather_many:
-        return run_kernel<kvpn_gather_many<kvpn_group>, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
     default:
-        return run_kernel<kvpn_gather_many<kvpn_large_group>, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
     }
 }
 
@@ -267,7 +267,7 @@ struct job {
 
 static job job_of(uint32_t world, uint64_t timeout_ns)
 {
-    const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
+    const uint4 empty = {kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word};
     std::vector<uint4> memory(page_words + 4 * world * blocks * block_slots + 1, empty);
     memset(memory.data(), 0, kvpn_page);
     return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
@@ -304,7 +304,7 @@ static bool is_result(const call &c, const places &at, size_t b)
 }
 
 /* The host's part of a call, with the places that this rank has for it. Returns whether the result is right. */
-template <int most> static bool one_call(job &j, uint32_t rank, const call &c)
+template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call &c)
 {
     enum { room = (most_bytes + 32) * 8 + 96, behind = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
@@ -320,16 +320,16 @@ template <int most> static bool one_call(job &j, uint32_t rank, const call &c)
         p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
-    p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
-    p.per_block = c.per_block, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
+    p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
+    p.slice_packs = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.packs + j.world - 1) / j.world : p.packs;
+    p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
     p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
     if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
-        run_call<most, true>(p, c);
+        run_call<max_ranks, true>(p, c);
     else
-        run_call<most, false>(p, c);
+        run_call<max_ranks, false>(p, c);
     for (size_t b = 0; b < at.recv_bytes + behind; b++)
         if (!is_result(c, at, b) && at.recv[b] != before[b])
             return false;
@@ -370,7 +370,8 @@ static void test_world(uint32_t world, uint64_t calls)
         t.join();
     for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: nobody has ended */
         for (size_t k = page_words; k < memory.size(); k++)
-            if (kvpn_fullness<false>(memory[k]) != kvpn_empty || kvpn_fullness<true>(memory[k]) != kvpn_empty)
+            if (kvpn_largest_word<false>(memory[k]) != kvpn_empty_word ||
+                kvpn_largest_word<true>(memory[k]) != kvpn_empty_word)
                 faults++;
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
@@ -391,8 +392,8 @@ static void test_missing()
         run_rank(j, 2, number, 1);
         zero.join();
         for (uint32_t r : {0u, 2u}) /* by itself, or because the other said so */
-            named += (j.stop[r] | 2 << 8) == (kvpn_late | 2 << 8 | 1 << 16);
-        named += page_of(j, 1)[kvpn_ended] != 0;
+            named += (j.stop[r] | 2 << 8) == (kvpn_stop_timeout | 2 << 8 | 1 << 16);
+        named += page_of(j, 1)[kvpn_stop_reason_word] != 0;
     }
     faults = named != 3 * kinds;
     report("nccl emulated: a rank that stays away is named");
@@ -414,7 +415,7 @@ static int late_faults(uint32_t world, uint64_t first, bool told)
         t.join();
     j.timeout_ns = 10000000;
     if (!told)
-        page_of(j, 0)[kvpn_ended] = 0;
+        page_of(j, 0)[kvpn_stop_reason_word] = 0;
     for (uint64_t n = first; n < first + queued; n++)
         wrong += !run_one(j, 0, n) && j.stop[0] == 0;
     for (uint32_t r = 0; r < world; r++)
@@ -437,9 +438,9 @@ static void test_stop()
 {
     job j = job_of(2, 10000000000ull);
     faults = 3;
-    j.stop[0] = kvpn_aborted_by;
+    j.stop[0] = kvpn_stop_aborted;
     run_rank(j, 0, 5, 1);
-    faults = j.stop[0] != kvpn_aborted_by || page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
+    faults = j.stop[0] != kvpn_stop_aborted || page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
     report("nccl emulated: a wait that is stopped ends");
 }
 
@@ -450,23 +451,23 @@ static void test_short_waits()
     job j = job_of(2, 1000000000000ull);
     uint32_t &stop = j.stop[0];
     kvpn_params p = {};
-    kvpn_self patient = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = patient;
+    kvpn_thread patient = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = patient;
     p.turn = page_of(j, 0), p.stop = &stop, p.timeout_ns = j.timeout_ns, p.world = 2;
     p.peer[1] = reinterpret_cast<char *>(page_of(j, 1)) + kvpn_page;
     counted = &stop, reads = 0;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_wait(p, patient, 1);
+        faults += !kvpn_keep_waiting(p, patient, 1);
     faults += reads != 0;
-    faults += !kvpn_wait(p, patient, 1) || reads != 1;
-    stop = kvpn_aborted_by;
+    faults += !kvpn_keep_waiting(p, patient, 1) || reads != 1;
+    stop = kvpn_stop_aborted;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_wait(p, patient, 1);
-    faults += kvpn_wait(p, patient, 1) || reads != 2 || !patient.ended_first;
-    kvpn_end_rank(p, patient);
-    for (uint32_t n = 1; n < kvpn_polls_per_ended_check; n++) /* and who waits after that hears of it at once */
-        faults += !kvpn_wait(p, late, 1);
-    faults += kvpn_wait(p, late, 1) || reads != 2 || late.ended_first;
-    faults += page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
+        faults += !kvpn_keep_waiting(p, patient, 1);
+    faults += kvpn_keep_waiting(p, patient, 1) || reads != 2 || !patient.stopped_first;
+    kvpn_stop_rank(p, patient);
+    for (uint32_t n = 1; n < kvpn_polls_per_page_check; n++) /* and who waits after that hears of it at once */
+        faults += !kvpn_keep_waiting(p, late, 1);
+    faults += kvpn_keep_waiting(p, late, 1) || reads != 2 || late.stopped_first;
+    faults += page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
     counted = nullptr;
     report("nccl emulated: short waits ask nothing of the host");
 }

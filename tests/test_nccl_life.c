@@ -19,7 +19,7 @@ static void begin(void)
 /* Nothing is left of it: no thread, no memory, no other device or mode. */
 static void end(void)
 {
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms));
+    CHECK(kvpn_wait_until(&threads, 0, patience_ms));
     CHECK(load(&held) == 0);
     CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
 }
@@ -77,7 +77,7 @@ typedef struct watchdog {
 static void *abort_when(void *argument)
 {
     watchdog *const w = (watchdog *)argument;
-    (void)kvpn_wait_for(w->when, 1, patience_ms);
+    (void)kvpn_wait_until(w->when, 1, patience_ms);
     w->status = kvprim_comm_abort(w->comm);
     return NULL;
 }
@@ -86,7 +86,7 @@ static void *abort_when(void *argument)
 static void *check_until_over(void *argument)
 {
     watchdog *const w = (watchdog *)argument;
-    (void)kvpn_wait_for(w->when, 1, patience_ms);
+    (void)kvpn_wait_until(w->when, 1, patience_ms);
     w->first = w->status = kvprim_comm_check(w->comm);
     while (w->status == KVPRIM_OK && !load(&w->over))
         w->status = kvprim_comm_check(w->comm);
@@ -132,7 +132,7 @@ static void test_late_nccl(void)
     CHECK(load(&threads) == 1 && load(&call_count) == 1);
     free(comm);
     store(&fake.gate, 1); /* NCCL has a communicator after all */
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called("CommInitRank CommAbort"));
+    CHECK(kvpn_wait_until(&threads, 0, patience_ms) && called("CommInitRank CommAbort"));
 }
 
 /* NCCL is not entered any more when CUDA has taken longer than there was time. */
@@ -144,7 +144,7 @@ static void test_late_cuda(void)
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     free(comm);
     store(&fake.gate, 1);
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called(""));
+    CHECK(kvpn_wait_until(&threads, 0, patience_ms) && called(""));
 }
 
 /* A thread that checks from init on. */
@@ -209,7 +209,7 @@ static void test_aborts(void)
             CHECK((w.status == KVPRIM_OK && v.status == KVPRIM_ERROR_ARGUMENT) ||
                   (v.status == KVPRIM_OK && w.status == KVPRIM_ERROR_ARGUMENT));
         }
-        CHECK(kvpn_wait_for(&comm->state, kvpn_aborted, patience_ms));
+        CHECK(kvpn_wait_until(&comm->state, kvpn_aborted, patience_ms));
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
         free(comm);
         CHECK(k % 2 || result_of(&w) == KVPRIM_OK);
@@ -225,9 +225,9 @@ static void test_no_end(void)
         kvprim_comm_desc d = desc_of(1);
         d.timeout_ms = soon_ms, fake.late_end = 1;
         CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
-        const int64_t before = kvpn_now();
+        const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
-        CHECK(kvpn_now() - before < 1000000);
+        CHECK(kvpn_now_us() - before < 1000000);
         FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
         FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
         FAILS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
@@ -330,7 +330,7 @@ static void test_aborts_with_window(void)
     d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = soon_ms;
     fake.hang_gather = 3; /* after the window was made */
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms));
+    CHECK(kvpn_wait_until(&threads, 0, patience_ms));
     CHECK(called(IN_WINDOW " CommAbort MemFree"));
     free(comm);
 }
@@ -357,7 +357,7 @@ static void test_foreign(void)
     d.init_timeout_ms = soon_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which the caller must */
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called("AllGather AllGather CommAbort"));
+    CHECK(kvpn_wait_until(&threads, 0, patience_ms) && called("AllGather AllGather CommAbort"));
     current_device = home;
     free(comm);
 }
@@ -408,7 +408,7 @@ static void test_no_threads(void)
     for (int aborts = 0; aborts < 2; aborts++) {
         fake.no_threads = 0;
         CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
-        CHECK(kvpn_wait_for(&threads, 0, patience_ms));
+        CHECK(kvpn_wait_until(&threads, 0, patience_ms));
         fake.no_threads = 1;
         if (aborts)
             CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && current_device == home);
@@ -443,12 +443,12 @@ static void test_checks(void)
     wait_ms(3 * soon_ms);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
     store(&fake.work_hangs, 1); /* while further calls are made and checked */
-    const int64_t before = kvpn_now();
+    const int64_t before = kvpn_now_us();
     kvprim_status s;
     do
         s = call_and_check(comm), wait_ms(1);
-    while (s == KVPRIM_OK && kvpn_now() - before < patience_ms * 1000);
-    CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now() - before > soon_ms * 1000);
+    while (s == KVPRIM_OK && kvpn_now_us() - before < patience_ms * 1000);
+    CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now_us() - before > soon_ms * 1000);
     FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
     store(&fake.work_hangs, 0);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
@@ -501,36 +501,36 @@ static void test_no_dtypes(void)
     free(comm);
 }
 
-static void card_failed(kvpn_card *card)
+static void info_failed(kvpn_rank_info *info)
 {
-    card->ok = 0;
+    info->ok = 0;
 }
 
-static void card_of_another_version(kvpn_card *card)
+static void info_of_another_version(kvpn_rank_info *info)
 {
-    card->layout++;
+    info->layout++;
 }
 
-static void card_of_another_size(kvpn_card *card)
+static void info_of_another_size(kvpn_rank_info *info)
 {
-    card->alike[0] = 128;
+    info->settings[0] = 128;
 }
 
 /* What this rank does when the other one is not as it should be: no step more, and an end of its communicator. */
 static void test_other_rank(void)
 {
     const struct {
-        void (*card)(kvpn_card *);
+        void (*change)(kvpn_rank_info *);
         kvprim_status status;
         const char *word;
-    } cases[] = {{card_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
-                 {card_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
-                 {card_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
+    } cases[] = {{info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+                 {info_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
+                 {info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.rank = 1, d.buffer_bytes = 64;
     for (int k = 0; k < 3; k++) {
-        fake.other_rank = cases[k].card;
+        fake.other_rank = cases[k].change;
         FAILS(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
         CHECK(called("CommInitRank AllGather CommAbort"));
         end(), begin();
