@@ -1,4 +1,5 @@
-/* kvprim_nccl.h: one communicator per GPU and the collectives that an inference engine needs, on NCCL, callable from C.
+/* SPDX-License-Identifier: MIT */
+/* kvprim_nccl.h: one communicator per GPU, and the collectives that an inference engine needs. On NCCL, callable in C.
 
    Do this, in a .cu file (a .c file works too, without the fast kernels):
 
@@ -16,46 +17,73 @@
            return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
        }
 
-   What it does: reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from one
-   to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and fp32, and
-   gathers, between GPUs of one machine that write to each other's memory. Neither CUDA's nor NCCL's headers are needed
-   to call it: cudaStream_t is a struct CUstream_st *, ncclComm_t a struct ncclComm *.
+   What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
+   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and
+   fp32, and gathers, between GPUs of one machine that write to each other's memory. A caller needs neither CUDA's nor
+   NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct ncclComm *.
 
-   What it does NOT do: start processes, carry the id from rank 0 to the others, choose the device, keep threads. (init,
-   abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
+   What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
+   threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
 
    Contents, search for the tag:
-       >>config      macros you may define
-       >>types       element types and reductions
-       >>comm        a communicator: create, look after, end
-       >>collective  reduce, gather, scatter, broadcast, send, receive
-       >>impl        the implementation
+       >>config           macros you may define
+       >>op               reductions (element types are kvprim_dtype, in kvprim.h)
+       >>comm             a communicator: create, watch, end
+       >>collective       reduce, gather, scatter, broadcast, send, receive
+       >>impl             the implementation, and its terms
+
+       Kernels
+       >>impl_protocol    how ranks exchange data: slots, turns, stops
+       >>impl_device      parameters of a kernel; loads and stores of slots
+       >>impl_turn        which slots a block uses in this call
+       >>impl_wait        waiting for slots: polls, the deadline, stop reasons
+       >>impl_pack        element types; packs loaded and stored, at unaligned ends too
+       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_kernel      the kernel, and programmatic dependent launch
+
+       Host
+       >>impl_host        errors, time, threads
+       >>impl_state       states of a communicator, and calls that are inside
+       >>impl_slots       slots that ranks of one process share
+       >>impl_teardown    the end of NCCL's communicator, on a thread of its own
+       >>impl_check       init: arguments, and why kernels are off
+       >>impl_exchange    init: what ranks tell each other
+       >>impl_peers       init: each other's memory
+       >>impl_limits      which kernel runs a way, and up to which size a way is used
+       >>impl_describe    the text of kvprim_comm_describe
+       >>impl_init        init: its steps, its thread, kvprim_comm_init
+       >>impl_end         abort and destroy
+       >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
+       >>impl_call        a collective's arguments
+       >>impl_launch      collectives by own kernels: which way, which grid
+       >>impl_nccl        collectives by NCCL
+       >>impl_collective  the public collectives
 
    Rules that hold for every function here
-       Errors     Arguments are checked before anything is enqueued. KVPRIM_ERROR_NCCL, _CUDA: the call below failed;
-                  kvprim_last_error() says which and with what.
-       Stream     A collective only enqueues, on the given stream of the communicator's device, which is the current
-                  one; NULL: the legacy default stream. Every rank calls the same collectives, with the same counts,
-                  types and operations, in the same order, and they must run in that order: on one stream, or on several
-                  that wait for each other. May be captured into a graph, on all ranks or on none.
-       Threads    One communicator is used by one thread at a time; different ones by different threads at once.
+       Errors     Arguments are checked before anything is enqueued. After KVPRIM_ERROR_NCCL and _CUDA,
+                  kvprim_last_error() says which call of theirs failed, and why.
+       Stream     A collective only enqueues, on a stream of the communicator's device, which is the current device.
+                  NULL is the legacy default stream. Every rank calls the same collectives, with the same counts, types
+                  and operations, in the same order, and they must run in that order: on one stream, or on several that
+                  wait for each other. They may be captured into a graph, on all ranks or on none.
+       Threads    One thread at a time uses a communicator; several threads may use different ones at once.
                   kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
-                  call of destroy: also while another thread is inside init or a collective, and while streams are
+                  call of destroy, also while another thread is inside init or a collective, and while streams are
                   captured in any mode.
-       Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call of the library's
-                  own kernels then either has the right result or is followed by an error on its rank.
-       Alignment  That of the element type. Fastest at multiples of 16 bytes.
+       Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call that an own
+                  kernel serves then either has the right result or is followed by an error on its rank.
+       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
-   KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
-                               another. Needs the headers of CUDA and NCCL, and -pthread with an older C library.
-                               Compiled by nvcc it has the kernels too; they run with every NCCL from 2.19 on, whichever
-                               it was compiled with.
+   KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; another unit must implement
+                               kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
+                               nvcc compiles it, it has the kernels too; they run with every NCCL from 2.19 on,
+                               whichever version it was compiled with.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too
-*/
+   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
 
@@ -72,72 +100,77 @@ extern "C" {
 struct CUstream_st; /* what a cudaStream_t points to */
 struct ncclComm;    /* what an ncclComm_t points to */
 
-/* >>types ---------------------------------------------------------------------------------------------------------- */
+/* >>op ------------------------------------------------------------------------------------------------------------- */
 
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1,
     KVPRIM_PROD = 2,
     KVPRIM_MIN = 3,
-    KVPRIM_AVG = 4 /* rounded as by NCCL: integers are divided by world after the sum, others multiplied before it */
+    KVPRIM_AVG = 4 /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by
+                      1/world before it */
 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
 
-/* Made by one rank, carried to all others by the caller. One id makes one communicator. */
+/* One rank makes it, and the caller carries it to all others. One id makes one communicator. */
 typedef struct kvprim_comm_id {
     char bytes[128];
 } kvprim_comm_id;
 
 /* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
-   bytes. Called up to three times, on the thread that is inside init. Nothing interrupts it, neither init_timeout_ms nor
-   kvprim_comm_abort: it must end by itself. Returns 0 for success. */
+   bytes. Returns 0 for success. init calls it up to three times, on the thread that called init. It must end by itself:
+   neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
 typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
 
-/* Zero-initialise, then set what differs. "The same": on every rank, otherwise init fails on all of them. KB and MB are
-   2^10 and 2^20 bytes. */
+/* Zero-initialise, then set what differs. "The same" means the same on every rank; otherwise init fails on all of them.
+   "Own kernels" are this library's, not NCCL's. KB and MB are 2^10 and 2^20 bytes. */
 typedef struct kvprim_comm_desc {
     int32_t rank, world; /* 0 <= rank < world */
-    kvprim_comm_id id;   /* the same; not looked at if there is `nccl` */
-    size_t buffer_bytes; /* the communicator's buffer, the same; 0: none */
-    int32_t timeout_ms;  /* for a collective's waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
-    int32_t deterministic; /* 1, the same: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at every
-                              size, the same bits always. UNSUPPORTED where only NCCL can sum */
-    int32_t no_pdl;     /* 1: own kernels are launched without programmatic dependent launch. With it a kernel may start
-                           before its predecessor ends, and waits for that one's memory. The predecessor must then have
-                           waited for what was before it, which only matters if it is launched that way too and is not
-                           this library's. In captured graphs it is a programmatic edge, which cudaGraphGetEdges returns
-                           only with edge data */
-    int32_t no_kernels; /* 1: no kernels of the library's own, everything through NCCL. One rank is enough */
-    int32_t max_sms;    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for
-                           other ranks; 0: half of them. The least of all ranks counts. Communicators whose kernels may
-                           run at the same time must fit on the GPU together: three need a third each */
-    int32_t nccl_window; /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels, for tensors in the buffer.
-                            They are faster for some calls that NCCL makes, but no abort ends them, and an abort while
-                            any of NCCL's work is stuck leaves the buffer's memory to NCCL. Tensors then lie in
-                            the buffer at the same offset on every rank, or outside on every rank, and calls not between
-                            ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts those kernels too early: a
-                            memset of 4 bytes before each, which takes 5 us, mends it. With a `nccl` the buffer is not
-                            registered; if its tensors may lie in windows of the caller's, set it for that mend: they
-                            must be aligned to 16 bytes on every rank or on none */
-    int32_t init_timeout_ms; /* for init's waits on other ranks, all together; 0: ten minutes */
+    kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
+    size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
+    int32_t timeout_ms;  /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30
+                            s */
+    int32_t deterministic; /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at
+                              every size, so that the bits are always the same. UNSUPPORTED where only NCCL can sum */
+    int32_t no_pdl;        /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start
+                           before its predecessor ends, and then waits for that one's memory. That predecessor must
+                           itself have waited for what was before it, which matters only if it is launched that way too
+                           and is not this library's. In a captured graph such a launch is a programmatic edge, which
+                           cudaGraphGetEdges returns only with edge data */
+    int32_t no_kernels;    /* 1: no own kernels, everything through NCCL. One rank is enough */
+    int32_t max_sms; /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for
+                           other ranks; 0: half of them. The smallest value of all ranks counts. Communicators whose
+                           kernels may run at the same time must fit on the GPU together: three of them need a third
+                           each */
+    int32_t nccl_window; /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer.
+                            They are faster for some calls that NCCL serves, but no abort ends them, and an abort while
+                            any of NCCL's work is stuck leaves the buffer's memory to NCCL. Tensors must then lie in the
+                            buffer at the same offset on every rank, or outside it on every rank, and calls must not
+                            stand between ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts these kernels
+                            too early; a memset of 4 bytes before each, which takes 5 us, prevents that. With `nccl`
+                            set, the buffer is not registered. Set nccl_window then if the tensors may lie in windows of
+                            the caller's, so that the memset is enqueued; these tensors must be aligned to 16 bytes on
+                            every rank or on none */
+    int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     int32_t padding;         /* must be 0 */
-    struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. It stays
-                                the caller's: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
+    struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller
+                                keeps it: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
                                 live until kvprim_comm_destroy is called or kvprim_comm_abort has returned */
-    size_t all_reduce_limit; /* up to how many bytes of tensor own kernels are used, unless deterministic */
-    size_t reduce_scatter_limit; /* up to how many bytes that each rank sends, unless deterministic */
-    size_t all_gather_limit;     /* up to how many bytes that each rank receives; at most 4 MB where a rank's part is no
-                                multiple of 16. All three: the same; 0: see kvprim_comm_describe, measured on H200s for
-                                2 to 4 ranks, estimated for more */
-    kvprim_exchange exchange; /* init exchanges its data this way and not through NCCL, where that is not wanted before
-                                 the first collective; on every rank or on none */
+    size_t all_reduce_limit; /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
+    size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
+    size_t all_gather_limit;     /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is
+                                    not a multiple of 16. All three limits: the same on every rank; 0: see
+                                    kvprim_comm_describe. The defaults are measured on H200s for 2 to 4 ranks, and
+                                    estimated for more */
+    kvprim_exchange exchange;    /* init exchanges its data with this and not through NCCL, for callers that do not want
+                                 NCCL to run before the first collective; on every rank or on none */
     void *exchange_context;
-    void *const *peers; /* host array of `world` pointers: memory of every rank, as this GPU addresses it, that the own
-                           kernels take for their slots instead of allocating and exchanging it (symmetric memory of a
-                           framework, say); on every rank or on none. Aligned to 16, not read or written by the caller
-                           until all ranks' destroy has returned */
-    size_t peer_bytes;  /* of each; at least 16 MB, and 33,562,624 of it (32 MB and 8,192 bytes) are used at most */
+    void *const *peers; /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels
+                           use it for their slots, instead of memory that init allocates and exchanges (symmetric memory
+                           of a framework, say). On every rank or on none. Aligned to 16; the caller must not read or
+                           write it until destroy has returned on all ranks */
+    size_t peer_bytes;  /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
     int64_t reserved;   /* must be 0 */
 } kvprim_comm_desc;
 
@@ -179,83 +212,84 @@ typedef struct kvprim_comm {
 /* Errors: NULL, NCCL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
-/* Collective, on the current device: returns when all `world` ranks have called it. Allocates, and registers what there
-   is to register: nothing later does. The library's own kernels are on where all ranks have them and can write to each
-   other's memory, on one machine (found out by writing), for 2 to 8 ranks, unless NCCL_P2P_DISABLE=1 or
-   NCCL_P2P_LEVEL=LOC is in the environment. They take 32 MB of device memory. kvprim_comm_describe says whether they
-   are on, and why not. Ranks may be processes or threads of one process.
+/* Collective, on the current device: returns when all `world` ranks have called it. Allocates and registers everything;
+   nothing later does. Ranks may be processes or threads of one process.
+   Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
+   by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. They take 32 MB
+   of device memory. kvprim_comm_describe says whether they are on, and if not, why.
    Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
-   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, or flags and limits that
-   differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT (init_timeout_ms is
-   over, or kvprim_comm_abort was called), CUDA, NCCL. What it began with is freed again; after a TIMEOUT with `nccl`
-   given, when the caller ends that. */
+   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
+   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT
+   (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything is freed again;
+   after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
-/* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. Where a
-   collective may hang, call kvprim_comm_abort before: then it is not collective, and frees what is left. Graphs that
-   hold own kernels of the communicator must not be launched any more; graphs that hold collectives of NCCL's must be
-   destroyed before.
-   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms, as
-   graphs with its collectives exist, or another call has not returned: only another destroy may follow, which goes on),
-   CUDA, NCCL. */
+/* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
+   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Graphs
+   that hold own kernels of the communicator must not be launched any more. Graphs that hold collectives of NCCL's must
+   be destroyed before.
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
+   because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
+   goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
-/* Not collective, from any thread: ends the collectives that wait, whose results are lost, and tells the other ranks.
-   For a rank whose peers are gone. Returns within a second and leaves all memory as it is, the buffer and what captured
+/* For a rank whose peers are gone; not collective, from any thread. Ends the collectives that wait, whose results are
+   lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
    graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
-   that fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it. Errors: NULL, ARGUMENT
-   (not initialised, already aborted, moved). */
+   init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
+   Errors: NULL, ARGUMENT (not initialised, already aborted, moved). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
-/* Whether something went wrong since init without a call to report it; does not wait. Errors: NULL, ARGUMENT (not
-   initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the device's context is dead),
-   TIMEOUT: an own kernel waited timeout_ms for a rank, here or on another rank, or another rank was aborted (the text
-   says which; this and every later collective has ended without result); or a collective of NCCL's had not ended
-   timeout_ms after the call (NCCL does not say for whom it waits; those captured into graphs or between ncclGroupStart
-   and ncclGroupEnd are not watched). Then call kvprim_comm_abort, also from another thread than the one that sits in
-   cudaStreamSynchronize, which then returns. KVPRIM_OK while init runs. A watchdog's thread calls cudaSetDevice once, or
-   CUDA may make a context on device 0 for it. */
+/* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
+   Errors: NULL, ARGUMENT (not initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the
+   device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
+   rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
+   result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
+   and calls that are captured into graphs or stand between ncclGroupStart and ncclGroupEnd are not watched.
+   After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in cudaStreamSynchronize, which
+   then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
-/* The buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size. Device
-   memory, aligned to 256, uninitialised, until destroy. Own kernels are as fast on any other memory; it is for
-   nccl_window. */
+/* The buffer, or NULL if there is none or comm is not alive. If bytes is not NULL, *bytes receives its size. It is
+   device memory, aligned to 256 and uninitialised, and lives until destroy. It exists for nccl_window: own kernels are
+   as fast on any other memory. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Versions, links, multiprocessors, limits, timeouts, which fast paths are on, and of the others why not. Valid as long
-   as comm. */
+/* Says versions, links, multiprocessors, limits, timeouts, which fast paths are on, and why the others are off. Valid
+   as long as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
 
-   Counts are elements. count == 0 is KVPRIM_OK and enqueues nothing. Where both are given, recv and send are the same
-   pointer (in place) or do not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter
-   in place: recv = send + rank * recv_count elements.
+   Counts are elements. count == 0 returns KVPRIM_OK and enqueues nothing. recv and send must be the same pointer (in
+   place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
+   recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (dtype), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (KVPRIM_F8E4M3 and _F8E5M2 need NCCL 2.24, and for reductions
+   compute capability 9.0), TIMEOUT (an earlier call's), CUDA, NCCL.
 
-   all_reduce, reduce_scatter: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and
-   have the same bits on all ranks and in both, wherever the library's own kernels make them: kvprim_comm_describe says
-   up to which size. A NaN stays a NaN, its other bits are not kept. */
+   all_reduce and reduce_scatter: where own kernels sum fp16, bf16 and fp32, they do so in fp32, in the order of the
+   ranks, and round once. The bits are then the same on all ranks and in both collectives. kvprim_comm_describe says up
+   to which size. A NaN stays a NaN, but its other bits are not kept. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                                           kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
-/* recv: world * send_count elements, those of rank r at r * send_count. */
+/* recv: world * send_count elements; those of rank r begin at r * send_count. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send,
                                                           size_t send_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
-/* send: world * recv_count elements; rank r receives the reduction of those at r * recv_count. */
+/* send: world * recv_count elements; rank r receives the reduction of those that begin at r * recv_count. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send,
                                                               size_t recv_count, kvprim_dtype dtype, kvprim_op op,
                                                               struct CUstream_st *stream);
 
-/* buf of rank `root` to buf of every other. */
+/* Copies buf of rank `root` to buf of every other rank. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
                                                          int32_t root, struct CUstream_st *stream);
 
-/* A send and the peer's recv of the same count and dtype meet; both sides' kernels wait for the other. Ranks that send
-   to each other at once wait for ever, unless one of them receives first or both put their calls between NCCL's
+/* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. Ranks that send to
+   each other at once wait for ever, unless one of them receives first, or both put their calls between NCCL's
    ncclGroupStart and ncclGroupEnd. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
                                                     kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
@@ -271,47 +305,48 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
 /* >>impl ----------------------------------------------------------------------------------------------------------- */
 
-/* Names that begin with kvpn_ are internal: static, and free to change.
+/* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
-   Terms
        word    32 bits
        pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all)
-       slot    16 bytes of a rank's memory that one other rank writes and this rank reads
-       turn    which of its two sets of slots a block uses in this call, 0 or 1
-       area    half of a set: what is sent, and in two shots the sums; gather_many alternates between them
+       slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
+       turn    which of its two sets of slots a block uses in this call: 0 or 1
+       area    half of a set: one for tensors, one for sums (two shots); gather_many alternates between the two
        page    4,096 bytes before the slots: turns, why the rank stopped, nonces
-       part    what a tensor has for, or of, one rank; its slice is what this rank sums
+       part    what a tensor has of one rank or for one rank
+       slice   what one rank sums: of the tensor, in two shots; otherwise all of it
+       way     how a kernel does a collective: one shot, two shots, ... */
 
-   >>impl_protocol --------------------------------------------------------------------------------------------------
+/* >>impl_protocol --------------------------------------------------------------------------------------------------
 
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
-   is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So a
-   slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs is
-   that an aligned 4-byte store becomes visible as a whole. Bytes of any value (all_gather) go 8 to a slot, and each 4 of
-   them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many
-   bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
+   is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
+   a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (all_gather) go 8 to a slot, and each
+   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
+   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
-   which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k + 2,
-   after its call k + 1 has ended. That call needed a word of my call k + 1, from me or from a rank that needed one from
-   me (two shots: at least one of the first slice, which is never empty), and my call k + 1 began after my call k had
-   emptied that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k +
+   2, after its call k + 1 has ended. That call needed a word of my call k + 1, from me or from a rank that needed one
+   from me (two shots: at least one of the first slice, which is never empty), and my call k + 1 began after my call k
+   had emptied that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
-   A thread sends all its packs before it waits for the first, and block b waits only for blocks b of the other ranks. So
-   all blocks of a call must be resident at once. They are: kvpn_compare_ranks allows at most half as many as the
+   A thread sends all its packs before it waits for the first, and block b waits only for blocks b of the other ranks.
+   So all blocks of a call must be resident at once. They are: kvpn_compare_ranks allows at most half as many as the
    smallest of the GPUs has multiprocessors, or max_sms.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
-   words, because in its call k + 2 they could overwrite those of its call k that a late rank has not read yet. It writes
-   why it stopped to its own page, which each call reads before it sends, and to the pages of all other ranks, so that
-   they stop too. */
+   words, because in its call k + 2 they could overwrite those of its call k that a late rank has not read yet. It
+   writes why it stopped to its own page, which each call reads before it sends, and to the pages of all other ranks, so
+   that they stop too. */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION) || defined(KVPRIM_NCCL_EMULATE)) &&         \
     !defined(KVPRIM_NCCL_LAYOUT)
 #define KVPRIM_NCCL_LAYOUT
 enum { kvpn_max_world = 8 }; /* of a communicator with kernels */
 
-/* A rank's memory: a page of words, the slots, and 4,096 bytes of which 16 are written and never read. The page holds the
-   turn of each block, then, from kvpn_stop_reason_word on, why the rank stopped (0: it did not), then, from
+/* A rank's memory: a page of words, the slots, and 4,096 bytes of which 16 are written and never read. The page holds
+   the turn of each block, then, from kvpn_stop_reason_word on, why the rank stopped (0: it did not), then, from
    kvpn_nonces_word on, 64 bits from each rank, which show that it can write here. */
 enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 
@@ -350,8 +385,8 @@ enum {
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
-   block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is needed
-   first. */
+   block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
+   needed first. */
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
@@ -431,8 +466,8 @@ KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
 
 /* >>impl_turn ------------------------------------------------------------------------------------------------------ */
 
-/* Loads the block's turn when j is the thread's first pack. The load of that pack is already under way, so the two loads
-   overlap: in the other order a small sum takes 10 % longer. */
+/* Loads the block's turn when j is the thread's first pack. The load of that pack is already under way, so the two
+   loads overlap: in the other order a small sum takes 10 % longer. */
 KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_thread &me, uint32_t j)
 {
     if (j != me.thread)
@@ -449,8 +484,8 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_slot_offset(const kvpn_params &p, const kvpn_th
     return offset + me.turn * p.turn_bytes; /* known last */
 }
 
-/* Where this rank sends its pack j, in area 0. After it stopped, that is past the last set, where no rank reads: a branch
-   would make the compiler load the turn before the pack. */
+/* Where this rank sends its pack j, in area 0. After it stopped, that is past the last set, where no rank reads: a
+   branch would make the compiler load the turn before the pack. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t j)
 {
     return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
@@ -471,8 +506,8 @@ KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &
 
 /* Called after each poll of a slot of `rank` that is still empty. Returns false when the wait must end: the deadline is
    over, the host says stop, or another rank stopped. The first polls are cheap. To read the clock and the host's memory
-   takes half a microsecond a warp, one warp after the other: a millisecond for a full GPU. Done earlier, that would make
-   this rank late in the next call, which would delay the others in the one after it, and so on. */
+   takes half a microsecond a warp, one warp after the other: a millisecond for a full GPU. Done earlier, that would
+   make this rank late in the next call, which would delay the others in the one after it, and so on. */
 KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me, uint32_t rank)
 {
     if (me.polls >= kvpn_polls_per_page_check)
@@ -508,10 +543,10 @@ template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
     return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Of max_slots slots that lie `step` bytes apart, reads those whose bit is set in `which` until all of them have arrived.
-   Leaves v alone for the others, where it must not be empty. Issues all loads together, because one takes longer than
-   some hundred instructions. sender: the rank that fills them; -1: rank r fills slot r. Returns false if this rank
-   stopped. */
+/* Of max_slots slots that lie `step` bytes apart, reads those whose bit is set in `which` until all of them have
+   arrived. Leaves v alone for the others, where it must not be empty. Issues all loads together, because one takes
+   longer than some hundred instructions. sender: the rank that fills them; -1: rank r fills slot r. Returns false if
+   this rank stopped. */
 template <int max_slots, bool flagged>
 KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
                                             uint32_t which, int32_t sender, uint4 (&v)[max_slots])
@@ -721,13 +756,13 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_
 
 /* >>impl_ways ------------------------------------------------------------------------------------------------------
 
-   A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says that
-   all tensors are aligned and end with a pack. A kernel calls its begin, which sends, and its complete, which waits for
-   packs and writes the result. Between the two, all threads have taken their turn.
+   A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says
+   that all tensors are aligned and end with a pack. A kernel calls its begin, which sends, and its complete, which
+   waits for packs and writes the result. Between the two, all threads have taken their turn.
 
    Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
-   and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and no
-   rank waits for a pack whose sender waits. */
+   and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
+   no rank waits for a pack whose sender waits. */
 template <class Way> struct kvpn_pack_by_pack {
     enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* at most; with a max_ranks of 8 */
     enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
@@ -758,7 +793,8 @@ template <class Way> struct kvpn_pack_by_pack {
     }
 };
 
-/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further on. */
+/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
+   on. */
 template <class T, int max_ranks, bool whole>
 KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
                                         uint64_t pitch)
@@ -920,12 +956,12 @@ struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>>
     }
 };
 
-/* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. Each group of a thread's slots is
-   followed by one more, which says which words of the group were all ones.
+/* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. One more slot after each group of a
+   thread's slots says which words of the group were all ones.
    Each block has `world` roles of equal size: role 0 sends, and role k receives from the rank k further on.
-   Each thread's slots lie a role's threads apart, and its groups alternate between the areas.
-   A larger group spends less on the extra slot, but its thread begins to write later: a group of 6 takes 14 % longer than
-   one of 4 for 512 KB, and 8 % less for 64 MB. */
+   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
+   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
+   than one of 4 for 512 KB, and 8 % less for 64 MB. */
 enum { kvpn_group = 4, kvpn_large_group = 6 };
 template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
     enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
@@ -1082,7 +1118,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
 #endif /* KVPRIM_NCCL_KERNELS */
 #endif
 
-/* ---- communicator ---- */
+/* >>impl_host ------------------------------------------------------------------------------------------------------ */
 
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && !defined(KVPRIM_NCCL_IMPLEMENTED)
 #define KVPRIM_NCCL_IMPLEMENTED
@@ -1111,13 +1147,13 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
 #pragma weak ncclCommWindowDeregister
 #endif
 enum {
-    kvpn_alive = 0x6b76706e,        /* comm->state: no values that are found in memory by chance */
+    kvpn_alive = 0x6b76706e,        /* values of comm->state that memory does not hold by chance */
     kvpn_initialising = 0x6b767069, /* init runs */
     kvpn_aborted = 0x6b767061,
     kvpn_destroying = 0x6b76706c, /* destroy runs */
     kvpn_max_blocks = 128,
-    kvpn_protocol = 3, /* raised when ranks of two builds would choose other ways, or place words elsewhere */
-    kvpn_slots_mb = 8  /* of a tensor that is summed in one launch; of slots there are four times as much */
+    kvpn_protocol = 3, /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_slots_mb = 8  /* of a tensor that is summed in one launch; the slots take four times as much */
 };
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
@@ -1138,7 +1174,7 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
                        detail ? detail : "");
 }
 
-/* Leave the function with the status unless all is well; `f` is the name of the public one. */
+/* Leaves the function with the status unless all is well. `f` is the name of the public function. */
 #define KVPRIM_NCCL_TRY(call)                                                                                          \
     do {                                                                                                               \
         const kvprim_status try_status = (call);                                                                       \
@@ -1148,7 +1184,7 @@ static kvprim_status kvpn_nccl_status(const char *function, const char *call, nc
 #define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda_status(f, #call, call))
 #define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl_status(f, #call, call))
 
-/* Microseconds, from some time on. */
+/* Since some fixed time. */
 static int64_t kvpn_now_us(void)
 {
     struct timespec t;
@@ -1160,7 +1196,7 @@ static int64_t kvpn_now_us(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
-/* Waits until *word is `wanted`; false: it is not after so long. */
+/* Waits until *word is `wanted`. False: timeout_ms is over. */
 static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout_ms)
 {
     const int64_t start_us = kvpn_now_us();
@@ -1172,7 +1208,7 @@ static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout
     return true;
 }
 
-/* NCCL's communicator may be one that does not block: waits for what it began, for as long as *word is `wanted`. */
+/* Waits for what a communicator of NCCL's that does not block began, for as long as *word is `wanted`. */
 static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
     while (result == ncclInProgress && __atomic_load_n(word, __ATOMIC_SEQ_CST) == wanted) {
@@ -1182,15 +1218,15 @@ static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, con
     return result;
 }
 
-/* This thread may do what CUDA forbids while any stream is captured (query, allocate, synchronise): nothing here touches
-   a captured stream. Returns what to pass to set it back. */
+/* Lets this thread do what CUDA forbids while any stream is captured (query, allocate, synchronise), if mode says so:
+   nothing here touches a captured stream. Returns the mode that sets it back. */
 static enum cudaStreamCaptureMode kvpn_set_capture_mode(enum cudaStreamCaptureMode mode)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return mode;
 }
 
-/* In a thread that ends by itself. False: there is none to be had. */
+/* Runs it on a thread that ends by itself. False: there is no thread to be had. */
 static bool kvpn_start_thread(void *(*run)(void *), void *argument)
 {
     pthread_t thread;
@@ -1200,7 +1236,7 @@ static bool kvpn_start_thread(void *(*run)(void *), void *argument)
     return true;
 }
 
-/* The same or, rather than not at all, in this thread, which may then wait as long as NCCL does. */
+/* If there is no thread to be had, runs it on this one, which may then wait as long as NCCL does. */
 static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
 {
     int device = 0;
@@ -1229,19 +1265,19 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
     return KVPRIM_OK;
 }
 
-/* ---- a communicator's life ----
+/* >>impl_state -----------------------------------------------------------------------------------------------------
 
-       state        becomes                   by
-       anything     begun                     init, which holds busy
-       begun        alive or 0                init: handed over, or failed
-       begun        aborted, then 0           abort, which waits for init to notice
-       alive        aborted                   abort
-       alive        leaving, then 0           destroy, which waits for busy
-       aborted      leaving, then 0           the same
-       leaving      aborted                   destroy after a TIMEOUT: only destroy may follow
+   state         becomes                   by
+   anything      initialising              init, which counts as an active call
+   initialising  alive or 0                init: published, or failed
+   initialising  aborted, then 0           abort, which waits for init to notice
+   alive         aborted                   abort
+   alive         destroying, then 0        destroy, which waits for active calls
+   aborted       destroying, then 0        the same
+   destroying    aborted                   destroy after a TIMEOUT: only destroy may follow
 
-   Calls count in busy while they are inside. Until destroy, calls of other threads may read all fields; what changes
-   under them (*stop, watched_since, watch_next and the last line) is read and written atomically. */
+   Until destroy, calls of other threads may read all fields. What changes meanwhile (*stop, watch_start_us, watch_index
+   and the fields from `self` on) is read and written atomically. */
 
 static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 {
@@ -1263,8 +1299,8 @@ static void kvpn_leave(kvprim_comm *comm)
     (void)__atomic_sub_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Changes the state `from` to `to`, which of several threads one can, and counts the caller as inside until kvpn_leave.
-   False: the state is another. */
+/* Changes the state from `from` to `to` and counts the caller as an active call until kvpn_leave. Of several threads
+   one succeeds. False: the state is another. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
     if (!kvpn_has_state(comm, from))
@@ -1276,19 +1312,19 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
     return false;
 }
 
-/* ---- what a communicator holds ---- */
+/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* A rank's page and slots. Each rank of the same process that writes there holds it, too: the last one frees it. A rank
-   of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves
-   it undefined). */
+/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it.
+   A rank of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA
+   leaves it undefined). */
 typedef struct kvpn_slots {
     int32_t refs, device;
-    uint64_t nonce; /* of the rank's init */
+    uint64_t nonce; /* the rank's random number from init */
     void *memory;
     struct kvpn_slots *next;
 } kvpn_slots;
 
-/* Those of all ranks in this process, and what guards them and their refs. */
+/* The slots of all ranks in this process. The lock guards the list and the references. */
 static kvpn_slots *kvpn_local_slots;
 static pthread_mutex_t kvpn_slots_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -1300,7 +1336,7 @@ static void kvpn_publish_slots(kvpn_slots *slots)
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
 }
 
-/* NULL: the rank is in another process, or has left. */
+/* Returns NULL if the rank is in another process, or has ended. */
 static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
 {
     (void)pthread_mutex_lock(&kvpn_slots_lock);
@@ -1335,9 +1371,11 @@ static void kvpn_release_slots(kvpn_slots *slots)
     free(slots);
 }
 
-/* What ends with NCCL's communicator, or watches its work. The end does not come for as long as a graph with its
-   collectives exists, or another communicator's work is stuck on the same GPU. So it has a thread; who lets go of this
-   last frees it. */
+/* >>impl_teardown -------------------------------------------------------------------------------------------------- */
+
+/* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
+   with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
+   ends it. The last reference frees this. */
 typedef struct kvpn_teardown {
     int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
@@ -1357,7 +1395,8 @@ static void kvpn_release_teardown(kvpn_teardown *teardown)
     free(teardown);
 }
 
-/* If a window is not deregistered, its memory is never given back; but that waits for work that is stuck. */
+/* Without this, NCCL never gives the window's memory back. But it waits for work that is stuck, so an abort skips it
+   unless all work is done. */
 static void kvpn_deregister_window(kvpn_teardown *teardown)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
@@ -1380,14 +1419,14 @@ static void *kvpn_run_teardown(void *argument)
     if (teardown->window)
         kvpn_deregister_window(teardown);
     teardown->result = teardown->aborts ? ncclCommAbort(teardown->nccl) : ncclCommDestroy(teardown->nccl);
-    if (teardown->result == ncclInProgress) /* of one that does not block: nobody can ask it any more */
+    if (teardown->result == ncclInProgress) /* a communicator that does not block: it cannot be asked any more */
         teardown->result = ncclSuccess;
     __atomic_store_n(&teardown->done, 1, __ATOMIC_SEQ_CST);
     kvpn_release_teardown(teardown);
     return NULL;
 }
 
-/* Of several threads one does it, once; the caller's communicator is left alone. */
+/* Ends NCCL's communicator, unless it is the caller's. Of several threads that call this, one does it. */
 static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
 {
     kvpn_teardown *const teardown = comm->teardown;
@@ -1398,18 +1437,18 @@ static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
         return;
     (void)__atomic_add_fetch(&teardown->refs, 1, __ATOMIC_SEQ_CST);
     teardown->nccl = nccl, teardown->aborts = aborts;
-    teardown->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may wait for it */
+    teardown->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may still wait for it */
     kvpn_start_thread_or_run(kvpn_run_teardown, teardown);
 }
 
-/* True: there is none, or none any more. */
+/* False: it has not ended after timeout_ms. True also if it was never started. */
 static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 {
     return !__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST) ||
            kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
-/* No own kernels any more. Errors of what frees are not reported: there is nothing to be done about them. */
+/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     for (int r = 0; r < kvpn_max_world; r++) {
@@ -1439,10 +1478,10 @@ static void kvpn_free_comm(kvprim_comm *comm)
     (void)cudaGetLastError();
 }
 
-/* ---- init: arguments ---- */
+/* >>impl_check ----------------------------------------------------------------------------------------------------- */
 
-/* The least: seven slots for each thread of a warp (kvpn_gather_many) in each of two turns and two areas, from each of
-   8 ranks, in 128 blocks, and the pages. */
+/* The smallest peer memory has seven slots (kvpn_gather_most) for each thread of a warp, in each of two turns and two
+   areas, from each of 8 ranks, in 128 blocks, and the pages. */
 enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
 static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
@@ -1498,7 +1537,7 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
-/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. */
+/* Why kernels are off, as far as this rank alone can say; NULL: no reason so far. */
 static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
 {
 #ifdef KVPRIM_NCCL_KERNELS
@@ -1515,9 +1554,9 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
 #endif
 }
 
-/* ---- init: what ranks tell each other ---- */
+/* >>impl_exchange -------------------------------------------------------------------------------------------------- */
 
-/* The file's first line as a number; 0: there is none. FNV-1a. */
+/* FNV-1a of the file's first line; 0: the file cannot be read, or is empty. */
 static uint64_t kvpn_hash_first_line(const char *path)
 {
     char line[128] = "";
@@ -1532,7 +1571,7 @@ static uint64_t kvpn_hash_first_line(const char *path)
     return hash;
 }
 
-/* What must be the same on every rank. */
+/* These must be the same on every rank. */
 enum { kvpn_setting_count = 6 };
 static const char *const kvpn_setting_names[kvpn_setting_count] = {
     "buffer_bytes", "deterministic", "nccl_window", "all_reduce_limit", "reduce_scatter_limit", "all_gather_limit"};
@@ -1543,20 +1582,21 @@ typedef struct kvpn_rank_info {
     cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_rank_info;
 
-/* What init works on, in a thread of its own; the caller's waits for it. Who lets go of it last frees it. */
+/* init works on this in a thread of its own, while the caller's thread waits. The last reference frees it. */
 typedef struct kvpn_init_task {
-    kvprim_comm comm; /* becomes the caller's when it is complete */
+    kvprim_comm comm; /* becomes the caller's when init has succeeded */
     kvprim_comm_desc desc;
     kvpn_rank_info mine, *all; /* all: of every rank */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t exchange_requested, exchange_result; /* of desc.exchange, which the caller's thread is to call */
+    int32_t exchange_requested, exchange_result; /* 1: the caller's thread is to call desc.exchange; what that
+                                                    returned */
     bool can_exchange;
     kvprim_status status;
     char error[512];
 } kvpn_init_task;
 
-/* The caller has left: nothing of NCCL's may be used any more. */
+/* After this, nothing of NCCL's may be used any more: the caller has left. */
 static bool kvpn_is_cancelled(const kvpn_init_task *o)
 {
     return __atomic_load_n(&o->cancelled, __ATOMIC_SEQ_CST) != 0;
@@ -1577,7 +1617,7 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *o)
     const size_t one = sizeof o->mine, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
     KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &o->mine, one));
-    if (kvpn_is_cancelled(o)) /* while it copied: kvpn_exchange_infos says so */
+    if (kvpn_is_cancelled(o)) /* while it copied; kvpn_exchange_infos reports it */
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &o->cancelled, 0)));
@@ -1596,8 +1636,8 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *o)
                                                  (int)o->exchange_result);
 }
 
-/* Everyone's card to everyone, and whether the step before it went well on every rank: they give up together, where
-   one alone would leave the others waiting. */
+/* Gives everyone's rank_info to everyone, with `mine`, the status of the step before it. If that step failed on one
+   rank, all ranks give up together; one alone would leave the others waiting. */
 static kvprim_status kvpn_exchange_infos(kvpn_init_task *o, kvprim_status mine)
 {
     kvprim_status s = mine;
@@ -1606,7 +1646,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *o, kvprim_status mine)
         s = o->desc.exchange ? kvpn_exchange_by_caller(o) : kvpn_exchange_by_nccl(o);
     if (mine != KVPRIM_OK || s != KVPRIM_OK)
         return mine != KVPRIM_OK ? mine : s;
-    if (kvpn_is_cancelled(o)) /* then the cards may be old ones: NCCL was ended, and did not say so */
+    if (kvpn_is_cancelled(o)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < o->comm.world; r++) {
         if (!o->all[r].ok)
@@ -1617,7 +1657,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *o, kvprim_status mine)
     return KVPRIM_OK;
 }
 
-/* This rank's page and slots, unless the caller gave them, and whether other processes can map them. */
+/* Allocates this rank's page and slots, and finds out whether other processes can map them. */
 static kvprim_status kvpn_alloc_slots(kvpn_init_task *o)
 {
     const char *const f = "kvprim_comm_init";
@@ -1656,7 +1696,7 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *o)
     return KVPRIM_OK;
 }
 
-/* What this rank does by itself. */
+/* What this rank does by itself, before the first exchange. */
 static kvprim_status kvpn_prepare_rank(kvpn_init_task *o)
 {
     const char *const f = "kvprim_comm_init";
@@ -1668,11 +1708,13 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *o)
     int sms = 0;
     memcpy(o->mine.settings, settings, sizeof settings);
     o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
-    o->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all its containers */
+    o->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers of a
+                                                                                  machine */
     o->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), o->mine.device = comm->device;
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
-    /* Half of them, a multiple of 8 (64 of 132): beside a sum that waits, a matrix product of 4096^3 takes twice as long;
-       beside one on all of them 25 times, on three quarters 3.3 times. */
+    /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
+       long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
+       times. */
     o->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
     o->mine.max_sms = o->mine.max_sms < sms ? o->mine.max_sms : sms;
     for (int k = 0; k < 2; k++)
@@ -1686,13 +1728,13 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *o)
     return o->off_reason ? KVPRIM_OK : kvpn_init_slots(o);
 }
 
-/* Slots per block, a multiple of 8 (128 bytes), from a rank's memory of so many bytes. */
+/* Slots per block in a rank's memory of so many bytes, as a multiple of 8 (128 bytes). */
 static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
 {
     comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
 }
 
-/* After the first exchange: what must be the same everywhere, and the least of what may differ. */
+/* After the first exchange: compares what must be the same everywhere, and takes the least of what may differ. */
 static kvprim_status kvpn_compare_ranks(kvpn_init_task *o)
 {
     int32_t blocks = kvpn_max_blocks;
@@ -1715,9 +1757,10 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *o)
     return KVPRIM_OK;
 }
 
-/* ---- init: each other's memory ---- */
+/* >>impl_peers ----------------------------------------------------------------------------------------------------- */
 
-/* That of rank r: of this process as it is, of another one by CUDA's IPC. NULL: out of reach. */
+/* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
+   reach. */
 static void *kvpn_map_peer(kvpn_init_task *o, int r)
 {
     kvprim_comm *const comm = &o->comm;
@@ -1742,8 +1785,8 @@ static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
     return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
-/* Reaches every other rank's memory and leaves a mark there; kernels are on so far on all ranks or on none. That a rank
-   cannot is no error. */
+/* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for
+   none. A rank that cannot reach another has no error, but no kernels. */
 static void kvpn_connect_peers(kvpn_init_task *o)
 {
     kvprim_comm *const comm = &o->comm;
@@ -1761,7 +1804,7 @@ static void kvpn_connect_peers(kvpn_init_task *o)
     o->mine.has_kernels = !o->off_reason;
 }
 
-/* After another exchange: the marks of all ranks must have come. */
+/* After the second exchange: the nonces of all ranks must have arrived. */
 static kvprim_status kvpn_check_nonces(kvpn_init_task *o)
 {
     uint64_t nonces[kvpn_max_world];
@@ -1775,7 +1818,8 @@ static kvprim_status kvpn_check_nonces(kvpn_init_task *o)
     return KVPRIM_OK;
 }
 
-/* A window that NCCL does not give is no error: collectives work without. NCCL may fill it in after the call. */
+/* If NCCL gives no window, that is no error: collectives work without it. NCCL may fill in the window after the
+   call. */
 static void kvpn_register_window(kvpn_init_task *o)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
@@ -1790,6 +1834,8 @@ static void kvpn_register_window(kvpn_init_task *o)
     (void)o;
 #endif
 }
+
+/* >>impl_limits ---------------------------------------------------------------------------------------------------- */
 
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
@@ -1835,7 +1881,8 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-/* CUDA loads a kernel at its first launch, which then may wait for a kernel that waits for another rank. */
+/* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
+   of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *o)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
@@ -1850,8 +1897,8 @@ static void kvpn_load_kernels(kvpn_init_task *o)
     o->mine.has_kernels = !o->off_reason;
 }
 
-/* Whether every kernel here waits for its predecessor, whichever of this file's architectures the driver picks, and
-   such launches can be captured. */
+/* Whether launches with programmatic dependent launch can be captured, and every kernel here waits for its predecessor,
+   whichever of this file's architectures the driver picked. */
 static bool kvpn_has_pdl(void)
 {
     const int architectures[] = {__CUDA_ARCH_LIST__};
@@ -1862,12 +1909,12 @@ static bool kvpn_has_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* The largest tensors, in bytes, that each way is the fastest for. Measured on 2 and 4 H200s, estimated for more ranks.
-   Another number here: another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks. Other numbers need
+   another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t scatter;                  /* what each rank sends */
-    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is no multiple of 16 */
+    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
     size_t gather_many, gather_most; /* the second begins where the first ends */
 } kvpn_limits;
 
@@ -1888,11 +1935,13 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
-/* NCCL's symmetric kernels of these versions may start before the kernel before them has ended. */
+/* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
 static bool kvpn_nccl_starts_early(int running)
 {
     return running >= NCCL_VERSION(2, 28, 0) && running < NCCL_VERSION(2, 30, 7);
 }
+
+/* >>impl_describe -------------------------------------------------------------------------------------------------- */
 
 static void kvpn_describe(kvpn_init_task *o)
 {
@@ -1933,9 +1982,9 @@ static void kvpn_describe(kvpn_init_task *o)
     (void)snprintf(text + used, most - used, "off: %s", o->off_reason);
 }
 
-/* ---- init ---- */
+/* >>impl_init ------------------------------------------------------------------------------------------------------ */
 
-/* NCCL's communicator, and what exchanges go through. A rank that fails before it has them cannot tell the others. */
+/* Makes NCCL's communicator, and what exchanges need. A rank that fails before that cannot tell the others. */
 static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
 {
     const char *const f = "kvprim_comm_init";
@@ -1951,7 +2000,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
         KVPRIM_NCCL_TRY_NCCL(ncclCommUserRank(comm->nccl, &rank));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCount(comm->nccl, &world));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
-    } else if (!kvpn_is_cancelled(o)) { /* kvpn_start_teardown ends it where it waits: NCCL has no other way */
+    } else if (!kvpn_is_cancelled(o)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
         const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
         KVPRIM_NCCL_TRY(
             kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &o->cancelled, 0)));
@@ -1964,7 +2013,7 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
     return KVPRIM_OK;
 }
 
-/* After the last exchange: all ranks know the same. */
+/* After the last exchange, all ranks know the same. */
 static kvprim_status kvpn_decide(kvpn_init_task *o)
 {
     kvprim_comm *const comm = &o->comm;
@@ -1984,7 +2033,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *o)
     return KVPRIM_OK;
 }
 
-/* Each step fails on all ranks or on none: the exchange after it tells. */
+/* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *o)
 {
     kvprim_status s = kvpn_make_nccl(o);
@@ -2027,7 +2076,7 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
     return o;
 }
 
-/* Frees what was not handed over. */
+/* Frees what was not published. */
 static void kvpn_release_init_task(kvpn_init_task *o)
 {
     if (!kvpn_release_ref(&o->refs))
@@ -2052,7 +2101,7 @@ static void *kvpn_run_init_task(void *argument)
     const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(o->comm.device));
     const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(o) : s;
     if (kvpn_is_cancelled(o))
-        kvpn_start_teardown(&o->comm, true); /* the caller may have left before NCCL had a communicator */
+        kvpn_start_teardown(&o->comm, true); /* the caller may have left before NCCL made a communicator */
     kvpn_finish_init_task(o, opened);
     return NULL;
 }
@@ -2066,15 +2115,15 @@ static void kvpn_call_exchange(kvpn_init_task *o)
     __atomic_store_n(&o->exchange_requested, 0, __ATOMIC_SEQ_CST);
 }
 
-/* "Within a second" of kvprim_comm_abort, in milliseconds: for init to notice, for calls of other threads that are not
+/* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
    blocked, for NCCL to end, for the other ranks to be told. */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
 
-/* Until it is done or, after a timeout or an abort, is left. False: it is left. */
+/* Waits until init is done. False: after a timeout or an abort, init was left running. */
 static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *o, int64_t timeout_ms)
 {
     const int64_t start_us = kvpn_now_us();
-    int64_t cancelled_us = 0; /* 0: not */
+    int64_t cancelled_us = 0; /* 0: it was not cancelled */
     while (!kvpn_wait_until(&o->done, 1, 1)) {
         const int64_t now_us = kvpn_now_us();
         const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_initialising;
@@ -2085,14 +2134,14 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *o, 
         if (!cancelled_us && __atomic_load_n(&o->exchange_requested, __ATOMIC_SEQ_CST))
             kvpn_call_exchange(o);
         if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
-            kvpn_start_teardown(&o->comm, true); /* it waits inside NCCL, which this ends */
+            kvpn_start_teardown(&o->comm, true); /* init waits inside NCCL, which this ends */
         if (cancelled_us && now_us - cancelled_us > (kvpn_cancel_ms + kvpn_nccl_ms) * 1000)
             return false;
     }
     return true;
 }
 
-/* The communicator becomes the caller's, unless it was aborted meanwhile. */
+/* Gives the communicator to the caller, unless it was aborted meanwhile. */
 static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *o)
 {
     int32_t state = kvpn_initialising;
@@ -2105,7 +2154,7 @@ static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *o)
     return true;
 }
 
-/* Why there is no communicator, and none is left. */
+/* Says why there is no communicator, and leaves none. */
 static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *o, bool done, int timeout_ms)
 {
     const char *const f = "kvprim_comm_init";
@@ -2151,10 +2200,10 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     return s;
 }
 
-/* ---- abort, destroy ---- */
+/* >>impl_end ------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels end: those that wait see what the host says; later ones, and other ranks', what is in their memory. In a
-   thread of its own, as CUDA may not return for as long as NCCL's work is stuck. */
+/* Stops own kernels: those that wait see the stop word in the host's memory, and later ones, and other ranks', see the
+   one in their page. On a thread of its own, because CUDA may not return while NCCL's work is stuck. */
 static void *kvpn_notify_ranks(void *argument)
 {
     kvprim_comm *const comm = (kvprim_comm *)argument;
@@ -2167,7 +2216,7 @@ static void *kvpn_notify_ranks(void *argument)
     return NULL;
 }
 
-/* Makes no call of CUDA's itself. */
+/* Calls nothing of CUDA's itself. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
@@ -2193,14 +2242,14 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
     return KVPRIM_OK;
 }
 
-/* NCCL's part, and everything that may still use what destroy frees; the state is kvpn_destroying. */
+/* Ends NCCL's part and everything that may still use what destroy frees. The state is kvpn_destroying. */
 static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
     if (!kvpn_wait_until(&comm->active_calls, 1, 2000) || !kvpn_wait_until(&comm->notifying, 0, 1000))
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: a call in another thread has not returned: then call again", f);
     if (!__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST)) {
-        (void)cudaDeviceSynchronize(); /* an error will be told by the last one */
+        (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
     if (!kvpn_wait_for_teardown(comm, comm->timeout_ms))
@@ -2236,9 +2285,9 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     return s;
 }
 
-/* ---- watching ---- */
+/* >>impl_watch ----------------------------------------------------------------------------------------------------- */
 
-/* A wait of an own kernel that was given up, here or on another rank. */
+/* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
     const uint32_t stop = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
@@ -2254,15 +2303,16 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
                        (int)comm->rank, by, whom);
 }
 
-/* NCCL's kernels wait without end and say nothing. Two events watch its collectives: one stays where it is until
-   kvprim_comm_check finds it done, and its age counts; the other is recorded after each call, so that a hang after the
-   first is seen too. The thread that enqueues sets the time of the event that it records; a thread that checks clears
-   it, if it still is what it was before the event was found done. */
+/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
+   it is until kvprim_comm_check finds it done, and its age counts. The other is recorded after each call, so that a
+   hang after the first is seen too. The thread that enqueues sets the time of the event that it records. A thread that
+   checks clears that time when it finds the event done, unless the time has changed since. */
 static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
     const int32_t next = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
     const int64_t now = kvpn_now_us();
-    /* Before, so that no old time counts for the new record; after, as a check may have found the old one done. */
+    /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
+       old one done. */
     __atomic_store_n(&comm->watch_start_us[next], now, __ATOMIC_SEQ_CST);
     if (cudaEventRecord(comm->teardown->watch[next], stream) == cudaSuccess)
         __atomic_store_n(&comm->watch_start_us[next], now, __ATOMIC_SEQ_CST);
@@ -2270,7 +2320,7 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
         (void)cudaGetLastError();
 }
 
-/* Since when event k has been waited for; 0: it is done. *error: the device's context is dead. */
+/* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
 static int64_t kvpn_pending_since(kvprim_comm *comm, int k, cudaError_t *error)
 {
     int64_t since = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
@@ -2291,7 +2341,7 @@ static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm 
     int64_t kept = kvpn_pending_since(comm, !next, &error);
     const int64_t latest = kvpn_pending_since(comm, next, &error);
     if (before == cudaSuccess)
-        (void)cudaGetLastError(); /* that an event is not ready is no error of anyone's */
+        (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
     (void)kvpn_set_capture_mode(mode);
     if (error != cudaSuccess)
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
@@ -2343,9 +2393,9 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
                                             : "not alive: not initialised, moved, aborted, or ended";
 }
 
-/* ---- collectives: arguments ---- */
+/* >>impl_call ------------------------------------------------------------------------------------------------------ */
 
-/* Name, bytes, and NCCL's ncclDataType_t, which not all versions of its header have. */
+/* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
 typedef struct kvpn_type {
     const char *name;
     size_t bytes;
@@ -2365,7 +2415,7 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
-/* In this order: reductions, the gather, those with a root or a peer. */
+/* In this order: reductions, the gather, then those with a root or a peer. */
 typedef enum kvpn_kind {
     kvpn_all_reduce,
     kvpn_reduce_scatter,
@@ -2375,7 +2425,7 @@ typedef enum kvpn_kind {
     kvpn_recv
 } kvpn_kind;
 
-/* A collective call: what is checked, and what NCCL and the kernels are called with. Counts in elements. */
+/* A collective call: what is checked, and what NCCL and the kernels take. Counts are elements. */
 typedef struct kvpn_call {
     kvpn_kind kind;
     const char *function;
@@ -2398,11 +2448,12 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     memset(&c, 0, sizeof c);
     c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
     c.dtype = dtype, c.op_or_peer = op_or_peer;
-    c.stream = stream ? stream : cudaStreamLegacy; /* however the file is compiled */
+    c.stream = stream ? stream : cudaStreamLegacy; /* the legacy stream, even if the file is compiled with another
+                                                      default */
     return c;
 }
 
-/* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
+/* CUDA cannot be asked for the device of a stream that is captured; it then refuses by itself what does not fit. */
 static kvprim_status kvpn_check_device(kvpn_call *c)
 {
     const char *const f = c->function;
@@ -2442,7 +2493,7 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
     return KVPRIM_OK;
 }
 
-/* recv and send apart, or in place: this rank's part of the one is the other. */
+/* recv and send must be apart, or in place: this rank's part of one is the other. */
 static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
@@ -2457,7 +2508,7 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
                        c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes);
 }
 
-/* Fills in what is derived: both sides' counts, type, element, captured. */
+/* Fills in what follows from the arguments: both sides' counts, type, element, captured. */
 static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
@@ -2496,7 +2547,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* ---- collectives: by own kernels, which and in what shape ---- */
+/* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
@@ -2510,13 +2561,13 @@ static uint32_t kvpn_max_threads_for(int world)
     return world <= 4 ? (uint32_t)kvpn_max_threads : (uint32_t)kvpn_max_threads_of_8;
 }
 
-/* Words in a group of gather_many; 0: another way. */
+/* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
     return way == kvpn_by_gather_many ? kvpn_group : way == kvpn_by_gather_most ? kvpn_large_group : 0;
 }
 
-/* Of a part of a block of gather_many, which has slots in each area for all of them. */
+/* Per role of a block, which has slots in each area for all of them. */
 static uint32_t kvpn_max_threads_of_group(const kvprim_comm *comm, uint32_t group)
 {
     const uint32_t held = comm->block_slots / (group + 1) / 32 * 32,
@@ -2524,7 +2575,7 @@ static uint32_t kvpn_max_threads_of_group(const kvprim_comm *comm, uint32_t grou
     return held < run ? held : run;
 }
 
-/* What the slots hold of a tensor, in bytes: by the way and not by what pays. */
+/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
 static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
 {
     const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
@@ -2534,7 +2585,7 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
         return slots * (size_t)comm->world;
     case kvpn_by_gather:
         return slots / 2;
-    case kvpn_by_gather_many: /* 2: the areas */
+    case kvpn_by_gather_many: /* 2: both areas */
     case kvpn_by_gather_most:
         return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
     default:
@@ -2542,7 +2593,7 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     }
 }
 
-/* The same on every rank: it depends on nothing that may differ. */
+/* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
     return comm->peer[0] && op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
@@ -2567,7 +2618,7 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
                                                                                               : kvpn_by_nccl;
 }
 
-/* `bytes`: of each rank. */
+/* `bytes`: of each rank's part. */
 static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
@@ -2591,8 +2642,9 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
                                             : kvpn_by_nccl;
 }
 
-/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are, and as their slots take. Of
-   gather_many threads for a group of words each. A block's words begin at a multiple of 8, that is 128 bytes. */
+/* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
+   the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
+   which is 128 bytes. */
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t group, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots;
@@ -2607,7 +2659,8 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t grou
             *threads += 32;
 }
 
-/* After a kernel of NCCL's without dependent launch: that one may not have waited for what was before it. */
+/* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
+   was before it. */
 static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function kernel, uint32_t blocks, dim3 threads,
                                         kvpn_params *p)
 {
@@ -2625,7 +2678,7 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function
     return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
 }
 
-/* `pitch`: of gathers and scatters, the elements from one rank's part to the next one's. */
+/* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
@@ -2636,7 +2689,8 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
     for (int r = 0; r < comm->world; r++)
-        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page; /* not all to the same one first */
+        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page; /* ranks do not all send to the same
+                                                                                       one first */
     p.turn = (uint32_t *)comm->peer[comm->rank];
     p.stop = comm->stop_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
@@ -2656,7 +2710,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     return kvpn_launch_kernel(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, parts), &p);
 }
 
-/* A tensor larger than the slots in pieces of as much as they hold. */
+/* Splits a tensor that is larger than the slots into chunks of what they hold. */
 static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
 {
     const size_t most = kvpn_capacity_bytes(c->comm, way) / c->element;
@@ -2671,9 +2725,10 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
 }
 #endif
 
-/* ---- collectives: through NCCL ---- */
+/* >>impl_nccl ------------------------------------------------------------------------------------------------------ */
 
-/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of it, or perhaps in one of the caller's. */
+/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
+   caller's. */
 static bool kvpn_may_use_window(const kvpn_call *c)
 {
     const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->buffer_bytes;
@@ -2681,9 +2736,9 @@ static bool kvpn_may_use_window(const kvpn_call *c)
            (c->comm->nccl_borrowed || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
 }
 
-/* NCCL 2.28.9 sums wrongly inside a window what is not aligned to 16 bytes (reduce_scatter of 7 bf16, where rank 1's
-   part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels: every part by itself, or
-   all to rank 0 and from there to the others. */
+/* Inside a window, NCCL 2.28.9 sums tensors wrongly that are not aligned to 16 bytes (reduce_scatter of 7 bf16, where
+   rank 1's part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels, so it reduces
+   every part by itself, or everything to rank 0, and a broadcast follows. */
 static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 {
     const ncclRedOp_t op = kvpn_ops[c->op_or_peer];
@@ -2723,7 +2778,7 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
-/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: what is no kernel lets no
+/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
    successor start early. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
@@ -2743,7 +2798,7 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
     return KVPRIM_OK;
 }
 
-/* ---- collectives ---- */
+/* >>impl_collective ------------------------------------------------------------------------------------------------ */
 
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
