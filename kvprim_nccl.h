@@ -1128,6 +1128,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
 #error "kvprim_nccl.h is implemented with <nccl.h> and <cuda_runtime_api.h>: give the compiler their folders with -I"
 #endif
 #endif
+#include <assert.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <poll.h>
@@ -1151,10 +1152,16 @@ enum {
     kvpn_initialising = 0x6b767069, /* init runs */
     kvpn_aborted = 0x6b767061,
     kvpn_destroying = 0x6b76706c, /* destroy runs */
-    kvpn_max_blocks = 128,
+    kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
+    kvpn_default_timeout_ms = 30 * 1000,
+    kvpn_default_init_timeout_ms = 10 * 60 * 1000,
     kvpn_protocol = 3, /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
     kvpn_slots_mb = 8  /* of a tensor that is summed in one launch; the slots take four times as much */
 };
+
+static_assert(sizeof(void *) != 8 ||
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424),
+              "public structs have the sizes that bindings to 0.2 know");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {
@@ -1488,7 +1495,7 @@ static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
     if (desc->world > kvpn_max_world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers is set, and desc->world %d, must be at most %d", f,
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
                            (int)desc->world, (int)kvpn_max_world);
     if (desc->peer_bytes < kvpn_min_peer_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %llu, must be at least %d", f,
@@ -1518,7 +1525,7 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
                            (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
     const struct {
         const char *name;
-        int32_t value, most;
+        int32_t value, max;
     } fields[] = {{"timeout_ms", desc->timeout_ms, INT32_MAX},
                   {"init_timeout_ms", desc->init_timeout_ms, INT32_MAX},
                   {"max_sms", desc->max_sms, INT32_MAX},
@@ -1527,9 +1534,9 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
                   {"no_kernels", desc->no_kernels, 1},
                   {"nccl_window", desc->nccl_window, 1}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].most)
+        if (fields[i].value < 0 || fields[i].value > fields[i].max)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
-                               (int)fields[i].value, (int)fields[i].most);
+                               (int)fields[i].value, (int)fields[i].max);
     if (desc->padding != 0 || desc->reserved != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be 0", f,
                            desc->padding != 0 ? "padding" : "reserved",
@@ -1550,7 +1557,7 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
                                                                              : NULL;
 #else
     (void)desc;
-    return "compiled without them, which takes nvcc";
+    return "not compiled by nvcc";
 #endif
 }
 
@@ -1592,6 +1599,8 @@ typedef struct kvpn_init_task {
     int32_t exchange_requested, exchange_result; /* 1: the caller's thread is to call desc.exchange; what that
                                                     returned */
     bool can_exchange;
+    bool
+        kernels_wait; /* for their predecessor: all that were loaded are compiled for compute capability 9.0 or newer */
     kvprim_status status;
     char error[512];
 } kvpn_init_task;
@@ -1652,7 +1661,7 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *o, kvprim_status mine)
         if (!o->all[r].ok)
             return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
         if (!o->off_reason && !o->all[r].has_kernels)
-            o->off_reason = "another rank has none";
+            o->off_reason = "another rank's kernels are off";
     }
     return KVPRIM_OK;
 }
@@ -1886,26 +1895,24 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
 static void kvpn_load_kernels(kvpn_init_task *o)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    o->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
         for (int k = 0; k < 6 && !o->off_reason; k++) {
             cudaFuncAttributes attributes;
             const void *const kernel = (const void *)kvpn_pick((kvpn_way)way, types[k / 2], o->comm.world, k % 2 == 1);
             if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
                 o->off_reason = "compiled for other GPUs than this one";
+            else
+                o->kernels_wait = o->kernels_wait && attributes.ptxVersion >= 90;
         }
     (void)cudaGetLastError();
     o->mine.has_kernels = !o->off_reason;
 }
 
-/* Whether launches with programmatic dependent launch can be captured, and every kernel here waits for its predecessor,
-   whichever of this file's architectures the driver picked. */
-static bool kvpn_has_pdl(void)
+/* Older drivers cannot capture launches with programmatic dependent launch. */
+static bool kvpn_can_capture_pdl(void)
 {
-    const int architectures[] = {__CUDA_ARCH_LIST__};
     int driver;
-    for (int architecture : architectures)
-        if (architecture < 900)
-            return false;
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
@@ -1949,11 +1956,11 @@ static void kvpn_describe(kvpn_init_task *o)
     const int running = comm->nccl_version;
     struct cudaDeviceProp device;
     char *const text = comm->description;
-    const size_t most = sizeof comm->description;
+    const size_t size = sizeof comm->description;
     if (cudaGetDeviceProperties(&device, comm->device) != cudaSuccess)
         memcpy(device.name, "?", 2);
     size_t used = (size_t)snprintf(
-        text, most,
+        text, size,
         "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; buffer of %llu bytes, "
         "%s%s; timeout %d ms; own kernels ",
         (int)comm->rank, (int)comm->world, (int)comm->device, device.name, running / 10000, running / 100 % 100,
@@ -1964,7 +1971,7 @@ static void kvpn_describe(kvpn_init_task *o)
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
-        used += (size_t)snprintf(text + used, most - used,
+        used += (size_t)snprintf(text + used, size - used,
                                  "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
                                  o->desc.peers                           ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
@@ -1972,14 +1979,14 @@ static void kvpn_describe(kvpn_init_task *o)
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
-            (void)snprintf(text + used, most - used, "sums of any size");
+            (void)snprintf(text + used, size - used, "sums of any size");
         else
-            (void)snprintf(text + used, most - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
+            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
                            (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
         return;
     }
 #endif
-    (void)snprintf(text + used, most - used, "off: %s", o->off_reason);
+    (void)snprintf(text + used, size - used, "off: %s", o->off_reason);
 }
 
 /* >>impl_init ------------------------------------------------------------------------------------------------------ */
@@ -2007,9 +2014,10 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
     }
     o->can_exchange = comm->nccl && (o->can_exchange || world == comm->world);
     if (rank != comm->rank || world != comm->world || device != comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: desc->nccl is rank %d of %d on device %d, desc says rank %d of %d, the device is %d", f,
-                           rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
+        return kvprim_fail(
+            KVPRIM_ERROR_ARGUMENT,
+            "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d",
+            f, rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
     return KVPRIM_OK;
 }
 
@@ -2020,7 +2028,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *o)
     if (o->off_reason)
         kvpn_free_slots(comm);
 #ifdef KVPRIM_NCCL_KERNELS
-    comm->pdl = comm->peer[0] && !o->desc.no_pdl && kvpn_has_pdl();
+    comm->pdl = comm->peer[0] && !o->desc.no_pdl && o->kernels_wait && kvpn_can_capture_pdl();
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
@@ -2067,7 +2075,7 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
     comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
     comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
-    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
+    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : kvpn_default_timeout_ms;
     comm->deterministic = desc->deterministic, comm->nccl_window = desc->nccl_window;
     comm->buffer_bytes = desc->buffer_bytes, comm->all_reduce_limit = desc->all_reduce_limit;
     comm->reduce_scatter_limit = desc->reduce_scatter_limit, comm->all_gather_limit = desc->all_gather_limit;
@@ -2118,6 +2126,10 @@ static void kvpn_call_exchange(kvpn_init_task *o)
 /* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
    blocked, for NCCL to end, for the other ranks to be told. */
 enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
+
+/* Longer than the second that an abort in another thread may take: for active calls to return, and for the thread that
+   tells the other ranks. */
+enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
 
 /* Waits until init is done. False: after a timeout or an abort, init was left running. */
 static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *o, int64_t timeout_ms)
@@ -2172,7 +2184,7 @@ static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *o, bool d
     memset(comm, 0, offsetof(kvprim_comm, self));
     __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
-    (void)kvpn_wait_until(&comm->active_calls, 1, 1000); /* an abort has noticed */
+    (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_notify_ms); /* an abort has noticed */
     return s;
 }
 
@@ -2183,7 +2195,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     int device;
     KVPRIM_NCCL_TRY(kvpn_check_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
-    const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : 600000;
+    const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const o = kvpn_new_init_task(desc, device);
     if (!o)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
@@ -2192,7 +2204,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
     if (!kvpn_start_thread(kvpn_run_init_task, o))
-        kvpn_finish_init_task(o, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread to be had", f));
+        kvpn_finish_init_task(o, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
     const bool done = kvpn_wait_for_init_task(comm, o, timeout_ms);
     const kvprim_status s = done && kvpn_publish_comm(comm, o) ? KVPRIM_OK : kvpn_fail_init(comm, o, done, timeout_ms);
     kvpn_release_init_task(o);
@@ -2246,16 +2258,18 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
-    if (!kvpn_wait_until(&comm->active_calls, 1, 2000) || !kvpn_wait_until(&comm->notifying, 0, 1000))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: a call in another thread has not returned: then call again", f);
+    if (!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
+        !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
+                           "%s: a call in another thread has not returned; call again when it has", f);
     if (!__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST)) {
         (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
         kvpn_start_teardown(comm, false);
     }
     if (!kvpn_wait_for_teardown(comm, comm->timeout_ms))
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: NCCL waits: destroy the graphs that hold collectives of it, abort other communicators "
-                           "whose work is stuck, then call again",
+                           "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
+                           "communicators whose work is stuck, then call again",
                            f);
     return KVPRIM_OK;
 }
@@ -2299,7 +2313,7 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
     if (by == comm->rank)
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
                            (int)comm->timeout_ms, whom);
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d waited in vain for rank %d", function,
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function,
                        (int)comm->rank, by, whom);
 }
 
@@ -2461,16 +2475,17 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     if (device != c->comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", f, device,
-                           (int)c->comm->device);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
+                           device, (int)c->comm->device);
     KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
         KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         if (device != c->comm->device)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d", f,
-                               device, (int)c->comm->device);
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: stream belongs to device %d, the communicator is on device %d", f, device,
+                               (int)c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -2482,7 +2497,7 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
     if (count == 0)
         return KVPRIM_OK;
     if (!pointer)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL and the count %llu", c->function, name,
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
                            (unsigned long long)c->count);
     if ((uintptr_t)pointer % c->element)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes", c->function,
@@ -2522,15 +2537,15 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
                            (int)c->dtype);
     if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which takes NCCL 2.24: this is %d", c->function,
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which needs NCCL 2.24; this is %d", c->function,
                            type.name, (int)c->comm->nccl_version);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is none", c->function, c->op_or_peer);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, must be 0 to %d", c->function,
                            c->kind == kvpn_broadcast ? "root" : "peer", c->op_or_peer, (int)c->comm->world - 1);
     if (c->count > SIZE_MAX / type.bytes / world)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu: too many bytes", c->function,
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
                            (unsigned long long)c->count);
     c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
     c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
@@ -2551,7 +2566,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
-              "turns, why the rank has ended, and marks in a page");
+              "the page has room for turns, the stop reason and nonces");
 static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
                   32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
@@ -2713,13 +2728,13 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
 static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
 {
-    const size_t most = kvpn_capacity_bytes(c->comm, way) / c->element;
-    for (size_t at = 0; at < c->count; at += most) {
-        kvpn_call piece = *c;
-        piece.recv = (char *)c->recv + at * c->element;
-        piece.send = (const char *)c->send + at * c->element;
-        piece.count = c->count - at < most ? c->count - at : most;
-        KVPRIM_NCCL_TRY(kvpn_launch_chunk(&piece, way, c->count));
+    const size_t max_count = kvpn_capacity_bytes(c->comm, way) / c->element;
+    for (size_t at = 0; at < c->count; at += max_count) {
+        kvpn_call chunk = *c;
+        chunk.recv = (char *)c->recv + at * c->element;
+        chunk.send = (const char *)c->send + at * c->element;
+        chunk.count = c->count - at < max_count ? c->count - at : max_count;
+        KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
     }
     return KVPRIM_OK;
 }

@@ -297,7 +297,7 @@ static void test_calls(void)
     c.kind = kvpn_recv;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is 2, must be 0 to 1");
     c.op_or_peer = 1, c.dtype = KVPRIM_F8E5M2, comm.nccl_version = 22304;
-    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which takes NCCL 2.24: this is 22304");
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which needs NCCL 2.24; this is 22304");
     c.dtype = KVPRIM_F32, c.count = SIZE_MAX / 4;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_SIZE, "too many bytes");
 }
@@ -348,7 +348,7 @@ static void test_late(void)
     stop = kvpn_stop_timeout | 2 << 8 | 3 << 16;
     FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
     stop = kvpn_stop_timeout | 1 << 8 | 3 << 16;
-    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 waited in vain for rank 3");
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 timed out waiting for rank 3");
     stop = kvpn_stop_aborted | 7 << 8;
     FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
 }

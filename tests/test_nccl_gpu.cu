@@ -523,7 +523,7 @@ static void test_dependent(rank_state &r)
     static const size_t counts[] = {500, 30000, 300000};
     cudaDeviceProp device;
     CUDA(cudaGetDeviceProperties(&device, device_of(r.rank)));
-    if (r.comm.peer[0] && kvpn_has_pdl() && device.major >= 9)
+    if (r.comm.peer[0] && kvpn_can_capture_pdl() && device.major >= 9)
         CHECK(strstr(kvprim_comm_describe(&r.comm), "multiprocessors, dependent launch") != nullptr);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
@@ -613,7 +613,7 @@ static void test_choices(rank_state &r)
     const bool own = r.comm.peer[0] != nullptr;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
-    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank has none" : "off: ");
+    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank's kernels are off" : "off: ");
     for (const int sms : {1, 16, 1000}) {
         desc = desc_of(r, 0);
         desc.max_sms = r.rank == 0 ? sms : 100;

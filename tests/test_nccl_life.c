@@ -228,8 +228,8 @@ static void test_no_end(void)
         const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
         CHECK(kvpn_now_us() - before < 1000000);
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
         FAILS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
         FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
         FAILS(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
@@ -345,7 +345,7 @@ static void test_foreign(void)
     CHECK(ncclCommInitRank(&d.nccl, 1, id, 0) == ncclSuccess && called("CommInitRank"));
     d.world = 2;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT,
-          "desc->nccl is rank 0 of 1 on device 2, desc says rank 0 of 2");
+          "desc->nccl is rank 0 of 1 on device 2, but desc says rank 0 of 2");
     CHECK(called(""));
     d.world = 1, d.buffer_bytes = 64, d.nccl_window = 1;
     for (int aborts = 0; aborts < 2; aborts++) {
@@ -473,7 +473,7 @@ static void test_fp8(void)
                 CHECK(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
             else
                 FAILS(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
-                      "NCCL 2.24: this is 22304");
+                      "NCCL 2.24; this is 22304");
         }
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
         free(comm);
