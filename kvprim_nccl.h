@@ -1584,7 +1584,8 @@ static const char *const kvpn_setting_names[kvpn_setting_count] = {
     "buffer_bytes", "deterministic", "nccl_window", "all_reduce_limit", "reduce_scatter_limit", "all_gather_limit"};
 
 typedef struct kvpn_rank_info {
-    uint64_t layout, settings[kvpn_setting_count], machine, nonce, peer_bytes;
+    uint64_t layout; /* version and protocol */
+    uint64_t settings[kvpn_setting_count], machine, nonce, peer_bytes;
     int32_t ok, has_kernels, max_sms, device, mappable, window;
     cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_rank_info;
@@ -1596,19 +1597,18 @@ typedef struct kvpn_init_task {
     kvpn_rank_info mine, *all; /* all: of every rank */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t exchange_requested, exchange_result; /* 1: the caller's thread is to call desc.exchange; what that
-                                                    returned */
+    int32_t exchange_requested; /* 1: the caller's thread is to call desc.exchange */
+    int32_t exchange_result;
     bool can_exchange;
-    bool
-        kernels_wait; /* for their predecessor: all that were loaded are compiled for compute capability 9.0 or newer */
+    bool kernels_wait; /* own kernels wait for their predecessors: compiled for compute capability 9.0 or newer */
     kvprim_status status;
     char error[512];
 } kvpn_init_task;
 
 /* After this, nothing of NCCL's may be used any more: the caller has left. */
-static bool kvpn_is_cancelled(const kvpn_init_task *o)
+static bool kvpn_is_cancelled(const kvpn_init_task *task)
 {
-    return __atomic_load_n(&o->cancelled, __ATOMIC_SEQ_CST) != 0;
+    return __atomic_load_n(&task->cancelled, __ATOMIC_SEQ_CST) != 0;
 }
 
 static kvprim_status kvpn_copy_and_wait(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
@@ -1619,82 +1619,83 @@ static kvprim_status kvpn_copy_and_wait(const kvprim_comm *comm, void *dst, cons
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *o)
+static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    const kvprim_comm *const comm = &o->comm;
-    const size_t one = sizeof o->mine, all = one * (size_t)comm->world;
+    const kvprim_comm *const comm = &task->comm;
+    const size_t one = sizeof task->mine, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
-    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &o->mine, one));
-    if (kvpn_is_cancelled(o)) /* while it copied; kvpn_exchange_infos reports it */
+    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
+    if (kvpn_is_cancelled(task)) /* while it copied; kvpn_exchange_infos reports it */
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &o->cancelled, 0)));
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     if (comm->window) /* see kvpn_deregister_window */
         KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
-    return kvpn_copy_and_wait(comm, o->all, scratch, all);
+    return kvpn_copy_and_wait(comm, task->all, scratch, all);
 }
 
-static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *o)
+static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
 {
-    __atomic_store_n(&o->exchange_requested, 1, __ATOMIC_SEQ_CST);
-    while (!kvpn_wait_until(&o->exchange_requested, 0, 100) && !kvpn_is_cancelled(o))
+    __atomic_store_n(&task->exchange_requested, 1, __ATOMIC_SEQ_CST);
+    while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
-    return o->exchange_result == 0 ? KVPRIM_OK
-                                   : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
-                                                 (int)o->exchange_result);
+    return task->exchange_result == 0
+               ? KVPRIM_OK
+               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
+                             (int)task->exchange_result);
 }
 
-/* Gives everyone's rank_info to everyone, with `mine`, the status of the step before it. If that step failed on one
+/* Gives every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step failed on one
    rank, all ranks give up together; one alone would leave the others waiting. */
-static kvprim_status kvpn_exchange_infos(kvpn_init_task *o, kvprim_status mine)
+static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status)
 {
-    kvprim_status s = mine;
-    o->mine.ok = mine == KVPRIM_OK;
-    if (o->can_exchange && !kvpn_is_cancelled(o))
-        s = o->desc.exchange ? kvpn_exchange_by_caller(o) : kvpn_exchange_by_nccl(o);
-    if (mine != KVPRIM_OK || s != KVPRIM_OK)
-        return mine != KVPRIM_OK ? mine : s;
-    if (kvpn_is_cancelled(o)) /* then they may be old: NCCL was ended, and did not say so */
+    kvprim_status s = status;
+    task->mine.ok = status == KVPRIM_OK;
+    if (task->can_exchange && !kvpn_is_cancelled(task))
+        s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
+    if (status != KVPRIM_OK || s != KVPRIM_OK)
+        return status != KVPRIM_OK ? status : s;
+    if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
-    for (int r = 0; r < o->comm.world; r++) {
-        if (!o->all[r].ok)
+    for (int r = 0; r < task->comm.world; r++) {
+        if (!task->all[r].ok)
             return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
-        if (!o->off_reason && !o->all[r].has_kernels)
-            o->off_reason = "another rank's kernels are off";
+        if (!task->off_reason && !task->all[r].has_kernels)
+            task->off_reason = "another rank's kernels are off";
     }
     return KVPRIM_OK;
 }
 
 /* Allocates this rank's page and slots, and finds out whether other processes can map them. */
-static kvprim_status kvpn_alloc_slots(kvpn_init_task *o)
+static kvprim_status kvpn_alloc_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
     if (!slots)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
-    slots->refs = 1, slots->device = comm->device, slots->nonce = o->mine.nonce;
+    slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
     kvpn_publish_slots(slots);
     comm->slots[comm->rank] = slots;
     KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_max_peer_bytes));
     comm->peer[comm->rank] = slots->memory;
-    o->mine.mappable = cudaIpcGetMemHandle(&o->mine.handle, slots->memory) == cudaSuccess;
+    task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
     (void)cudaGetLastError();
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_init_slots(kvpn_init_task *o)
+static kvprim_status kvpn_init_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
-    o->mine.peer_bytes = kvpn_max_peer_bytes;
-    if (comm->peer[comm->rank] && o->desc.peer_bytes < kvpn_max_peer_bytes)
-        o->mine.peer_bytes = o->desc.peer_bytes;
+    kvprim_comm *const comm = &task->comm;
+    task->mine.peer_bytes = kvpn_max_peer_bytes;
+    if (comm->peer[comm->rank] && task->desc.peer_bytes < kvpn_max_peer_bytes)
+        task->mine.peer_bytes = task->desc.peer_bytes;
     else if (!comm->peer[comm->rank])
-        KVPRIM_NCCL_TRY(kvpn_alloc_slots(o));
+        KVPRIM_NCCL_TRY(kvpn_alloc_slots(task));
     char *const memory = (char *)comm->peer[comm->rank];
-    const size_t slots = (size_t)o->mine.peer_bytes - kvpn_page;
+    const size_t slots = (size_t)task->mine.peer_bytes - kvpn_page;
     KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory, 0, kvpn_page, comm->stream));
     KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory + kvpn_page, 0xff, slots, comm->stream)); /* empty */
     KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
@@ -1706,35 +1707,34 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *o)
 }
 
 /* What this rank does by itself, before the first exchange. */
-static kvprim_status kvpn_prepare_rank(kvpn_init_task *o)
+static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
-    const kvprim_comm_desc *const d = &o->desc;
+    kvprim_comm *const comm = &task->comm;
+    const kvprim_comm_desc *const d = &task->desc;
     const uint64_t settings[kvpn_setting_count] = {d->buffer_bytes,          (uint64_t)d->deterministic,
                                                    (uint64_t)d->nccl_window, d->all_reduce_limit,
                                                    d->reduce_scatter_limit,  d->all_gather_limit};
     int sms = 0;
-    memcpy(o->mine.settings, settings, sizeof settings);
-    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
-    o->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers of a
-                                                                                  machine */
-    o->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), o->mine.device = comm->device;
+    memcpy(task->mine.settings, settings, sizeof settings);
+    task->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
+    task->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers */
+    task->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), task->mine.device = comm->device;
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
     /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
        long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
        times. */
-    o->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
-    o->mine.max_sms = o->mine.max_sms < sms ? o->mine.max_sms : sms;
+    task->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
+    task->mine.max_sms = task->mine.max_sms < sms ? task->mine.max_sms : sms;
     for (int k = 0; k < 2; k++)
         KVPRIM_NCCL_TRY_CUDA(cudaEventCreateWithFlags(&comm->teardown->watch[k], cudaEventDisableTiming));
     if (d->buffer_bytes && d->nccl_window)
         KVPRIM_NCCL_TRY_NCCL(ncclMemAlloc(&comm->buffer, d->buffer_bytes));
     else if (d->buffer_bytes)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->buffer, d->buffer_bytes));
-    o->off_reason = o->mine.nonce ? kvpn_kernels_off_reason(d) : "/proc/sys/kernel/random/uuid cannot be read";
-    o->mine.has_kernels = !o->off_reason;
-    return o->off_reason ? KVPRIM_OK : kvpn_init_slots(o);
+    task->off_reason = task->mine.nonce ? kvpn_kernels_off_reason(d) : "/proc/sys/kernel/random/uuid cannot be read";
+    task->mine.has_kernels = !task->off_reason;
+    return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
 /* Slots per block in a rank's memory of so many bytes, as a multiple of 8 (128 bytes). */
@@ -1744,25 +1744,25 @@ static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
 }
 
 /* After the first exchange: compares what must be the same everywhere, and takes the least of what may differ. */
-static kvprim_status kvpn_compare_ranks(kvpn_init_task *o)
+static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
     int32_t blocks = kvpn_max_blocks;
     uint64_t bytes = kvpn_max_peer_bytes;
-    for (int r = 0; r < o->comm.world; r++) {
-        const kvpn_rank_info *const info = &o->all[r];
-        if (info->layout != o->mine.layout)
+    for (int r = 0; r < task->comm.world; r++) {
+        const kvpn_rank_info *const info = &task->all[r];
+        if (info->layout != task->mine.layout)
             return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_comm_init: rank %d runs another version of kvprim", r);
         for (int k = 0; k < kvpn_setting_count; k++)
-            if (info->settings[k] != o->mine.settings[k])
+            if (info->settings[k] != task->mine.settings[k])
                 return kvprim_fail(k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT,
                                    "kvprim_comm_init: desc->%s is %llu, but %llu on rank %d: must be the same",
-                                   kvpn_setting_names[k], (unsigned long long)o->mine.settings[k],
+                                   kvpn_setting_names[k], (unsigned long long)task->mine.settings[k],
                                    (unsigned long long)info->settings[k], r);
         blocks = info->max_sms < blocks ? info->max_sms : blocks;
         bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
-    o->comm.blocks = (uint32_t)blocks;
-    kvpn_set_block_slots(&o->comm, (size_t)bytes);
+    task->comm.blocks = (uint32_t)blocks;
+    kvpn_set_block_slots(&task->comm, (size_t)bytes);
     return KVPRIM_OK;
 }
 
@@ -1770,12 +1770,12 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *o)
 
 /* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
    reach. */
-static void *kvpn_map_peer(kvpn_init_task *o, int r)
+static void *kvpn_map_peer(kvpn_init_task *task, int r)
 {
-    kvprim_comm *const comm = &o->comm;
-    const kvpn_rank_info *const info = &o->all[r];
+    kvprim_comm *const comm = &task->comm;
+    const kvpn_rank_info *const info = &task->all[r];
     int can = 0;
-    if (info->machine != o->mine.machine || info->machine == 0)
+    if (info->machine != task->mine.machine || info->machine == 0)
         return NULL;
     comm->slots[r] = kvpn_retain_slots(info->nonce);
     if (!comm->slots[r]) {
@@ -1796,51 +1796,54 @@ static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
 
 /* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for
    none. A rank that cannot reach another has no error, but no kernels. */
-static void kvpn_connect_peers(kvpn_init_task *o)
+static void kvpn_connect_peers(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
-    for (int r = 0; r < comm->world && !o->off_reason; r++) {
+    kvprim_comm *const comm = &task->comm;
+    for (int r = 0; r < comm->world && !task->off_reason; r++) {
         if (!comm->peer[r])
-            comm->peer[r] = kvpn_map_peer(o, r);
+            comm->peer[r] = kvpn_map_peer(task, r);
         if (!comm->peer[r])
-            o->off_reason = o->all[r].machine == o->mine.machine ? "not all ranks can write to each other's memory"
-                                                                 : "ranks on several machines";
-        else if (kvpn_copy_and_wait(comm, kvpn_nonce_at(comm, r, comm->rank), &o->mine.nonce, sizeof o->mine.nonce) !=
-                 KVPRIM_OK)
-            o->off_reason = "a copy to another rank's memory failed";
+            task->off_reason = task->all[r].machine == task->mine.machine
+                                   ? "not all ranks can write to each other's memory"
+                                   : "ranks on several machines";
+        else if (kvpn_copy_and_wait(comm, kvpn_nonce_at(comm, r, comm->rank), &task->mine.nonce,
+                                    sizeof task->mine.nonce) != KVPRIM_OK)
+            task->off_reason = "a copy to another rank's memory failed";
     }
     (void)cudaGetLastError();
-    o->mine.has_kernels = !o->off_reason;
+    task->mine.has_kernels = !task->off_reason;
 }
 
 /* After the second exchange: the nonces of all ranks must have arrived. */
-static kvprim_status kvpn_check_nonces(kvpn_init_task *o)
+static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
 {
     uint64_t nonces[kvpn_max_world];
-    if (o->off_reason)
+    if (task->off_reason)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(&o->comm, nonces, kvpn_nonce_at(&o->comm, o->comm.rank, 0), sizeof nonces));
-    for (int r = 0; r < o->comm.world; r++)
-        if (nonces[r] != o->all[r].nonce)
-            o->off_reason = "another rank's copy to this rank's memory did not arrive";
-    o->mine.has_kernels = !o->off_reason;
+    KVPRIM_NCCL_TRY(
+        kvpn_copy_and_wait(&task->comm, nonces, kvpn_nonce_at(&task->comm, task->comm.rank, 0), sizeof nonces));
+    for (int r = 0; r < task->comm.world; r++)
+        if (nonces[r] != task->all[r].nonce)
+            task->off_reason = "another rank's copy to this rank's memory did not arrive";
+    task->mine.has_kernels = !task->off_reason;
     return KVPRIM_OK;
 }
 
 /* If NCCL gives no window, that is no error: collectives work without it. NCCL may fill in the window after the
    call. */
-static void kvpn_register_window(kvpn_init_task *o)
+static void kvpn_register_window(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
-    kvprim_comm *const comm = &o->comm;
-    if (!comm->nccl_window || comm->nccl_borrowed || !comm->buffer || !ncclCommWindowRegister || kvpn_is_cancelled(o))
+    kvprim_comm *const comm = &task->comm;
+    if (!comm->nccl_window || comm->nccl_borrowed || !comm->buffer || !ncclCommWindowRegister ||
+        kvpn_is_cancelled(task))
         return;
     (void)ncclCommWindowRegister(comm->nccl, comm->buffer, comm->buffer_bytes, (ncclWindow_t *)&comm->window,
                                  NCCL_WIN_COLL_SYMMETRIC);
-    (void)kvpn_wait_for_nccl(comm->nccl, ncclInProgress, &o->cancelled, 0);
-    o->mine.window = comm->window != NULL;
+    (void)kvpn_wait_for_nccl(comm->nccl, ncclInProgress, &task->cancelled, 0);
+    task->mine.window = comm->window != NULL;
 #else
-    (void)o;
+    (void)task;
 #endif
 }
 
@@ -1892,21 +1895,22 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
 
 /* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
    of them are loaded here. */
-static void kvpn_load_kernels(kvpn_init_task *o)
+static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
-    o->kernels_wait = true;
+    task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 6 && !o->off_reason; k++) {
+        for (int k = 0; k < 6 && !task->off_reason; k++) {
             cudaFuncAttributes attributes;
-            const void *const kernel = (const void *)kvpn_pick((kvpn_way)way, types[k / 2], o->comm.world, k % 2 == 1);
+            const void *const kernel =
+                (const void *)kvpn_pick((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
             if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-                o->off_reason = "compiled for other GPUs than this one";
+                task->off_reason = "compiled for other GPUs than this one";
             else
-                o->kernels_wait = o->kernels_wait && attributes.ptxVersion >= 90;
+                task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
         }
     (void)cudaGetLastError();
-    o->mine.has_kernels = !o->off_reason;
+    task->mine.has_kernels = !task->off_reason;
 }
 
 /* Older drivers cannot capture launches with programmatic dependent launch. */
@@ -1950,9 +1954,9 @@ static bool kvpn_nccl_starts_early(int running)
 
 /* >>impl_describe -------------------------------------------------------------------------------------------------- */
 
-static void kvpn_describe(kvpn_init_task *o)
+static void kvpn_describe(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     const int running = comm->nccl_version;
     struct cudaDeviceProp device;
     char *const text = comm->description;
@@ -1973,7 +1977,7 @@ static void kvpn_describe(kvpn_init_task *o)
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
                                  "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
-                                 o->desc.peers                           ? "in the caller's memory"
+                                 task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
@@ -1986,33 +1990,33 @@ static void kvpn_describe(kvpn_init_task *o)
         return;
     }
 #endif
-    (void)snprintf(text + used, size - used, "off: %s", o->off_reason);
+    (void)snprintf(text + used, size - used, "off: %s", task->off_reason);
 }
 
 /* >>impl_init ------------------------------------------------------------------------------------------------------ */
 
 /* Makes NCCL's communicator, and what exchanges need. A rank that fails before that cannot tell the others. */
-static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
+static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     ncclUniqueId id;
     int rank = comm->rank, world = comm->world, device = comm->device;
-    memcpy(id.internal, o->desc.id.bytes, sizeof id.internal);
-    o->can_exchange = comm->nccl_borrowed && o->desc.exchange;
+    memcpy(id.internal, task->desc.id.bytes, sizeof id.internal);
+    task->can_exchange = comm->nccl_borrowed && task->desc.exchange;
     (void)ncclGetVersion(&comm->nccl_version);
     KVPRIM_NCCL_TRY_CUDA(cudaStreamCreateWithFlags(&comm->stream, cudaStreamNonBlocking));
-    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof o->mine * ((size_t)world + 1)));
+    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof task->mine * ((size_t)world + 1)));
     if (comm->nccl_borrowed) {
         KVPRIM_NCCL_TRY_NCCL(ncclCommUserRank(comm->nccl, &rank));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCount(comm->nccl, &world));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
-    } else if (!kvpn_is_cancelled(o)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
+    } else if (!kvpn_is_cancelled(task)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
         const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
         KVPRIM_NCCL_TRY(
-            kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &o->cancelled, 0)));
+            kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     }
-    o->can_exchange = comm->nccl && (o->can_exchange || world == comm->world);
+    task->can_exchange = comm->nccl && (task->can_exchange || world == comm->world);
     if (rank != comm->rank || world != comm->world || device != comm->device)
         return kvprim_fail(
             KVPRIM_ERROR_ARGUMENT,
@@ -2022,56 +2026,57 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *o)
 }
 
 /* After the last exchange, all ranks know the same. */
-static kvprim_status kvpn_decide(kvpn_init_task *o)
+static kvprim_status kvpn_decide(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
-    if (o->off_reason)
+    kvprim_comm *const comm = &task->comm;
+    if (task->off_reason)
         kvpn_free_slots(comm);
 #ifdef KVPRIM_NCCL_KERNELS
-    comm->pdl = comm->peer[0] && !o->desc.no_pdl && o->kernels_wait && kvpn_can_capture_pdl();
+    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s", o->off_reason);
+                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
+                           task->off_reason);
     comm->in_windows = comm->nccl_window;
     for (int r = 0; r < comm->world && !comm->nccl_borrowed; r++)
-        comm->in_windows = comm->in_windows && o->all[r].window;
+        comm->in_windows = comm->in_windows && task->all[r].window;
     comm->nccl_starts_early = comm->in_windows && kvpn_nccl_starts_early(comm->nccl_version);
-    kvpn_describe(o);
+    kvpn_describe(task);
     return KVPRIM_OK;
 }
 
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
-static kvprim_status kvpn_run_init_steps(kvpn_init_task *o)
+static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
-    kvprim_status s = kvpn_make_nccl(o);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(o, s == KVPRIM_OK ? kvpn_prepare_rank(o) : s));
-    KVPRIM_NCCL_TRY(kvpn_compare_ranks(o));
-    kvpn_connect_peers(o);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(o, KVPRIM_OK));
-    s = kvpn_check_nonces(o);
+    kvprim_status s = kvpn_make_nccl(task);
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s == KVPRIM_OK ? kvpn_prepare_rank(task) : s));
+    KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
+    kvpn_connect_peers(task);
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK));
+    s = kvpn_check_nonces(task);
 #ifdef KVPRIM_NCCL_KERNELS
-    if (!o->off_reason)
-        kvpn_load_kernels(o);
+    if (!task->off_reason)
+        kvpn_load_kernels(task);
 #endif
-    kvpn_register_window(o); /* on all ranks or none: it waits for the others */
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(o, s));
-    return kvpn_decide(o);
+    kvpn_register_window(task); /* on all ranks or none: it waits for the others */
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
+    return kvpn_decide(task);
 }
 
 static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int device)
 {
-    kvpn_init_task *const o = (kvpn_init_task *)calloc(1, sizeof *o);
+    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task);
     kvpn_rank_info *const all = (kvpn_rank_info *)calloc((size_t)desc->world, sizeof *all);
     kvpn_teardown *const teardown = (kvpn_teardown *)calloc(1, sizeof *teardown);
-    if (!o || !all || !teardown) {
-        free(o);
+    if (!task || !all || !teardown) {
+        free(task);
         free(all);
         free(teardown);
         return NULL;
     }
-    kvprim_comm *const comm = &o->comm;
-    o->desc = *desc, o->all = all, o->refs = 2;
+    kvprim_comm *const comm = &task->comm;
+    task->desc = *desc, task->all = all, task->refs = 2;
     comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
     comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
@@ -2081,46 +2086,46 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
     comm->reduce_scatter_limit = desc->reduce_scatter_limit, comm->all_gather_limit = desc->all_gather_limit;
     for (int r = 0; desc->peers && r < desc->world; r++)
         comm->peer[r] = desc->peers[r];
-    return o;
+    return task;
 }
 
 /* Frees what was not published. */
-static void kvpn_release_init_task(kvpn_init_task *o)
+static void kvpn_release_init_task(kvpn_init_task *task)
 {
-    if (!kvpn_release_ref(&o->refs))
+    if (!kvpn_release_ref(&task->refs))
         return;
-    kvpn_free_comm(&o->comm);
-    free(o->all);
-    free(o);
+    kvpn_free_comm(&task->comm);
+    free(task->all);
+    free(task);
 }
 
-static void kvpn_finish_init_task(kvpn_init_task *o, kvprim_status status)
+static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
 {
-    o->status = status;
-    (void)snprintf(o->error, sizeof o->error, "%s", kvprim_last_error());
-    __atomic_store_n(&o->done, 1, __ATOMIC_SEQ_CST);
-    kvpn_release_init_task(o);
+    task->status = status;
+    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
+    __atomic_store_n(&task->done, 1, __ATOMIC_SEQ_CST);
+    kvpn_release_init_task(task);
 }
 
 static void *kvpn_run_init_task(void *argument)
 {
-    kvpn_init_task *const o = (kvpn_init_task *)argument;
+    kvpn_init_task *const task = (kvpn_init_task *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(o->comm.device));
-    const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(o) : s;
-    if (kvpn_is_cancelled(o))
-        kvpn_start_teardown(&o->comm, true); /* the caller may have left before NCCL made a communicator */
-    kvpn_finish_init_task(o, opened);
+    const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(task->comm.device));
+    const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(task) : s;
+    if (kvpn_is_cancelled(task))
+        kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
+    kvpn_finish_init_task(task, opened);
     return NULL;
 }
 
-static void kvpn_call_exchange(kvpn_init_task *o)
+static void kvpn_call_exchange(kvpn_init_task *task)
 {
     int device = 0;
     (void)cudaGetDevice(&device);
-    o->exchange_result = o->desc.exchange(o->desc.exchange_context, &o->mine, o->all, sizeof o->mine);
+    task->exchange_result = task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, sizeof task->mine);
     (void)cudaSetDevice(device);
-    __atomic_store_n(&o->exchange_requested, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&task->exchange_requested, 0, __ATOMIC_SEQ_CST);
 }
 
 /* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
@@ -2132,21 +2137,21 @@ enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify
 enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
 
 /* Waits until init is done. False: after a timeout or an abort, init was left running. */
-static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *o, int64_t timeout_ms)
+static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *task, int64_t timeout_ms)
 {
     const int64_t start_us = kvpn_now_us();
     int64_t cancelled_us = 0; /* 0: it was not cancelled */
-    while (!kvpn_wait_until(&o->done, 1, 1)) {
+    while (!kvpn_wait_until(&task->done, 1, 1)) {
         const int64_t now_us = kvpn_now_us();
         const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_initialising;
         if (!cancelled_us && (aborted || now_us - start_us > timeout_ms * 1000)) {
             cancelled_us = now_us;
-            __atomic_store_n(&o->cancelled, 1, __ATOMIC_SEQ_CST);
+            __atomic_store_n(&task->cancelled, 1, __ATOMIC_SEQ_CST);
         }
-        if (!cancelled_us && __atomic_load_n(&o->exchange_requested, __ATOMIC_SEQ_CST))
-            kvpn_call_exchange(o);
+        if (!cancelled_us && __atomic_load_n(&task->exchange_requested, __ATOMIC_SEQ_CST))
+            kvpn_call_exchange(task);
         if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
-            kvpn_start_teardown(&o->comm, true); /* init waits inside NCCL, which this ends */
+            kvpn_start_teardown(&task->comm, true); /* init waits inside NCCL, which this ends */
         if (cancelled_us && now_us - cancelled_us > (kvpn_cancel_ms + kvpn_nccl_ms) * 1000)
             return false;
     }
@@ -2154,33 +2159,33 @@ static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *o, 
 }
 
 /* Gives the communicator to the caller, unless it was aborted meanwhile. */
-static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *o)
+static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *task)
 {
     int32_t state = kvpn_initialising;
-    if (o->cancelled || o->status != KVPRIM_OK)
+    if (task->cancelled || task->status != KVPRIM_OK)
         return false;
-    memcpy(comm, &o->comm, offsetof(kvprim_comm, self));
+    memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
     if (!__atomic_compare_exchange_n(&comm->state, &state, kvpn_alive, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return false;
-    memset(&o->comm, 0, sizeof o->comm);
+    memset(&task->comm, 0, sizeof task->comm);
     return true;
 }
 
 /* Says why there is no communicator, and leaves none. */
-static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *o, bool done, int timeout_ms)
+static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
 {
     const char *const f = "kvprim_comm_init";
-    const int rank = o->desc.rank;
+    const int rank = task->desc.rank;
     kvprim_status s;
     if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_aborted)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
-    else if (o->cancelled)
+    else if (task->cancelled)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d of %d waited %d ms for the others", f, rank,
-                        (int)o->desc.world, timeout_ms);
+                        (int)task->desc.world, timeout_ms);
     else
-        s = kvprim_fail(o->status, "%s", o->error);
-    kvpn_start_teardown(&o->comm, true);
-    (void)kvpn_wait_for_teardown(&o->comm, done ? kvpn_nccl_ms : 0);
+        s = kvprim_fail(task->status, "%s", task->error);
+    kvpn_start_teardown(&task->comm, true);
+    (void)kvpn_wait_for_teardown(&task->comm, done ? kvpn_nccl_ms : 0);
     memset(comm, 0, offsetof(kvprim_comm, self));
     __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
@@ -2196,18 +2201,19 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     KVPRIM_NCCL_TRY(kvpn_check_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
-    kvpn_init_task *const o = kvpn_new_init_task(desc, device);
-    if (!o)
+    kvpn_init_task *const task = kvpn_new_init_task(desc, device);
+    if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
     comm->active_calls = 1;
     __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
-    if (!kvpn_start_thread(kvpn_run_init_task, o))
-        kvpn_finish_init_task(o, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
-    const bool done = kvpn_wait_for_init_task(comm, o, timeout_ms);
-    const kvprim_status s = done && kvpn_publish_comm(comm, o) ? KVPRIM_OK : kvpn_fail_init(comm, o, done, timeout_ms);
-    kvpn_release_init_task(o);
+    if (!kvpn_start_thread(kvpn_run_init_task, task))
+        kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
+    const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
+    const kvprim_status s =
+        done && kvpn_publish_comm(comm, task) ? KVPRIM_OK : kvpn_fail_init(comm, task, done, timeout_ms);
+    kvpn_release_init_task(task);
     kvpn_leave(comm);
     return s;
 }
