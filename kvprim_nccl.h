@@ -433,12 +433,12 @@ KVPRIM_NCCL_DEVICE void kvpn_store_slot(char *slot, uint4 v)
 }
 
 /* Words that others write, in a GPU's memory or the host's. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_load_u32(uint32_t *at)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_load_word(uint32_t *at)
 {
     return *(volatile uint32_t *)at;
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_store_u32(uint32_t *at, uint32_t value)
+KVPRIM_NCCL_DEVICE void kvpn_store_word(uint32_t *at, uint32_t value)
 {
     *(volatile uint32_t *)at = value;
 }
@@ -473,7 +473,7 @@ KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_thread &me, ui
     if (j != me.thread)
         return;
     me.turn = kvpn_load_turn(p.turn + me.block);
-    me.stop_reason = kvpn_load_u32(p.turn + kvpn_stop_reason_word);
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
 }
 
 /* Where this rank finds pack j of this block from rank `from`, in area 0 or 1: the offset from its slots' begin. */
@@ -497,11 +497,11 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_th
    ranks. */
 KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &me)
 {
-    kvpn_store_u32(p.stop, me.stop_reason);
-    kvpn_store_u32(p.turn + kvpn_stop_reason_word, me.stop_reason);
+    kvpn_store_word(p.stop, me.stop_reason);
+    kvpn_store_word(p.turn + kvpn_stop_reason_word, me.stop_reason);
     KVPRIM_NCCL_UNROLL_BY(1)
     for (uint32_t k = 1; me.stopped_first && k < p.world; k++)
-        kvpn_store_u32((uint32_t *)(p.peer[k] - kvpn_page) + kvpn_stop_reason_word, me.stop_reason);
+        kvpn_store_word((uint32_t *)(p.peer[k] - kvpn_page) + kvpn_stop_reason_word, me.stop_reason);
 }
 
 /* Called after each poll of a slot of `rank` that is still empty. Returns false when the wait must end: the deadline is
@@ -514,7 +514,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me,
         kvpn_sleep();
     if (++me.polls % kvpn_polls_per_page_check)
         return true;
-    me.stop_reason = kvpn_load_u32(p.turn + kvpn_stop_reason_word);
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
     if (me.stop_reason)
         return false;
     if (me.polls % kvpn_polls_per_stop_check)
@@ -523,7 +523,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me,
     if (me.polls == kvpn_polls_per_stop_check)
         me.wait_start_ns = now;
     me.polls = kvpn_polls_per_stop_check; /* so that it never wraps */
-    me.stop_reason = kvpn_load_u32(p.stop);
+    me.stop_reason = kvpn_load_word(p.stop);
     if (me.stop_reason == 0 && now - me.wait_start_ns >= p.timeout_ns)
         me.stop_reason = kvpn_stop_timeout | p.rank << 8 | rank << 16;
     me.stopped_first = me.stop_reason != 0;
@@ -1507,7 +1507,7 @@ static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
+static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
     if (!comm || !desc)
@@ -2198,7 +2198,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     const char *const f = "kvprim_comm_init";
     KVPRIM_RANGE(f);
     int device;
-    KVPRIM_NCCL_TRY(kvpn_check_desc(comm, desc));
+    KVPRIM_NCCL_TRY(kvpn_check_comm_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
     kvpn_init_task *const task = kvpn_new_init_task(desc, device);
@@ -2310,17 +2310,17 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
 /* Reports that an own kernel stopped, here or on another rank. */
 static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
-    const uint32_t stop = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
-    const int by = (int)(stop >> 8 & 0xff), whom = (int)(stop >> 16 & 0xff);
-    if (stop == 0)
+    const uint32_t reason = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
+    const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
+    if (reason == 0)
         return KVPRIM_OK;
-    if ((stop & 0xff) == kvpn_stop_aborted)
+    if ((reason & 0xff) == kvpn_stop_aborted)
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, (int)comm->rank, by);
     if (by == comm->rank)
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
-                           (int)comm->timeout_ms, whom);
+                           (int)comm->timeout_ms, awaited);
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function,
-                       (int)comm->rank, by, whom);
+                       (int)comm->rank, by, awaited);
 }
 
 /* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
@@ -2329,26 +2329,27 @@ static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *co
    checks clears that time when it finds the event done, unless the time has changed since. */
 static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
-    const int32_t next = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
-    const int64_t now = kvpn_now_us();
+    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int64_t now_us = kvpn_now_us();
     /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
        old one done. */
-    __atomic_store_n(&comm->watch_start_us[next], now, __ATOMIC_SEQ_CST);
-    if (cudaEventRecord(comm->teardown->watch[next], stream) == cudaSuccess)
-        __atomic_store_n(&comm->watch_start_us[next], now, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+    if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
+        __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
     else
         (void)cudaGetLastError();
 }
 
 /* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
-static int64_t kvpn_pending_since(kvprim_comm *comm, int k, cudaError_t *error)
+static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
-    int64_t since = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
+    int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
     const cudaError_t done = cudaEventQuery(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
-        return since;
+        return start_us;
     *error = done == cudaSuccess ? *error : done;
-    (void)__atomic_compare_exchange_n(&comm->watch_start_us[k], &since, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    (void)__atomic_compare_exchange_n(&comm->watch_start_us[k], &start_us, 0, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST);
     return 0;
 }
 
@@ -2356,21 +2357,21 @@ static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm 
 {
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const cudaError_t before = cudaPeekAtLastError();
-    const int32_t next = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
     cudaError_t error = cudaSuccess;
-    int64_t kept = kvpn_pending_since(comm, !next, &error);
-    const int64_t latest = kvpn_pending_since(comm, next, &error);
+    int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
+    const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (before == cudaSuccess)
         (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
     (void)kvpn_set_capture_mode(mode);
     if (error != cudaSuccess)
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
-    if (kept == 0 && latest != 0) {
-        kept = latest;
-        __atomic_store_n(&comm->watch_index, !next, __ATOMIC_SEQ_CST);
+    if (oldest_us == 0 && latest_us != 0) {
+        oldest_us = latest_us;
+        __atomic_store_n(&comm->watch_index, !index, __ATOMIC_SEQ_CST);
     }
-    const int64_t age_ms = (kvpn_now_us() - kept) / 1000;
-    if (kept == 0 || age_ms <= comm->timeout_ms)
+    const int64_t age_ms = (kvpn_now_us() - oldest_us) / 1000;
+    if (oldest_us == 0 || age_ms <= comm->timeout_ms)
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                        "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
@@ -2591,9 +2592,9 @@ static uint32_t kvpn_group_of(kvpn_way way)
 /* Per role of a block, which has slots in each area for all of them. */
 static uint32_t kvpn_max_threads_of_group(const kvprim_comm *comm, uint32_t group)
 {
-    const uint32_t held = comm->block_slots / (group + 1) / 32 * 32,
-                   run = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
-    return held < run ? held : run;
+    const uint32_t with_slots = comm->block_slots / (group + 1) / 32 * 32,
+                   in_block = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
+    return with_slots < in_block ? with_slots : in_block;
 }
 
 /* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
@@ -2703,15 +2704,14 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const uint32_t group = kvpn_group_of(way), parts = group ? (uint32_t)comm->world : 1;
+    const uint32_t group = kvpn_group_of(way), roles = group ? (uint32_t)comm->world : 1;
     const bool gathers = way == kvpn_by_gather || group;
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
-    for (int r = 0; r < comm->world; r++)
-        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page; /* ranks do not all send to the same
-                                                                                       one first */
+    for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
+        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
     p.turn = (uint32_t *)comm->peer[comm->rank];
     p.stop = comm->stop_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
@@ -2728,7 +2728,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
     kvpn_set_grid(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    return kvpn_launch_kernel(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, parts), &p);
+    return kvpn_launch_kernel(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, roles), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */

@@ -1,4 +1,6 @@
-/* kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA, which has more to test.
+/* SPDX-License-Identifier: MIT */
+/* Tests kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA; as CUDA it tests
+   more.
 
        cc -std=c11 -I. -I$CUDA_HOME/include tests/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -o test && ./test */
 #define KVPRIM_IMPLEMENTATION
@@ -27,7 +29,7 @@ static void test_descriptors(void)
     kvprim_comm comm;
     kvprim_comm_desc d = good_desc();
     memset(&comm, 0, sizeof comm);
-    CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
     FAILS(kvprim_comm_init(NULL, &d), KVPRIM_ERROR_NULL, "comm is NULL");
     FAILS(kvprim_comm_init(&comm, NULL), KVPRIM_ERROR_NULL, "desc is NULL");
     d.rank = 4;
@@ -80,7 +82,7 @@ static void test_given_memory(void)
     for (int r = 0; r < 9; r++)
         peers[r] = memory + (16 - (uintptr_t)memory % 16);
     d.peers = peers, d.peer_bytes = kvpn_min_peer_bytes;
-    CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
     d.peer_bytes--;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->peer_bytes is 16777215, must be at least 16777216");
     d.peer_bytes++;
@@ -92,7 +94,7 @@ static void test_given_memory(void)
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "must be at most 8");
 }
 
-/* Every function, with a communicator that is none, whatever else it is given. */
+/* Every function refuses a communicator that is not alive, whatever its other arguments are. */
 static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
 {
     float x = 0;
@@ -134,7 +136,7 @@ static void test_not_alive(void)
 }
 
 /* Why kernels are off, and which versions of NCCL start early. */
-static void test_objections(void)
+static void test_off_reasons(void)
 {
     kvprim_comm_desc d = good_desc();
 #ifdef KVPRIM_NCCL_KERNELS
@@ -166,8 +168,8 @@ static void test_objections(void)
     CHECK(!kvpn_nccl_starts_early(23007) && !kvpn_nccl_starts_early(21903));
 }
 
-/* Machines and ranks tell themselves apart. */
-static void test_places(void)
+/* Hashes tell machines and ranks apart. */
+static void test_hashes(void)
 {
     CHECK(kvpn_hash_first_line("/there/is/no/such/file") == 0 && kvpn_hash_first_line("/dev/null") == 0);
     const uint64_t mark = kvpn_hash_first_line("/proc/sys/kernel/random/uuid");
@@ -176,7 +178,7 @@ static void test_places(void)
     CHECK(machine != 0 && machine == kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"));
 }
 
-/* Found for as long as someone holds them. */
+/* Slots are found as long as someone has a reference to them. */
 static void test_shared_slots(void)
 {
     kvpn_slots *slots[3];
@@ -198,7 +200,7 @@ static void test_shared_slots(void)
     CHECK(kvpn_local_slots == NULL);
 }
 
-/* An opening of `world` ranks whose infos say the same, on rank 1. */
+/* The init task of rank 1 of `world`, whose ranks all say the same. */
 static void fill_infos(kvpn_init_task *o, kvpn_rank_info *infos, int world)
 {
     memset(o, 0, sizeof *o);
@@ -209,7 +211,7 @@ static void fill_infos(kvpn_init_task *o, kvpn_rank_info *infos, int world)
     o->mine = infos[1];
 }
 
-/* What ranks tell each other: all find the same. */
+/* All ranks come to the same result from what they tell each other. */
 static void test_comparison(void)
 {
     kvpn_init_task o;
@@ -250,7 +252,7 @@ static void test_types(void)
     CHECK(kvpn_ops[KVPRIM_MIN] == ncclMin && kvpn_ops[KVPRIM_AVG] == ncclAvg);
 }
 
-/* A call of so many elements from send to recv, of 4 bytes each. */
+/* A call from send to recv with so many elements of 4 bytes each. */
 static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
 {
     kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
@@ -274,12 +276,12 @@ static void test_calls(void)
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     c = call_of(&comm, m + 4, m, 4, 4);
     FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
-    c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 in place, and of rank 0 not */
+    c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 is in place, of rank 0 it is not */
     c.kind = kvpn_all_gather, c.count = 4, comm.rank = 1;
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     comm.rank = 0;
     FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
-    c = call_of(&comm, m + 16, m, 4, 8); /* reduce_scatter likewise */
+    c = call_of(&comm, m + 16, m, 4, 8); /* the same for reduce_scatter */
     c.kind = kvpn_reduce_scatter, c.count = 4, comm.rank = 1;
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     comm.rank = 0;
@@ -317,7 +319,8 @@ static void test_inside(void)
     CHECK(!kvpn_may_use_window(&c));
     c.recv = m, c.kind = kvpn_broadcast;
     CHECK(!kvpn_may_use_window(&c));
-    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1; /* windows of the caller's */
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1; /* the caller's communicator may have windows of
+                                                                           its own */
     CHECK(kvpn_may_use_window(&c));
 }
 
@@ -326,7 +329,7 @@ static void test_ids(void)
     kvprim_comm_id a, b;
     FAILS(kvprim_comm_new_id(NULL), KVPRIM_ERROR_NULL, "out is NULL");
     const kvprim_status status = kvprim_comm_new_id(&a);
-    if (status != KVPRIM_OK) { /* NCCL found no network to wait on */
+    if (status != KVPRIM_OK) { /* NCCL found no network to listen on */
         CHECK(status == KVPRIM_ERROR_NCCL && strstr(kvprim_last_error(), "ncclGetUniqueId") != NULL);
         printf("skip ids: %s\n", kvprim_last_error());
         skipped++;
@@ -335,8 +338,8 @@ static void test_ids(void)
     CHECK(kvprim_comm_new_id(&b) == KVPRIM_OK && memcmp(&a, &b, sizeof a) != 0);
 }
 
-/* A wait that was given up is reported by every call from then on, and names the rank. */
-static void test_late(void)
+/* After a timeout or an abort, every call reports it and names the rank. */
+static void test_stop_reasons(void)
 {
     kvprim_comm comm;
     uint32_t stop = 0;
@@ -354,8 +357,8 @@ static void test_late(void)
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* A communicator as init leaves it, of so many blocks at most and bytes for each rank. */
-static void open_for_shape(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
+/* A communicator as init leaves it, with at most so many blocks, and so many bytes for each rank. */
+static void open_for_grid(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
 {
     memset(comm, 0, sizeof *comm);
     comm->world = world;
@@ -365,7 +368,7 @@ static void open_for_shape(kvprim_comm *comm, int world, int blocks, size_t peer
         comm->peer[r] = comm;
 }
 
-static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
+static void check_grid(const kvprim_comm *comm, uint32_t words, kvpn_way way)
 {
     kvpn_params p;
     uint32_t blocks = 0, threads = 0;
@@ -377,7 +380,7 @@ static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
     CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
     CHECK(p.block_packs % 8 == 0);
-    if (group) { /* a slot more than words in a group, every other group in the other area */
+    if (group) { /* a group has one slot more than packs, and every second group lies in the other area */
         const uint32_t rounds = (p.block_packs + group * threads - 1) / (group * threads);
         CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
         CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
@@ -387,8 +390,8 @@ static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     CHECK((uint64_t)p.block_packs * blocks >= p.slice_packs && (uint64_t)p.block_packs * (blocks - 1) < p.slice_packs);
 }
 
-/* Whatever the size is, what is launched fits the slots. */
-static void check_shapes(const kvprim_comm *comm)
+/* Whatever the size is, the launch fits the slots. */
+static void check_grids(const kvprim_comm *comm)
 {
     const size_t most[] = {
         kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
@@ -396,12 +399,12 @@ static void check_shapes(const kvprim_comm *comm)
         kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most)};
     for (int way = 0; way < 6; way++) {
         for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
-            check_shape(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
-        check_shape(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
+            check_grid(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
+        check_grid(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
     }
 }
 
-static void test_shapes(void)
+static void test_grids(void)
 {
     static const int blocks[] = {1, 8, 20, 64, 66, 72, 108, 128};
     for (int world = 2; world <= 8; world++)
@@ -409,21 +412,21 @@ static void test_shapes(void)
             for (size_t bytes = kvpn_min_peer_bytes;; bytes += (size_t)4 << 20) {
                 kvprim_comm comm;
                 const size_t used = bytes < kvpn_max_peer_bytes ? bytes : kvpn_max_peer_bytes;
-                open_for_shape(&comm, world, blocks[b], used);
+                open_for_grid(&comm, world, blocks[b], used);
                 const size_t slots = (size_t)4 * 16 * (size_t)world * comm.blocks * comm.block_slots;
                 CHECK(slots + 2 * kvpn_page <= used && slots > used - ((size_t)1 << 20));
-                check_shapes(&comm);
+                check_grids(&comm);
                 if (used < bytes)
                     break;
             }
 }
 
-/* What goes through own kernels: by size and kind, and by the caller's limits. */
+/* Which way a call takes: by size and kind, and by the caller's limits. */
 static void test_choices(void)
 {
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
-        open_for_shape(&comm, world, 64, kvpn_max_peer_bytes);
+        open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);
             CHECK(way != kvpn_by_gather || bytes <= kvpn_capacity_bytes(&comm, way));
@@ -464,22 +467,22 @@ static void test_choices(void)
 int main(void)
 {
     run("nccl: descriptors", test_descriptors);
-    run("nccl: communicators that are none", test_not_alive);
+    run("nccl: communicators that are not alive", test_not_alive);
     run("nccl: slots in the caller's memory", test_given_memory);
-    run("nccl: why kernels are off", test_objections);
-    run("nccl: machines and ranks", test_places);
+    run("nccl: why kernels are off", test_off_reasons);
+    run("nccl: hashes of machines and ranks", test_hashes);
     run("nccl: slots that ranks of a process share", test_shared_slots);
     run("nccl: what ranks compare", test_comparison);
     run("nccl: types and operations", test_types);
     run("nccl: arguments of collectives", test_calls);
     run("nccl: inside a window", test_inside);
     run("nccl: ids", test_ids);
-    run("nccl: a late rank", test_late);
+    run("nccl: timeouts and aborts are reported", test_stop_reasons);
 #ifdef KVPRIM_NCCL_KERNELS
-    run("nccl: shapes of launches", test_shapes);
-    run("nccl: what goes through own kernels", test_choices);
+    run("nccl: grids of launches", test_grids);
+    run("nccl: which way a call takes", test_choices);
 #else
-    printf("skip nccl, shapes and choices of kernels: not compiled by nvcc\n");
+    printf("skip nccl: grids and ways, which need nvcc\n");
     skipped++;
 #endif
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
