@@ -107,8 +107,9 @@ typedef enum kvprim_op {
     KVPRIM_MAX = 1,
     KVPRIM_PROD = 2,
     KVPRIM_MIN = 3,
-    KVPRIM_AVG = 4 /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by
-                      1/world before it */
+    /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by 1/world before
+       it */
+    KVPRIM_AVG = 4
 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
@@ -129,49 +130,51 @@ typedef struct kvprim_comm_desc {
     int32_t rank, world; /* 0 <= rank < world */
     kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
-    int32_t timeout_ms;  /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30
-                            s */
-    int32_t deterministic; /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at
-                              every size, so that the bits are always the same. UNSUPPORTED where only NCCL can sum */
-    int32_t no_pdl;        /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start
-                           before its predecessor ends, and then waits for that one's memory. That predecessor must
-                           itself have waited for what was before it, which matters only if it is launched that way too
-                           and is not this library's. In a captured graph such a launch is a programmatic edge, which
-                           cudaGraphGetEdges returns only with edge data */
-    int32_t no_kernels;    /* 1: no own kernels, everything through NCCL. One rank is enough */
-    int32_t max_sms; /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for
-                           other ranks; 0: half of them. The smallest value of all ranks counts. Communicators whose
-                           kernels may run at the same time must fit on the GPU together: three of them need a third
-                           each */
-    int32_t nccl_window; /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer.
-                            They are faster for some calls that NCCL serves, but no abort ends them, and an abort while
-                            any of NCCL's work is stuck leaves the buffer's memory to NCCL. Tensors must then lie in the
-                            buffer at the same offset on every rank, or outside it on every rank, and calls must not
-                            stand between ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts these kernels
-                            too early; a memset of 4 bytes before each, which takes 5 us, prevents that. With `nccl`
-                            set, the buffer is not registered. Set nccl_window then if the tensors may lie in windows of
-                            the caller's, so that the memset is enqueued; these tensors must be aligned to 16 bytes on
-                            every rank or on none */
+    /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
+    int32_t timeout_ms;
+    /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at every size, so that
+       the bits are always the same. UNSUPPORTED where only NCCL can sum */
+    int32_t deterministic;
+    /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
+       ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
+       which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
+       a programmatic edge, which cudaGraphGetEdges returns only with edge data */
+    int32_t no_pdl;
+    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
+       half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
+       fit on the GPU together: three of them need a third each */
+    int32_t max_sms;
+    /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
+       some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
+       buffer's memory to NCCL. Tensors must then lie in the buffer at the same offset on every rank, or outside it on
+       every rank, and calls must not stand between ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts these
+       kernels too early; a memset of 4 bytes before each, which takes 5 us, prevents that. With `nccl` set, the buffer
+       is not registered. Set nccl_window then if the tensors may lie in windows of the caller's, so that the memset is
+       enqueued; these tensors must be aligned to 16 bytes on every rank or on none */
+    int32_t nccl_window;
     int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
     int32_t padding;         /* must be 0 */
-    struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller
-                                keeps it: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
-                                live until kvprim_comm_destroy is called or kvprim_comm_abort has returned */
-    size_t all_reduce_limit; /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
+    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller keeps it: neither
+       kvprim_comm_destroy nor _abort ends it or its collectives. It must live until kvprim_comm_destroy is called or
+       kvprim_comm_abort has returned */
+    struct ncclComm *nccl;
+    size_t all_reduce_limit;     /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
     size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    size_t all_gather_limit;     /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is
-                                    not a multiple of 16. All three limits: the same on every rank; 0: see
-                                    kvprim_comm_describe. The defaults are measured on H200s for 2 to 4 ranks, and
-                                    estimated for more */
-    kvprim_exchange exchange;    /* init exchanges its data with this and not through NCCL, for callers that do not want
-                                 NCCL to run before the first collective; on every rank or on none */
+    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. All
+       three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2 to 4
+       ranks, and estimated for more */
+    size_t all_gather_limit;
+    /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
+       collective; on every rank or on none */
+    kvprim_exchange exchange;
     void *exchange_context;
-    void *const *peers; /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels
-                           use it for their slots, instead of memory that init allocates and exchanges (symmetric memory
-                           of a framework, say). On every rank or on none. Aligned to 16; the caller must not read or
-                           write it until destroy has returned on all ranks */
-    size_t peer_bytes;  /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
-    int64_t reserved;   /* must be 0 */
+    /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels use it for their
+       slots, instead of memory that init allocates and exchanges (symmetric memory of a framework, say). On every rank
+       or on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
+    void *const *peers;
+    size_t peer_bytes; /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
+    int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
 /* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read them, but do
@@ -375,8 +378,9 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
-    kvpn_max_threads = 1024,           /* per block: as fast as twice the blocks of half the size, and a wait leaves
-                                          half of the multiprocessors to others */
+    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
+       others */
+    kvpn_max_threads = 1024,
     kvpn_max_threads_of_8 = 512,       /* the same for sums of more than 4 ranks, which need up to 128 registers */
     kvpn_polls_per_page_check = 256,   /* some tens of microseconds; from then on a wait sleeps between polls */
     kvpn_polls_per_stop_check = 16384, /* some ten milliseconds */
@@ -403,8 +407,8 @@ typedef struct kvpn_params {
     uint64_t timeout_ns;
 } kvpn_params;
 
-/* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads are `role`s of equal size, which
-   do different things at the same time; thread and threads count within a role. */
+/* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
+   which do different things at the same time; thread and threads count within a role. */
 typedef struct kvpn_thread {
     uint32_t block, role, thread, threads, turn;
     uint32_t stop_reason, stopped_first; /* of the rank, as far as the thread knows; 1: it stopped before all others */
@@ -476,7 +480,7 @@ KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_thread &me, ui
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
 }
 
-/* Where this rank finds pack j of this block from rank `from`, in area 0 or 1: the offset from its slots' begin. */
+/* Where this rank finds pack j of this block from rank `from`, in area 0 or 1: an offset into its slots. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_slot_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t area, uint32_t from,
                                              uint32_t j)
 {
@@ -2469,8 +2473,8 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     memset(&c, 0, sizeof c);
     c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
     c.dtype = dtype, c.op_or_peer = op_or_peer;
-    c.stream = stream ? stream : cudaStreamLegacy; /* the legacy stream, even if the file is compiled with another
-                                                      default */
+    /* the legacy stream, even if the file is compiled with another default */
+    c.stream = stream ? stream : cudaStreamLegacy;
     return c;
 }
 

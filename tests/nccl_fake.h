@@ -13,19 +13,14 @@ static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void
 
 /* ---- what the fakes do, and what they saw ---- */
 
-enum {
-    home = 2,
-    elsewhere = 7,
-    short_timeout_ms = 40,
-    test_timeout_ms = 10000
-}; /* two devices; a timeout that expires; how long
-                                                                        tests wait before they fail */
+/* Two devices; a timeout that expires; how long tests wait before they fail. */
+enum { home = 2, elsewhere = 7, short_timeout_ms = 40, test_timeout_ms = 10000 };
 
 static struct {
-    int version;                              /* of NCCL */
-    int no_threads, no_blocking;              /* 1: no thread can be made; 1: communicators do not block */
-    int hang_init, hang_gather, hang_copy;    /* 1: hangs until ncclCommAbort; hang_gather and hang_copy: the n-th one,
-                                                 from 1 on */
+    int version;                 /* of NCCL */
+    int no_threads, no_blocking; /* 1: no thread can be made; 1: communicators do not block */
+    /* 1: hangs until ncclCommAbort; hang_gather and hang_copy: the n-th one, from 1 on */
+    int hang_init, hang_gather, hang_copy;
     int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
     int abort_ms;                             /* how long ncclCommAbort takes */
     int captures;                             /* 1: every stream is captured */
@@ -35,12 +30,12 @@ static struct {
     kvprim_status check;                      /* what that returned */
     int gathers, copies;                      /* how many so far */
     enum cudaStreamCaptureMode mode_at_end;   /* the mode in which ncclCommAbort or ncclCommDestroy was called */
-    int32_t gate, hanging, stuck, work_hangs; /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events
-                                                 do not finish */
+    /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events do not finish */
+    int32_t gate, hanging, stuck, work_hangs;
 } fake;
 
-static int32_t live_allocations,
-    threads; /* atomic: what the fakes allocated and have not freed; the header's threads that run */
+/* Atomic: what the fakes allocated and have not freed; the header's threads that run. */
+static int32_t live_allocations, threads;
 static const char *calls[64];
 static int32_t call_count;
 static _Thread_local int current_device;

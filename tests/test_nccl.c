@@ -319,8 +319,8 @@ static void test_inside(void)
     CHECK(!kvpn_may_use_window(&c));
     c.recv = m, c.kind = kvpn_broadcast;
     CHECK(!kvpn_may_use_window(&c));
-    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1; /* the caller's communicator may have windows of
-                                                                           its own */
+    /* the caller's communicator may have windows of its own */
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1;
     CHECK(kvpn_may_use_window(&c));
 }
 

@@ -598,8 +598,8 @@ static int killed(kvprim_comm *comm, cudaStream_t stream, void *data, bool big)
     printf("  rank %d heard after %.2f s: %s; abort: %s, stream: %s\n", only_rank, took, said.c_str(),
            kvprim_status_name(aborted), cudaGetErrorString(waited));
     const bool named = big || !comm->peer[0] || said.find("for rank " + std::to_string(world - 1)) != std::string::npos;
-    const bool told = heard == KVPRIM_ERROR_TIMEOUT || (big && heard == KVPRIM_ERROR_NCCL); /* NCCL's network may notice
-                                                                                               it */
+    /* NCCL's network may notice it */
+    const bool told = heard == KVPRIM_ERROR_TIMEOUT || (big && heard == KVPRIM_ERROR_NCCL);
     return !told || took > 2.5 || aborted != KVPRIM_OK || !named || waited != cudaSuccess ||
            kvprim_comm_destroy(comm) != KVPRIM_OK;
 }

@@ -91,8 +91,8 @@ static void test_sums(rank_state &r)
         for (const size_t count : counts) {
             if (count * size_of(t) > own_limit() || (quick && count > 70001))
                 continue;
-            for (int k = 0; k < 4; k++) { /* in place; apart; shifted by an element; shifted so that only one rank is
-                                             aligned */
+            /* in place; apart; shifted by an element; shifted so that only one rank is aligned */
+            for (int k = 0; k < 4; k++) {
                 const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
                 char *const send = r.device[0] + shift, *const recv =
                                                             k == 0 ? send : r.device[1] + (k == 3 ? shift : 0);
@@ -778,8 +778,8 @@ static void test_disagreement(rank_state &r)
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("deterministic");
     IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
-    if (world > 2 || gpus < world) /* NCCL tells only the two ranks that have the same device, and leaves the others
-                                      waiting */
+    /* NCCL tells only the two ranks that have the same device, and leaves the others waiting */
+    if (world > 2 || gpus < world)
         return;
     desc = desc_of(r, 0);
     CUDA(cudaSetDevice(0));
