@@ -152,6 +152,23 @@ KVPRIM_API const char *kvprim_status_text(kvprim_status status);
    succeed do not change it. Valid until the thread's next failure. */
 KVPRIM_API const char *kvprim_last_error(void);
 
+/* >>dtype ---------------------------------------------------------------------------------------------------------- */
+
+/* Element types. They begin at 16, so that an index type (KVPRIM_I64) or an enum that was left at 0 is never taken for
+   one. */
+typedef enum kvprim_dtype {
+    KVPRIM_U8 = 16,
+    KVPRIM_F16 = 17,
+    KVPRIM_BF16 = 18,
+    KVPRIM_F32 = 19,
+    KVPRIM_F64 = 20,
+    KVPRIM_INT8 = 21,
+    KVPRIM_INT32 = 22,
+    KVPRIM_INT64 = 23,
+    KVPRIM_F8E4M3 = 24,
+    KVPRIM_F8E5M2 = 25
+} kvprim_dtype;
+
 /* >>prefix ---------------------------------------------------------------------------------------------------------
 
    Returns how many leading tokens two arrays share: 0 to min(a_len, b_len). Nothing past the end of either array is

@@ -1,4 +1,5 @@
-/* kvprim_nccl.h: one communicator per GPU and the collectives that an inference engine needs, on NCCL, callable from C.
+/* SPDX-License-Identifier: MIT */
+/* kvprim_nccl.h: one communicator per GPU, and the collectives that an inference engine needs. On NCCL, callable in C.
 
    Do this, in a .cu file (a .c file works too, without the fast kernels):
 
@@ -16,50 +17,81 @@
            return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
        }
 
-   What it does: reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from one
-   to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and fp32, and
-   gathers, between GPUs of one machine that write to each other's memory. Neither CUDA's nor NCCL's headers are needed
-   to call it: cudaStream_t is a struct CUstream_st *, ncclComm_t a struct ncclComm *.
+   What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
+   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and
+   fp32, and gathers, between GPUs of one machine that write to each other's memory. A caller needs neither CUDA's nor
+   NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct ncclComm *.
 
-   What it does NOT do: start processes, carry the id from rank 0 to the others, choose the device, keep threads. (init,
-   abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
+   What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
+   threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
 
    Contents, search for the tag:
-       >>config      macros you may define
-       >>types       element types and reductions
-       >>comm        a communicator: create, look after, end
-       >>collective  reduce, gather, scatter, broadcast, send, receive
-       >>impl        the implementation
+       >>config           macros you may define
+       >>op               reductions (element types are kvprim_dtype, in kvprim.h)
+       >>comm             a communicator: create, watch, end
+       >>collective       reduce, gather, scatter, broadcast, send, receive
+       >>impl             the implementation, and its terms
+
+       Kernels
+       >>impl_protocol    how ranks exchange data: slots, turns, stops
+       >>impl_device      parameters of a kernel; loads and stores of slots
+       >>impl_turn        which slots a block uses in this call
+       >>impl_wait        waiting for slots: polls, the deadline, stop reasons
+       >>impl_pack        element types; packs loaded and stored, at unaligned ends too
+       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_kernel      the kernel, and programmatic dependent launch
+
+       Host
+       >>impl_host        errors, time, threads
+       >>impl_state       states of a communicator, and calls that are inside
+       >>impl_slots       slots that ranks of one process share
+       >>impl_teardown    the end of NCCL's communicator, on a thread of its own
+       >>impl_check       init: arguments, and why kernels are off
+       >>impl_exchange    init: what ranks tell each other
+       >>impl_peers       init: each other's memory
+       >>impl_limits      which kernel runs a way, and up to which size a way is used
+       >>impl_describe    the text of kvprim_comm_describe
+       >>impl_init        init: its steps, its thread, kvprim_comm_init
+       >>impl_end         abort and destroy
+       >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
+       >>impl_call        a collective's arguments
+       >>impl_launch      collectives by own kernels: which way, which grid
+       >>impl_nccl        collectives by NCCL
+       >>impl_collective  the public collectives
 
    Rules that hold for every function here
-       Errors     Arguments are checked before anything is enqueued. KVPRIM_ERROR_NCCL, _CUDA: the call below failed;
-                  kvprim_last_error() says which and with what.
-       Stream     A collective only enqueues, on the given stream of the communicator's device, which is the current
-                  one; NULL: the legacy default stream. Every rank calls the same collectives, with the same counts,
-                  types and operations, in the same order, and they must run in that order: on one stream, or on several
-                  that wait for each other. May be captured into a graph, on all ranks or on none.
-       Threads    One communicator is used by one thread at a time; different ones by different threads at once.
+       Errors     Arguments are checked before anything is enqueued. After KVPRIM_ERROR_NCCL and _CUDA,
+                  kvprim_last_error() says which call of theirs failed, and why.
+       Stream     A collective only enqueues, on a stream of the communicator's device, which is the current device.
+                  NULL is the legacy default stream. Every rank calls the same collectives, with the same counts, types
+                  and operations, in the same order, and they must run in that order: on one stream, or on several that
+                  wait for each other. They may be captured into a graph, on all ranks or on none.
+       Threads    One thread at a time uses a communicator; several threads may use different ones at once.
                   kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
-                  call of destroy: also while another thread is inside init or a collective, and while streams are
+                  call of destroy, also while another thread is inside init or a collective, and while streams are
                   captured in any mode.
-       Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call of the library's
-                  own kernels then either has the right result or is followed by an error on its rank.
-       Alignment  That of the element type. Fastest at multiples of 16 bytes.
+       Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call that an own
+                  kernel serves then either has the right result or is followed by an error on its rank.
+       Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
 
-   KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; kvprim.h must be implemented in
-                               another. Needs the headers of CUDA and NCCL, and -pthread with an older C library.
-                               Compiled by nvcc it has the kernels too; they run with every NCCL from 2.19 on, whichever
-                               it was compiled with.
+   KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; another unit must implement
+                               kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
+                               nvcc compiles it, it has the kernels too; they run with every NCCL from 2.19 on,
+                               whichever version it was compiled with.
    KVPRIM_STATIC               in every translation unit, as in kvprim.h
-   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too
-*/
+   KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
 
 #include "kvprim.h"
+
+#if KVPRIM_VERSION != 200
+#error "kvprim_nccl.h 0.2.0 meets a kvprim.h of another version"
+#endif
 
 #ifdef __cplusplus
 extern "C" {
@@ -68,200 +100,204 @@ extern "C" {
 struct CUstream_st; /* what a cudaStream_t points to */
 struct ncclComm;    /* what an ncclComm_t points to */
 
-/* >>types ---------------------------------------------------------------------------------------------------------- */
-
-typedef enum kvprim_dtype {
-    KVPRIM_U8 = 0,
-    KVPRIM_F16 = 1,
-    KVPRIM_BF16 = 2,
-    KVPRIM_F32 = 3,
-    KVPRIM_F64 = 4,
-    KVPRIM_INT8 = 5,
-    KVPRIM_INT32 = 6,
-    KVPRIM_INT64 = 7,
-    KVPRIM_F8E4M3 = 8, /* NCCL 2.24 and newer; reductions: compute capability 9.0 and newer */
-    KVPRIM_F8E5M2 = 9  /* the same */
-} kvprim_dtype;
+/* >>op ------------------------------------------------------------------------------------------------------------- */
 
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1,
     KVPRIM_PROD = 2,
     KVPRIM_MIN = 3,
-    KVPRIM_AVG = 4 /* rounded as by NCCL: integers are divided by world after the sum, others multiplied before it */
+    /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by 1/world before
+       it */
+    KVPRIM_AVG = 4
 } kvprim_op;
 
 /* >>comm ----------------------------------------------------------------------------------------------------------- */
 
-/* Made by one rank, carried to all others by the caller. One id makes one communicator. */
+/* One rank makes it, and the caller carries it to all others. One id makes one communicator. */
 typedef struct kvprim_comm_id {
     char bytes[128];
 } kvprim_comm_id;
 
 /* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
-   bytes. Called up to three times, on the thread that is inside init. Nothing interrupts it, neither init_timeout_ms nor
-   kvprim_comm_abort: it must end by itself. Returns 0 for success. */
+   bytes. Returns 0 for success. init calls it up to three times, on the thread that called init. It must end by itself:
+   neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
 typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
 
-/* Zero-initialise, then set what differs. "The same": on every rank, otherwise init fails on all of them. KB and MB are
-   2^10 and 2^20 bytes. */
+/* Zero-initialise, then set what differs. "The same" means the same on every rank; otherwise init fails on all of them.
+   "Own kernels" are this library's, not NCCL's. KB and MB are 2^10 and 2^20 bytes. */
 typedef struct kvprim_comm_desc {
     int32_t rank, world; /* 0 <= rank < world */
-    kvprim_comm_id id;   /* the same; not looked at if there is `nccl` */
-    size_t buffer_bytes; /* the communicator's buffer, the same; 0: none */
-    int32_t timeout_ms;  /* for a collective's waits on other ranks, noticed some tens of milliseconds later; 0: 30 s */
-    int32_t deterministic; /* 1, the same: sums of fp16, bf16 and fp32 in fp32 and in the order of the ranks at every
-                              size, the same bits always. UNSUPPORTED where only NCCL can sum */
-    int32_t no_pdl;     /* 1: own kernels are launched without programmatic dependent launch. With it a kernel may start
-                           before its predecessor ends, and waits for that one's memory. The predecessor must then have
-                           waited for what was before it, which only matters if it is launched that way too and is not
-                           this library's. In captured graphs it is a programmatic edge, which cudaGraphGetEdges returns
-                           only with edge data */
-    int32_t no_kernels; /* 1: no kernels of the library's own, everything through NCCL. One rank is enough */
-    int32_t max_sms;    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for
-                           other ranks; 0: half of them. The least of all ranks counts. Communicators whose kernels may
-                           run at the same time must fit on the GPU together: three need a third each */
-    int32_t nccl_window; /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels, for tensors in the buffer.
-                            They are faster for some calls that NCCL makes, but no abort ends them, and an abort while
-                            any of NCCL's work is stuck leaves the buffer's memory to NCCL. Tensors then lie in
-                            the buffer at the same offset on every rank, or outside on every rank, and calls not between
-                            ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts those kernels too early: a
-                            memset of 4 bytes before each, which takes 5 us, mends it. With a `nccl` the buffer is not
-                            registered; if its tensors may lie in windows of the caller's, set it for that mend: they
-                            must be aligned to 16 bytes on every rank or on none */
-    int32_t init_timeout_ms; /* for init's waits on other ranks, all together; 0: ten minutes */
-    struct ncclComm *nccl;   /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. It stays
-                                the caller's: neither kvprim_comm_destroy nor _abort ends it or its collectives. It must
-                                live until kvprim_comm_destroy is called or kvprim_comm_abort has returned */
-    size_t all_reduce_limit; /* up to how many bytes of tensor own kernels are used, unless deterministic */
-    size_t reduce_scatter_limit; /* up to how many bytes that each rank sends, unless deterministic */
-    size_t all_gather_limit;     /* up to how many bytes that each rank receives; at most 4 MB where a rank's part is no
-                                multiple of 16. All three: the same; 0: see kvprim_comm_describe, measured on H200s for
-                                2 to 4 ranks, estimated for more */
-    kvprim_exchange exchange; /* init exchanges its data this way and not through NCCL, where that is not wanted before
-                                 the first collective; on every rank or on none */
+    kvprim_comm_id id;   /* the same; ignored if `nccl` is set */
+    size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
+    /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
+    int32_t timeout_ms;
+    /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at every size, so that
+       the bits are always the same. UNSUPPORTED where only NCCL can sum */
+    int32_t deterministic;
+    /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
+       ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
+       which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
+       a programmatic edge, which cudaGraphGetEdges returns only with edge data */
+    int32_t no_pdl;
+    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
+       half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
+       fit on the GPU together: three of them need a third each */
+    int32_t max_sms;
+    /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
+       some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
+       buffer's memory to NCCL. Tensors must then lie in the buffer at the same offset on every rank, or outside it on
+       every rank, and calls must not stand between ncclGroupStart and ncclGroupEnd. NCCL 2.28.0 to 2.30.6 starts these
+       kernels too early; a memset of 4 bytes before each, which takes 5 us, prevents that. With `nccl` set, the buffer
+       is not registered. Set nccl_window then if the tensors may lie in windows of the caller's, so that the memset is
+       enqueued; these tensors must be aligned to 16 bytes on every rank or on none */
+    int32_t nccl_window;
+    int32_t init_timeout_ms; /* how long init waits for other ranks, all its waits together; 0: ten minutes */
+    int32_t padding;         /* must be 0 */
+    /* an NCCL communicator of the caller's with these ranks; NULL: init makes one. The caller keeps it: neither
+       kvprim_comm_destroy nor _abort ends it or its collectives. It must live until kvprim_comm_destroy is called or
+       kvprim_comm_abort has returned */
+    struct ncclComm *nccl;
+    size_t all_reduce_limit;     /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
+    size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
+    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. All
+       three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2 to 4
+       ranks, and estimated for more */
+    size_t all_gather_limit;
+    /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
+       collective; on every rank or on none */
+    kvprim_exchange exchange;
     void *exchange_context;
-    void *const *peers; /* host array of `world` pointers: memory of every rank, as this GPU addresses it, that the own
-                           kernels take for their slots instead of allocating and exchanging it (symmetric memory of a
-                           framework, say); on every rank or on none. Aligned to 16, not read or written by the caller
-                           until all ranks' destroy has returned */
-    size_t peer_bytes;  /* of each; at least 16 MB, and 33,562,624 of it (32 MB and 8,192 bytes) are used at most */
+    /* host array of `world` pointers: memory of every rank, as this GPU addresses it. Own kernels use it for their
+       slots, instead of memory that init allocates and exchanges (symmetric memory of a framework, say). On every rank
+       or on none. Aligned to 16; the caller must not read or write it until destroy has returned on all ranks */
+    void *const *peers;
+    size_t peer_bytes; /* size of each; at least 16 MB; at most 33,562,624 (32 MB and 8,192 bytes) of it are used */
+    int64_t reserved;  /* must be 0 */
 } kvprim_comm_desc;
 
-/* In the caller's memory and not to be moved while in use. The fields are the implementation's: read, don't write. */
+/* Lives in the caller's memory, and must not move while in use. Its fields are the implementation's: read them, but do
+   not write them. */
 typedef struct kvprim_comm {
     struct ncclComm *nccl;
     int32_t rank, world, device;
     int32_t timeout_ms, deterministic, pdl, nccl_version;
-    int32_t foreign;                 /* nccl is the caller's */
-    int32_t nccl_window, in_windows; /* as asked for; tensors may lie in windows, on all ranks or on none */
+    int32_t nccl_borrowed;           /* 1: nccl is the caller's */
+    int32_t nccl_window, in_windows; /* as asked for; 1: tensors may lie in windows, on all ranks or on none */
     void *buffer;
     size_t buffer_bytes, all_reduce_limit, reduce_scatter_limit, all_gather_limit;
 
-    uint32_t *stop; /* pinned host memory: why own kernels end; 0: they do not */
+    uint32_t *stop; /* in pinned host memory: why own kernels must stop; 0: they must not */
     uint32_t *stop_on_gpu;
     void *peer[8]; /* every rank's page and slots, as this GPU addresses them; [0] NULL: no kernels */
     uint32_t blocks, block_slots;
-    struct kvpn_slots *slots[8]; /* of this rank and of those in this process; NULL: mapped, or the caller's */
-    void *mapped[8];             /* of ranks in other processes */
-    void *window;                /* of NCCL's, around the buffer */
-    void *scratch;               /* device memory for init's exchanges, and for kvpn_run_by_nccl */
+    struct kvpn_slots *slots[8]; /* of this rank and of other ranks in this process; NULL: mapped, or the caller's */
+    void *mapped[8];             /* by CUDA's IPC, of ranks in other processes */
+    void *window;                /* NCCL's, around the buffer */
+    void *scratch;               /* device memory for init's exchanges, and for kvpn_run_nccl */
     struct CUstream_st *stream;  /* for init's exchanges, and for abort */
-    int64_t watched_since[2];    /* microseconds; 0: no event there */
-    int32_t watch_next;
-    int32_t after_nccl;                 /* the last call was NCCL's: see kvpn_start */
-    int32_t nccl_starts_early;          /* see kvpn_run_by_nccl */
-    struct kvpn_ending *ending;         /* of nccl */
-    struct CUstream_st *checked_stream; /* the last one that was found to be of the right device */
+    int64_t watch_start_us[2];   /* when each event of the teardown was recorded; 0: it is done */
+    int32_t watch_index;
+    int32_t after_nccl;        /* 1: the last call was NCCL's: see kvpn_launch_kernel */
+    int32_t nccl_starts_early; /* see kvpn_run_nccl */
+    int32_t padding;
+    struct kvpn_teardown *teardown;     /* of nccl */
+    struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
     char description[1024];
 
-    const struct kvprim_comm *self; /* itself from init to destroy; this and what follows is not part of init's copy */
-    int32_t state, busy, telling;   /* busy: calls inside, which abort and destroy wait for; telling: see kvpn_tell */
+    const struct kvprim_comm *self; /* itself from init to destroy; init's copy ends before this field */
+    int32_t state, active_calls;    /* active_calls: of other threads; abort and destroy wait for them */
+    int32_t notifying;              /* 1: kvpn_notify_ranks runs */
+    int32_t padding_at_end;
 } kvprim_comm;
 
 /* Errors: NULL, NCCL. */
-KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 
-/* Collective, on the current device: returns when all `world` ranks have called it. Allocates, and registers what there
-   is to register: nothing later does. The library's own kernels are on where all ranks have them and can write to each
-   other's memory, on one machine (found out by writing), for 2 to 8 ranks, unless NCCL_P2P_DISABLE=1 or
-   NCCL_P2P_LEVEL=LOC is in the environment. They take 32 MB of device memory. kvprim_comm_describe says whether they
-   are on, and why not. Ranks may be processes or threads of one process.
+/* Collective, on the current device: returns when all `world` ranks have called it. Allocates and registers everything;
+   nothing later does. Ranks may be processes or threads of one process.
+   Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
+   by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. They take 32 MB
+   of device memory. kvprim_comm_describe says whether they are on, and if not, why.
    Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
-   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, or flags and limits that
-   differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT (init_timeout_ms is
-   over, or kvprim_comm_abort was called), CUDA, NCCL. What it began with is freed again; after a TIMEOUT with `nccl`
-   given, when the caller ends that. */
-KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
+   communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
+   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT
+   (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything is freed again;
+   after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
-/* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. Where a
-   collective may hang, call kvprim_comm_abort before: then it is not collective, and frees what is left. Graphs that
-   hold own kernels of the communicator must not be launched any more; graphs that hold collectives of NCCL's must be
-   destroyed before.
-   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms, as
-   graphs with its collectives exist, or another call has not returned: only another destroy may follow, which goes on),
-   CUDA, NCCL. */
+/* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
+   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Graphs
+   that hold own kernels of the communicator must not be launched any more. Graphs that hold collectives of NCCL's must
+   be destroyed before.
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
+   because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
+   goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
-/* Not collective, from any thread: ends the collectives that wait, whose results are lost, and tells the other ranks.
-   For a rank whose peers are gone. Returns within a second and leaves all memory as it is, the buffer and what captured
+/* For a rank whose peers are gone; not collective, from any thread. Ends the collectives that wait, whose results are
+   lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
    graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
-   that fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it. Errors: NULL, ARGUMENT
-   (not initialised, already aborted, moved). */
+   init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
+   Errors: NULL, ARGUMENT (not initialised, already aborted, moved). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
-/* Whether something went wrong since init without a call to report it; does not wait. Errors: NULL, ARGUMENT (not
-   initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the device's context is dead),
-   TIMEOUT: an own kernel waited timeout_ms for a rank, here or on another rank, or another rank was aborted (the text
-   says which; this and every later collective has ended without result); or a collective of NCCL's had not ended
-   timeout_ms after the call (NCCL does not say for whom it waits; those captured into graphs or between ncclGroupStart
-   and ncclGroupEnd are not watched). Then call kvprim_comm_abort, also from another thread than the one that sits in
-   cudaStreamSynchronize, which then returns. KVPRIM_OK while init runs. A watchdog's thread calls cudaSetDevice once, or
-   CUDA may make a context on device 0 for it. */
-KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm);
+/* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
+   Errors: NULL, ARGUMENT (not initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the
+   device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
+   rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
+   result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
+   and calls that are captured into graphs or stand between ncclGroupStart and ncclGroupEnd are not watched.
+   After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in cudaStreamSynchronize, which
+   then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a context on device 0 for it. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
-/* The buffer, or NULL if there is none or comm is not alive; *bytes, if bytes is not NULL, receives its size. Device
-   memory, aligned to 256, uninitialised, until destroy. Own kernels are as fast on any other memory; it is for
-   nccl_window. */
+/* The buffer, or NULL if there is none or comm is not alive. If bytes is not NULL, *bytes receives its size. It is
+   device memory, aligned to 256 and uninitialised, and lives until destroy. It exists for nccl_window: own kernels are
+   as fast on any other memory. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Versions, links, multiprocessors, limits, timeouts, which fast paths are on, and of the others why not. Valid as long
-   as comm. */
+/* Says versions, links, multiprocessors, limits, timeouts, which fast paths are on, and why the others are off. Valid
+   as long as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
 
-   Counts are elements. count == 0 is KVPRIM_OK and enqueues nothing. Where both are given, recv and send are the same
-   pointer (in place) or do not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter
-   in place: recv = send + rank * recv_count elements.
+   Counts are elements. count == 0 returns KVPRIM_OK and enqueues nothing. recv and send must be the same pointer (in
+   place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
+   recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (dtype), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (KVPRIM_F8E4M3 and _F8E5M2 need NCCL 2.24, and for reductions
+   compute capability 9.0), TIMEOUT (an earlier call's), CUDA, NCCL.
 
-   all_reduce, reduce_scatter: sums of fp16, bf16 and fp32 are made in fp32 in the order of the ranks, rounded once, and
-   have the same bits on all ranks and in both, wherever the library's own kernels make them: kvprim_comm_describe says
-   up to which size. A NaN stays a NaN, its other bits are not kept. */
-KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
-                                           kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
+   all_reduce and reduce_scatter: where own kernels sum fp16, bf16 and fp32, they do so in fp32, in the order of the
+   ranks, and round once. The bits are then the same on all ranks and in both collectives. kvprim_comm_describe says up
+   to which size. A NaN stays a NaN, but its other bits are not kept. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
+                                                          kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
-/* recv: world * send_count elements, those of rank r at r * send_count. */
-KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
-                                           kvprim_dtype dtype, struct CUstream_st *stream);
+/* recv: world * send_count elements; those of rank r begin at r * send_count. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send,
+                                                          size_t send_count, kvprim_dtype dtype,
+                                                          struct CUstream_st *stream);
 
-/* send: world * recv_count elements; rank r receives the reduction of those at r * recv_count. */
-KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
-                                               kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
+/* send: world * recv_count elements; rank r receives the reduction of those that begin at r * recv_count. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send,
+                                                              size_t recv_count, kvprim_dtype dtype, kvprim_op op,
+                                                              struct CUstream_st *stream);
 
-/* buf of rank `root` to buf of every other. */
-KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
-                                          struct CUstream_st *stream);
+/* Copies buf of rank `root` to buf of every other rank. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
+                                                         int32_t root, struct CUstream_st *stream);
 
-/* A send and the peer's recv of the same count and dtype meet; both sides' kernels wait for the other. Ranks that send
-   to each other at once wait for ever, unless one of them receives first or both put their calls between NCCL's
+/* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. Ranks that send to
+   each other at once wait for ever, unless one of them receives first, or both put their calls between NCCL's
    ncclGroupStart and ncclGroupEnd. */
-KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
-                                     struct CUstream_st *stream);
-KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
-                                     struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
+                                                    kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
+                                                    int32_t peer, struct CUstream_st *stream);
 
 #ifdef __cplusplus
 }
@@ -272,43 +308,53 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
 /* >>impl ----------------------------------------------------------------------------------------------------------- */
 
-/* Names that begin with kvpn_ are internal: static, and free to change. */
+/* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
-/* ---- kernels ----
+       word    32 bits
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all)
+       slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
+       turn    which of its two sets of slots a block uses in this call: 0 or 1
+       area    half of a set: one for tensors, one for sums (two shots); gather_many alternates between the two
+       page    4,096 bytes before the slots: turns, why the rank stopped, nonces
+       part    what a tensor has of one rank or for one rank
+       slice   what one rank sums: of the tensor, in two shots; otherwise all of it
+       way     how a kernel does a collective: one shot, two shots, ... */
 
-   Ranks exchange words of 16 bytes through slots: memory of each rank that all others write to. The data is its own
-   flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot is all ones. A word of a tensor never is: all ones are a
-   NaN in fp16, bf16 and fp32, and are sent as another NaN. So a slot that is not empty holds its word, with no flag
-   beside it, no fence and no barrier. The only hardware guarantee it needs is that an aligned 4-byte store becomes
-   visible as a whole. Bytes of any value (all_gather) go 8 to a slot, each 4 beside 4 that are zero, as in NCCL's LL
-   protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every group of
-   slots one more says which 4 bytes of the group were all ones.
+/* >>impl_protocol --------------------------------------------------------------------------------------------------
 
-   The reader of a slot empties it. There are two sets of slots, and a block takes them in turns; which one is next is in
-   device memory, so that a launch may be replayed. Two sets suffice. A rank writes to a set again in its call k + 2,
-   after its call k + 1 has ended. That one needed a word of my call k + 1, from me or from a rank that needed one from
-   me (two shots: at least of the first slice, which is never empty), and my call k + 1 began when my call k had emptied
-   that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
+   is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
+   a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (all_gather) go 8 to a slot, and each
+   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
+   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
 
-   A thread sends all its words before it waits for the first, and block b waits for nothing but blocks b of the other
-   ranks: it is enough that all blocks of a call are resident at once. They are: there are at most half as many as the
-   smallest of the GPUs has multiprocessors, or max_sms (kvpn_compare).
+   The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
+   which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k +
+   2, after its call k + 1 has ended. That call needed a word of my call k + 1, from me or from a rank that needed one
+   from me (two shots: at least one of the first slice, which is never empty), and my call k + 1 began after my call k
+   had emptied that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
-   A rank that has ended, by its own timeout, by an abort or because another one told it, sends no more words: in a call
-   k + 2 they could overwrite those of its call k that a late rank has not read. It says so in its own memory
-   (kvpn_ended), which each call reads before it sends, and in that of all others, so that they end too. */
+   A thread sends all its packs before it waits for the first, and block b waits only for blocks b of the other ranks.
+   So all blocks of a call must be resident at once. They are: kvpn_compare_ranks allows at most half as many as the
+   smallest of the GPUs has multiprocessors, or max_sms.
+
+   A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
+   words, because in its call k + 2 they could overwrite those of its call k that a late rank has not read yet. It
+   writes why it stopped to its own page, which each call reads before it sends, and to the pages of all other ranks, so
+   that they stop too. */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION) || defined(KVPRIM_NCCL_EMULATE)) &&         \
     !defined(KVPRIM_NCCL_LAYOUT)
 #define KVPRIM_NCCL_LAYOUT
 enum { kvpn_max_world = 8 }; /* of a communicator with kernels */
 
-/* A rank's memory: a page of 32-bit words, slots, and a page of which 16 bytes are written to and never read. In the
-   first page: the turn of each block, from `ended` on why the rank has ended (0: it has not), from `marks` on 64 bits of
-   each rank, to show that it can write here. */
-enum { kvpn_page = 4096, kvpn_ended = 512, kvpn_marks = 768 };
+/* A rank's memory: a page of words, the slots, and 4,096 bytes of which 16 are written and never read. The page holds
+   the turn of each block, then, from kvpn_stop_reason_word on, why the rank stopped (0: it did not), then, from
+   kvpn_nonces_word on, 64 bits from each rank, which show that it can write here. */
+enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 
-/* Why a rank has ended: the kind, the rank that ended first << 8, and whom that one waited for << 16. */
-enum { kvpn_aborted_by = 1, kvpn_late = 2 };
+/* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
+enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #endif
 
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
@@ -316,7 +362,9 @@ enum { kvpn_aborted_by = 1, kvpn_late = 2 };
 #ifndef KVPRIM_NCCL_KERNELS
 #define KVPRIM_NCCL_KERNELS
 
-#ifndef KVPRIM_NCCL_EMULATE /* the emulation runs them on the CPU, a thread per rank, for the tests */
+/* >>impl_device ---------------------------------------------------------------------------------------------------- */
+
+#ifndef KVPRIM_NCCL_EMULATE /* the emulation runs the kernels on the CPU, a thread per rank, for the tests */
 #include <cuda_runtime.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -330,45 +378,48 @@ enum { kvpn_aborted_by = 1, kvpn_late = 2 };
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
 
 enum {
-    kvpn_max_threads = 1024, /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the
-                                multiprocessors to others */
+    /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
+       others */
+    kvpn_max_threads = 1024,
     kvpn_max_threads_of_8 = 512,       /* the same for sums of more than 4 ranks, which need up to 128 registers */
-    kvpn_polls_per_ended_check = 256,  /* some tens of microseconds; from then on a wait sleeps between polls */
+    kvpn_polls_per_page_check = 256,   /* some tens of microseconds; from then on a wait sleeps between polls */
     kvpn_polls_per_stop_check = 16384, /* some ten milliseconds */
-    kvpn_poll_interval_ns = 500        /* while it sleeps: without, polls of 65,536 threads saturate the L2 cache */
+    kvpn_poll_interval_ns = 500        /* between polls: without it, 65,536 polling threads saturate the L2 cache */
 };
-static const uint32_t kvpn_empty = 0xffffffffu;
+static const uint32_t kvpn_empty_word = 0xffffffffu;
 
-/* A slot's address: turn * turn_bytes + area * area_bytes + sender * sender_bytes + block * block_bytes + 16 * j. The
-   fields are in the order of use, so that one line of the constant cache brings what is needed first. */
+/* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
+   block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
+   needed first. */
 typedef struct kvpn_params {
     const void *send;
-    uint32_t *turn;            /* the page; of each block: which set of slots is next */
-    uint32_t slice, per_block; /* words: one rank's to sum, and a block's of them */
+    uint32_t *turn;                    /* this rank's page; word b: block b's turn */
+    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's */
     uint32_t rank, world;
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
-    char *peer[kvpn_max_world]; /* slots: of this rank, of the next one, and so on around */
+    char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
     uint64_t count; /* elements; all_gather: bytes */
-    uint64_t pitch; /* all_gather: bytes from a rank's part to the next one's in recv; reduce_scatter: in send */
-    uint32_t words; /* of the tensor */
+    uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
+    uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
 } kvpn_params;
 
-/* Who runs: what the kernels take from CUDA, and the emulation sets. A block's threads are equal parts, which do
-   different things at the same time; thread and threads are those of the part. */
-typedef struct kvpn_self {
-    uint32_t block, part, thread, threads, turn;
-    uint32_t ended, ended_first; /* why the rank has, as far as the thread knows; 1: it did before all others */
+/* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
+   which do different things at the same time; thread and threads count within a role. */
+typedef struct kvpn_thread {
+    uint32_t block, role, thread, threads, turn;
+    uint32_t stop_reason, stopped_first; /* of the rank, as far as the thread knows; 1: it stopped before all others */
     uint32_t polls;
-    uint64_t since;
-} kvpn_self;
+    uint64_t wait_start_ns;
+} kvpn_thread;
 
 #ifndef KVPRIM_NCCL_EMULATE
-/* In the memory of another rank or written by one: past the caches that other GPUs do not see. */
-KVPRIM_NCCL_DEVICE uint4 kvpn_look(const char *slot)
+/* A slot lies in another rank's memory or is written by another rank: `sys` goes past the caches that other GPUs do not
+   see. */
+KVPRIM_NCCL_DEVICE uint4 kvpn_load_slot(const char *slot)
 {
     uint4 v;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -378,7 +429,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_look(const char *slot)
     return v;
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_put(char *slot, uint4 v)
+KVPRIM_NCCL_DEVICE void kvpn_store_slot(char *slot, uint4 v)
 {
     asm volatile("st.relaxed.sys.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
                  "l"(__cvta_generic_to_global(slot))
@@ -386,17 +437,17 @@ KVPRIM_NCCL_DEVICE void kvpn_put(char *slot, uint4 v)
 }
 
 /* Words that others write, in a GPU's memory or the host's. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_read(uint32_t *at)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_load_word(uint32_t *at)
 {
     return *(volatile uint32_t *)at;
 }
 
-KVPRIM_NCCL_DEVICE void kvpn_write(uint32_t *at, uint32_t value)
+KVPRIM_NCCL_DEVICE void kvpn_store_word(uint32_t *at, uint32_t value)
 {
     *(volatile uint32_t *)at = value;
 }
 
-/* A load that stays where it is: see kvpn_take_turn. */
+/* A load that the compiler does not move: see kvpn_take_turn. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_load_turn(const uint32_t *at)
 {
     uint32_t turn;
@@ -404,7 +455,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_load_turn(const uint32_t *at)
     return turn;
 }
 
-KVPRIM_NCCL_DEVICE uint64_t kvpn_ns(void)
+KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
 {
     uint64_t ns;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
@@ -417,128 +468,138 @@ KVPRIM_NCCL_DEVICE void kvpn_sleep(void)
 }
 #endif
 
-/* Loads the turn after the thread's first word, j == me.thread, was asked for, so that both loads overlap: the other
-   order takes 10 % longer for a small sum. */
-KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_self &me, uint32_t j)
+/* >>impl_turn ------------------------------------------------------------------------------------------------------ */
+
+/* Loads the block's turn when j is the thread's first pack. The load of that pack is already under way, so the two
+   loads overlap: in the other order a small sum takes 10 % longer. */
+KVPRIM_NCCL_DEVICE void kvpn_take_turn(const kvpn_params &p, kvpn_thread &me, uint32_t j)
 {
     if (j != me.thread)
         return;
     me.turn = kvpn_load_turn(p.turn + me.block);
-    me.ended = kvpn_read(p.turn + kvpn_ended);
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
 }
 
-/* Where a rank finds, in area 0 or 1 of its slots, word j of this block that rank `from` sent. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_slot(const kvpn_params &p, const kvpn_self &me, uint32_t area, uint32_t from,
-                                      uint32_t j)
+/* Where this rank finds pack j of this block from rank `from`, in area 0 or 1: an offset into its slots. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_slot_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t area, uint32_t from,
+                                             uint32_t j)
 {
-    const uint32_t place = area * p.area_bytes + from * p.sender_bytes + me.block * p.block_bytes + j * 16;
-    return place + me.turn * p.turn_bytes; /* known last */
+    const uint32_t offset = area * p.area_bytes + from * p.sender_bytes + me.block * p.block_bytes + j * 16;
+    return offset + me.turn * p.turn_bytes; /* known last */
 }
 
-/* Where this rank sends its word j, in area 0: after the last set if it has ended, where nobody looks. A branch would
-   make the compiler load the turn before the word. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_first_slot(const kvpn_params &p, const kvpn_self &me, uint32_t j)
+/* Where this rank sends its pack j, in area 0. After it stopped, that is past the last set, where no rank reads: a
+   branch would make the compiler load the turn before the pack. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t j)
 {
-    return me.ended ? 2 * p.turn_bytes : kvpn_slot(p, me, 0, p.rank, j);
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, j);
 }
 
-/* Says why this rank has ended: to its host, to its later calls, and if it was the first to end, to the other ranks. */
-KVPRIM_NCCL_DEVICE void kvpn_end_rank(const kvpn_params &p, const kvpn_self &me)
+/* >>impl_wait ------------------------------------------------------------------------------------------------------ */
+
+/* Writes why this rank stopped: for its host, for its later calls and, if it was the first to stop, for the other
+   ranks. */
+KVPRIM_NCCL_DEVICE void kvpn_stop_rank(const kvpn_params &p, const kvpn_thread &me)
 {
-    kvpn_write(p.stop, me.ended);
-    kvpn_write(p.turn + kvpn_ended, me.ended);
+    kvpn_store_word(p.stop, me.stop_reason);
+    kvpn_store_word(p.turn + kvpn_stop_reason_word, me.stop_reason);
     KVPRIM_NCCL_UNROLL_BY(1)
-    for (uint32_t k = 1; me.ended_first && k < p.world; k++)
-        kvpn_write((uint32_t *)(p.peer[k] - kvpn_page) + kvpn_ended, me.ended);
+    for (uint32_t k = 1; me.stopped_first && k < p.world; k++)
+        kvpn_store_word((uint32_t *)(p.peer[k] - kvpn_page) + kvpn_stop_reason_word, me.stop_reason);
 }
 
-/* Returns false when the wait for `rank` is over without result. It begins with cheap polls: reading the clock and the
-   host's memory takes half a microsecond a warp, one after the other, a millisecond for a full GPU. Done earlier, it
-   would make this rank late in the next call, which delays the others in the one after it, and so on for ever. */
-KVPRIM_NCCL_DEVICE bool kvpn_wait(const kvpn_params &p, kvpn_self &me, uint32_t rank)
+/* Called after each poll of a slot of `rank` that is still empty. Returns false when the wait must end: the deadline is
+   over, the host says stop, or another rank stopped. The first polls are cheap. To read the clock and the host's memory
+   takes half a microsecond a warp, one warp after the other: a millisecond for a full GPU. Done earlier, that would
+   make this rank late in the next call, which would delay the others in the one after it, and so on. */
+KVPRIM_NCCL_DEVICE bool kvpn_keep_waiting(const kvpn_params &p, kvpn_thread &me, uint32_t rank)
 {
-    if (me.polls >= kvpn_polls_per_ended_check)
+    if (me.polls >= kvpn_polls_per_page_check)
         kvpn_sleep();
-    if (++me.polls % kvpn_polls_per_ended_check)
+    if (++me.polls % kvpn_polls_per_page_check)
         return true;
-    me.ended = kvpn_read(p.turn + kvpn_ended);
-    if (me.ended)
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+    if (me.stop_reason)
         return false;
     if (me.polls % kvpn_polls_per_stop_check)
         return true;
-    const uint64_t now = kvpn_ns();
+    const uint64_t now = kvpn_globaltimer_ns();
     if (me.polls == kvpn_polls_per_stop_check)
-        me.since = now;
+        me.wait_start_ns = now;
     me.polls = kvpn_polls_per_stop_check; /* so that it never wraps */
-    me.ended = kvpn_read(p.stop);
-    if (me.ended == 0 && now - me.since >= p.timeout_ns)
-        me.ended = kvpn_late | p.rank << 8 | rank << 16;
-    me.ended_first = me.ended != 0;
-    return me.ended == 0;
+    me.stop_reason = kvpn_load_word(p.stop);
+    if (me.stop_reason == 0 && now - me.wait_start_ns >= p.timeout_ns)
+        me.stop_reason = kvpn_stop_timeout | p.rank << 8 | rank << 16;
+    me.stopped_first = me.stop_reason != 0;
+    return me.stop_reason == 0;
 }
 
-KVPRIM_NCCL_DEVICE uint32_t kvpn_max(uint32_t a, uint32_t b)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_max_u32(uint32_t a, uint32_t b)
 {
     return a > b ? a : b;
 }
 
-/* kvpn_empty, the largest value there is, if the slot is empty. `flagged`: y and w tell for all four, of which the other
-   two have any value. */
-template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_fullness(uint4 v)
+/* The largest word of a slot: kvpn_empty_word if any word that is expected has not arrived. `flagged`: y and w tell for
+   all four, as x and z may have any value. */
+template <bool flagged> KVPRIM_NCCL_DEVICE uint32_t kvpn_largest_word(uint4 v)
 {
-    const uint32_t flags = kvpn_max(v.y, v.w);
-    return flagged ? flags : kvpn_max(flags, kvpn_max(v.x, v.z));
+    const uint32_t flags = kvpn_max_u32(v.y, v.w);
+    return flagged ? flags : kvpn_max_u32(flags, kvpn_max_u32(v.x, v.z));
 }
 
-/* Reads those of `most` slots, `step` bytes apart, whose bit is set in `which`, until all have arrived; v of the others
-   stays, and must not be empty. All loads are issued together, because one takes longer than some hundred instructions.
-   sender: the rank that fills them; -1: slot r is rank r's. Returns false if this rank has ended. */
-template <int most, bool flagged>
-KVPRIM_NCCL_DEVICE bool kvpn_receive(const kvpn_params &p, kvpn_self &me, const char *first, uint32_t step,
-                                     uint32_t which, int32_t sender, uint4 (&v)[most])
+/* Of max_slots slots that lie `step` bytes apart, reads those whose bit is set in `which` until all of them have
+   arrived. Leaves v alone for the others, where it must not be empty. Issues all loads together, because one takes
+   longer than some hundred instructions. sender: the rank that fills them; -1: rank r fills slot r. Returns false if
+   this rank stopped. */
+template <int max_slots, bool flagged>
+KVPRIM_NCCL_DEVICE bool kvpn_wait_for_slots(const kvpn_params &p, kvpn_thread &me, const char *first, uint32_t step,
+                                            uint32_t which, int32_t sender, uint4 (&v)[max_slots])
 {
     for (;;) {
-        uint32_t fullness = 0, late = 0;
+        uint32_t largest = 0, late = 0;
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
+        for (uint32_t r = 0; r < max_slots; r++)
             if (which >> r & 1)
-                v[r] = kvpn_look(first + (size_t)r * step);
+                v[r] = kvpn_load_slot(first + (size_t)r * step);
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
-            fullness = kvpn_max(fullness, kvpn_fullness<flagged>(v[r]));
-        if (fullness != kvpn_empty) {
+        for (uint32_t r = 0; r < max_slots; r++)
+            largest = kvpn_max_u32(largest, kvpn_largest_word<flagged>(v[r]));
+        if (largest != kvpn_empty_word) {
             me.polls = 0;
             return true;
         }
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
-            late = kvpn_fullness<flagged>(v[r]) == kvpn_empty ? r : late;
-        if (!kvpn_wait(p, me, sender < 0 ? late : (uint32_t)sender))
+        for (uint32_t r = 0; r < max_slots; r++)
+            late = kvpn_largest_word<flagged>(v[r]) == kvpn_empty_word ? r : late;
+        if (!kvpn_keep_waiting(p, me, sender < 0 ? late : (uint32_t)sender))
             return false;
     }
 }
 
 /* Resets the slots to empty. Done last, because no rank waits for it. */
-template <int most> KVPRIM_NCCL_DEVICE void kvpn_empty_slots(char *first, uint32_t step, uint32_t which)
+template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, uint32_t step, uint32_t which)
 {
-    enum { at_once = most == 7 ? 2 : most }; /* 7, of kvpn_gather_many<6>: registers of sm_120 are spilled otherwise */
+    enum { at_once = max_slots == 7 ? 2 : max_slots }; /* 7, of kvpn_gather_most: otherwise sm_120 spills registers */
     KVPRIM_NCCL_UNROLL_BY(at_once)
-    for (uint32_t r = 0; r < most; r++)
+    for (uint32_t r = 0; r < max_slots; r++)
         if (which >> r & 1)
-            kvpn_put(first + (size_t)r * step, uint4{kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty});
+            kvpn_store_slot(first + (size_t)r * step,
+                            uint4{kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word});
 }
 
-/* All ones as the NaN 0x7fffffff, of which no half is all ones but the lower. */
-KVPRIM_NCCL_DEVICE uint4 kvpn_sendable(uint4 v)
+/* >>impl_pack ------------------------------------------------------------------------------------------------------ */
+
+/* Sends all ones as the NaN 0x7fffffff. In halves that is two NaNs: 0x7fff, and 0xffff below it. */
+KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 {
-    v.x = v.x == kvpn_empty ? kvpn_empty >> 1 : v.x;
-    v.y = v.y == kvpn_empty ? kvpn_empty >> 1 : v.y;
-    v.z = v.z == kvpn_empty ? kvpn_empty >> 1 : v.z;
-    v.w = v.w == kvpn_empty ? kvpn_empty >> 1 : v.w;
+    v.x = v.x == kvpn_empty_word ? kvpn_empty_word >> 1 : v.x;
+    v.y = v.y == kvpn_empty_word ? kvpn_empty_word >> 1 : v.y;
+    v.z = v.z == kvpn_empty_word ? kvpn_empty_word >> 1 : v.z;
+    v.w = v.w == kvpn_empty_word ? kvpn_empty_word >> 1 : v.w;
     return v;
 }
 
-/* Element types: the sums of a 32-bit word's elements, from and to fp32. */
+/* Element types of sums: split a word into fp32 elements, and join them again. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -593,8 +654,8 @@ struct kvpn_f16 {
 };
 #endif
 
-/* The first `left` units of `from` as 32-bit words, zeros after them. */
-template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_fetch_units(const void *from, uint64_t left, uint32_t *w)
+/* Loads the first `left` units at `from` as `words` words, with zeros after them. */
+template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_load_units(const void *from, uint64_t left, uint32_t *w)
 {
     enum { per_word = 4 / sizeof(U) };
     KVPRIM_NCCL_UNROLL
@@ -604,7 +665,7 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_fetch_units(const voi
     }
 }
 
-template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_keep_units(void *to, uint64_t left, const uint32_t *w)
+template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_store_units(void *to, uint64_t left, const uint32_t *w)
 {
     enum { per_word = 4 / sizeof(U) };
     KVPRIM_NCCL_UNROLL
@@ -613,43 +674,47 @@ template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_keep_units(void *to, 
             ((U *)to)[e] = (U)(w[e / per_word] >> e % per_word * (32 / per_word));
 }
 
-/* Word i of a tensor, zeros after its end. `whole`: it is aligned, and ends with a word. */
-template <class T, bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_fetch(const kvpn_params &p, const void *send, uint32_t i)
+/* Pack i of a tensor, with zeros after its end. `whole`: the tensor is aligned, and ends with a pack. */
+template <class T, bool whole>
+KVPRIM_NCCL_DEVICE uint4 kvpn_load_pack(const kvpn_params &p, const void *send, uint32_t i)
 {
     enum { elements = 4 * T::per_word };
     uint32_t w[4];
     if (whole || (p.send_aligned && (i + 1ull) * elements <= p.count))
         return ((const uint4 *)send)[i];
-    kvpn_fetch_units<typename T::bits, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
+    kvpn_load_units<typename T::bits, 4>((const char *)send + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
     return uint4{w[0], w[1], w[2], w[3]};
 }
 
-template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_keep(const kvpn_params &p, uint32_t i, uint4 v)
+template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvpn_params &p, uint32_t i, uint4 v)
 {
     enum { elements = 4 * T::per_word };
     const uint32_t w[4] = {v.x, v.y, v.z, v.w};
     if (whole || (p.recv_aligned && (i + 1ull) * elements <= p.count))
         ((uint4 *)p.recv)[i] = v;
     else
-        kvpn_keep_units<typename T::bits, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
+        kvpn_store_units<typename T::bits, 4>((char *)p.recv + (size_t)i * 16, p.count - (uint64_t)i * elements, w);
 }
 
-/* Initial operands: this rank's word, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
-template <class T, int most> KVPRIM_NCCL_DEVICE void kvpn_begin_sum(const kvpn_params &p, uint4 own, uint4 (&v)[most])
+/* >>impl_sum ------------------------------------------------------------------------------------------------------- */
+
+/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
 {
     const uint32_t none = T::per_word == 1 ? 0x80000000u : 0x80008000u;
-    own = kvpn_sendable(own);
+    own = kvpn_replace_empty(own);
     KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < most; r++)
+    for (uint32_t r = 0; r < max_ranks; r++)
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
 
-/* Rank 0's first: the same bits on every rank. */
-template <class T, int most> KVPRIM_NCCL_DEVICE uint4 kvpn_sum(const uint4 (&v)[most])
+/* Adds in the order of the ranks, so that every rank gets the same bits. */
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
     float sum[4 * T::per_word];
     KVPRIM_NCCL_UNROLL
-    for (int r = 0; r < most; r++) {
+    for (int r = 0; r < max_ranks; r++) {
         const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
         KVPRIM_NCCL_UNROLL
         for (int k = 0; k < 4; k++) {
@@ -660,355 +725,362 @@ template <class T, int most> KVPRIM_NCCL_DEVICE uint4 kvpn_sum(const uint4 (&v)[
                 sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
         }
     }
-    return kvpn_sendable(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                               T::join(sum + 3 * T::per_word)});
+    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
+                                    T::join(sum + 3 * T::per_word)});
 }
 
-/* The ranks that I hear from. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_others(const kvpn_params &p)
+/* A bit for each rank that this one hears from. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
 {
     return ((1u << p.world) - 1) & ~(1u << p.rank);
 }
 
-/* The words of a slice that a block has. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_block_words(const kvpn_params &p, const kvpn_self &me)
+/* How many packs of a slice this block has. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_packs_of_block(const kvpn_params &p, const kvpn_thread &me)
 {
-    const uint32_t left = p.slice - me.block * p.per_block;
-    return left < p.per_block ? left : p.per_block;
+    const uint32_t left = p.slice_packs - me.block * p.block_packs;
+    return left < p.block_packs ? left : p.block_packs;
 }
 
-/* The rank k further on, to whom peer[k] belongs. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_next(const kvpn_params &p, uint32_t k)
+/* The rank k further on around the ring, whose slots are peer[k]. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_peer_rank(const kvpn_params &p, uint32_t k)
 {
     const uint32_t r = p.rank + k;
     return r < p.world ? r : r - p.world;
 }
 
-/* To every other rank's slot at the same place. */
-template <int most> KVPRIM_NCCL_DEVICE void kvpn_put_all(const kvpn_params &p, uint32_t slot, uint4 v)
+/* Stores v to the same slot of every other rank. */
+template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_store_to_peers(const kvpn_params &p, uint32_t offset, uint4 v)
 {
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < most; k++)
+    for (uint32_t k = 1; k < max_ranks; k++)
         if (k < p.world)
-            kvpn_put(p.peer[k] + slot, v);
+            kvpn_store_slot(p.peer[k] + offset, v);
 }
 
-/* ---- the ways ----
+/* >>impl_ways ------------------------------------------------------------------------------------------------------
 
-   begin sends, rest waits for words and writes the result; between the two all threads have taken their turn. T is the
-   element type of sums, `most` the largest world (2, 4 or 8), and `whole` says that all is aligned and ends with a word.
-   Most ways go word by word: thread t has words t, t + threads, ... of its block, the same ones when it sends, sums and
-   writes, so that send may be recv. It sends its next word before it waits for one, which keeps the links busy, and no
-   rank waits for a word whose sender waits. */
-template <class Way> struct kvpn_word_by_word {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* the most in a block; if `most` is 8 */
-    enum { turn_last = 0 }; /* 1: the turn ends after rest, and not before, with a barrier for those who receive */
+   A way is a struct of T, the element type of sums; max_ranks, the largest world (2, 4 or 8); and whole, which says
+   that all tensors are aligned and end with a pack. A kernel calls its begin, which sends, and its complete, which
+   waits for packs and writes the result. Between the two, all threads have taken their turn.
 
-    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_self &me)
+   Most ways go pack by pack. Thread t has packs t, t + threads, ... of its block, and the same ones when it sends, sums
+   and writes, so that send may be recv. It sends its next pack before it waits for one. That keeps the links busy, and
+   no rank waits for a pack whose sender waits. */
+template <class Way> struct kvpn_pack_by_pack {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads_of_8 }; /* at most; with a max_ranks of 8 */
+    enum { turn_last = 0 }; /* 1: the turn ends after complete, with a barrier for those who receive, and not before */
+    enum { two_waits = 0 }; /* 1: receive_sums waits a second time for each pack */
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
     {
-        if (me.thread < kvpn_block_words(p, me))
-            Way::template send<T, most, whole>(p, me, me.thread);
+        if (me.thread < kvpn_packs_of_block(p, me))
+            Way::send(p, me, me.thread);
     }
 
-    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void rest(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t words = kvpn_block_words(p, me), step = me.threads;
-        for (uint32_t j = me.thread; me.ended == 0 && j < words + Way::two_waits * step; j += step) {
-            if (j + step < words)
-                Way::template send<T, most, whole>(p, me, j + step);
-            if (j < words && !Way::template sum<T, most, whole>(p, me, j))
+        const uint32_t packs = kvpn_packs_of_block(p, me), step = me.threads;
+        for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs + Way::two_waits * step; j += step) {
+            if (j + step < packs)
+                Way::send(p, me, j + step);
+            if (j < packs && !Way::receive(p, me, j))
                 return;
-            if (Way::two_waits && j >= step && !Way::template finish<T, most, whole>(p, me, j - step))
+            if (Way::two_waits && j >= step && !Way::receive_sums(p, me, j - step))
                 return;
         }
     }
 
-    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE bool finish(const kvpn_params &, kvpn_self &, uint32_t)
+    KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &, kvpn_thread &, uint32_t)
     {
         return true;
     }
 };
 
-/* Sends every other rank word j of its part: rank r's begins r * part words and r * pitch bytes further on. */
-template <class T, int most, bool whole>
-KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_self &me, uint32_t j, uint32_t part, uint64_t pitch)
+/* Sends every other rank pack j of its part. Rank r's part begins r * part_packs packs and r * pitch bytes further
+   on. */
+template <class T, int max_ranks, bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_send_parts(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
+                                        uint64_t pitch)
 {
-    const uint32_t at = me.block * p.per_block + j;
-    uint4 v[most];
+    const uint32_t at = me.block * p.block_packs + j;
+    uint4 v[max_ranks];
     if (!whole)
         kvpn_take_turn(p, me, j);
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < most; k++) {
-        const uint32_t to = kvpn_next(p, k);
-        if (k < p.world && to * part + at < p.words) {
-            v[k] = kvpn_fetch<T, whole>(p, (const char *)p.send + to * pitch, to * part + at);
+    for (uint32_t k = 1; k < max_ranks; k++) {
+        const uint32_t to = kvpn_peer_rank(p, k);
+        if (k < p.world && to * part_packs + at < p.packs) {
+            v[k] = kvpn_load_pack<T, whole>(p, (const char *)p.send + to * pitch, to * part_packs + at);
             if (!whole) /* fewer registers */
-                kvpn_put(p.peer[k] + kvpn_first_slot(p, me, j), kvpn_sendable(v[k]));
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
         }
     }
     if (!whole)
         return;
     kvpn_take_turn(p, me, j);
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 1; k < most; k++)
-        if (k < p.world && kvpn_next(p, k) * part + at < p.words)
-            kvpn_put(p.peer[k] + kvpn_first_slot(p, me, j), kvpn_sendable(v[k]));
+    for (uint32_t k = 1; k < max_ranks; k++)
+        if (k < p.world && kvpn_peer_rank(p, k) * part_packs + at < p.packs)
+            kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), kvpn_replace_empty(v[k]));
 }
 
-/* Sums word j of this rank's part. `shares`: and sends the sum to all others. */
-template <class T, int most, bool whole, bool shares>
-KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_self &me, uint32_t j, uint32_t part, uint64_t pitch)
+/* Waits for pack j of this rank's part from every other rank, sums and writes it. `shares`: also sends the sum to all
+   others. */
+template <class T, int max_ranks, bool whole, bool shares>
+KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uint32_t j, uint32_t part_packs,
+                                      uint64_t pitch)
 {
-    const uint32_t at = p.rank * part + me.block * p.per_block + j, others = kvpn_others(p);
-    uint4 v[most];
-    char *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-    if (shares && at >= p.words)
+    const uint32_t at = p.rank * part_packs + me.block * p.block_packs + j, others = kvpn_other_ranks(p);
+    uint4 v[max_ranks];
+    char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
+    if (shares && at >= p.packs)
         return true;
-    kvpn_begin_sum<T, most>(p, kvpn_fetch<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
-    if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, others, -1, v))
+    kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 all = kvpn_sum<T, most>(v);
+    const uint4 sum = kvpn_sum_packs<T, max_ranks>(v);
     if (shares)
-        kvpn_put_all<most>(p, kvpn_slot(p, me, 1, p.rank, j), all);
-    kvpn_keep<T, whole>(p, at, all);
-    kvpn_empty_slots<most>(slots, p.sender_bytes, others);
+        kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
+    kvpn_store_pack<T, whole>(p, at, sum);
+    kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
     return true;
 }
 
-/* One shot: every rank sends the whole tensor to every other and sums by itself. */
-struct kvpn_one_shot : kvpn_word_by_word<kvpn_one_shot> {
-    enum { two_waits = 0 };
-
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
+/* One shot. Every rank sends the whole tensor to every other rank, and sums by itself. */
+template <class T, int max_ranks, bool whole>
+struct kvpn_one_shot : kvpn_pack_by_pack<kvpn_one_shot<T, max_ranks, whole>> {
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint4 v = kvpn_fetch<T, whole>(p, p.send, me.block * p.per_block + j);
+        const uint4 v = kvpn_load_pack<T, whole>(p, p.send, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_put_all<most>(p, kvpn_first_slot(p, me, j), kvpn_sendable(v));
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), kvpn_replace_empty(v));
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, most, whole, false>(p, me, j, 0, 0);
+        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, 0);
     }
 };
 
-/* Two shots: of world slices every rank sums one, which the others sent it, and sends the sum to all. Word j of a block
-   is the same place of every slice. */
-struct kvpn_two_shot : kvpn_word_by_word<kvpn_two_shot> {
+/* Two shots. The tensor is `world` slices.
+   Each rank receives its slice from every other rank, sums it, and sends the sum to all.
+   Each block has the same packs of every slice: pack j of a block is at the same place of each. */
+template <class T, int max_ranks, bool whole>
+struct kvpn_two_shot : kvpn_pack_by_pack<kvpn_two_shot<T, max_ranks, whole>> {
     enum { two_waits = 1 };
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, most, whole>(p, me, j, p.slice, 0);
+        kvpn_send_parts<T, max_ranks, whole>(p, me, j, p.slice_packs, 0);
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, most, whole, true>(p, me, j, p.slice, 0);
+        return kvpn_sum_part<T, max_ranks, whole, true>(p, me, j, p.slice_packs, 0);
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE bool finish(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE bool receive_sums(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint32_t at = me.block * p.per_block + j;
-        uint4 v[most] = {};
-        char *const slots = p.peer[0] + kvpn_slot(p, me, 1, 0, j);
-        uint32_t ranks = 0; /* whose slice has such a word */
+        const uint32_t at = me.block * p.block_packs + j;
+        uint4 v[max_ranks] = {};
+        char *const slots = p.peer[0] + kvpn_slot_offset(p, me, 1, 0, j);
+        uint32_t ranks = 0; /* whose slice has such a pack */
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
-            ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice + at < p.words) << r;
-        if (!kvpn_receive<most, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
+        for (uint32_t r = 0; r < max_ranks; r++)
+            ranks |= (uint32_t)(r < p.world && r != p.rank && r * p.slice_packs + at < p.packs) << r;
+        if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, ranks, -1, v))
             return false;
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
+        for (uint32_t r = 0; r < max_ranks; r++)
             if (ranks >> r & 1)
-                kvpn_keep<T, whole>(p, r * p.slice + at, v[r]);
-        kvpn_empty_slots<most>(slots, p.sender_bytes, ranks);
+                kvpn_store_pack<T, whole>(p, r * p.slice_packs + at, v[r]);
+        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, ranks);
         return true;
     }
 };
 
-/* Every rank sends to every other the part that is the other's, and sums its own: the first of two shots. */
-struct kvpn_scatter : kvpn_word_by_word<kvpn_scatter> {
-    enum { two_waits = 0 };
-
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
+/* reduce_scatter, the first of two shots. Every rank sends every other rank that rank's part, and sums its own. */
+template <class T, int max_ranks, bool whole>
+struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        kvpn_send_parts<T, most, whole>(p, me, j, 0, p.pitch);
+        kvpn_send_parts<T, max_ranks, whole>(p, me, j, 0, p.pitch);
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        return kvpn_sum_part<T, most, whole, false>(p, me, j, 0, p.pitch);
+        return kvpn_sum_part<T, max_ranks, whole, false>(p, me, j, 0, p.pitch);
     }
 };
 
-/* Every rank sends its `count` bytes to every other, 8 to a slot. */
-struct kvpn_gather_all : kvpn_word_by_word<kvpn_gather_all> {
-    enum { two_waits = 0 };
-
-    template <bool whole> KVPRIM_NCCL_DEVICE uint2 fetch(const void *from, uint64_t bytes, uint32_t i)
+/* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. */
+template <class T, int max_ranks, bool whole>
+struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>> {
+    KVPRIM_NCCL_DEVICE uint2 load(const void *from, uint64_t bytes, uint32_t i)
     {
         uint32_t w[2];
         if (whole)
             return ((const uint2 *)from)[i];
-        kvpn_fetch_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+        kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
         return uint2{w[0], w[1]};
     }
 
-    template <bool whole>
-    KVPRIM_NCCL_DEVICE void keep(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
+    KVPRIM_NCCL_DEVICE void store(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
     {
         const uint32_t w[2] = {low, high};
         if (whole)
             ((uint2 *)to)[i] = uint2{low, high};
         else
-            kvpn_keep_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+            kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint2 v = fetch<whole>(p.send, p.count, me.block * p.per_block + j);
+        const uint2 v = load(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
-        kvpn_put_all<most>(p, kvpn_first_slot(p, me, j), uint4{v.x, 0, v.y, 0});
+        kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
     }
 
-    template <class T, int most, bool whole>
-    KVPRIM_NCCL_DEVICE bool sum(const kvpn_params &p, kvpn_self &me, uint32_t j)
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint32_t at = me.block * p.per_block + j, others = kvpn_others(p);
-        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot(p, me, 0, 0, j);
-        uint4 v[most] = {};
-        const uint2 own = fetch<whole>(p.send, p.count, at);
-        keep<whole>(to + p.rank * p.pitch, p.count, at, own.x, own.y);
-        if (!kvpn_receive<most, true>(p, me, slots, p.sender_bytes, others, -1, v))
+        const uint32_t at = me.block * p.block_packs + j, others = kvpn_other_ranks(p);
+        char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
+        uint4 v[max_ranks] = {};
+        const uint2 own = load(p.send, p.count, at);
+        store(to + p.rank * p.pitch, p.count, at, own.x, own.y);
+        if (!kvpn_wait_for_slots<max_ranks, true>(p, me, slots, p.sender_bytes, others, -1, v))
             return false;
         KVPRIM_NCCL_UNROLL
-        for (uint32_t r = 0; r < most; r++)
+        for (uint32_t r = 0; r < max_ranks; r++)
             if (others >> r & 1)
-                keep<whole>(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
-        kvpn_empty_slots<most>(slots, p.sender_bytes, others);
+                store(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
+        kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
         return true;
     }
 };
 
-/* Many bytes, a multiple of 16, go 16 to a slot, as in sums. After a group of a thread's slots one more says which of
-   their 32-bit words were all ones. A block's threads are `world` equal parts: the first sends, and each other one
-   receives from one rank at the same time. A thread's slots lie a part's threads apart, those of its next group in the
-   other area. The larger the group, the less the extra slot costs, and the later a thread begins to write: a group of 6
-   takes 14 % longer than one of 4 for 512 KB, and 8 % less for 64 MB. */
+/* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. One more slot after each group of a
+   thread's slots says which words of the group were all ones.
+   Each block has `world` roles of equal size: role 0 sends, and role k receives from the rank k further on.
+   Each thread's slots lie as far apart as a role has threads, and its groups alternate between the areas.
+   A larger group spends less on the extra slot, but its threads begin to write later: a group of 6 takes 14 % longer
+   than one of 4 for 512 KB, and 8 % less for 64 MB. */
 enum { kvpn_group = 4, kvpn_large_group = 6 };
-template <int group> struct kvpn_gather_many {
+template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
     enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
 
-    template <bool whole> KVPRIM_NCCL_DEVICE uint4 fetch(const void *from, uint32_t i)
+    KVPRIM_NCCL_DEVICE uint4 load(const void *from, uint32_t i)
     {
         const char *const at = (const char *)from + (size_t)i * 16;
         uint32_t w[4];
         if (whole)
             return ((const uint4 *)from)[i];
         if ((uintptr_t)at % 4 == 0)
-            kvpn_fetch_units<uint32_t, 4>(at, 4, w);
+            kvpn_load_units<uint32_t, 4>(at, 4, w);
         else
-            kvpn_fetch_units<unsigned char, 4>(at, 16, w);
+            kvpn_load_units<unsigned char, 4>(at, 16, w);
         return uint4{w[0], w[1], w[2], w[3]};
     }
 
-    template <bool whole> KVPRIM_NCCL_DEVICE void keep(char *to, uint32_t i, uint4 v)
+    KVPRIM_NCCL_DEVICE void store(char *to, uint32_t i, uint4 v)
     {
         char *const at = to + (size_t)i * 16;
         const uint32_t w[4] = {v.x, v.y, v.z, v.w};
         if (whole)
             ((uint4 *)to)[i] = v;
         else if ((uintptr_t)at % 4 == 0)
-            kvpn_keep_units<uint32_t, 4>(at, 4, w);
+            kvpn_store_units<uint32_t, 4>(at, 4, w);
         else
-            kvpn_keep_units<unsigned char, 4>(at, 16, w);
+            kvpn_store_units<unsigned char, 4>(at, 16, w);
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t slot_of(const kvpn_params &p, const kvpn_self &me, uint32_t from, uint32_t round,
-                                        uint32_t k)
+    /* Of slot k of the thread's group number `round`, filled by rank `from`. */
+    KVPRIM_NCCL_DEVICE uint32_t group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
+                                             uint32_t k)
     {
-        return kvpn_slot(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t sent_to(const kvpn_params &p, const kvpn_self &me, uint32_t round, uint32_t k)
+    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
     {
-        return me.ended ? 2 * p.turn_bytes : slot_of(p, me, p.rank, round, k); /* as kvpn_first_slot */
+        return me.stop_reason ? 2 * p.turn_bytes : group_offset(p, me, p.rank, round, k); /* as kvpn_send_offset */
     }
 
     KVPRIM_NCCL_DEVICE uint32_t ones_of(uint4 v)
     {
-        return (uint32_t)(v.x == kvpn_empty) | (uint32_t)(v.y == kvpn_empty) << 1 | (uint32_t)(v.z == kvpn_empty) << 2 |
-               (uint32_t)(v.w == kvpn_empty) << 3;
+        return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
+               (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
     }
 
     KVPRIM_NCCL_DEVICE uint4 with_ones(uint4 v, uint32_t ones)
     {
-        return uint4{ones & 1 ? kvpn_empty : v.x, ones & 2 ? kvpn_empty : v.y, ones & 4 ? kvpn_empty : v.z,
-                     ones & 8 ? kvpn_empty : v.w};
+        return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y,
+                     ones & 4 ? kvpn_empty_word : v.z, ones & 8 ? kvpn_empty_word : v.w};
     }
 
-    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
+        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
         char *const own = (char *)p.recv + p.rank * p.pitch;
-        if (me.part != 0)
+        if (me.role != 0)
             kvpn_take_turn(p, me, me.thread);
-        for (uint32_t j = me.thread, round = 0; me.part == 0 && j < words; j += group * me.threads, round++) {
+        for (uint32_t j = me.thread, round = 0; me.role == 0 && j < packs; j += group * me.threads, round++) {
             uint4 v[group];
             uint32_t ones = 0;
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < words)
-                    v[k] = fetch<whole>(p.send, first + j + k * me.threads);
+                if (j + k * me.threads < packs)
+                    v[k] = load(p.send, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
-                if (j + k * me.threads < words) {
-                    kvpn_put_all<most>(p, sent_to(p, me, round, k), kvpn_sendable(v[k]));
-                    keep<whole>(own, first + j + k * me.threads, v[k]);
+                if (j + k * me.threads < packs) {
+                    kvpn_store_to_peers<max_ranks>(p, send_offset(p, me, round, k), kvpn_replace_empty(v[k]));
+                    store(own, first + j + k * me.threads, v[k]);
                     ones |= ones_of(v[k]) << 4 * k;
                 }
-            kvpn_put_all<most>(p, sent_to(p, me, round, group), uint4{ones, 0, 0, 0});
+            kvpn_store_to_peers<max_ranks>(p, send_offset(p, me, round, group), uint4{ones, 0, 0, 0});
         }
     }
 
-    template <class T, int most, bool whole> KVPRIM_NCCL_DEVICE void rest(const kvpn_params &p, kvpn_self &me)
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t first = me.block * p.per_block, words = kvpn_block_words(p, me);
-        const uint32_t from = kvpn_next(p, me.part);
+        const uint32_t first = me.block * p.block_packs, packs = kvpn_packs_of_block(p, me);
+        const uint32_t from = kvpn_peer_rank(p, me.role);
         char *const to = (char *)p.recv + from * p.pitch;
-        for (uint32_t j = me.thread, round = 0; me.part != 0 && me.ended == 0 && j < words;
+        for (uint32_t j = me.thread, round = 0; me.role != 0 && me.stop_reason == 0 && j < packs;
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + slot_of(p, me, from, round, 0);
+            char *const at = p.peer[0] + group_offset(p, me, from, round, 0);
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
-                which |= (uint32_t)(j + i * me.threads < words) << i;
-            if (!kvpn_receive<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
+                which |= (uint32_t)(j + i * me.threads < packs) << i;
+            if (!kvpn_wait_for_slots<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
                 return;
             const uint32_t ones = v[group].x;
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    keep<whole>(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
-            kvpn_empty_slots<slots>(at, 16 * me.threads, which);
+                    store(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
+            kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
 };
 
+template <class T, int max_ranks, bool whole>
+struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
+};
+template <class T, int max_ranks, bool whole>
+struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
+};
+
 #ifndef KVPRIM_NCCL_EMULATE
-/* Before the first access of memory. Nothing here lets the next kernel start early: it may be one of NCCL's, some of
-   which (2.28 to 2.30.6) read what is before them in the stream without waiting for it. */
+/* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
+
+/* Called before the first access of memory. No kernel here lets its successor start early: that may be one of NCCL's,
+   and some of these (2.28 to 2.30.6) read what precedes them in the stream without waiting for it. */
 KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -1016,27 +1088,33 @@ KVPRIM_NCCL_DEVICE void kvpn_wait_for_predecessor(void)
 #endif
 }
 
-/* When all have taken their turn: thread 0 always has a word. */
-KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_self &me)
+/* Passes the turn on after all threads have taken it. Thread 0 always has a pack. */
+KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &me)
 {
     __syncthreads();
-    if (me.thread == 0 && me.part == 0)
+    if (me.thread == 0 && me.role == 0)
         p.turn[me.block] = me.turn ^ 1;
 }
 
-template <class Way, class T, int most, bool whole>
-static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::threads_of_8,
+/* Each block exchanges its packs with the blocks of the same number on the other ranks.
+   Each thread sends, waits for the other ranks' packs and writes the results: see the way's begin and complete.
+   If the thread's rank stopped meanwhile, the thread says so to the host and to the other ranks.
+   Thread 0 sets the block's turn for the next call. */
+template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
+                                                   : (int)Way<T, max_ranks, whole>::threads_of_8,
                                     1) void kvpn_kernel(const __grid_constant__ kvpn_params p)
 {
-    kvpn_self me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    typedef Way<T, max_ranks, whole> way;
+    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
     kvpn_wait_for_predecessor();
-    Way::template begin<T, most, whole>(p, me);
-    if (!Way::turn_last)
+    way::begin(p, me);
+    if (!way::turn_last)
         kvpn_end_turn(p, me);
-    Way::template rest<T, most, whole>(p, me);
-    if (me.ended != 0)
-        kvpn_end_rank(p, me);
-    if (Way::turn_last)
+    way::complete(p, me);
+    if (me.stop_reason != 0)
+        kvpn_stop_rank(p, me);
+    if (way::turn_last)
         kvpn_end_turn(p, me);
 }
 #endif
@@ -1044,7 +1122,7 @@ static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::th
 #endif /* KVPRIM_NCCL_KERNELS */
 #endif
 
-/* ---- communicator ---- */
+/* >>impl_host ------------------------------------------------------------------------------------------------------ */
 
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && !defined(KVPRIM_NCCL_IMPLEMENTED)
 #define KVPRIM_NCCL_IMPLEMENTED
@@ -1054,6 +1132,7 @@ static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::th
 #error "kvprim_nccl.h is implemented with <nccl.h> and <cuda_runtime_api.h>: give the compiler their folders with -I"
 #endif
 #endif
+#include <assert.h>
 #include <cuda_runtime_api.h>
 #include <nccl.h>
 #include <poll.h>
@@ -1073,16 +1152,22 @@ static __global__ __launch_bounds__(most <= 4 ? (int)Way::threads : (int)Way::th
 #pragma weak ncclCommWindowDeregister
 #endif
 enum {
-    kvpn_alive = 0x6b76706e, /* comm->state: no values that are found in memory by chance */
-    kvpn_begun = 0x6b767069, /* init runs */
+    kvpn_alive = 0x6b76706e,        /* values of comm->state that memory does not hold by chance */
+    kvpn_initialising = 0x6b767069, /* init runs */
     kvpn_aborted = 0x6b767061,
-    kvpn_leaving = 0x6b76706c, /* destroy runs */
-    kvpn_max_blocks = 128,
-    kvpn_protocol = 3,      /* raised when ranks of two builds would choose other ways, or place words elsewhere */
-    kvpn_slot_megabytes = 8 /* of a tensor that is summed in one launch; of slots there are four times as much */
+    kvpn_destroying = 0x6b76706c, /* destroy runs */
+    kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
+    kvpn_default_timeout_ms = 30 * 1000,
+    kvpn_default_init_timeout_ms = 10 * 60 * 1000,
+    kvpn_protocol = 3, /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_slots_mb = 8  /* of a tensor that is summed in one launch; the slots take four times as much */
 };
 
-static kvprim_status kvpn_cuda(const char *function, const char *call, cudaError_t error)
+static_assert(sizeof(void *) != 8 ||
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424),
+              "public structs have the sizes that bindings to 0.2 know");
+
+static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {
     if (error == cudaSuccess)
         return KVPRIM_OK;
@@ -1091,7 +1176,7 @@ static kvprim_status kvpn_cuda(const char *function, const char *call, cudaError
                        cudaGetErrorString(error));
 }
 
-static kvprim_status kvpn_nccl(const char *function, const char *call, ncclResult_t result)
+static kvprim_status kvpn_nccl_status(const char *function, const char *call, ncclResult_t result)
 {
     if (result == ncclSuccess)
         return KVPRIM_OK;
@@ -1100,18 +1185,18 @@ static kvprim_status kvpn_nccl(const char *function, const char *call, ncclResul
                        detail ? detail : "");
 }
 
-/* Leave the function with the status unless all is well; `f` is the name of the public one. */
+/* Leaves the function with the status unless all is well. `f` is the name of the public function. */
 #define KVPRIM_NCCL_TRY(call)                                                                                          \
     do {                                                                                                               \
         const kvprim_status try_status = (call);                                                                       \
         if (try_status != KVPRIM_OK)                                                                                   \
             return try_status;                                                                                         \
     } while (0)
-#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda(f, #call, call))
-#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl(f, #call, call))
+#define KVPRIM_NCCL_TRY_CUDA(call) KVPRIM_NCCL_TRY(kvpn_cuda_status(f, #call, call))
+#define KVPRIM_NCCL_TRY_NCCL(call) KVPRIM_NCCL_TRY(kvpn_nccl_status(f, #call, call))
 
-/* Microseconds, from some time on. */
-static int64_t kvpn_now(void)
+/* Since some fixed time. */
+static int64_t kvpn_now_us(void)
 {
     struct timespec t;
 #ifdef CLOCK_MONOTONIC
@@ -1122,20 +1207,20 @@ static int64_t kvpn_now(void)
     return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
 }
 
-/* Waits until *word is `wanted`; false: it is not after so long. */
-static bool kvpn_wait_for(const int32_t *word, int32_t wanted, int64_t most_ms)
+/* Waits until *word is `wanted`. False: timeout_ms is over. */
+static bool kvpn_wait_until(const int32_t *word, int32_t wanted, int64_t timeout_ms)
 {
-    const int64_t begun = kvpn_now();
+    const int64_t start_us = kvpn_now_us();
     while (__atomic_load_n(word, __ATOMIC_SEQ_CST) != wanted) {
-        if (kvpn_now() - begun >= most_ms * 1000)
+        if (kvpn_now_us() - start_us >= timeout_ms * 1000)
             return false;
         (void)poll(NULL, 0, 1);
     }
     return true;
 }
 
-/* NCCL's communicator may be one that does not block: waits for what it began, for as long as *word is `wanted`. */
-static ncclResult_t kvpn_settle(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
+/* Waits for what a communicator of NCCL's that does not block began, for as long as *word is `wanted`. */
+static ncclResult_t kvpn_wait_for_nccl(ncclComm_t nccl, ncclResult_t result, const int32_t *word, int32_t wanted)
 {
     while (result == ncclInProgress && __atomic_load_n(word, __ATOMIC_SEQ_CST) == wanted) {
         const ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
@@ -1144,16 +1229,16 @@ static ncclResult_t kvpn_settle(ncclComm_t nccl, ncclResult_t result, const int3
     return result;
 }
 
-/* This thread may do what CUDA forbids while any stream is captured (query, allocate, synchronise): nothing here touches
-   a captured stream. Returns what to pass to set it back. */
-static enum cudaStreamCaptureMode kvpn_beside_captures(enum cudaStreamCaptureMode mode)
+/* Lets this thread do what CUDA forbids while any stream is captured (query, allocate, synchronise), if mode says so:
+   nothing here touches a captured stream. Returns the mode that sets it back. */
+static enum cudaStreamCaptureMode kvpn_set_capture_mode(enum cudaStreamCaptureMode mode)
 {
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     return mode;
 }
 
-/* In a thread that ends by itself. False: there is none to be had. */
-static bool kvpn_run_apart(void *(*run)(void *), void *argument)
+/* Runs it on a thread that ends by itself. False: there is no thread to be had. */
+static bool kvpn_start_thread(void *(*run)(void *), void *argument)
 {
     pthread_t thread;
     if (pthread_create(&thread, NULL, run, argument) != 0)
@@ -1162,20 +1247,20 @@ static bool kvpn_run_apart(void *(*run)(void *), void *argument)
     return true;
 }
 
-/* The same or, rather than not at all, in this thread, which may then wait as long as NCCL does. */
-static void kvpn_run_anyhow(void *(*run)(void *), void *argument)
+/* If there is no thread to be had, runs it on this one, which may then wait as long as NCCL does. */
+static void kvpn_start_thread_or_run(void *(*run)(void *), void *argument)
 {
     int device = 0;
-    if (kvpn_run_apart(run, argument))
+    if (kvpn_start_thread(run, argument))
         return;
-    const enum cudaStreamCaptureMode mode = kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaGetDevice(&device);
     (void)run(argument);
     (void)cudaSetDevice(device);
-    (void)kvpn_beside_captures(mode);
+    (void)kvpn_set_capture_mode(mode);
 }
 
-static bool kvpn_is_last(int32_t *refs)
+static bool kvpn_release_ref(int32_t *refs)
 {
     return __atomic_sub_fetch(refs, 1, __ATOMIC_SEQ_CST) == 0;
 }
@@ -1191,83 +1276,83 @@ KVPRIM_API kvprim_status kvprim_comm_new_id(kvprim_comm_id *out)
     return KVPRIM_OK;
 }
 
-/* ---- a communicator's life ----
+/* >>impl_state -----------------------------------------------------------------------------------------------------
 
-       state        becomes                   by
-       anything     begun                     init, which holds busy
-       begun        alive or 0                init: handed over, or failed
-       begun        aborted, then 0           abort, which waits for init to notice
-       alive        aborted                   abort
-       alive        leaving, then 0           destroy, which waits for busy
-       aborted      leaving, then 0           the same
-       leaving      aborted                   destroy after a TIMEOUT: only destroy may follow
+   state         becomes                   by
+   anything      initialising              init, which counts as an active call
+   initialising  alive or 0                init: published, or failed
+   initialising  aborted, then 0           abort, which waits for init to notice
+   alive         aborted                   abort
+   alive         destroying, then 0        destroy, which waits for active calls
+   aborted       destroying, then 0        the same
+   destroying    aborted                   destroy after a TIMEOUT: only destroy may follow
 
-   Calls count in busy while they are inside. Until destroy, calls of other threads may read all fields; what changes
-   under them (*stop, watched_since, watch_next and the last line) is read and written atomically. */
+   Until destroy, calls of other threads may read all fields. What changes meanwhile (*stop, watch_start_us, watch_index
+   and the fields from `self` on) is read and written atomically. */
 
-static bool kvpn_is(const kvprim_comm *comm, int32_t state)
+static bool kvpn_has_state(const kvprim_comm *comm, int32_t state)
 {
     return comm && __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) == comm &&
            __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == state;
 }
 
-static kvprim_status kvpn_not_alive(const char *function, const kvprim_comm *comm)
+static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm *comm)
 {
     if (!comm)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: comm is NULL", function);
-    if (kvpn_is(comm, kvpn_aborted))
+    if (kvpn_has_state(comm, kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was aborted: destroy it", function);
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
 }
 
 static void kvpn_leave(kvprim_comm *comm)
 {
-    (void)__atomic_sub_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
+    (void)__atomic_sub_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
 }
 
-/* Changes the state `from` to `to`, which of several threads one can, and counts the caller as inside until kvpn_leave.
-   False: the state is another. */
+/* Changes the state from `from` to `to` and counts the caller as an active call until kvpn_leave. Of several threads
+   one succeeds. False: the state is another. */
 static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 {
-    if (!kvpn_is(comm, from))
+    if (!kvpn_has_state(comm, from))
         return false;
-    (void)__atomic_add_fetch(&comm->busy, 1, __ATOMIC_SEQ_CST);
+    (void)__atomic_add_fetch(&comm->active_calls, 1, __ATOMIC_SEQ_CST);
     if (__atomic_compare_exchange_n(&comm->state, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return true;
     kvpn_leave(comm);
     return false;
 }
 
-/* ---- what a communicator holds ---- */
+/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* A rank's page and slots. Each rank of the same process that writes there holds it, too: the last one frees it. A rank
-   of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves
-   it undefined). */
+/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it.
+   A rank of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA
+   leaves it undefined). */
 typedef struct kvpn_slots {
     int32_t refs, device;
-    uint64_t mark; /* of the rank's init */
+    uint64_t nonce; /* the rank's random number from init */
     void *memory;
     struct kvpn_slots *next;
 } kvpn_slots;
 
-/* Those of all ranks in this process, and what guards them and their refs. */
-static kvpn_slots *kvpn_slots_here;
+/* The slots of all ranks in this process. The lock guards the list and the references. */
+static kvpn_slots *kvpn_local_slots;
 static pthread_mutex_t kvpn_slots_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void kvpn_publish_slots(kvpn_slots *slots)
 {
     (void)pthread_mutex_lock(&kvpn_slots_lock);
-    slots->next = kvpn_slots_here;
-    kvpn_slots_here = slots;
+    slots->next = kvpn_local_slots;
+    kvpn_local_slots = slots;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
 }
 
-/* NULL: the rank is in another process, or has left. */
-static kvpn_slots *kvpn_hold_slots(uint64_t mark)
+/* Returns NULL if the rank is in another process, or has ended. */
+static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
 {
     (void)pthread_mutex_lock(&kvpn_slots_lock);
-    kvpn_slots *slots = kvpn_slots_here;
-    while (slots && slots->mark != mark)
+    kvpn_slots *slots = kvpn_local_slots;
+    while (slots && slots->nonce != nonce)
         slots = slots->next;
     if (slots)
         slots->refs++;
@@ -1282,7 +1367,7 @@ static void kvpn_release_slots(kvpn_slots *slots)
         return;
     (void)pthread_mutex_lock(&kvpn_slots_lock);
     const bool last = --slots->refs == 0;
-    kvpn_slots **link = &kvpn_slots_here;
+    kvpn_slots **link = &kvpn_local_slots;
     while (last && *link != slots)
         link = &(*link)->next;
     if (last)
@@ -1297,81 +1382,85 @@ static void kvpn_release_slots(kvpn_slots *slots)
     free(slots);
 }
 
-/* What ends with NCCL's communicator, or watches its work. The end does not come for as long as a graph with its
-   collectives exists, or another communicator's work is stuck on the same GPU. So it has a thread; who lets go of this
-   last frees it. */
-typedef struct kvpn_ending {
-    int32_t refs, begun, done, aborts, device;
+/* >>impl_teardown -------------------------------------------------------------------------------------------------- */
+
+/* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
+   with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
+   ends it. The last reference frees this. */
+typedef struct kvpn_teardown {
+    int32_t refs, started, done, aborts, device;
     ncclComm_t nccl;
     void *window;
-    cudaEvent_t watch[2]; /* see kvpn_watch */
-    int32_t unwatched;    /* collectives of NCCL's are in graphs */
+    cudaEvent_t watch[2]; /* see kvpn_record_watch_event */
+    int32_t in_graphs;    /* 1: graphs hold collectives of NCCL's, which no event watches */
     ncclResult_t result;
-} kvpn_ending;
+} kvpn_teardown;
 
-static void kvpn_release_ending(kvpn_ending *ending)
+static void kvpn_release_teardown(kvpn_teardown *teardown)
 {
-    if (!ending || !kvpn_is_last(&ending->refs))
+    if (!teardown || !kvpn_release_ref(&teardown->refs))
         return;
     for (int k = 0; k < 2; k++)
-        if (ending->watch[k])
-            (void)cudaEventDestroy(ending->watch[k]);
-    free(ending);
+        if (teardown->watch[k])
+            (void)cudaEventDestroy(teardown->watch[k]);
+    free(teardown);
 }
 
-/* If a window is not deregistered, its memory is never given back; but that waits for work that is stuck. */
-static void kvpn_deregister(kvpn_ending *ending)
+/* Without this, NCCL never gives the window's memory back. But it waits for work that is stuck, so an abort skips it
+   unless all work is done. */
+static void kvpn_deregister_window(kvpn_teardown *teardown)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
-    bool idle = !__atomic_load_n(&ending->unwatched, __ATOMIC_SEQ_CST);
-    (void)cudaSetDevice(ending->device);
+    bool idle = !__atomic_load_n(&teardown->in_graphs, __ATOMIC_SEQ_CST);
+    (void)cudaSetDevice(teardown->device);
     for (int k = 0; k < 2; k++)
-        idle = idle && cudaEventQuery(ending->watch[k]) == cudaSuccess;
-    if (ending->window && (idle || !ending->aborts))
-        ending->result = ncclCommWindowDeregister(ending->nccl, (ncclWindow_t)ending->window);
+        idle = idle && cudaEventQuery(teardown->watch[k]) == cudaSuccess;
+    if (teardown->window && (idle || !teardown->aborts))
+        teardown->result = ncclCommWindowDeregister(teardown->nccl, (ncclWindow_t)teardown->window);
     (void)cudaGetLastError();
 #else
-    (void)ending;
+    (void)teardown;
 #endif
 }
 
-static void *kvpn_run_ending(void *argument)
+static void *kvpn_run_teardown(void *argument)
 {
-    kvpn_ending *const ending = (kvpn_ending *)argument;
-    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
-    if (ending->window)
-        kvpn_deregister(ending);
-    ending->result = ending->aborts ? ncclCommAbort(ending->nccl) : ncclCommDestroy(ending->nccl);
-    if (ending->result == ncclInProgress) /* of one that does not block: nobody can ask it any more */
-        ending->result = ncclSuccess;
-    __atomic_store_n(&ending->done, 1, __ATOMIC_SEQ_CST);
-    kvpn_release_ending(ending);
+    kvpn_teardown *const teardown = (kvpn_teardown *)argument;
+    (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
+    if (teardown->window)
+        kvpn_deregister_window(teardown);
+    teardown->result = teardown->aborts ? ncclCommAbort(teardown->nccl) : ncclCommDestroy(teardown->nccl);
+    if (teardown->result == ncclInProgress) /* a communicator that does not block: it cannot be asked any more */
+        teardown->result = ncclSuccess;
+    __atomic_store_n(&teardown->done, 1, __ATOMIC_SEQ_CST);
+    kvpn_release_teardown(teardown);
     return NULL;
 }
 
-/* Of several threads one does it, once; the caller's communicator is left alone. */
-static void kvpn_end_nccl(kvprim_comm *comm, bool aborts)
+/* Ends NCCL's communicator, unless it is the caller's. Of several threads that call this, one does it. */
+static void kvpn_start_teardown(kvprim_comm *comm, bool aborts)
 {
-    kvpn_ending *const ending = comm->ending;
+    kvpn_teardown *const teardown = comm->teardown;
     const ncclComm_t nccl = __atomic_load_n(&comm->nccl, __ATOMIC_SEQ_CST);
-    int32_t begun = 0;
-    if (!nccl || comm->foreign ||
-        !__atomic_compare_exchange_n(&ending->begun, &begun, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+    int32_t started = 0;
+    if (!nccl || comm->nccl_borrowed ||
+        !__atomic_compare_exchange_n(&teardown->started, &started, 1, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return;
-    (void)__atomic_add_fetch(&ending->refs, 1, __ATOMIC_SEQ_CST);
-    ending->nccl = nccl, ending->aborts = aborts;
-    ending->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may wait for it */
-    kvpn_run_anyhow(kvpn_run_ending, ending);
+    (void)__atomic_add_fetch(&teardown->refs, 1, __ATOMIC_SEQ_CST);
+    teardown->nccl = nccl, teardown->aborts = aborts;
+    teardown->window = __atomic_load_n(&comm->window, __ATOMIC_SEQ_CST); /* init may still wait for it */
+    kvpn_start_thread_or_run(kvpn_run_teardown, teardown);
 }
 
-/* True: there is none, or none any more. */
-static bool kvpn_nccl_has_ended(kvprim_comm *comm, int64_t most_ms)
+/* False: it has not ended after timeout_ms. True also if it was never started. */
+static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 {
-    return !__atomic_load_n(&comm->ending->begun, __ATOMIC_SEQ_CST) || kvpn_wait_for(&comm->ending->done, 1, most_ms);
+    return !__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST) ||
+           kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
-/* No own kernels any more. Errors of what frees are not reported: there is nothing to be done about them. */
-static void kvpn_disconnect(kvprim_comm *comm)
+/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported. */
+static void kvpn_free_slots(kvprim_comm *comm)
 {
     for (int r = 0; r < kvpn_max_world; r++) {
         if (comm->mapped[r])
@@ -1385,9 +1474,9 @@ static void kvpn_disconnect(kvprim_comm *comm)
     comm->stop = comm->stop_on_gpu = NULL;
 }
 
-static void kvpn_free(kvprim_comm *comm)
+static void kvpn_free_comm(kvprim_comm *comm)
 {
-    kvpn_disconnect(comm);
+    kvpn_free_slots(comm);
     if (comm->buffer && comm->nccl_window)
         (void)ncclMemFree(comm->buffer);
     else if (comm->buffer)
@@ -1396,25 +1485,25 @@ static void kvpn_free(kvprim_comm *comm)
         (void)cudaFree(comm->scratch);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
-    kvpn_release_ending(comm->ending);
+    kvpn_release_teardown(comm->teardown);
     (void)cudaGetLastError();
 }
 
-/* ---- init: arguments ---- */
+/* >>impl_check ----------------------------------------------------------------------------------------------------- */
 
-/* The least: seven slots for each thread of a warp (kvpn_gather_many) in each of two turns and two areas, from each of
-   8 ranks, in 128 blocks, and the pages. */
-enum { kvpn_least_peer_bytes = 16 << 20, kvpn_most_peer_bytes = 4 * (kvpn_slot_megabytes << 20) + 2 * kvpn_page };
+/* The smallest peer memory has seven slots (kvpn_gather_most) for each thread of a warp, in each of two turns and two
+   areas, from each of 8 ranks, in 128 blocks, and the pages. */
+enum { kvpn_min_peer_bytes = 16 << 20, kvpn_max_peer_bytes = 4 * (kvpn_slots_mb << 20) + 2 * kvpn_page };
 
 static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
     if (desc->world > kvpn_max_world)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers is set, and desc->world %d, must be at most %d", f,
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at most %d with desc->peers", f,
                            (int)desc->world, (int)kvpn_max_world);
-    if (desc->peer_bytes < kvpn_least_peer_bytes)
+    if (desc->peer_bytes < kvpn_min_peer_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->peer_bytes is %llu, must be at least %d", f,
-                           (unsigned long long)desc->peer_bytes, (int)kvpn_least_peer_bytes);
+                           (unsigned long long)desc->peer_bytes, (int)kvpn_min_peer_bytes);
     for (int r = 0; r < desc->world; r++)
         if (!desc->peers[r] || (uintptr_t)desc->peers[r] % 16)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peers[%d] is %p, must be aligned to 16 bytes", f, r,
@@ -1422,12 +1511,13 @@ static kvprim_status kvpn_check_peers(const kvprim_comm_desc *desc)
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
+static kvprim_status kvpn_check_comm_desc(const kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     const char *const f = "kvprim_comm_init";
     if (!comm || !desc)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, comm ? "desc" : "comm");
-    if (comm->self == comm && (comm->state == kvpn_alive || comm->state == kvpn_begun || comm->state == kvpn_aborted))
+    if (comm->self == comm &&
+        (comm->state == kvpn_alive || comm->state == kvpn_initialising || comm->state == kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm is in use: destroy it first", f);
     if (desc->world < 1)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->world is %d, must be at least 1", f, (int)desc->world);
@@ -1439,7 +1529,7 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
                            (unsigned long long)desc->buffer_bytes, (unsigned long long)(SIZE_MAX / 2));
     const struct {
         const char *name;
-        int32_t value, most;
+        int32_t value, max;
     } fields[] = {{"timeout_ms", desc->timeout_ms, INT32_MAX},
                   {"init_timeout_ms", desc->init_timeout_ms, INT32_MAX},
                   {"max_sms", desc->max_sms, INT32_MAX},
@@ -1448,14 +1538,18 @@ static kvprim_status kvpn_check_desc(const kvprim_comm *comm, const kvprim_comm_
                   {"no_kernels", desc->no_kernels, 1},
                   {"nccl_window", desc->nccl_window, 1}};
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
-        if (fields[i].value < 0 || fields[i].value > fields[i].most)
+        if (fields[i].value < 0 || fields[i].value > fields[i].max)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %d, must be 0 to %d", f, fields[i].name,
-                               (int)fields[i].value, (int)fields[i].most);
+                               (int)fields[i].value, (int)fields[i].max);
+    if (desc->padding != 0 || desc->reserved != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be 0", f,
+                           desc->padding != 0 ? "padding" : "reserved",
+                           (long long)(desc->padding != 0 ? desc->padding : desc->reserved));
     return desc->peers ? kvpn_check_peers(desc) : KVPRIM_OK;
 }
 
-/* Why kernels are off as far as this rank alone can say; NULL: nothing speaks against them. */
-static const char *kvpn_why_off(const kvprim_comm_desc *desc)
+/* Why kernels are off, as far as this rank alone can say; NULL: no reason so far. */
+static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
 {
 #ifdef KVPRIM_NCCL_KERNELS
     const char *const p2p = getenv("NCCL_P2P_DISABLE"), *const level = getenv("NCCL_P2P_LEVEL");
@@ -1467,14 +1561,14 @@ static const char *kvpn_why_off(const kvprim_comm_desc *desc)
                                                                              : NULL;
 #else
     (void)desc;
-    return "compiled without them, which takes nvcc";
+    return "not compiled by nvcc";
 #endif
 }
 
-/* ---- init: what ranks tell each other ---- */
+/* >>impl_exchange -------------------------------------------------------------------------------------------------- */
 
-/* The file's first line as a number; 0: there is none. FNV-1a. */
-static uint64_t kvpn_hash_line(const char *path)
+/* FNV-1a of the file's first line; 0: the file cannot be read, or is empty. */
+static uint64_t kvpn_hash_first_line(const char *path)
 {
     char line[128] = "";
     uint64_t hash = 0xcbf29ce484222325u;
@@ -1488,37 +1582,40 @@ static uint64_t kvpn_hash_line(const char *path)
     return hash;
 }
 
-/* What must be the same on every rank. */
-enum { kvpn_alike = 6 };
-static const char *const kvpn_alike_names[kvpn_alike] = {
+/* These must be the same on every rank. */
+enum { kvpn_setting_count = 6 };
+static const char *const kvpn_setting_names[kvpn_setting_count] = {
     "buffer_bytes", "deterministic", "nccl_window", "all_reduce_limit", "reduce_scatter_limit", "all_gather_limit"};
 
-typedef struct kvpn_card {
-    uint64_t layout, alike[kvpn_alike], machine, mark, peer_bytes; /* mark: a random number */
-    int32_t ok, fast, max_sms, device, mappable, window;
+typedef struct kvpn_rank_info {
+    uint64_t layout; /* version and protocol */
+    uint64_t settings[kvpn_setting_count], machine, nonce, peer_bytes;
+    int32_t ok, has_kernels, max_sms, device, mappable, window;
     cudaIpcMemHandle_t handle; /* if mappable */
-} kvpn_card;
+} kvpn_rank_info;
 
-/* What init works on, in a thread of its own; the caller's waits for it. Who lets go of it last frees it. */
-typedef struct kvpn_opening {
-    kvprim_comm comm; /* becomes the caller's when it is complete */
+/* init works on this in a thread of its own, while the caller's thread waits. The last reference frees it. */
+typedef struct kvpn_init_task {
+    kvprim_comm comm; /* becomes the caller's when init has succeeded */
     kvprim_comm_desc desc;
-    kvpn_card mine, *all; /* all: of every rank */
-    const char *why_not;  /* kernels are off; NULL: so far they are not */
+    kvpn_rank_info mine, *all; /* all: of every rank */
+    const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
-    int32_t asked, answer; /* asked: the caller's thread is to call desc.exchange, whose answer this is */
+    int32_t exchange_requested; /* 1: the caller's thread is to call desc.exchange */
+    int32_t exchange_result;
     bool can_exchange;
+    bool kernels_wait; /* own kernels wait for their predecessors: compiled for compute capability 9.0 or newer */
     kvprim_status status;
     char error[512];
-} kvpn_opening;
+} kvpn_init_task;
 
-/* The caller has left: nothing of NCCL's may be used any more. */
-static bool kvpn_is_cancelled(const kvpn_opening *o)
+/* After this, nothing of NCCL's may be used any more: the caller has left. */
+static bool kvpn_is_cancelled(const kvpn_init_task *task)
 {
-    return __atomic_load_n(&o->cancelled, __ATOMIC_SEQ_CST) != 0;
+    return __atomic_load_n(&task->cancelled, __ATOMIC_SEQ_CST) != 0;
 }
 
-static kvprim_status kvpn_copy(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
+static kvprim_status kvpn_copy_and_wait(const kvprim_comm *comm, void *dst, const void *src, size_t bytes)
 {
     const char *const f = "kvprim_comm_init";
     KVPRIM_NCCL_TRY_CUDA(cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDefault, comm->stream));
@@ -1526,82 +1623,83 @@ static kvprim_status kvpn_copy(const kvprim_comm *comm, void *dst, const void *s
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_gather_by_nccl(kvpn_opening *o)
+static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    const kvprim_comm *const comm = &o->comm;
-    const size_t one = sizeof o->mine, all = one * (size_t)comm->world;
+    const kvprim_comm *const comm = &task->comm;
+    const size_t one = sizeof task->mine, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
-    KVPRIM_NCCL_TRY(kvpn_copy(comm, scratch + all, &o->mine, one));
-    if (kvpn_is_cancelled(o)) /* while it copied: kvpn_exchange_cards says so */
+    KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
+    if (kvpn_is_cancelled(task)) /* while it copied; kvpn_exchange_infos reports it */
         return KVPRIM_OK;
     const ncclResult_t result = ncclAllGather(scratch + all, scratch, one, ncclChar, comm->nccl, comm->stream);
-    KVPRIM_NCCL_TRY(kvpn_nccl(f, "ncclAllGather", kvpn_settle(comm->nccl, result, &o->cancelled, 0)));
-    if (comm->window) /* see kvpn_deregister */
-        KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->ending->watch[0], comm->stream));
-    return kvpn_copy(comm, o->all, scratch, all);
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclAllGather", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
+    if (comm->window) /* see kvpn_deregister_window */
+        KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(comm->teardown->watch[0], comm->stream));
+    return kvpn_copy_and_wait(comm, task->all, scratch, all);
 }
 
-static kvprim_status kvpn_gather_by_caller(kvpn_opening *o)
+static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
 {
-    __atomic_store_n(&o->asked, 1, __ATOMIC_SEQ_CST);
-    while (!kvpn_wait_for(&o->asked, 0, 100) && !kvpn_is_cancelled(o))
+    __atomic_store_n(&task->exchange_requested, 1, __ATOMIC_SEQ_CST);
+    while (!kvpn_wait_until(&task->exchange_requested, 0, 100) && !kvpn_is_cancelled(task))
         continue;
-    return o->answer == 0
+    return task->exchange_result == 0
                ? KVPRIM_OK
-               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d", (int)o->answer);
+               : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: desc->exchange returned %d",
+                             (int)task->exchange_result);
 }
 
-/* Everyone's card to everyone, and whether the step before it went well on every rank: they give up together, where
-   one alone would leave the others waiting. */
-static kvprim_status kvpn_exchange_cards(kvpn_opening *o, kvprim_status mine)
+/* Gives every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step failed on one
+   rank, all ranks give up together; one alone would leave the others waiting. */
+static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status)
 {
-    kvprim_status s = mine;
-    o->mine.ok = mine == KVPRIM_OK;
-    if (o->can_exchange && !kvpn_is_cancelled(o))
-        s = o->desc.exchange ? kvpn_gather_by_caller(o) : kvpn_gather_by_nccl(o);
-    if (mine != KVPRIM_OK || s != KVPRIM_OK)
-        return mine != KVPRIM_OK ? mine : s;
-    if (kvpn_is_cancelled(o)) /* then the cards may be old ones: NCCL was ended, and did not say so */
+    kvprim_status s = status;
+    task->mine.ok = status == KVPRIM_OK;
+    if (task->can_exchange && !kvpn_is_cancelled(task))
+        s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
+    if (status != KVPRIM_OK || s != KVPRIM_OK)
+        return status != KVPRIM_OK ? status : s;
+    if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
-    for (int r = 0; r < o->comm.world; r++) {
-        if (!o->all[r].ok)
+    for (int r = 0; r < task->comm.world; r++) {
+        if (!task->all[r].ok)
             return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
-        if (!o->why_not && !o->all[r].fast)
-            o->why_not = "another rank has none";
+        if (!task->off_reason && !task->all[r].has_kernels)
+            task->off_reason = "another rank's kernels are off";
     }
     return KVPRIM_OK;
 }
 
-/* This rank's page and slots, unless the caller gave them, and whether other processes can map them. */
-static kvprim_status kvpn_make_slots(kvpn_opening *o)
+/* Allocates this rank's page and slots, and finds out whether other processes can map them. */
+static kvprim_status kvpn_alloc_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
     if (!slots)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
-    slots->refs = 1, slots->device = comm->device, slots->mark = o->mine.mark;
+    slots->refs = 1, slots->device = comm->device, slots->nonce = task->mine.nonce;
     kvpn_publish_slots(slots);
     comm->slots[comm->rank] = slots;
-    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_most_peer_bytes));
+    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&slots->memory, kvpn_max_peer_bytes));
     comm->peer[comm->rank] = slots->memory;
-    o->mine.mappable = cudaIpcGetMemHandle(&o->mine.handle, slots->memory) == cudaSuccess;
+    task->mine.mappable = cudaIpcGetMemHandle(&task->mine.handle, slots->memory) == cudaSuccess;
     (void)cudaGetLastError();
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpn_fill_slots(kvpn_opening *o)
+static kvprim_status kvpn_init_slots(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
-    o->mine.peer_bytes = kvpn_most_peer_bytes;
-    if (comm->peer[comm->rank] && o->desc.peer_bytes < kvpn_most_peer_bytes)
-        o->mine.peer_bytes = o->desc.peer_bytes;
+    kvprim_comm *const comm = &task->comm;
+    task->mine.peer_bytes = kvpn_max_peer_bytes;
+    if (comm->peer[comm->rank] && task->desc.peer_bytes < kvpn_max_peer_bytes)
+        task->mine.peer_bytes = task->desc.peer_bytes;
     else if (!comm->peer[comm->rank])
-        KVPRIM_NCCL_TRY(kvpn_make_slots(o));
+        KVPRIM_NCCL_TRY(kvpn_alloc_slots(task));
     char *const memory = (char *)comm->peer[comm->rank];
-    const size_t slots = (size_t)o->mine.peer_bytes - kvpn_page;
+    const size_t slots = (size_t)task->mine.peer_bytes - kvpn_page;
     KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory, 0, kvpn_page, comm->stream));
     KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(memory + kvpn_page, 0xff, slots, comm->stream)); /* empty */
     KVPRIM_NCCL_TRY_CUDA(cudaStreamSynchronize(comm->stream));
@@ -1612,138 +1710,148 @@ static kvprim_status kvpn_fill_slots(kvpn_opening *o)
     return KVPRIM_OK;
 }
 
-/* What this rank does by itself. */
-static kvprim_status kvpn_prepare(kvpn_opening *o)
+/* What this rank does by itself, before the first exchange. */
+static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
-    const kvprim_comm_desc *const d = &o->desc;
-    const uint64_t alike[kvpn_alike] = {d->buffer_bytes,     (uint64_t)d->deterministic, (uint64_t)d->nccl_window,
-                                        d->all_reduce_limit, d->reduce_scatter_limit,    d->all_gather_limit};
+    kvprim_comm *const comm = &task->comm;
+    const kvprim_comm_desc *const d = &task->desc;
+    const uint64_t settings[kvpn_setting_count] = {d->buffer_bytes,          (uint64_t)d->deterministic,
+                                                   (uint64_t)d->nccl_window, d->all_reduce_limit,
+                                                   d->reduce_scatter_limit,  d->all_gather_limit};
     int sms = 0;
-    memcpy(o->mine.alike, alike, sizeof alike);
-    o->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
-    o->mine.machine = kvpn_hash_line("/proc/sys/kernel/random/boot_id"); /* the same in all its containers */
-    o->mine.mark = kvpn_hash_line("/proc/sys/kernel/random/uuid"), o->mine.device = comm->device;
+    memcpy(task->mine.settings, settings, sizeof settings);
+    task->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
+    task->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers */
+    task->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), task->mine.device = comm->device;
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
-    /* Half of them, a multiple of 8 (64 of 132): beside a sum that waits, a matrix product of 4096^3 takes twice as long;
-       beside one on all of them 25 times, on three quarters 3.3 times. */
-    o->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
-    o->mine.max_sms = o->mine.max_sms < sms ? o->mine.max_sms : sms;
+    /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
+       long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
+       times. */
+    task->mine.max_sms = d->max_sms ? d->max_sms : sms < 32 ? sms : sms / 16 * 8;
+    task->mine.max_sms = task->mine.max_sms < sms ? task->mine.max_sms : sms;
     for (int k = 0; k < 2; k++)
-        KVPRIM_NCCL_TRY_CUDA(cudaEventCreateWithFlags(&comm->ending->watch[k], cudaEventDisableTiming));
+        KVPRIM_NCCL_TRY_CUDA(cudaEventCreateWithFlags(&comm->teardown->watch[k], cudaEventDisableTiming));
     if (d->buffer_bytes && d->nccl_window)
         KVPRIM_NCCL_TRY_NCCL(ncclMemAlloc(&comm->buffer, d->buffer_bytes));
     else if (d->buffer_bytes)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->buffer, d->buffer_bytes));
-    o->why_not = o->mine.mark ? kvpn_why_off(d) : "/proc/sys/kernel/random/uuid cannot be read";
-    o->mine.fast = !o->why_not;
-    return o->why_not ? KVPRIM_OK : kvpn_fill_slots(o);
+    task->off_reason = task->mine.nonce ? kvpn_kernels_off_reason(d) : "/proc/sys/kernel/random/uuid cannot be read";
+    task->mine.has_kernels = !task->off_reason;
+    return task->off_reason ? KVPRIM_OK : kvpn_init_slots(task);
 }
 
-/* Slots per block, a multiple of 8 (128 bytes), from a rank's memory of so many bytes. */
+/* Slots per block in a rank's memory of so many bytes, as a multiple of 8 (128 bytes). */
 static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
 {
     comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
 }
 
-/* After the first exchange: what must be the same everywhere, and the least of what may differ. */
-static kvprim_status kvpn_compare(kvpn_opening *o)
+/* After the first exchange: compares what must be the same everywhere, and takes the least of what may differ. */
+static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
     int32_t blocks = kvpn_max_blocks;
-    uint64_t bytes = kvpn_most_peer_bytes;
-    for (int r = 0; r < o->comm.world; r++) {
-        const kvpn_card *const card = &o->all[r];
-        if (card->layout != o->mine.layout)
+    uint64_t bytes = kvpn_max_peer_bytes;
+    for (int r = 0; r < task->comm.world; r++) {
+        const kvpn_rank_info *const info = &task->all[r];
+        if (info->layout != task->mine.layout)
             return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_comm_init: rank %d runs another version of kvprim", r);
-        for (int k = 0; k < kvpn_alike; k++)
-            if (card->alike[k] != o->mine.alike[k])
+        for (int k = 0; k < kvpn_setting_count; k++)
+            if (info->settings[k] != task->mine.settings[k])
                 return kvprim_fail(k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT,
                                    "kvprim_comm_init: desc->%s is %llu, but %llu on rank %d: must be the same",
-                                   kvpn_alike_names[k], (unsigned long long)o->mine.alike[k],
-                                   (unsigned long long)card->alike[k], r);
-        blocks = card->max_sms < blocks ? card->max_sms : blocks;
-        bytes = card->fast && card->peer_bytes < bytes ? card->peer_bytes : bytes;
+                                   kvpn_setting_names[k], (unsigned long long)task->mine.settings[k],
+                                   (unsigned long long)info->settings[k], r);
+        blocks = info->max_sms < blocks ? info->max_sms : blocks;
+        bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
-    o->comm.blocks = (uint32_t)blocks;
-    kvpn_set_block_slots(&o->comm, (size_t)bytes);
+    task->comm.blocks = (uint32_t)blocks;
+    kvpn_set_block_slots(&task->comm, (size_t)bytes);
     return KVPRIM_OK;
 }
 
-/* ---- init: each other's memory ---- */
+/* >>impl_peers ----------------------------------------------------------------------------------------------------- */
 
-/* That of rank r: of this process as it is, of another one by CUDA's IPC. NULL: out of reach. */
-static void *kvpn_reach(kvpn_opening *o, int r)
+/* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
+   reach. */
+static void *kvpn_map_peer(kvpn_init_task *task, int r)
 {
-    kvprim_comm *const comm = &o->comm;
-    const kvpn_card *const card = &o->all[r];
+    kvprim_comm *const comm = &task->comm;
+    const kvpn_rank_info *const info = &task->all[r];
     int can = 0;
-    if (card->machine != o->mine.machine || card->machine == 0)
+    if (info->machine != task->mine.machine || info->machine == 0)
         return NULL;
-    comm->slots[r] = kvpn_hold_slots(card->mark);
+    comm->slots[r] = kvpn_retain_slots(info->nonce);
     if (!comm->slots[r]) {
-        if (!card->mappable || cudaIpcOpenMemHandle(&comm->mapped[r], card->handle, cudaIpcMemLazyEnablePeerAccess))
+        if (!info->mappable || cudaIpcOpenMemHandle(&comm->mapped[r], info->handle, cudaIpcMemLazyEnablePeerAccess))
             comm->mapped[r] = NULL;
         return comm->mapped[r];
     }
-    if (cudaDeviceCanAccessPeer(&can, comm->device, card->device) != cudaSuccess || !can)
+    if (cudaDeviceCanAccessPeer(&can, comm->device, info->device) != cudaSuccess || !can)
         return NULL;
-    const cudaError_t enabled = cudaDeviceEnablePeerAccess(card->device, 0);
+    const cudaError_t enabled = cudaDeviceEnablePeerAccess(info->device, 0);
     return enabled == cudaSuccess || enabled == cudaErrorPeerAccessAlreadyEnabled ? comm->slots[r]->memory : NULL;
 }
 
-static uint64_t *kvpn_mark_of(const kvprim_comm *comm, int owner, int writer)
+static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
 {
-    return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_marks) + writer;
+    return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
-/* Reaches every other rank's memory and leaves a mark there; kernels are on so far on all ranks or on none. That a rank
-   cannot is no error. */
-static void kvpn_connect(kvpn_opening *o)
+/* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for
+   none. A rank that cannot reach another has no error, but no kernels. */
+static void kvpn_connect_peers(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
-    for (int r = 0; r < comm->world && !o->why_not; r++) {
+    kvprim_comm *const comm = &task->comm;
+    for (int r = 0; r < comm->world && !task->off_reason; r++) {
         if (!comm->peer[r])
-            comm->peer[r] = kvpn_reach(o, r);
+            comm->peer[r] = kvpn_map_peer(task, r);
         if (!comm->peer[r])
-            o->why_not = o->all[r].machine == o->mine.machine ? "not all ranks can write to each other's memory"
-                                                              : "ranks on several machines";
-        else if (kvpn_copy(comm, kvpn_mark_of(comm, r, comm->rank), &o->mine.mark, sizeof o->mine.mark) != KVPRIM_OK)
-            o->why_not = "a copy to another rank's memory failed";
+            task->off_reason = task->all[r].machine == task->mine.machine
+                                   ? "not all ranks can write to each other's memory"
+                                   : "ranks on several machines";
+        else if (kvpn_copy_and_wait(comm, kvpn_nonce_at(comm, r, comm->rank), &task->mine.nonce,
+                                    sizeof task->mine.nonce) != KVPRIM_OK)
+            task->off_reason = "a copy to another rank's memory failed";
     }
     (void)cudaGetLastError();
-    o->mine.fast = !o->why_not;
+    task->mine.has_kernels = !task->off_reason;
 }
 
-/* After another exchange: the marks of all ranks must have come. */
-static kvprim_status kvpn_find_marks(kvpn_opening *o)
+/* After the second exchange: the nonces of all ranks must have arrived. */
+static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
 {
-    uint64_t marks[kvpn_max_world];
-    if (o->why_not)
+    uint64_t nonces[kvpn_max_world];
+    if (task->off_reason)
         return KVPRIM_OK;
-    KVPRIM_NCCL_TRY(kvpn_copy(&o->comm, marks, kvpn_mark_of(&o->comm, o->comm.rank, 0), sizeof marks));
-    for (int r = 0; r < o->comm.world; r++)
-        if (marks[r] != o->all[r].mark)
-            o->why_not = "another rank's copy to this rank's memory did not arrive";
-    o->mine.fast = !o->why_not;
+    KVPRIM_NCCL_TRY(
+        kvpn_copy_and_wait(&task->comm, nonces, kvpn_nonce_at(&task->comm, task->comm.rank, 0), sizeof nonces));
+    for (int r = 0; r < task->comm.world; r++)
+        if (nonces[r] != task->all[r].nonce)
+            task->off_reason = "another rank's copy to this rank's memory did not arrive";
+    task->mine.has_kernels = !task->off_reason;
     return KVPRIM_OK;
 }
 
-/* A window that NCCL does not give is no error: collectives work without. NCCL may fill it in after the call. */
-static void kvpn_register(kvpn_opening *o)
+/* If NCCL gives no window, that is no error: collectives work without it. NCCL may fill in the window after the
+   call. */
+static void kvpn_register_window(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_WINDOWS
-    kvprim_comm *const comm = &o->comm;
-    if (!comm->nccl_window || comm->foreign || !comm->buffer || !ncclCommWindowRegister || kvpn_is_cancelled(o))
+    kvprim_comm *const comm = &task->comm;
+    if (!comm->nccl_window || comm->nccl_borrowed || !comm->buffer || !ncclCommWindowRegister ||
+        kvpn_is_cancelled(task))
         return;
     (void)ncclCommWindowRegister(comm->nccl, comm->buffer, comm->buffer_bytes, (ncclWindow_t *)&comm->window,
                                  NCCL_WIN_COLL_SYMMETRIC);
-    (void)kvpn_settle(comm->nccl, ncclInProgress, &o->cancelled, 0);
-    o->mine.window = comm->window != NULL;
+    (void)kvpn_wait_for_nccl(comm->nccl, ncclInProgress, &task->cancelled, 0);
+    task->mine.window = comm->window != NULL;
 #else
-    (void)o;
+    (void)task;
 #endif
 }
+
+/* >>impl_limits ---------------------------------------------------------------------------------------------------- */
 
 #ifdef KVPRIM_NCCL_KERNELS
 typedef enum kvpn_way {
@@ -1756,70 +1864,72 @@ typedef enum kvpn_way {
     kvpn_by_gather_most
 } kvpn_way;
 
-typedef void (*kvpn_kernel_of)(kvpn_params);
+typedef void (*kvpn_kernel_function)(kvpn_params);
 
-template <class Way, class T, int most> static kvpn_kernel_of kvpn_pick(bool whole)
+template <template <class, int, bool> class Way, class T, int max_ranks>
+static kvpn_kernel_function kvpn_pick(bool whole)
 {
-    return whole ? kvpn_kernel<Way, T, most, true> : kvpn_kernel<Way, T, most, false>;
+    return whole ? kvpn_kernel<Way, T, max_ranks, true> : kvpn_kernel<Way, T, max_ranks, false>;
 }
 
-template <class Way, class T> static kvpn_kernel_of kvpn_pick(int world, bool whole)
+template <template <class, int, bool> class Way, class T> static kvpn_kernel_function kvpn_pick(int world, bool whole)
 {
     return world == 2   ? kvpn_pick<Way, T, 2>(whole)
            : world <= 4 ? kvpn_pick<Way, T, 4>(whole)
                         : kvpn_pick<Way, T, 8>(whole);
 }
 
-template <class Way> static kvpn_kernel_of kvpn_pick(kvprim_dtype dtype, int world, bool whole)
+template <template <class, int, bool> class Way>
+static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 {
     return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
            : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
                                   : kvpn_pick<Way, kvpn_f16>(world, whole);
 }
 
-static kvpn_kernel_of kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
+static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
     return way == kvpn_by_gather        ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many<kvpn_group>, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_many<kvpn_large_group>, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
            : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
            : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-/* CUDA loads a kernel at its first launch, which then may wait for a kernel that waits for another rank. */
-static void kvpn_load_kernels(kvpn_opening *o)
+/* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
+   of them are loaded here. */
+static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 6 && !o->why_not; k++) {
+        for (int k = 0; k < 6 && !task->off_reason; k++) {
             cudaFuncAttributes attributes;
-            const void *const kernel = (const void *)kvpn_pick((kvpn_way)way, types[k / 2], o->comm.world, k % 2 == 1);
+            const void *const kernel =
+                (const void *)kvpn_pick((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
             if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-                o->why_not = "compiled for other GPUs than this one";
+                task->off_reason = "compiled for other GPUs than this one";
+            else
+                task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
         }
     (void)cudaGetLastError();
-    o->mine.fast = !o->why_not;
+    task->mine.has_kernels = !task->off_reason;
 }
 
-/* Whether every kernel here waits for its predecessor, whichever of this file's architectures the driver picks, and
-   such launches can be captured. */
-static bool kvpn_has_pdl(void)
+/* Older drivers cannot capture launches with programmatic dependent launch. */
+static bool kvpn_can_capture_pdl(void)
 {
-    const int architectures[] = {__CUDA_ARCH_LIST__};
     int driver;
-    for (int architecture : architectures)
-        if (architecture < 900)
-            return false;
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* The largest tensors, in bytes, that each way is the fastest for. Measured on 2 and 4 H200s, estimated for more ranks.
-   Another number here: another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks. Other numbers need
+   another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t scatter;                  /* what each rank sends */
-    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is no multiple of 16 */
+    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
     size_t gather_many, gather_most; /* the second begins where the first ends */
 } kvpn_limits;
 
@@ -1840,241 +1950,250 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
-/* NCCL's symmetric kernels of these versions may start before the kernel before them has ended. */
-static bool kvpn_starts_early(int running)
+/* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
+static bool kvpn_nccl_starts_early(int running)
 {
     return running >= NCCL_VERSION(2, 28, 0) && running < NCCL_VERSION(2, 30, 7);
 }
 
-static void kvpn_describe(kvpn_opening *o)
+/* >>impl_describe -------------------------------------------------------------------------------------------------- */
+
+static void kvpn_describe(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     const int running = comm->nccl_version;
     struct cudaDeviceProp device;
     char *const text = comm->description;
-    const size_t most = sizeof comm->description;
+    const size_t size = sizeof comm->description;
     if (cudaGetDeviceProperties(&device, comm->device) != cudaSuccess)
         memcpy(device.name, "?", 2);
     size_t used = (size_t)snprintf(
-        text, most,
+        text, size,
         "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; buffer of %llu bytes, "
         "%s%s; timeout %d ms; own kernels ",
         (int)comm->rank, (int)comm->world, (int)comm->device, device.name, running / 10000, running / 100 % 100,
-        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->foreign ? "the caller's" : "own",
+        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->nccl_borrowed ? "the caller's" : "own",
         (unsigned long long)comm->buffer_bytes,
         comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
         comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", (int)comm->timeout_ms);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
-        used += (size_t)snprintf(text + used, most - used,
+        used += (size_t)snprintf(text + used, size - used,
                                  "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
-                                 o->desc.peers                           ? "in the caller's memory"
+                                 task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
-            (void)snprintf(text + used, most - used, "sums of any size");
+            (void)snprintf(text + used, size - used, "sums of any size");
         else
-            (void)snprintf(text + used, most - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
+            (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
                            (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
         return;
     }
 #endif
-    (void)snprintf(text + used, most - used, "off: %s", o->why_not);
+    (void)snprintf(text + used, size - used, "off: %s", task->off_reason);
 }
 
-/* ---- init ---- */
+/* >>impl_init ------------------------------------------------------------------------------------------------------ */
 
-/* NCCL's communicator, and what exchanges go through. A rank that fails before it has them cannot tell the others. */
-static kvprim_status kvpn_make_nccl(kvpn_opening *o)
+/* Makes NCCL's communicator, and what exchanges need. A rank that fails before that cannot tell the others. */
+static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
-    kvprim_comm *const comm = &o->comm;
+    kvprim_comm *const comm = &task->comm;
     ncclUniqueId id;
     int rank = comm->rank, world = comm->world, device = comm->device;
-    memcpy(id.internal, o->desc.id.bytes, sizeof id.internal);
-    o->can_exchange = comm->foreign && o->desc.exchange;
+    memcpy(id.internal, task->desc.id.bytes, sizeof id.internal);
+    task->can_exchange = comm->nccl_borrowed && task->desc.exchange;
     (void)ncclGetVersion(&comm->nccl_version);
     KVPRIM_NCCL_TRY_CUDA(cudaStreamCreateWithFlags(&comm->stream, cudaStreamNonBlocking));
-    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof o->mine * ((size_t)world + 1)));
-    if (comm->foreign) {
+    KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&comm->scratch, sizeof task->mine * ((size_t)world + 1)));
+    if (comm->nccl_borrowed) {
         KVPRIM_NCCL_TRY_NCCL(ncclCommUserRank(comm->nccl, &rank));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCount(comm->nccl, &world));
         KVPRIM_NCCL_TRY_NCCL(ncclCommCuDevice(comm->nccl, &device));
-    } else if (!kvpn_is_cancelled(o)) { /* kvpn_end_nccl ends it where it waits: NCCL has no other way */
+    } else if (!kvpn_is_cancelled(task)) { /* kvpn_start_teardown ends it if it waits: NCCL has no other way */
         const ncclResult_t result = ncclCommInitRank(&comm->nccl, world, id, rank);
-        KVPRIM_NCCL_TRY(kvpn_nccl(f, "ncclCommInitRank", kvpn_settle(comm->nccl, result, &o->cancelled, 0)));
+        KVPRIM_NCCL_TRY(
+            kvpn_nccl_status(f, "ncclCommInitRank", kvpn_wait_for_nccl(comm->nccl, result, &task->cancelled, 0)));
     }
-    o->can_exchange = comm->nccl && (o->can_exchange || world == comm->world);
+    task->can_exchange = comm->nccl && (task->can_exchange || world == comm->world);
     if (rank != comm->rank || world != comm->world || device != comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: desc->nccl is rank %d of %d on device %d, desc says rank %d of %d, the device is %d", f,
-                           rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
+        return kvprim_fail(
+            KVPRIM_ERROR_ARGUMENT,
+            "%s: desc->nccl is rank %d of %d on device %d, but desc says rank %d of %d, and the current device is %d",
+            f, rank, world, device, (int)comm->rank, (int)comm->world, (int)comm->device);
     return KVPRIM_OK;
 }
 
-/* After the last exchange: all ranks know the same. */
-static kvprim_status kvpn_decide(kvpn_opening *o)
+/* After the last exchange, all ranks know the same. */
+static kvprim_status kvpn_decide(kvpn_init_task *task)
 {
-    kvprim_comm *const comm = &o->comm;
-    if (o->why_not)
-        kvpn_disconnect(comm);
+    kvprim_comm *const comm = &task->comm;
+    if (task->off_reason)
+        kvpn_free_slots(comm);
 #ifdef KVPRIM_NCCL_KERNELS
-    comm->pdl = comm->peer[0] && !o->desc.no_pdl && kvpn_has_pdl();
+    comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
 #endif
     if (comm->deterministic && comm->world > 1 && !comm->peer[0])
         return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s", o->why_not);
+                           "kvprim_comm_init: desc->deterministic is 1, and kernels for it are off: %s",
+                           task->off_reason);
     comm->in_windows = comm->nccl_window;
-    for (int r = 0; r < comm->world && !comm->foreign; r++)
-        comm->in_windows = comm->in_windows && o->all[r].window;
-    comm->nccl_starts_early = comm->in_windows && kvpn_starts_early(comm->nccl_version);
-    kvpn_describe(o);
+    for (int r = 0; r < comm->world && !comm->nccl_borrowed; r++)
+        comm->in_windows = comm->in_windows && task->all[r].window;
+    comm->nccl_starts_early = comm->in_windows && kvpn_nccl_starts_early(comm->nccl_version);
+    kvpn_describe(task);
     return KVPRIM_OK;
 }
 
-/* Each step fails on all ranks or on none: the exchange after it tells. */
-static kvprim_status kvpn_open(kvpn_opening *o)
+/* Each step fails on all ranks or on none: the exchange after it tells all of them. */
+static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
-    kvprim_status s = kvpn_make_nccl(o);
-    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, s == KVPRIM_OK ? kvpn_prepare(o) : s));
-    KVPRIM_NCCL_TRY(kvpn_compare(o));
-    kvpn_connect(o);
-    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, KVPRIM_OK));
-    s = kvpn_find_marks(o);
+    kvprim_status s = kvpn_make_nccl(task);
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s == KVPRIM_OK ? kvpn_prepare_rank(task) : s));
+    KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
+    kvpn_connect_peers(task);
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK));
+    s = kvpn_check_nonces(task);
 #ifdef KVPRIM_NCCL_KERNELS
-    if (!o->why_not)
-        kvpn_load_kernels(o);
+    if (!task->off_reason)
+        kvpn_load_kernels(task);
 #endif
-    kvpn_register(o); /* on all ranks or none: it waits for the others */
-    KVPRIM_NCCL_TRY(kvpn_exchange_cards(o, s));
-    return kvpn_decide(o);
+    kvpn_register_window(task); /* on all ranks or none: it waits for the others */
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
+    return kvpn_decide(task);
 }
 
-static kvpn_opening *kvpn_new_opening(const kvprim_comm_desc *desc, int device)
+static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int device)
 {
-    kvpn_opening *const o = (kvpn_opening *)calloc(1, sizeof *o);
-    kvpn_card *const all = (kvpn_card *)calloc((size_t)desc->world, sizeof *all);
-    kvpn_ending *const ending = (kvpn_ending *)calloc(1, sizeof *ending);
-    if (!o || !all || !ending) {
-        free(o);
+    kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task);
+    kvpn_rank_info *const all = (kvpn_rank_info *)calloc((size_t)desc->world, sizeof *all);
+    kvpn_teardown *const teardown = (kvpn_teardown *)calloc(1, sizeof *teardown);
+    if (!task || !all || !teardown) {
+        free(task);
         free(all);
-        free(ending);
+        free(teardown);
         return NULL;
     }
-    kvprim_comm *const comm = &o->comm;
-    o->desc = *desc, o->all = all, o->refs = 2;
-    comm->ending = ending, ending->refs = 1, ending->device = device;
-    comm->nccl = desc->nccl, comm->foreign = desc->nccl != NULL;
+    kvprim_comm *const comm = &task->comm;
+    task->desc = *desc, task->all = all, task->refs = 2;
+    comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
+    comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
-    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : 30000;
+    comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : kvpn_default_timeout_ms;
     comm->deterministic = desc->deterministic, comm->nccl_window = desc->nccl_window;
     comm->buffer_bytes = desc->buffer_bytes, comm->all_reduce_limit = desc->all_reduce_limit;
     comm->reduce_scatter_limit = desc->reduce_scatter_limit, comm->all_gather_limit = desc->all_gather_limit;
     for (int r = 0; desc->peers && r < desc->world; r++)
         comm->peer[r] = desc->peers[r];
-    return o;
+    return task;
 }
 
-/* Frees what was not handed over. */
-static void kvpn_release_opening(kvpn_opening *o)
+/* Frees what was not published. */
+static void kvpn_release_init_task(kvpn_init_task *task)
 {
-    if (!kvpn_is_last(&o->refs))
+    if (!kvpn_release_ref(&task->refs))
         return;
-    kvpn_free(&o->comm);
-    free(o->all);
-    free(o);
+    kvpn_free_comm(&task->comm);
+    free(task->all);
+    free(task);
 }
 
-static void kvpn_finish_opening(kvpn_opening *o, kvprim_status status)
+static void kvpn_finish_init_task(kvpn_init_task *task, kvprim_status status)
 {
-    o->status = status;
-    (void)snprintf(o->error, sizeof o->error, "%s", kvprim_last_error());
-    __atomic_store_n(&o->done, 1, __ATOMIC_SEQ_CST);
-    kvpn_release_opening(o);
+    task->status = status;
+    (void)snprintf(task->error, sizeof task->error, "%s", kvprim_last_error());
+    __atomic_store_n(&task->done, 1, __ATOMIC_SEQ_CST);
+    kvpn_release_init_task(task);
 }
 
-static void *kvpn_run_opening(void *argument)
+static void *kvpn_run_init_task(void *argument)
 {
-    kvpn_opening *const o = (kvpn_opening *)argument;
-    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
-    const kvprim_status s = kvpn_cuda("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(o->comm.device));
-    const kvprim_status opened = s == KVPRIM_OK ? kvpn_open(o) : s;
-    if (kvpn_is_cancelled(o))
-        kvpn_end_nccl(&o->comm, true); /* the caller may have left before NCCL had a communicator */
-    kvpn_finish_opening(o, opened);
+    kvpn_init_task *const task = (kvpn_init_task *)argument;
+    (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
+    const kvprim_status s = kvpn_cuda_status("kvprim_comm_init", "cudaSetDevice", cudaSetDevice(task->comm.device));
+    const kvprim_status opened = s == KVPRIM_OK ? kvpn_run_init_steps(task) : s;
+    if (kvpn_is_cancelled(task))
+        kvpn_start_teardown(&task->comm, true); /* the caller may have left before NCCL made a communicator */
+    kvpn_finish_init_task(task, opened);
     return NULL;
 }
 
-static void kvpn_answer(kvpn_opening *o)
+static void kvpn_call_exchange(kvpn_init_task *task)
 {
     int device = 0;
     (void)cudaGetDevice(&device);
-    o->answer = o->desc.exchange(o->desc.exchange_context, &o->mine, o->all, sizeof o->mine);
+    task->exchange_result = task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, sizeof task->mine);
     (void)cudaSetDevice(device);
-    __atomic_store_n(&o->asked, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&task->exchange_requested, 0, __ATOMIC_SEQ_CST);
 }
 
-/* "Within a second" of kvprim_comm_abort, in milliseconds: for init to notice, for calls of other threads that are not
+/* Together less than the second that kvprim_comm_abort promises: for init to notice, for active calls that are not
    blocked, for NCCL to end, for the other ranks to be told. */
-enum { kvpn_notice_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_tell_ms = 100 };
+enum { kvpn_cancel_ms = 50, kvpn_calls_ms = 100, kvpn_nccl_ms = 700, kvpn_notify_ms = 100 };
 
-/* Until it is done or, after a timeout or an abort, is left. False: it is left. */
-static bool kvpn_wait_for_opening(const kvprim_comm *comm, kvpn_opening *o, int64_t timeout_ms)
+/* Longer than the second that an abort in another thread may take: for active calls to return, and for the thread that
+   tells the other ranks. */
+enum { kvpn_destroy_calls_ms = 2000, kvpn_destroy_notify_ms = 1000 };
+
+/* Waits until init is done. False: after a timeout or an abort, init was left running. */
+static bool kvpn_wait_for_init_task(const kvprim_comm *comm, kvpn_init_task *task, int64_t timeout_ms)
 {
-    const int64_t begun = kvpn_now();
-    int64_t cancelled = 0;
-    while (!kvpn_wait_for(&o->done, 1, 1)) {
-        const int64_t now = kvpn_now();
-        const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_begun;
-        if (!cancelled && (aborted || now - begun > timeout_ms * 1000)) {
-            cancelled = now;
-            __atomic_store_n(&o->cancelled, 1, __ATOMIC_SEQ_CST);
+    const int64_t start_us = kvpn_now_us();
+    int64_t cancelled_us = 0; /* 0: it was not cancelled */
+    while (!kvpn_wait_until(&task->done, 1, 1)) {
+        const int64_t now_us = kvpn_now_us();
+        const bool aborted = __atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) != kvpn_initialising;
+        if (!cancelled_us && (aborted || now_us - start_us > timeout_ms * 1000)) {
+            cancelled_us = now_us;
+            __atomic_store_n(&task->cancelled, 1, __ATOMIC_SEQ_CST);
         }
-        if (!cancelled && __atomic_load_n(&o->asked, __ATOMIC_SEQ_CST))
-            kvpn_answer(o);
-        if (cancelled && now - cancelled > kvpn_notice_ms * 1000)
-            kvpn_end_nccl(&o->comm, true); /* it waits inside NCCL, which this ends */
-        if (cancelled && now - cancelled > (kvpn_notice_ms + kvpn_nccl_ms) * 1000)
+        if (!cancelled_us && __atomic_load_n(&task->exchange_requested, __ATOMIC_SEQ_CST))
+            kvpn_call_exchange(task);
+        if (cancelled_us && now_us - cancelled_us > kvpn_cancel_ms * 1000)
+            kvpn_start_teardown(&task->comm, true); /* init waits inside NCCL, which this ends */
+        if (cancelled_us && now_us - cancelled_us > (kvpn_cancel_ms + kvpn_nccl_ms) * 1000)
             return false;
     }
     return true;
 }
 
-/* The communicator becomes the caller's, unless it was aborted meanwhile. */
-static bool kvpn_hand_over(kvprim_comm *comm, kvpn_opening *o)
+/* Gives the communicator to the caller, unless it was aborted meanwhile. */
+static bool kvpn_publish_comm(kvprim_comm *comm, kvpn_init_task *task)
 {
-    int32_t state = kvpn_begun;
-    if (o->cancelled || o->status != KVPRIM_OK)
+    int32_t state = kvpn_initialising;
+    if (task->cancelled || task->status != KVPRIM_OK)
         return false;
-    memcpy(comm, &o->comm, offsetof(kvprim_comm, self));
+    memcpy(comm, &task->comm, offsetof(kvprim_comm, self));
     if (!__atomic_compare_exchange_n(&comm->state, &state, kvpn_alive, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
         return false;
-    memset(&o->comm, 0, sizeof o->comm);
+    memset(&task->comm, 0, sizeof task->comm);
     return true;
 }
 
-/* Why there is no communicator, and none is left. */
-static kvprim_status kvpn_give_up(kvprim_comm *comm, kvpn_opening *o, bool done, int timeout_ms)
+/* Says why there is no communicator, and leaves none. */
+static kvprim_status kvpn_fail_init(kvprim_comm *comm, kvpn_init_task *task, bool done, int timeout_ms)
 {
     const char *const f = "kvprim_comm_init";
-    const int rank = o->desc.rank;
+    const int rank = task->desc.rank;
     kvprim_status s;
     if (__atomic_load_n(&comm->state, __ATOMIC_SEQ_CST) == kvpn_aborted)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: kvprim_comm_abort was called", f, rank);
-    else if (o->cancelled)
+    else if (task->cancelled)
         s = kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d of %d waited %d ms for the others", f, rank,
-                        (int)o->desc.world, timeout_ms);
+                        (int)task->desc.world, timeout_ms);
     else
-        s = kvprim_fail(o->status, "%s", o->error);
-    kvpn_end_nccl(&o->comm, true);
-    (void)kvpn_nccl_has_ended(&o->comm, done ? kvpn_nccl_ms : 0);
+        s = kvprim_fail(task->status, "%s", task->error);
+    kvpn_start_teardown(&task->comm, true);
+    (void)kvpn_wait_for_teardown(&task->comm, done ? kvpn_nccl_ms : 0);
     memset(comm, 0, offsetof(kvprim_comm, self));
     __atomic_store_n(&comm->self, NULL, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->state, 0, __ATOMIC_SEQ_CST);
-    (void)kvpn_wait_for(&comm->busy, 1, 1000); /* an abort has noticed */
+    (void)kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_notify_ms); /* an abort has noticed */
     return s;
 }
 
@@ -2083,80 +2202,84 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     const char *const f = "kvprim_comm_init";
     KVPRIM_RANGE(f);
     int device;
-    KVPRIM_NCCL_TRY(kvpn_check_desc(comm, desc));
+    KVPRIM_NCCL_TRY(kvpn_check_comm_desc(comm, desc));
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
-    const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : 600000;
-    kvpn_opening *const o = kvpn_new_opening(desc, device);
-    if (!o)
+    const int timeout_ms = desc->init_timeout_ms ? desc->init_timeout_ms : kvpn_default_init_timeout_ms;
+    kvpn_init_task *const task = kvpn_new_init_task(desc, device);
+    if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
-    comm->busy = 1;
-    __atomic_store_n(&comm->state, (int32_t)kvpn_begun, __ATOMIC_SEQ_CST);
+    comm->active_calls = 1;
+    __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
-    if (!kvpn_run_apart(kvpn_run_opening, o))
-        kvpn_finish_opening(o, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread to be had", f));
-    const bool done = kvpn_wait_for_opening(comm, o, timeout_ms);
-    const kvprim_status s = done && kvpn_hand_over(comm, o) ? KVPRIM_OK : kvpn_give_up(comm, o, done, timeout_ms);
-    kvpn_release_opening(o);
+    if (!kvpn_start_thread(kvpn_run_init_task, task))
+        kvpn_finish_init_task(task, kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no thread could be started", f));
+    const bool done = kvpn_wait_for_init_task(comm, task, timeout_ms);
+    const kvprim_status s =
+        done && kvpn_publish_comm(comm, task) ? KVPRIM_OK : kvpn_fail_init(comm, task, done, timeout_ms);
+    kvpn_release_init_task(task);
     kvpn_leave(comm);
     return s;
 }
 
-/* ---- abort, destroy ---- */
+/* >>impl_end ------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels end: those that wait see what the host says; later ones, and other ranks', what is in their memory. In a
-   thread of its own, as CUDA may not return for as long as NCCL's work is stuck. */
-static void *kvpn_tell(void *argument)
+/* Stops own kernels: those that wait see the stop word in the host's memory, and later ones, and other ranks', see the
+   one in their page. On a thread of its own, because CUDA may not return while NCCL's work is stuck. */
+static void *kvpn_notify_ranks(void *argument)
 {
     kvprim_comm *const comm = (kvprim_comm *)argument;
-    (void)kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaSetDevice(comm->device);
     for (int r = 0; r < comm->world; r++)
-        (void)cudaMemcpyAsync((uint32_t *)comm->peer[r] + kvpn_ended, comm->stop, sizeof *comm->stop, cudaMemcpyDefault,
-                              comm->stream);
-    __atomic_store_n(&comm->telling, 0, __ATOMIC_SEQ_CST);
+        (void)cudaMemcpyAsync((uint32_t *)comm->peer[r] + kvpn_stop_reason_word, comm->stop, sizeof *comm->stop,
+                              cudaMemcpyDefault, comm->stream);
+    __atomic_store_n(&comm->notifying, 0, __ATOMIC_SEQ_CST);
     return NULL;
 }
 
-/* Makes no call of CUDA's itself. */
+/* Calls nothing of CUDA's itself. */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
     KVPRIM_RANGE(f);
-    if (kvpn_enter(comm, kvpn_begun, kvpn_aborted)) {
-        (void)kvpn_wait_for(&comm->state, 0, kvpn_notice_ms + kvpn_nccl_ms + kvpn_calls_ms);
+    if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
+        (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
         return KVPRIM_OK;
     }
     if (!kvpn_enter(comm, kvpn_alive, kvpn_aborted))
-        return kvpn_not_alive(f, comm);
+        return kvpn_fail_not_alive(f, comm);
     if (comm->stop) {
-        comm->telling = 1;
-        __atomic_store_n(comm->stop, (uint32_t)kvpn_aborted_by | (uint32_t)comm->rank << 8, __ATOMIC_SEQ_CST);
-        kvpn_run_anyhow(kvpn_tell, comm);
+        comm->notifying = 1;
+        __atomic_store_n(comm->stop, (uint32_t)kvpn_stop_aborted | (uint32_t)comm->rank << 8, __ATOMIC_SEQ_CST);
+        kvpn_start_thread_or_run(kvpn_notify_ranks, comm);
     }
-    (void)kvpn_wait_for(&comm->busy, 1, kvpn_calls_ms); /* a call that is blocked inside NCCL needs what follows */
-    kvpn_end_nccl(comm, true);
-    (void)kvpn_nccl_has_ended(comm, kvpn_nccl_ms);
-    (void)kvpn_wait_for(&comm->telling, 0, kvpn_tell_ms);
+    (void)kvpn_wait_until(&comm->active_calls, 1,
+                          kvpn_calls_ms); /* a call that is blocked inside NCCL needs what follows */
+    kvpn_start_teardown(comm, true);
+    (void)kvpn_wait_for_teardown(comm, kvpn_nccl_ms);
+    (void)kvpn_wait_until(&comm->notifying, 0, kvpn_notify_ms);
     kvpn_leave(comm);
     return KVPRIM_OK;
 }
 
-/* NCCL's part, and everything that may still use what destroy frees; the state is kvpn_leaving. */
+/* Ends NCCL's part and everything that may still use what destroy frees. The state is kvpn_destroying. */
 static kvprim_status kvpn_leave_nccl(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_destroy";
-    if (!kvpn_wait_for(&comm->busy, 1, 2000) || !kvpn_wait_for(&comm->telling, 0, 1000))
-        return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: a call in another thread has not returned: then call again", f);
-    if (!__atomic_load_n(&comm->ending->begun, __ATOMIC_SEQ_CST)) {
-        (void)cudaDeviceSynchronize(); /* an error will be told by the last one */
-        kvpn_end_nccl(comm, false);
-    }
-    if (!kvpn_nccl_has_ended(comm, comm->timeout_ms))
+    if (!kvpn_wait_until(&comm->active_calls, 1, kvpn_destroy_calls_ms) ||
+        !kvpn_wait_until(&comm->notifying, 0, kvpn_destroy_notify_ms))
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
-                           "%s: NCCL waits: destroy the graphs that hold collectives of it, abort other communicators "
-                           "whose work is stuck, then call again",
+                           "%s: a call in another thread has not returned; call again when it has", f);
+    if (!__atomic_load_n(&comm->teardown->started, __ATOMIC_SEQ_CST)) {
+        (void)cudaDeviceSynchronize(); /* destroy's own synchronise reports the error */
+        kvpn_start_teardown(comm, false);
+    }
+    if (!kvpn_wait_for_teardown(comm, comm->timeout_ms))
+        return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
+                           "%s: NCCL has not ended: destroy the graphs that hold its collectives, abort other "
+                           "communicators whose work is stuck, then call again",
                            f);
     return KVPRIM_OK;
 }
@@ -2166,8 +2289,8 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     const char *const f = "kvprim_comm_destroy";
     KVPRIM_RANGE(f);
     int device = 0;
-    if (!kvpn_enter(comm, kvpn_alive, kvpn_leaving) && !kvpn_enter(comm, kvpn_aborted, kvpn_leaving))
-        return kvpn_not_alive(f, comm);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_destroying) && !kvpn_enter(comm, kvpn_aborted, kvpn_destroying))
+        return kvpn_fail_not_alive(f, comm);
     (void)cudaGetDevice(&device);
     (void)cudaSetDevice(comm->device);
     kvprim_status s = kvpn_leave_nccl(comm);
@@ -2175,81 +2298,84 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
         __atomic_store_n(&comm->state, (int32_t)kvpn_aborted, __ATOMIC_SEQ_CST);
         kvpn_leave(comm);
     } else {
-        s = kvpn_cuda(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
+        s = kvpn_cuda_status(f, "cudaDeviceSynchronize", cudaDeviceSynchronize());
         if (s == KVPRIM_OK)
-            s = kvpn_nccl(f, comm->ending->aborts ? "ncclCommAbort" : "ncclCommDestroy", comm->ending->result);
-        kvpn_free(comm);
+            s = kvpn_nccl_status(f, comm->teardown->aborts ? "ncclCommAbort" : "ncclCommDestroy",
+                                 comm->teardown->result);
+        kvpn_free_comm(comm);
         memset(comm, 0, sizeof *comm);
     }
     (void)cudaSetDevice(device);
     return s;
 }
 
-/* ---- watching ---- */
+/* >>impl_watch ----------------------------------------------------------------------------------------------------- */
 
-/* A wait of an own kernel that was given up, here or on another rank. */
-static kvprim_status kvpn_check_waits(const char *function, const kvprim_comm *comm)
+/* Reports that an own kernel stopped, here or on another rank. */
+static kvprim_status kvpn_check_stop(const char *function, const kvprim_comm *comm)
 {
-    const uint32_t stop = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
-    const int by = (int)(stop >> 8 & 0xff), whom = (int)(stop >> 16 & 0xff);
-    if (stop == 0)
+    const uint32_t reason = comm->stop ? __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) : 0;
+    const int by = (int)(reason >> 8 & 0xff), awaited = (int)(reason >> 16 & 0xff);
+    if (reason == 0)
         return KVPRIM_OK;
-    if ((stop & 0xff) == kvpn_aborted_by)
+    if ((reason & 0xff) == kvpn_stop_aborted)
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d was aborted", function, (int)comm->rank, by);
     if (by == comm->rank)
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d waited %d ms for rank %d", function, by,
-                           (int)comm->timeout_ms, whom);
-    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d waited in vain for rank %d", function,
-                       (int)comm->rank, by, whom);
+                           (int)comm->timeout_ms, awaited);
+    return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "%s: rank %d: rank %d timed out waiting for rank %d", function,
+                       (int)comm->rank, by, awaited);
 }
 
-/* NCCL's kernels wait without end and say nothing. Two events watch its collectives: one stays where it is until
-   kvprim_comm_check finds it done, and its age counts; the other is recorded after each call, so that a hang after the
-   first is seen too. The thread that enqueues sets the time of the event that it records; a thread that checks clears
-   it, if it still is what it was before the event was found done. */
-static void kvpn_watch(kvprim_comm *comm, cudaStream_t stream)
+/* NCCL's kernels wait without end and say nothing, so two events give its collectives a deadline. One event stays where
+   it is until kvprim_comm_check finds it done, and its age counts. The other is recorded after each call, so that a
+   hang after the first is seen too. The thread that enqueues sets the time of the event that it records. A thread that
+   checks clears that time when it finds the event done, unless the time has changed since. */
+static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
 {
-    const int32_t next = __atomic_load_n(&comm->watch_next, __ATOMIC_SEQ_CST);
-    const int64_t now = kvpn_now();
-    /* Before, so that no old time counts for the new record; after, as a check may have found the old one done. */
-    __atomic_store_n(&comm->watched_since[next], now, __ATOMIC_SEQ_CST);
-    if (cudaEventRecord(comm->ending->watch[next], stream) == cudaSuccess)
-        __atomic_store_n(&comm->watched_since[next], now, __ATOMIC_SEQ_CST);
+    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
+    const int64_t now_us = kvpn_now_us();
+    /* Before the record, so that no old time counts for the new one; and after it, because a check may have found the
+       old one done. */
+    __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
+    if (cudaEventRecord(comm->teardown->watch[index], stream) == cudaSuccess)
+        __atomic_store_n(&comm->watch_start_us[index], now_us, __ATOMIC_SEQ_CST);
     else
         (void)cudaGetLastError();
 }
 
-/* Since when event k has been waited for; 0: it is done. *error: the device's context is dead. */
-static int64_t kvpn_pending_since(kvprim_comm *comm, int k, cudaError_t *error)
+/* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
+static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
-    int64_t since = __atomic_load_n(&comm->watched_since[k], __ATOMIC_SEQ_CST);
-    const cudaError_t done = cudaEventQuery(comm->ending->watch[k]);
+    int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
+    const cudaError_t done = cudaEventQuery(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
-        return since;
+        return start_us;
     *error = done == cudaSuccess ? *error : done;
-    (void)__atomic_compare_exchange_n(&comm->watched_since[k], &since, 0, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    (void)__atomic_compare_exchange_n(&comm->watch_start_us[k], &start_us, 0, false, __ATOMIC_SEQ_CST,
+                                      __ATOMIC_SEQ_CST);
     return 0;
 }
 
-static kvprim_status kvpn_check_watch(const char *function, kvprim_comm *comm)
+static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
 {
-    const enum cudaStreamCaptureMode mode = kvpn_beside_captures(cudaStreamCaptureModeRelaxed);
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const cudaError_t before = cudaPeekAtLastError();
-    const int32_t next = __atomic_load_n(&comm->watch_next, __ATOMIC_SEQ_CST);
+    const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
     cudaError_t error = cudaSuccess;
-    int64_t kept = kvpn_pending_since(comm, !next, &error);
-    const int64_t latest = kvpn_pending_since(comm, next, &error);
+    int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
+    const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
     if (before == cudaSuccess)
-        (void)cudaGetLastError(); /* that an event is not ready is no error of anyone's */
-    (void)kvpn_beside_captures(mode);
+        (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
+    (void)kvpn_set_capture_mode(mode);
     if (error != cudaSuccess)
-        return kvpn_cuda(function, "an earlier kernel or copy on this device", error);
-    if (kept == 0 && latest != 0) {
-        kept = latest;
-        __atomic_store_n(&comm->watch_next, !next, __ATOMIC_SEQ_CST);
+        return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
+    if (oldest_us == 0 && latest_us != 0) {
+        oldest_us = latest_us;
+        __atomic_store_n(&comm->watch_index, !index, __ATOMIC_SEQ_CST);
     }
-    const int64_t age_ms = (kvpn_now() - kept) / 1000;
-    if (kept == 0 || age_ms <= comm->timeout_ms)
+    const int64_t age_ms = (kvpn_now_us() - oldest_us) / 1000;
+    if (oldest_us == 0 || age_ms <= comm->timeout_ms)
         return KVPRIM_OK;
     return kvprim_fail(KVPRIM_ERROR_TIMEOUT,
                        "%s: rank %d: a collective of NCCL's was not done %lld ms after its call; "
@@ -2261,39 +2387,40 @@ KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_check";
     ncclResult_t result = ncclSuccess;
-    if (kvpn_is(comm, kvpn_begun))
+    if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
     if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
-        return kvpn_not_alive(f, comm);
-    kvprim_status s = kvpn_check_waits(f, comm);
+        return kvpn_fail_not_alive(f, comm);
+    kvprim_status s = kvpn_check_stop(f, comm);
     if (s == KVPRIM_OK)
-        s = kvpn_nccl(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
+        s = kvpn_nccl_status(f, "ncclCommGetAsyncError", ncclCommGetAsyncError(comm->nccl, &result));
     if (s == KVPRIM_OK && result != ncclInProgress)
-        s = kvpn_nccl(f, "an earlier collective", result);
+        s = kvpn_nccl_status(f, "an earlier collective", result);
     if (s == KVPRIM_OK)
-        s = kvpn_check_watch(f, comm);
+        s = kvpn_check_nccl_deadline(f, comm);
     kvpn_leave(comm);
     return s;
 }
 
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes)
 {
-    const bool alive = kvpn_is(comm, kvpn_alive);
+    const bool alive = kvpn_has_state(comm, kvpn_alive);
     if (bytes)
         *bytes = alive ? comm->buffer_bytes : 0;
     if (!alive)
-        (void)kvpn_not_alive("kvprim_comm_buffer", comm);
+        (void)kvpn_fail_not_alive("kvprim_comm_buffer", comm);
     return alive ? comm->buffer : NULL;
 }
 
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm)
 {
-    return kvpn_is(comm, kvpn_alive) ? comm->description : "not alive: not initialised, moved, aborted, or ended";
+    return kvpn_has_state(comm, kvpn_alive) ? comm->description
+                                            : "not alive: not initialised, moved, aborted, or ended";
 }
 
-/* ---- collectives: arguments ---- */
+/* >>impl_call ------------------------------------------------------------------------------------------------------ */
 
-/* Name, bytes, and NCCL's ncclDataType_t, which not all versions of its header have. */
+/* Name, bytes, and NCCL's ncclDataType_t, which older versions of its header lack. */
 typedef struct kvpn_type {
     const char *name;
     size_t bytes;
@@ -2308,12 +2435,12 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
                                {"INT32", 4, ncclInt32}, {"INT64", 8, ncclInt64}, {"F8E4M3", 1, e4m3},
                                {"F8E5M2", 1, e5m2}};
     const kvpn_type none = {NULL, 0, -1};
-    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype] : none;
+    return dtype >= KVPRIM_U8 && dtype <= KVPRIM_F8E5M2 ? types[dtype - KVPRIM_U8] : none;
 }
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
-/* In this order: reductions, the gather, those with a root or a peer. */
+/* In this order: reductions, the gather, then those with a root or a peer. */
 typedef enum kvpn_kind {
     kvpn_all_reduce,
     kvpn_reduce_scatter,
@@ -2323,7 +2450,7 @@ typedef enum kvpn_kind {
     kvpn_recv
 } kvpn_kind;
 
-/* A collective call: what is checked, and what NCCL and the kernels are called with. Counts in elements. */
+/* A collective call: what is checked, and what NCCL and the kernels take. Counts are elements. */
 typedef struct kvpn_call {
     kvpn_kind kind;
     const char *function;
@@ -2339,18 +2466,19 @@ typedef struct kvpn_call {
     size_t element;
 } kvpn_call;
 
-static kvpn_call kvpn_call_of(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
-                              size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
+static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
+                                size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
 {
     kvpn_call c;
     memset(&c, 0, sizeof c);
     c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
     c.dtype = dtype, c.op_or_peer = op_or_peer;
-    c.stream = stream ? stream : cudaStreamLegacy; /* however the file is compiled */
+    /* the legacy stream, even if the file is compiled with another default */
+    c.stream = stream ? stream : cudaStreamLegacy;
     return c;
 }
 
-/* The stream's device cannot be asked for while the stream is captured; CUDA then refuses what does not fit. */
+/* CUDA cannot be asked for the device of a stream that is captured; it then refuses by itself what does not fit. */
 static kvprim_status kvpn_check_device(kvpn_call *c)
 {
     const char *const f = c->function;
@@ -2358,16 +2486,17 @@ static kvprim_status kvpn_check_device(kvpn_call *c)
     enum cudaStreamCaptureStatus capture;
     KVPRIM_NCCL_TRY_CUDA(cudaGetDevice(&device));
     if (device != c->comm->device)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator's %d", f, device,
-                           (int)c->comm->device);
-    KVPRIM_NCCL_TRY(kvpn_cuda(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: the current device is %d, the communicator is on device %d", f,
+                           device, (int)c->comm->device);
+    KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamIsCapturing", cudaStreamIsCapturing(c->stream, &capture)));
     c->captured = capture != cudaStreamCaptureStatusNone;
 #if CUDART_VERSION >= 12080
     if (c->stream != cudaStreamLegacy && c->stream != c->comm->checked_stream && !c->captured) {
-        KVPRIM_NCCL_TRY(kvpn_cuda(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
+        KVPRIM_NCCL_TRY(kvpn_cuda_status(f, "stream: cudaStreamGetDevice", cudaStreamGetDevice(c->stream, &device)));
         if (device != c->comm->device)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is one of device %d, the communicator is on %d", f,
-                               device, (int)c->comm->device);
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: stream belongs to device %d, the communicator is on device %d", f, device,
+                               (int)c->comm->device);
         c->comm->checked_stream = c->stream;
     }
 #endif
@@ -2379,7 +2508,7 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
     if (count == 0)
         return KVPRIM_OK;
     if (!pointer)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL and the count %llu", c->function, name,
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL, but the count is %llu", c->function, name,
                            (unsigned long long)c->count);
     if ((uintptr_t)pointer % c->element)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to its elements of %d bytes", c->function,
@@ -2390,7 +2519,7 @@ static kvprim_status kvpn_check_pointer(const kvpn_call *c, const char *name, co
     return KVPRIM_OK;
 }
 
-/* recv and send apart, or in place: this rank's part of the one is the other. */
+/* recv and send must be apart, or in place: this rank's part of one is the other. */
 static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
@@ -2405,23 +2534,29 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
                        c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes);
 }
 
-/* Fills in what is derived: both sides' counts, type, element, captured. */
+/* Fills in what follows from the arguments: both sides' counts, type, element, captured. */
 static kvprim_status kvpn_check_call(kvpn_call *c)
 {
     const kvpn_type type = kvpn_type_of(c->dtype);
     const size_t world = (size_t)c->comm->world;
+    if ((int)c->dtype >= 0 && (int)c->dtype < (int)KVPRIM_U8)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: dtype is %d, which is not an element type: 0 is \"not set\", KVPRIM_I32 and KVPRIM_I64 "
+                           "are index types",
+                           c->function, (int)c->dtype);
     if (!type.name)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is none", c->function, (int)c->dtype);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
+                           (int)c->dtype);
     if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which takes NCCL 2.24: this is %d", c->function,
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which needs NCCL 2.24; this is %d", c->function,
                            type.name, (int)c->comm->nccl_version);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is none", c->function, c->op_or_peer);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, must be 0 to %d", c->function,
                            c->kind == kvpn_broadcast ? "root" : "peer", c->op_or_peer, (int)c->comm->world - 1);
     if (c->count > SIZE_MAX / type.bytes / world)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu: too many bytes", c->function,
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
                            (unsigned long long)c->count);
     c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
     c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
@@ -2434,49 +2569,49 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "send", c->send, c->send_count));
     if (c->recv_count && c->send_count)
         KVPRIM_NCCL_TRY(kvpn_check_aliasing(c));
-    return kvpn_check_waits(c->function, c->comm);
+    return kvpn_check_stop(c->function, c->comm);
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* ---- collectives: by own kernels, which and in what shape ---- */
+/* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
-static_assert(kvpn_ended >= (int)kvpn_max_blocks && kvpn_marks > kvpn_ended &&
-                  4 * (kvpn_marks + 2 * kvpn_max_world) <= kvpn_page,
-              "turns, why the rank has ended, and marks in a page");
-static_assert((kvpn_least_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
+static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
+                  4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
+              "the page has room for turns, the stop reason and nonces");
+static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_max_world * kvpn_max_blocks) * 8 >=
                   32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
 
-static uint32_t kvpn_most_threads(int world)
+static uint32_t kvpn_max_threads_for(int world)
 {
     return world <= 4 ? (uint32_t)kvpn_max_threads : (uint32_t)kvpn_max_threads_of_8;
 }
 
-/* Words in a group of gather_many; 0: another way. */
+/* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
     return way == kvpn_by_gather_many ? kvpn_group : way == kvpn_by_gather_most ? kvpn_large_group : 0;
 }
 
-/* Of a part of a block of gather_many, which has slots in each area for all of them. */
-static uint32_t kvpn_most_threads_of_many(const kvprim_comm *comm, uint32_t group)
+/* Per role of a block, which has slots in each area for all of them. */
+static uint32_t kvpn_max_threads_of_group(const kvprim_comm *comm, uint32_t group)
 {
-    const uint32_t held = comm->block_slots / (group + 1) / 32 * 32,
-                   run = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
-    return held < run ? held : run;
+    const uint32_t with_slots = comm->block_slots / (group + 1) / 32 * 32,
+                   in_block = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
+    return with_slots < in_block ? with_slots : in_block;
 }
 
-/* What the slots hold of a tensor, in bytes: by the way and not by what pays. */
-static size_t kvpn_room(const kvprim_comm *comm, kvpn_way way)
+/* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
+static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
 {
     const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    const uint32_t group = kvpn_group_of(way), threads = kvpn_most_threads_of_many(comm, group);
+    const uint32_t group = kvpn_group_of(way), threads = kvpn_max_threads_of_group(comm, group);
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
     case kvpn_by_gather:
         return slots / 2;
-    case kvpn_by_gather_many: /* 2: the areas */
+    case kvpn_by_gather_many: /* 2: both areas */
     case kvpn_by_gather_most:
         return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
     default:
@@ -2484,7 +2619,7 @@ static size_t kvpn_room(const kvprim_comm *comm, kvpn_way way)
     }
 }
 
-/* The same on every rank: it depends on nothing that may differ. */
+/* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
     return comm->peer[0] && op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
@@ -2495,7 +2630,7 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (!kvpn_has_kernels(comm, dtype, op))
         return kvpn_by_nccl;
-    if (bytes <= limits.one_shot && bytes <= kvpn_room(comm, kvpn_by_one_shot))
+    if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
         return kvpn_by_one_shot;
     return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
 }
@@ -2509,7 +2644,7 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
                                                                                               : kvpn_by_nccl;
 }
 
-/* `bytes`: of each rank. */
+/* `bytes`: of each rank's part. */
 static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
@@ -2517,7 +2652,7 @@ static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
     if (!comm->peer[0])
         return kvpn_by_nccl;
     const bool odd = bytes % 16 != 0;
-    if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_room(comm, kvpn_by_gather))
+    if (all <= (odd ? limits.gather_odd : limits.gather) && bytes <= kvpn_capacity_bytes(comm, kvpn_by_gather))
         return kvpn_by_gather;
     if (odd || all > limits.gather_most)
         return kvpn_by_nccl;
@@ -2533,25 +2668,27 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
                                             : kvpn_by_nccl;
 }
 
-/* Few words: small blocks on many multiprocessors. Many: as many blocks as there are, and as their slots take. Of
-   gather_many threads for a group of words each. A block's words begin at a multiple of 8, that is 128 bytes. */
-static void kvpn_shape(const kvprim_comm *comm, kvpn_params *p, uint32_t group, uint32_t *blocks, uint32_t *threads)
+/* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
+   the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
+   which is 128 bytes. */
+static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t group, uint32_t *blocks, uint32_t *threads)
 {
-    const uint32_t least = (p->slice + comm->block_slots - 1) / comm->block_slots;
-    for (*threads = 128; *threads < kvpn_most_threads(comm->world) && p->slice > comm->blocks * *threads;)
+    const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots;
+    for (*threads = 128; *threads < kvpn_max_threads_for(comm->world) && p->slice_packs > comm->blocks * *threads;)
         *threads *= 2;
-    *blocks = (p->slice + *threads - 1) / *threads;
+    *blocks = (p->slice_packs + *threads - 1) / *threads;
     *blocks = group || *blocks > comm->blocks ? comm->blocks : *blocks < least ? least : *blocks;
-    p->per_block = ((p->slice + *blocks - 1) / *blocks + 7) / 8 * 8;
-    *blocks = (p->slice + p->per_block - 1) / p->per_block;
+    p->block_packs = ((p->slice_packs + *blocks - 1) / *blocks + 7) / 8 * 8;
+    *blocks = (p->slice_packs + p->block_packs - 1) / p->block_packs;
     if (group)
-        for (*threads = 32; *threads < kvpn_most_threads_of_many(comm, group) && group * *threads < p->per_block;)
+        for (*threads = 32; *threads < kvpn_max_threads_of_group(comm, group) && group * *threads < p->block_packs;)
             *threads += 32;
 }
 
-/* After a kernel of NCCL's without dependent launch: that one may not have waited for what was before it. */
-static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint32_t blocks, dim3 threads,
-                                kvpn_params *p)
+/* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
+   was before it. */
+static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function kernel, uint32_t blocks, dim3 threads,
+                                        kvpn_params *p)
 {
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
@@ -2564,68 +2701,69 @@ static kvprim_status kvpn_start(const kvpn_call *c, kvpn_kernel_of kernel, uint3
     c->comm->after_nccl = 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
-    return kvpn_cuda(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
+    return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
 }
 
-/* `pitch`: of gathers and scatters, the elements from one rank's part to the next one's. */
-static kvprim_status kvpn_launch(const kvpn_call *c, kvpn_way way, size_t pitch)
+/* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
+static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const uint32_t group = kvpn_group_of(way), parts = group ? (uint32_t)comm->world : 1;
+    const uint32_t group = kvpn_group_of(way), roles = group ? (uint32_t)comm->world : 1;
     const bool gathers = way == kvpn_by_gather || group;
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
-    for (int r = 0; r < comm->world; r++)
-        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page; /* not all to the same one first */
+    for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
+        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
     p.turn = (uint32_t *)comm->peer[comm->rank];
     p.stop = comm->stop_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
     p.count = gathers ? bytes : c->count;
     p.pitch = pitch * c->element;
     p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
-    p.words = (uint32_t)((bytes + unit - 1) / unit);
-    p.slice = way == kvpn_by_two_shot ? (p.words + p.world - 1) / p.world : p.words;
+    p.packs = (uint32_t)((bytes + unit - 1) / unit);
+    p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.block_bytes = 16 * comm->block_slots;
     p.sender_bytes = comm->blocks * p.block_bytes;
     p.area_bytes = p.world * p.sender_bytes;
     p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    kvpn_shape(comm, &p, group, &blocks, &threads);
+    kvpn_set_grid(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    return kvpn_start(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, parts), &p);
+    return kvpn_launch_kernel(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, roles), &p);
 }
 
-/* A tensor larger than the slots in pieces of as much as they hold. */
-static kvprim_status kvpn_launch_all(const kvpn_call *c, kvpn_way way)
+/* Splits a tensor that is larger than the slots into chunks of what they hold. */
+static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
 {
-    const size_t most = kvpn_room(c->comm, way) / c->element;
-    for (size_t at = 0; at < c->count; at += most) {
-        kvpn_call piece = *c;
-        piece.recv = (char *)c->recv + at * c->element;
-        piece.send = (const char *)c->send + at * c->element;
-        piece.count = c->count - at < most ? c->count - at : most;
-        KVPRIM_NCCL_TRY(kvpn_launch(&piece, way, c->count));
+    const size_t max_count = kvpn_capacity_bytes(c->comm, way) / c->element;
+    for (size_t at = 0; at < c->count; at += max_count) {
+        kvpn_call chunk = *c;
+        chunk.recv = (char *)c->recv + at * c->element;
+        chunk.send = (const char *)c->send + at * c->element;
+        chunk.count = c->count - at < max_count ? c->count - at : max_count;
+        KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
     }
     return KVPRIM_OK;
 }
 #endif
 
-/* ---- collectives: through NCCL ---- */
+/* >>impl_nccl ------------------------------------------------------------------------------------------------------ */
 
-/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of it, or perhaps in one of the caller's. */
-static bool kvpn_is_inside(const kvpn_call *c)
+/* Whether NCCL may take its symmetric kernels: both tensors lie in a window of this library's, or may lie in one of the
+   caller's. */
+static bool kvpn_may_use_window(const kvpn_call *c)
 {
     const uintptr_t buffer = (uintptr_t)c->comm->buffer, bytes = c->comm->buffer_bytes;
     return c->comm->in_windows && c->kind <= kvpn_all_gather &&
-           (c->comm->foreign || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
+           (c->comm->nccl_borrowed || ((uintptr_t)c->send - buffer < bytes && (uintptr_t)c->recv - buffer < bytes));
 }
 
-/* NCCL 2.28.9 sums wrongly inside a window what is not aligned to 16 bytes (reduce_scatter of 7 bf16, where rank 1's
-   part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels: every part by itself, or
-   all to rank 0 and from there to the others. */
+/* Inside a window, NCCL 2.28.9 sums tensors wrongly that are not aligned to 16 bytes (reduce_scatter of 7 bf16, where
+   rank 1's part begins at byte 14; all_reduce of fp8 from byte 1). ncclReduce has no symmetric kernels, so it reduces
+   every part by itself, or everything to rank 0, and a broadcast follows. */
 static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 {
     const ncclRedOp_t op = kvpn_ops[c->op_or_peer];
@@ -2635,19 +2773,19 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
     for (int r = 0; r < (part ? c->comm->world : 1) && result == ncclSuccess; r++)
         result =
             ncclReduce((const char *)c->send + (size_t)r * part, c->recv, c->count, c->type, op, r, nccl, c->stream);
-    const ncclResult_t ended = kvpn_settle(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
     result = result == ncclSuccess ? ended : result;
     if (result != ncclSuccess || part)
         return result;
     return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
 }
 
-static ncclResult_t kvpn_call_nccl(const kvpn_call *c)
+static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
     const uintptr_t places = (uintptr_t)c->send | (uintptr_t)c->recv,
                     parts = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
-    if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_is_inside(c))
+    if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_may_use_window(c))
         return kvpn_reduce_misaligned(c);
     switch (c->kind) {
     case kvpn_all_reduce:
@@ -2665,44 +2803,45 @@ static ncclResult_t kvpn_call_nccl(const kvpn_call *c)
     }
 }
 
-/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: what is no kernel lets no
+/* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
    successor start early. */
-static kvprim_status kvpn_run_by_nccl(const kvpn_call *c)
+static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
     static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
                                         "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
-    if (comm->nccl_starts_early && kvpn_is_inside(c))
+    if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     comm->after_nccl = 1;
-    KVPRIM_NCCL_TRY(kvpn_nccl(f, names[c->kind], kvpn_settle(comm->nccl, kvpn_call_nccl(c), &comm->state, kvpn_alive)));
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, names[c->kind],
+                                     kvpn_wait_for_nccl(comm->nccl, kvpn_enqueue_nccl(c), &comm->state, kvpn_alive)));
     if (!c->captured)
-        kvpn_watch(comm, c->stream);
+        kvpn_record_watch_event(comm, c->stream);
     else
-        __atomic_store_n(&comm->ending->unwatched, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
     return KVPRIM_OK;
 }
 
-/* ---- collectives ---- */
+/* >>impl_collective ------------------------------------------------------------------------------------------------ */
 
-static kvprim_status kvpn_run(kvpn_call *c)
+static kvprim_status kvpn_run_call(kvpn_call *c)
 {
     KVPRIM_NCCL_TRY(kvpn_check_call(c));
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
     if (way != kvpn_by_nccl)
-        return kvpn_launch_all(c, way);
+        return kvpn_launch_chunks(c, way);
 #endif
-    return kvpn_run_by_nccl(c);
+    return kvpn_run_nccl(c);
 }
 
 static kvprim_status kvpn_collective(kvpn_call c)
 {
     KVPRIM_RANGE(c.function);
     if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
-        return kvpn_not_alive(c.function, c.comm);
-    const kvprim_status s = c.count != 0 ? kvpn_run(&c) : KVPRIM_OK;
+        return kvpn_fail_not_alive(c.function, c.comm);
+    const kvprim_status s = c.count != 0 ? kvpn_run_call(&c) : KVPRIM_OK;
     kvpn_leave(c.comm);
     return s;
 }
@@ -2711,40 +2850,40 @@ KVPRIM_API kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const 
                                            kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
     return kvpn_collective(
-        kvpn_call_of(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, stream));
+        kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce", comm, recv, send, count, dtype, (int)op, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const void *send, size_t send_count,
                                            kvprim_dtype dtype, struct CUstream_st *stream)
 {
     return kvpn_collective(
-        kvpn_call_of(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
+        kvpn_make_call(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,
                                                kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_call_of(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count,
-                                        dtype, (int)op, stream));
+    return kvpn_collective(kvpn_make_call(kvpn_reduce_scatter, "kvprim_reduce_scatter", comm, recv, send, recv_count,
+                                          dtype, (int)op, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t root,
                                           struct CUstream_st *stream)
 {
     return kvpn_collective(
-        kvpn_call_of(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, dtype, root, stream));
+        kvpn_make_call(kvpn_broadcast, "kvprim_broadcast", comm, buf, NULL, count, dtype, root, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_call_of(kvpn_send, "kvprim_send", comm, NULL, buf, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_make_call(kvpn_send, "kvprim_send", comm, NULL, buf, count, dtype, peer, stream));
 }
 
 KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype, int32_t peer,
                                      struct CUstream_st *stream)
 {
-    return kvpn_collective(kvpn_call_of(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+    return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
 }
 
 #undef KVPRIM_NCCL_TRY

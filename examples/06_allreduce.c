@@ -1,16 +1,17 @@
-/* Sums a tensor in place over all GPUs of this machine, a thread per GPU, as the layers of a tensor-parallel model do.
-   Every element is verified.
+/* SPDX-License-Identifier: MIT */
+/* Sums a tensor in place over all GPUs of this machine, with a thread per GPU, as the layers of a tensor-parallel model
+   do. Verifies every element.
 
        nvcc -x cu -std=c++17 -O2 -arch=native -I. examples/06_allreduce.c -lnccl -o allreduce && ./allreduce
 
    Or without the fast kernels, in C: cc -std=c11 -I. -I$CUDA_HOME/include examples/06_allreduce.c -L$CUDA_HOME/lib64
-   -lcudart -lnccl -lpthread. On other machines than one: 06_allreduce_mpi.c. */
+   -lcudart -lnccl -lpthread. 06_allreduce_mpi.c works across machines. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_nccl.h"
 #include <pthread.h>
 #include <stdlib.h>
 
-enum { count = 16 * 4096, most_gpus = 8 }; /* 16 tokens of a hidden size of 4096, fp32 */
+enum { count = 16 * 4096, max_gpus = 8 }; /* 16 tokens of a hidden size of 4096, fp32 */
 
 static int world;
 static kvprim_comm_id id;
@@ -91,10 +92,10 @@ static void *run(void *argument)
 
 int main(void)
 {
-    static job jobs[most_gpus];
+    static job jobs[max_gpus];
     int wrong = 0;
     check_cuda(cudaGetDeviceCount(&world), __LINE__);
-    world = world > most_gpus ? most_gpus : world;
+    world = world > max_gpus ? max_gpus : world;
     check_kvprim(kvprim_comm_new_id(&id), __LINE__);
     for (int r = 0; r < world; r++) {
         jobs[r].rank = r;

@@ -1,12 +1,13 @@
-/* Sums a tensor over all GPUs of any number of machines, a process per GPU, started by MPI, which also carries the id.
-   Every element is verified.
+/* SPDX-License-Identifier: MIT */
+/* Sums a tensor over all GPUs of any number of machines, with a process per GPU. MPI starts the processes and carries
+   the id. Verifies every element.
 
        nvcc -x cu -std=c++17 -O2 -arch=native -ccbin mpicxx -I. examples/06_allreduce_mpi.c -lnccl -o allreduce_mpi
        mpirun -n 8 ./allreduce_mpi
 
    Or without the fast kernels, in C: mpicc -std=c11 -I. -I$CUDA_HOME/include examples/06_allreduce_mpi.c
-   -L$CUDA_HOME/lib64 -lcudart -lnccl. A launcher that is not MPI needs but another way to bring 128 bytes from rank 0
-   to the others. */
+   -L$CUDA_HOME/lib64 -lcudart -lnccl. With another launcher, only the way in which 128 bytes get from rank 0 to the
+   others differs. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_nccl.h"
 #include <mpi.h>
@@ -30,7 +31,7 @@ static void check_kvprim(kvprim_status status, int line)
     MPI_Abort(MPI_COMM_WORLD, 1);
 }
 
-/* Which of this machine's processes this is: it takes that GPU. */
+/* This process's number among those of its machine. It takes the GPU of that number. */
 static int rank_on_machine(void)
 {
     MPI_Comm machine;

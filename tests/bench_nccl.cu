@@ -1,10 +1,11 @@
-/* kvprim_nccl.h against NCCL on ordinary memory, on a symmetric window, and copied into a window and out again: a
-   thread per GPU, all GPUs of the machine, times per call inside a replayed CUDA graph.
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_nccl.h with NCCL on ordinary memory, on a symmetric window, and copied into a window and out again. A
+   thread per GPU, all GPUs of the machine; times are per call, inside a replayed CUDA graph.
 
        nvcc -arch=native -std=c++17 -O3 -I. tests/bench_nccl.cu -o bench_nccl -lnccl && NCCL_NVLS_ENABLE=0 ./bench_nccl
 
-   With -DBENCH_CUBLAS and -lcublas also what a sum that waits for a rank costs a matrix product on another stream.
-   With the argument `quick` fewer repetitions, with `tune` the ways of summing by themselves. */
+   With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a rank slows down a matrix product on
+   another stream. The argument `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
 #include "bench_gpu.h"
@@ -30,11 +31,11 @@ static const size_t most_bytes = size_t(64) << 20;
 
 struct rank_state {
     int rank;
-    kvprim_comm comm, wide; /* wide: may hold all multiprocessors */
-    ncclComm_t nccl;        /* of its own: what is registered with comm does not help it */
+    kvprim_comm comm, wide; /* wide: may use all multiprocessors */
+    ncclComm_t nccl;        /* separate: what is registered with comm does not help it */
     cudaStream_t stream;
     cudaEvent_t start, end;
-    char *x, *y, *window; /* most_bytes each, in the window twice that */
+    char *x, *y, *window; /* most_bytes each, the window twice that */
 };
 static std::vector<rank_state> ranks;
 
@@ -89,7 +90,7 @@ static void open_rank(rank_state &r)
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.x), most_bytes));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.y), most_bytes));
     r.window = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
-    std::vector<uint16_t> host(most_bytes / 2); /* small integers as bf16: sums are exact */
+    std::vector<uint16_t> host(most_bytes / 2); /* small integers as bf16, so that sums are exact */
     for (size_t i = 0; i < host.size(); i++) {
         const float f = float((i * 2654435761u >> 13) % 61 + size_t(r.rank) * 3) - 40;
         uint32_t bits;
@@ -112,13 +113,14 @@ static void close_rank(rank_state &r)
     check_kvprim(kvprim_comm_destroy(&r.wide));
 }
 
-/* ---- timing: as in bench_gpu.h, on all GPUs at once. They begin together, as a small NCCL call precedes; the slowest
-   counts ---- */
+/* ---- timing ----
+
+   As in bench_gpu.h, on all GPUs at once. A small NCCL call first makes them begin together. The slowest one counts. */
 
 struct way {
     const char *name;
     std::function<void(rank_state &)> enqueue;
-    bool in_window = false; /* the result is there and not in y */
+    bool in_window = false; /* true: the result is in the window, not in y */
     double us = 0;
     cudaGraphExec_t graphs[8] = {};
 };
@@ -170,7 +172,7 @@ static double time_once(rank_state &r, way &w, int launches)
     return slowest;
 }
 
-/* Sets every way's .us. */
+/* Sets .us of every way. */
 static void measure(std::vector<way> &ways, size_t bytes, size_t result_bytes)
 {
     const int launches = bytes <= 1 << 20 ? 50 : 10, repetitions = quick ? 3 : 9;
@@ -312,7 +314,7 @@ static void bench_all_gather()
     judge_worst("all_gather to raw, from its buffer if that is faster", to_raw, '<', 1.02);
 }
 
-/* `bytes`: of what each rank gives. */
+/* `bytes`: of what each rank sends. */
 static void bench_reduce_scatter()
 {
     std::vector<figure> small, to_raw;
@@ -352,8 +354,8 @@ static void bench_reduce_scatter()
     judge_worst("reduce_scatter to raw, from its buffer if that is faster", to_raw, '<', 1.02);
 }
 
-/* One call after the other, launched one by one, while the last rank begins a millisecond late: whoever has waited must
-   not be late in turn. Per call of that rank. */
+/* Launches one call after the other, while the last rank begins a millisecond late. A rank that has waited must not be
+   late in turn. Returns the time per call of the last rank. */
 static double time_behind(rank_state &r, const way &w, int calls)
 {
     float ms;
@@ -387,7 +389,7 @@ static void bench_late()
         fflush(stdout);
         ratios.push_back({median(own) / median(nccl), size_name(bytes)});
     }
-    /* of 8 GPUs 16 MB are NCCL's */
+    /* on 8 GPUs, 16 MB go through NCCL */
     judge_worst("all_reduce behind a late rank to NCCL", ratios, '<', 1.02);
 }
 
@@ -398,7 +400,7 @@ static void enqueue_wide(rank_state &r, size_t bytes)
     check_kvprim(kvprim_all_reduce(&r.wide, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
 }
 
-/* What it costs to leave half of the multiprocessors to others, when the ranks are together. */
+/* What it costs to leave half of the multiprocessors to others when no rank is late. */
 static void bench_halves()
 {
     std::vector<figure> ratios;
@@ -463,7 +465,7 @@ static double time_products(rank_state &r, product &p)
     return double(ms);
 }
 
-/* How much longer products take on rank 0 while the sum there waits for the last rank, which comes later than they
+/* How many times longer products take on rank 0 while a sum there waits for the last rank. That rank comes after they
    end: 45 ms is 25 times what they take alone. */
 static double product_beside(rank_state &r, product &p, const std::function<void(rank_state &)> &sum)
 {
@@ -476,7 +478,7 @@ static double product_beside(rank_state &r, product &p, const std::function<void
         spin<<<1, 1, 0, r.stream>>>(45000000);
     sum(r);
     if (r.rank == 0) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(2)); /* it is there, and waits */
+        std::this_thread::sleep_for(std::chrono::milliseconds(2)); /* the sum is on the GPU, and waits */
         beside = time_products(r, p);
     }
     CUDA(cudaStreamSynchronize(r.stream));
@@ -517,7 +519,7 @@ static void bench_beside()
 }
 #endif
 
-/* What goes before NCCL's symmetric kernels, where they start too early. */
+/* The memset before NCCL's symmetric kernels, for versions that start them too early. */
 static void bench_before_nccl()
 {
     const size_t bytes = size_t(64) << 10;
@@ -538,7 +540,7 @@ static void bench_before_nccl()
            w[0].us, w[1].us);
 }
 
-/* Microseconds that a call takes on the host: nothing waits, as there are fewer calls than a stream holds. */
+/* Microseconds that a call takes on the host. No call blocks, because a stream holds more than these. */
 static double host_us(rank_state &r, const std::function<void(rank_state &)> &call)
 {
     enum { calls = 200 };
@@ -550,7 +552,7 @@ static double host_us(rank_state &r, const std::function<void(rank_state &)> &ca
     return (now_us() - begun) / calls;
 }
 
-/* In turns, as a host's speed changes; what counts is the median of the turns' differences. */
+/* In turns, because a host's speed changes. The median of the turns' differences counts. */
 static void bench_host()
 {
     const std::function<void(rank_state &)> calls[] = {
@@ -589,10 +591,10 @@ static void bench_host()
 static way forced(const char *name, kvpn_way how, size_t bytes)
 {
     return {name, [=](rank_state &r) {
-                kvpn_call c = kvpn_call_of(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
-                                           KVPRIM_SUM, r.stream);
+                kvpn_call c = kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
+                                             KVPRIM_SUM, r.stream);
                 c.element = 2;
-                check_kvprim(kvpn_launch_all(&c, how));
+                check_kvprim(kvpn_launch_chunks(&c, how));
             }};
 }
 
@@ -601,7 +603,7 @@ static void tune()
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
     for (const size_t bytes : sizes()) {
         std::vector<way> w = {forced("two shot", kvpn_by_two_shot, bytes)};
-        if (bytes <= kvpn_room(&ranks[0].comm, kvpn_by_one_shot))
+        if (bytes <= kvpn_capacity_bytes(&ranks[0].comm, kvpn_by_one_shot))
             w.push_back(forced("one shot", kvpn_by_one_shot, bytes));
         measure(w, bytes, bytes);
         printf("%8s %8.2f %8.2f\n", size_name(bytes).c_str(), w.size() > 1 ? w[1].us : 0, w[0].us);

@@ -1,6 +1,7 @@
-/* Lets examples/07_engine/engine.c run where there is no GPU: what it calls of CUDA, kvprim_cuda.cuh and kvprim_nccl.h,
-   on the CPU. GPUS are as many as there are said to be. DAMAGE: the engine must notice that ...
-       1, 2   a byte of a gathered, of a stored row is wrong       3   rank 0 adds nothing to the sums */
+/* SPDX-License-Identifier: MIT */
+/* Runs examples/07_engine/engine.c without a GPU: implements on the CPU what it calls of CUDA, kvprim_cuda.cuh and
+   kvprim_nccl.h. GPUS is the number of GPUs to report. DAMAGE makes something wrong that the engine must notice:
+       1, 2   a byte of a gathered row, of a stored row       3   rank 0 adds nothing to the sums */
 #define KVPRIM_CORE_IMPLEMENTATION
 #include "../kvprim.h"
 #include "../kvprim_cuda.cuh"
@@ -56,7 +57,7 @@ const char *device_copy(void *dst, const void *src, size_t bytes, struct CUstrea
     return stream ? NULL : "not on the stream";
 }
 
-/* A stream is a byte, so that one that is not closed is a leak. */
+/* A stream is a byte of memory, so that a stream that is not closed is a leak. */
 const char *device_open_stream(struct CUstream_st **stream)
 {
     void *memory;
@@ -92,7 +93,7 @@ kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda
     return launch->stream ? status : KVPRIM_ERROR_ARGUMENT;
 }
 
-/* The ranks meet here: threads, one communicator at a time. */
+/* The ranks, which are threads, meet here. One communicator at a time. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t all_here = PTHREAD_COND_INITIALIZER;
 static int here, meeting;
@@ -119,7 +120,7 @@ kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc)
 {
     memset(comm, 0, sizeof *comm);
     comm->rank = desc->rank, comm->world = desc->world, comm->self = comm;
-    comm->scratch = malloc(1); /* a leak, unless it is destroyed */
+    comm->scratch = malloc(1); /* a leak, unless destroy is called */
     meet(desc->world);
     return desc->id.bytes[0] == 7 ? KVPRIM_OK : KVPRIM_ERROR_ARGUMENT;
 }
@@ -142,7 +143,7 @@ const char *kvprim_comm_describe(const kvprim_comm *comm)
     return comm->self == comm ? "threads of the CPU" : "not a communicator";
 }
 
-/* bf16, of which only one rank's is not zero. */
+/* Sums bf16 of which only one rank's is not zero. */
 kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count, kvprim_dtype dtype,
                                 kvprim_op op, struct CUstream_st *stream)
 {

@@ -1,14 +1,15 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # usage: tests/nccl.sh test [quick]|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize
 # call it; quick: fewer sizes and environments
 #
-# On a machine with NCCL and a GPU or more: builds the tests or the benchmark of the collectives and runs them on 2, 4
-# and 8 of the GPUs, the tests on 3 too (under compute-sanitizer's memcheck: 2); what they print goes to tests/results/
-# too, after the headers' checksums. Of one GPU, tests with two processes that share it. A program that hangs is ended
-# after ten minutes. Elsewhere it says what is missing.
+# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
+# collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's memcheck on 2. With one GPU,
+# tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
+# also goes to tests/results/, after the checksums of the headers.
 #
-# Tests run as threads and as processes, on two GPUs in the environments that engines set, and with each libnccl.so.2
-# that NCCL_OTHERS lists (files of other versions than the one they were built with).
+# Tests run as threads and as processes; on two GPUs also in the environments that engines set, and with each
+# libnccl.so.2 that NCCL_OTHERS lists (files of other versions than the one they were built with).
 
 : "${NCCL_OTHERS=}"
 quick=$2
@@ -16,7 +17,7 @@ quick=$2
 least=2
 [ "$1" != test ] || least=1
 if [ "$gpus" -lt $least ]; then
-    echo "skip collectives: $gpus GPUs here, they take $least"
+    echo "skip collectives: $gpus GPUs here, at least $least needed"
     exit 0
 fi
 if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
@@ -24,7 +25,7 @@ if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
     exit 0
 fi
 
-# build SOURCE [FLAG...]: into build/, as CUDA. One that does not compile leaves no program of an older run.
+# build SOURCE [FLAG...]: compiles it as CUDA into build/. If that fails, no program of an older run is left.
 build()
 {
     source=$1 output=build/$(basename "${1%.*}")
@@ -33,7 +34,7 @@ build()
     "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. $nccl_headers "$@" "$source" -o "$output" $nccl_link
 }
 
-# run GPUS COMMAND...: those of the GPUs that there are.
+# run GPUS COMMAND...: runs it on these GPUs, if there are so many.
 code=0
 run()
 {
@@ -44,7 +45,7 @@ run()
     CUDA_VISIBLE_DEVICES=$some timeout -k 10 600 "$@" || code=1
 }
 
-# run_with LIBRARY COMMAND...: another libnccl.so.2. A file that is missing would only be passed over.
+# run_with LIBRARY COMMAND...: runs it with another libnccl.so.2. LD_PRELOAD would only skip a file that is missing.
 run_with()
 {
     library=$1
@@ -57,7 +58,8 @@ run_with()
     fi
 }
 
-# What engines and users set, and other versions: own kernels are on, except where GPUs may not write to each other.
+# Runs the tests with what engines and users set, and with other versions of NCCL. Own kernels must be on, except where
+# GPUs may not write to each other.
 environments()
 {
     for setting in NCCL_CUMEM_ENABLE=0 NCCL_WIN_ENABLE=0 NCCL_COMM_BLOCKING=0 NCCL_P2P_DISABLE=1; do
@@ -70,7 +72,7 @@ environments()
     done
 }
 
-# Faults where NCCL itself differs.
+# Runs the tests of faults where NCCL itself behaves differently.
 faults_elsewhere()
 {
     run 0,1 env NCCL_CUMEM_ENABLE=0 build/test_nccl_faults quick on
@@ -84,13 +86,13 @@ run_tests()
     build tests/test_nccl_gpu.cu &
     build tests/test_nccl_faults.cu &
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
-    wait # what does not compile is missed when it is run
+    wait # a program that does not compile is missing when it is run
     if [ "$gpus" -eq 1 ]; then
         run 0 build/test_nccl_gpu processes $quick on
         run 0 build/test_nccl_faults processes $quick on
         return $code
     fi
-    for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: no power of two, fewer than the kernels for 4 have room for
+    for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: not a power of two, and fewer than the kernels for 4 allow
         run $some build/06_allreduce
         for kind in '' processes; do
             run $some build/test_nccl_faults $kind $quick on
@@ -116,7 +118,7 @@ run_benches()
     return $code
 }
 
-# NCCL asks CUDA for what is not there, and takes the error for an answer: no errors of the API.
+# Errors of the API are not reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer.
 run_memcheck()
 {
     build tests/test_nccl_gpu.cu || return 1

@@ -1,36 +1,41 @@
-/* CUDA and NCCL as test_nccl_life.c wants them: in the program's own memory, with communicators that hang, end late, or
-   do not block. `fake` says what happens; calls, give and take note what was asked for. The header is implemented here,
-   as its threads are made by make_thread. */
+/* SPDX-License-Identifier: MIT */
+/* Fakes of CUDA and NCCL for test_nccl_life.c. They live in the program's own memory, and their communicators can hang,
+   end late, or not block. `fake` says what happens; calls, fake_alloc and fake_free record what was asked for.
+   kvprim_nccl.h is implemented here, so that make_thread makes its threads. */
 #include <errno.h>
 #include <pthread.h>
 
 static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument);
-#define pthread_create make_thread /* the header's, which can fail, and which tests wait for */
+#define pthread_create make_thread /* the header's threads: making one can fail, and tests wait for them */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
 #undef pthread_create
 
 /* ---- what the fakes do, and what they saw ---- */
 
-enum { home = 2, elsewhere = 7, soon_ms = 40, patience_ms = 10000 }; /* devices; a timeout; that of the tests */
+/* Two devices; a timeout that expires; how long tests wait before they fail. */
+enum { home = 2, elsewhere = 7, short_timeout_ms = 40, test_timeout_ms = 10000 };
 
 static struct {
-    int version;                              /* of NCCL */
-    int no_threads, no_blocking;              /* threads cannot be had; communicators do not block */
-    int hang_init, hang_gather, hang_copy;    /* until ncclCommAbort: hang_gather and _copy: the n-th, from 1 on */
-    int late_memory, late_init, late_end;     /* until `gate`, whatever happens */
-    int abort_ms;                             /* that ncclCommAbort takes */
-    int captures;                             /* every stream */
-    int dead;                                 /* the device's context */
-    void (*other_rank)(kvpn_card *card);      /* makes the other rank's card of a copy of this rank's */
-    kvprim_comm *checked;                     /* is checked in the middle of cudaEventRecord */
+    int version;                 /* of NCCL */
+    int no_threads, no_blocking; /* 1: no thread can be made; 1: communicators do not block */
+    /* 1: hangs until ncclCommAbort; hang_gather and hang_copy: the n-th one, from 1 on */
+    int hang_init, hang_gather, hang_copy;
+    int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
+    int abort_ms;                             /* how long ncclCommAbort takes */
+    int captures;                             /* 1: every stream is captured */
+    int dead;                                 /* 1: the device's context is dead */
+    void (*other_rank)(kvpn_rank_info *info); /* changes a copy of this rank's info into the other rank's */
+    kvprim_comm *checked;                     /* if set, cudaEventRecord checks it half way */
     kvprim_status check;                      /* what that returned */
-    int gathers, copies;                      /* so far */
-    enum cudaStreamCaptureMode mode_at_end;   /* in which ncclCommAbort or _Destroy was called */
-    int32_t gate, hanging, stuck, work_hangs; /* atomic; hanging: something does; stuck: copies; work_hangs: events */
+    int gathers, copies;                      /* how many so far */
+    enum cudaStreamCaptureMode mode_at_end;   /* the mode in which ncclCommAbort or ncclCommDestroy was called */
+    /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events do not finish */
+    int32_t gate, hanging, stuck, work_hangs;
 } fake;
 
-static int32_t held, threads; /* atomic: what the fakes gave and did not get back; the header's threads that run */
+/* Atomic: what the fakes allocated and have not freed; the header's threads that run. */
+static int32_t live_allocations, threads;
 static const char *calls[64];
 static int32_t call_count;
 static _Thread_local int current_device;
@@ -51,15 +56,15 @@ static void wait_ms(int ms)
     (void)poll(NULL, 0, ms);
 }
 
-/* Relaxed: notes must not order what the header does not. */
-static void note(const char *function)
+/* Relaxed, because notes must not order what the header does not order. */
+static void record_call(const char *function)
 {
     const int32_t at = __atomic_fetch_add(&call_count, 1, __ATOMIC_RELAXED);
     if (at < 64)
         __atomic_store_n(&calls[at], function + strlen("nccl"), __ATOMIC_RELAXED);
 }
 
-/* Whether these were the calls since it was last asked, by their names without nccl and cuda. */
+/* Whether these were the calls since the last call of this, by their names without nccl and cuda. */
 static bool called(const char *expected)
 {
     char text[2048] = "";
@@ -74,41 +79,41 @@ static bool called(const char *expected)
     return false;
 }
 
-static void *give(size_t bytes)
+static void *fake_alloc(size_t bytes)
 {
-    (void)__atomic_add_fetch(&held, 1, __ATOMIC_RELAXED);
+    (void)__atomic_add_fetch(&live_allocations, 1, __ATOMIC_RELAXED);
     return calloc(1, bytes);
 }
 
-static cudaError_t take(void *memory)
+static cudaError_t fake_free(void *memory)
 {
-    (void)__atomic_sub_fetch(&held, memory != NULL, __ATOMIC_RELAXED);
+    (void)__atomic_sub_fetch(&live_allocations, memory != NULL, __ATOMIC_RELAXED);
     free(memory);
     return cudaSuccess;
 }
 
-typedef struct job {
+typedef struct thread_job {
     void *(*run)(void *);
     void *argument;
-} job;
+} thread_job;
 
 static void *run_job(void *argument)
 {
-    const job todo = *(job *)argument;
+    const thread_job job = *(thread_job *)argument;
     free(argument);
-    void *const result = todo.run(todo.argument);
+    void *const result = job.run(job.argument);
     (void)__atomic_sub_fetch(&threads, 1, __ATOMIC_SEQ_CST);
     return result;
 }
 
 static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void *(*run)(void *), void *argument)
 {
-    job *const todo = fake.no_threads ? NULL : (job *)malloc(sizeof *todo);
-    if (!todo)
+    thread_job *const job = fake.no_threads ? NULL : (thread_job *)malloc(sizeof *job);
+    if (!job)
         return EAGAIN;
-    todo->run = run, todo->argument = argument;
+    job->run = run, job->argument = argument;
     (void)__atomic_add_fetch(&threads, 1, __ATOMIC_SEQ_CST);
-    return pthread_create(thread, attributes, run_job, todo);
+    return pthread_create(thread, attributes, run_job, job);
 }
 
 /* ---- the fake CUDA ---- */
@@ -117,12 +122,12 @@ struct CUstream_st {
     int32_t uses;
 };
 struct CUevent_st {
-    int32_t recording, blocked; /* atomic; blocked: by work that hangs */
+    int32_t recording, blocked; /* atomic; blocked: it waits for work that hangs */
 };
 
-static cudaError_t give_to(void *to, size_t bytes)
+static cudaError_t fake_alloc_to(void *to, size_t bytes)
 {
-    void *const memory = give(bytes);
+    void *const memory = fake_alloc(bytes);
     memcpy(to, &memory, sizeof memory);
     return memory ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -130,7 +135,7 @@ static cudaError_t give_to(void *to, size_t bytes)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 
-/* Those with nothing to say, as an expression each. */
+/* Functions that need one expression. */
 #define CUDA(name, parameters, result)                                                                                 \
     cudaError_t name parameters                                                                                        \
     {                                                                                                                  \
@@ -149,25 +154,25 @@ CUDA(cudaDeviceEnablePeerAccess, (int peer, unsigned flags), cudaErrorUnknown)
 CUDA(cudaIpcGetMemHandle, (cudaIpcMemHandle_t *to, void *memory), cudaErrorUnknown)
 CUDA(cudaIpcOpenMemHandle, (void **to, cudaIpcMemHandle_t handle, unsigned flags), cudaErrorUnknown)
 CUDA(cudaIpcCloseMemHandle, (void *memory), cudaErrorUnknown)
-CUDA(cudaFree, (void *memory), take(memory))
-CUDA(cudaHostAlloc, (void **to, size_t bytes, unsigned flags), give_to(to, bytes))
+CUDA(cudaFree, (void *memory), fake_free(memory))
+CUDA(cudaHostAlloc, (void **to, size_t bytes, unsigned flags), fake_alloc_to(to, bytes))
 CUDA(cudaHostGetDevicePointer, (void **to, void *host, unsigned flags), (*to = host, cudaSuccess))
-CUDA(cudaFreeHost, (void *memory), take(memory))
-CUDA(cudaStreamCreateWithFlags, (cudaStream_t *to, unsigned flags), give_to(to, sizeof **to))
-CUDA(cudaStreamDestroy, (cudaStream_t stream), take(stream))
+CUDA(cudaFreeHost, (void *memory), fake_free(memory))
+CUDA(cudaStreamCreateWithFlags, (cudaStream_t *to, unsigned flags), fake_alloc_to(to, sizeof **to))
+CUDA(cudaStreamDestroy, (cudaStream_t stream), fake_free(stream))
 CUDA(cudaStreamGetDevice, (cudaStream_t stream, int *to), (*to = home, cudaSuccess))
 CUDA(cudaStreamIsCapturing, (cudaStream_t stream, enum cudaStreamCaptureStatus *to),
      (*to = fake.captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess))
-CUDA(cudaEventCreateWithFlags, (cudaEvent_t *to, unsigned flags), give_to(to, sizeof **to))
-CUDA(cudaEventDestroy, (cudaEvent_t event), take(event))
+CUDA(cudaEventCreateWithFlags, (cudaEvent_t *to, unsigned flags), fake_alloc_to(to, sizeof **to))
+CUDA(cudaEventDestroy, (cudaEvent_t event), fake_free(event))
 // clang-format on
 
-/* May take long: it waits for the device's work. */
+/* Can take long: the real one waits for the device's work. */
 cudaError_t cudaMalloc(void **to, size_t bytes)
 {
     if (fake.late_memory)
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
-    return give_to(to, bytes);
+        (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
+    return fake_alloc_to(to, bytes);
 }
 
 const char *cudaGetErrorName(cudaError_t error)
@@ -199,7 +204,7 @@ cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaM
 
 cudaError_t cudaMemsetAsync(void *dst, int value, size_t bytes, cudaStream_t stream)
 {
-    note("cudaMemsetAsync");
+    record_call("cudaMemsetAsync");
     memset(dst, value, bytes);
     return cudaSuccess;
 }
@@ -239,23 +244,23 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 struct ncclComm {
     int32_t rank, world, device;
     int32_t uses, inside, aborted; /* atomic */
-    int32_t pending;               /* atomic: how often ncclCommGetAsyncError will still say that work is in progress */
-    void *window, **window_to;     /* there is one; where one will be filled in when nothing is in progress */
+    int32_t pending;               /* atomic: how often ncclCommGetAsyncError still says that work is in progress */
+    void *window, **window_to;     /* its window, or NULL; where a window is filled in once nothing is in progress */
 };
 static _Thread_local int in_group;
 static _Thread_local ncclComm_t grouped;
 
-/* The last of every call, so that a sanitizer sees one on a communicator that has ended, and before end_comm. */
+/* Every call ends with this, so that a sanitizer sees a call on a communicator that has ended. */
 static ncclResult_t touch(ncclComm_t comm, ncclResult_t result)
 {
     (void)__atomic_add_fetch(&comm->uses, 1, __ATOMIC_SEQ_CST);
     return result;
 }
 
-/* A communicator that does not block refuses a call while an earlier one is in progress, as NCCL does. */
+/* A communicator that does not block refuses a call while an earlier one is in progress, as NCCL's does. */
 static ncclResult_t enqueue(ncclComm_t comm, const char *function)
 {
-    note(function);
+    record_call(function);
     if (in_group)
         grouped = comm;
     if (in_group || (!fake.no_blocking && !load(&comm->pending)))
@@ -268,7 +273,7 @@ static ncclResult_t enqueue(ncclComm_t comm, const char *function)
 
 static void make_window(ncclComm_t comm, void **to)
 {
-    comm->window = give(1), comm->window_to = NULL;
+    comm->window = fake_alloc(1), comm->window_to = NULL;
     __atomic_store_n(to, comm->window, __ATOMIC_SEQ_CST);
 }
 
@@ -283,15 +288,15 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *to)
     return touch(comm, ncclSuccess);
 }
 
-/* Hangs until ncclCommAbort; or, which that cannot know, has no communicator until the gate is open. */
+/* Hangs until ncclCommAbort. With late_init there is no communicator that could be aborted until the gate is open. */
 ncclResult_t ncclCommInitRank(ncclComm_t *to, int world, ncclUniqueId id, int rank)
 {
-    note(__func__);
+    record_call(__func__);
     if (fake.late_init) {
         store(&fake.hanging, 1);
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
+        (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
     }
-    ncclComm_t comm = (ncclComm_t)give(sizeof *comm);
+    ncclComm_t comm = (ncclComm_t)fake_alloc(sizeof *comm);
     comm->rank = rank, comm->world = world, comm->device = current_device, comm->inside = 1;
     __atomic_store_n(to, comm, __ATOMIC_SEQ_CST);
     store(&fake.hanging, fake.hang_init || fake.late_init);
@@ -303,22 +308,22 @@ ncclResult_t ncclCommInitRank(ncclComm_t *to, int world, ncclUniqueId id, int ra
     return aborted ? ncclInternalError : fake.no_blocking ? ncclInProgress : ncclSuccess;
 }
 
-/* Ends it, and leaves the calling thread on another device. */
+/* Ends the communicator, and leaves the calling thread on another device. */
 static void end_comm(ncclComm_t comm)
 {
     fake.mode_at_end = current_mode;
     current_device = elsewhere;
     if (fake.late_end)
-        (void)kvpn_wait_for(&fake.gate, 1, patience_ms);
-    (void)kvpn_wait_for(&comm->inside, 0, patience_ms);
+        (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
+    (void)kvpn_wait_until(&comm->inside, 0, test_timeout_ms);
     (void)load(&comm->uses);
-    (void)take(comm->window);
-    (void)take(comm);
+    (void)fake_free(comm->window);
+    (void)fake_free(comm);
 }
 
 ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
-    note(__func__);
+    record_call(__func__);
     store(&comm->aborted, 1);
     store(&fake.stuck, 0);
     store(&fake.work_hangs, 0);
@@ -329,12 +334,12 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
-    note(__func__);
+    record_call(__func__);
     end_comm(comm);
     return fake.no_blocking ? ncclInProgress : ncclSuccess;
 }
 
-/* Those with nothing to say, or only their name. */
+/* Functions that need one expression, or only record their name. */
 #define NCCL(name, parameters, result)                                                                                 \
     ncclResult_t name parameters                                                                                       \
     {                                                                                                                  \
@@ -349,21 +354,21 @@ NCCL(ncclGetVersion, (int *to), (*to = fake.version, ncclSuccess))
 NCCL(ncclCommUserRank, (const ncclComm_t comm, int *to), (*to = comm->rank, touch(comm, ncclSuccess)))
 NCCL(ncclCommCount, (const ncclComm_t comm, int *to), (*to = comm->world, touch(comm, ncclSuccess)))
 NCCL(ncclCommCuDevice, (const ncclComm_t comm, int *to), (*to = comm->device, touch(comm, ncclSuccess)))
-NCCL(ncclMemAlloc, (void **to, size_t bytes), (note(__func__), *to = give(bytes), ncclSuccess))
-NCCL(ncclMemFree, (void *memory), (note(__func__), take(memory), ncclSuccess))
+NCCL(ncclMemAlloc, (void **to, size_t bytes), (record_call(__func__), *to = fake_alloc(bytes), ncclSuccess))
+NCCL(ncclMemFree, (void *memory), (record_call(__func__), fake_free(memory), ncclSuccess))
 NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
 NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
 NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
 NCCL(ncclBroadcast, (MOVES, int root, BY), enqueue(comm, __func__))
 NCCL(ncclSend, (SENDS, int peer, BY), enqueue(comm, __func__))
 NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY), enqueue(comm, __func__))
-NCCL(ncclGroupStart, (void), (note(__func__), in_group++, ncclSuccess))
+NCCL(ncclGroupStart, (void), (record_call(__func__), in_group++, ncclSuccess))
 // clang-format on
 
 /* What was called in the group is in progress from here on. */
 ncclResult_t ncclGroupEnd(void)
 {
-    note(__func__);
+    record_call(__func__);
     in_group--;
     if (grouped && fake.no_blocking)
         store(&grouped->pending, 3);
@@ -371,12 +376,12 @@ ncclResult_t ncclGroupEnd(void)
     return fake.no_blocking ? ncclInProgress : ncclSuccess;
 }
 
-/* Copies only in init's exchanges: every rank says what this one does, except what `other_rank` changes. */
+/* Copies data only in init's exchanges. Every rank says what this rank says, except what `other_rank` changes. */
 ncclResult_t ncclAllGather(MOVES, BY)
 {
     const int world = comm->world, rank = comm->rank;
     const ncclResult_t result = enqueue(comm, __func__);
-    if (type != ncclChar || count != sizeof(kvpn_card) || (result != ncclSuccess && result != ncclInProgress))
+    if (type != ncclChar || count != sizeof(kvpn_rank_info) || (result != ncclSuccess && result != ncclInProgress))
         return result;
     if (++fake.gathers == fake.hang_gather) {
         store(&fake.stuck, 1);
@@ -385,7 +390,7 @@ ncclResult_t ncclAllGather(MOVES, BY)
     for (int r = 0; r < world; r++)
         memcpy((char *)recv + (size_t)r * count, send, count);
     if (world > 1 && fake.other_rank)
-        fake.other_rank((kvpn_card *)recv + !rank);
+        fake.other_rank((kvpn_rank_info *)recv + !rank);
     return result;
 }
 
@@ -402,10 +407,10 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *buffer, size_t bytes,
 /* Waits for the device's work, as NCCL's does. */
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window)
 {
-    note(__func__);
-    for (const int64_t begun = kvpn_now(); is_stuck() && kvpn_now() - begun < patience_ms * 1000;)
+    record_call(__func__);
+    for (const int64_t begun = kvpn_now_us(); is_stuck() && kvpn_now_us() - begun < test_timeout_ms * 1000;)
         wait_ms(1);
-    (void)take(window);
+    (void)fake_free(window);
     comm->window = NULL;
     return touch(comm, ncclSuccess);
 }

@@ -1,10 +1,12 @@
-/* What the tests of kvprim_nccl.h on GPUs share: ranks, which are threads of one process or a process each, one GPU a
-   rank; checks; sums that are made and verified on the GPU. The implementation of the headers is included before.
+/* SPDX-License-Identifier: MIT */
+/* What the tests of kvprim_nccl.h on GPUs share: ranks, which are threads of one process or a process each; checks;
+   sums that are made and verified on the GPU. Each rank has a GPU. The test includes the implementation of the headers
+   first.
 
        program [quick] [on | off]                a thread per GPU
-       program processes [quick] [on | off]      a process per GPU; of one GPU, two processes that share it
+       program processes [quick] [on | off]      a process per GPU; with one GPU, two processes that share it
 
-   quick: fewer cases; on, off: whether the library's own kernels must be on. */
+   quick: fewer cases; on, off: whether own kernels must be on. */
 #ifndef NCCL_RANKS_H
 #define NCCL_RANKS_H
 
@@ -22,17 +24,17 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* Of all ranks: in memory that processes share. */
+/* State of all ranks, in memory that processes share. */
 struct shared_state {
-    std::atomic<int> here, passed, failed, skipped, faults; /* faults: of the test that runs */
+    std::atomic<int> here, passed, failed, skipped, faults; /* faults: of the running test */
     std::atomic<uint64_t> meetings;
     kvprim_comm_id id;
-    unsigned long long word[8]; /* for a test's own use */
+    unsigned long long scratch[8]; /* for a test's own use */
     char bytes[8][512];
 };
 static shared_state *shared;
 static bool quick, processes;
-static int world, gpus, only_rank; /* only_rank: of a process that is one rank */
+static int world, gpus, only_rank; /* only_rank: the rank of this process, if each rank is one */
 static const char *expected = "";
 
 __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
@@ -48,7 +50,7 @@ __attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
     fflush(stdout);
 }
 
-/* What leaves the other ranks waiting ends all. */
+/* Ends the program, because the other ranks would wait for ever. */
 [[noreturn]] static void die(const char *what, int line, const char *why)
 {
     printf("FAIL line %d: %s: %s\n", line, what, why);
@@ -74,7 +76,7 @@ static void check_status(kvprim_status got, kvprim_status wanted, const char *ca
 #define CHECK(condition)                                                                                               \
     do                                                                                                                 \
         if (!(condition))                                                                                              \
-            fail("line %d: not so: %s", __LINE__, #condition);                                                         \
+            fail("line %d: false: %s", __LINE__, #condition);                                                          \
     while (0)
 #define SAYS(word)                                                                                                     \
     do                                                                                                                 \
@@ -114,14 +116,14 @@ struct rank_state {
     int rank;
     kvprim_comm comm;
     cudaStream_t stream;
-    char *device[3];     /* `room` bytes each */
-    uint32_t *wrong;     /* counted by verify, on the device */
-    uint64_t *iteration; /* counted by advance */
+    char *device[3];     /* room_bytes each */
+    uint32_t *wrong;     /* on the device; verify counts into it */
+    uint64_t *iteration; /* on the device; advance counts it up */
 };
-static const size_t room = size_t(80) << 20, buffer_bytes = size_t(176) << 20;
+static const size_t room_bytes = size_t(80) << 20, buffer_bytes = size_t(176) << 20;
 static std::vector<rank_state> ranks;
 
-/* Which GPU a rank has. NCCL takes two ranks on one GPU if it believes them to be on two machines. */
+/* Which GPU a rank has. NCCL accepts two ranks on one GPU if it believes them to be on two machines. */
 static int device_of(int rank)
 {
     return rank % gpus;
@@ -196,8 +198,10 @@ static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_m
     return desc;
 }
 
-/* ---- sums of fp16, bf16 and fp32, made and verified on the GPU: the bits must be those of the sum in fp32 in the
-   order of the ranks where own kernels sum, and near it elsewhere ---- */
+/* ---- sums of fp16, bf16 and fp32, made and verified on the GPU ----
+
+   Where own kernels sum, the bits must be those of a sum in fp32 in the order of the ranks. Elsewhere the result must
+   be near it. */
 
 template <class T> __host__ __device__ T from_float(float f);
 template <> __host__ __device__ float from_float<float>(float f)
@@ -221,7 +225,7 @@ static __device__ uint64_t mixed(uint64_t seed, uint64_t i, int rank)
     return h;
 }
 
-/* exact: any of many values, whose sums round; one in 64 is -0 or huge or a NaN of all ones. Otherwise small integers,
+/* exact: one of many values, whose sums round; one in 64 is -0, huge, or a NaN of all ones. Otherwise small integers,
    whose sums are the same in any order. */
 template <class T> __device__ T value_at(uint64_t seed, uint64_t i, int rank, bool exact)
 {
@@ -269,7 +273,7 @@ __global__ void verify(const T *got, size_t count, const uint64_t *iteration, ui
     }
 }
 
-/* Lets its successors begin so many nanoseconds before it writes. */
+/* Lets its successors start, waits for so many nanoseconds, and then writes. */
 template <class T> __global__ void fill_late(T *out, size_t count, float value, uint64_t ns)
 {
 #if __CUDA_ARCH__ >= 900
@@ -320,7 +324,7 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
         enqueue_sum<float>(r, comm, stream, send, recv, count, dtype, seed);
 }
 
-/* How many elements verify found wrong since the last time. */
+/* How many elements verify has found wrong since the last call of this. */
 static uint32_t wrong_so_far(rank_state &r)
 {
     uint32_t wrong = 0;
@@ -344,7 +348,7 @@ static void open_ranks(rank_state &r)
 {
     CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
     for (char *&d : r.device)
-        CUDA(cudaMalloc(reinterpret_cast<void **>(&d), room));
+        CUDA(cudaMalloc(reinterpret_cast<void **>(&d), room_bytes));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.wrong), sizeof *r.wrong));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.iteration), sizeof *r.iteration));
     CUDA(cudaMemset(r.wrong, 0, sizeof *r.wrong));
@@ -380,7 +384,7 @@ static shared_state *map_shared(const char *file)
     return static_cast<shared_state *>(at);
 }
 
-/* In a process of its own: CUDA's state does not survive a fork. */
+/* Counts them in a process of its own, because CUDA's state does not survive a fork. */
 static int count_gpus()
 {
     int status = 0, count = 0;
@@ -413,7 +417,7 @@ static int finish()
     return shared->failed ? 1 : 0;
 }
 
-/* A rank that ends before its time takes the others with it. */
+/* If a rank's process ends early, it kills the others. */
 static int run_processes(const char *file, int argc, char **argv)
 {
     std::vector<pid_t> pids;
@@ -436,7 +440,7 @@ static int run_processes(const char *file, int argc, char **argv)
     return finish();
 }
 
-/* tests: calls run() for each; before_gpus: in the parent of processes, which holds no GPU (may be empty). */
+/* tests: calls run() for each test. before_gpus: runs in the parent of processes, which holds no GPU; may be empty. */
 static int run_program(int argc, char **argv, const std::function<void()> &before_gpus,
                        const std::function<void()> &tests)
 {

@@ -1,4 +1,6 @@
-/* kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA, which has more to test.
+/* SPDX-License-Identifier: MIT */
+/* Tests kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA; as CUDA it tests
+   more.
 
        cc -std=c11 -I. -I$CUDA_HOME/include tests/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -o test && ./test */
 #define KVPRIM_IMPLEMENTATION
@@ -27,7 +29,7 @@ static void test_descriptors(void)
     kvprim_comm comm;
     kvprim_comm_desc d = good_desc();
     memset(&comm, 0, sizeof comm);
-    CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
     FAILS(kvprim_comm_init(NULL, &d), KVPRIM_ERROR_NULL, "comm is NULL");
     FAILS(kvprim_comm_init(&comm, NULL), KVPRIM_ERROR_NULL, "desc is NULL");
     d.rank = 4;
@@ -57,8 +59,12 @@ static void test_descriptors(void)
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_kernels is 3, must be 0 to 1");
     d.no_kernels = 0, d.nccl_window = 2;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->nccl_window is 2");
+    d.nccl_window = 0, d.padding = 1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->padding is 1, must be 0");
+    d.padding = 0, d.reserved = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->reserved is -1, must be 0");
     for (int k = 0; k < 3; k++) {
-        static const int32_t states[] = {kvpn_alive, kvpn_begun, kvpn_aborted};
+        static const int32_t states[] = {kvpn_alive, kvpn_initialising, kvpn_aborted};
         comm.self = &comm;
         comm.state = states[k];
         d = good_desc();
@@ -75,8 +81,8 @@ static void test_given_memory(void)
     memset(&comm, 0, sizeof comm);
     for (int r = 0; r < 9; r++)
         peers[r] = memory + (16 - (uintptr_t)memory % 16);
-    d.peers = peers, d.peer_bytes = kvpn_least_peer_bytes;
-    CHECK(kvpn_check_desc(&comm, &d) == KVPRIM_OK);
+    d.peers = peers, d.peer_bytes = kvpn_min_peer_bytes;
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
     d.peer_bytes--;
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->peer_bytes is 16777215, must be at least 16777216");
     d.peer_bytes++;
@@ -88,7 +94,7 @@ static void test_given_memory(void)
     FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "must be at most 8");
 }
 
-/* Every function, with a communicator that is none, whatever else it is given. */
+/* Every function refuses a communicator that is not alive, whatever its other arguments are. */
 static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
 {
     float x = 0;
@@ -120,7 +126,7 @@ static void test_not_alive(void)
     comm.state = kvpn_alive;
     moved = comm;
     refuses(&moved, KVPRIM_ERROR_ARGUMENT, "moved");
-    comm.state = kvpn_begun; /* init runs */
+    comm.state = kvpn_initialising; /* init runs */
     CHECK(kvprim_comm_check(&comm) == KVPRIM_OK);
     FAILS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     comm.state = kvpn_aborted;
@@ -130,107 +136,107 @@ static void test_not_alive(void)
 }
 
 /* Why kernels are off, and which versions of NCCL start early. */
-static void test_objections(void)
+static void test_off_reasons(void)
 {
     kvprim_comm_desc d = good_desc();
 #ifdef KVPRIM_NCCL_KERNELS
     (void)unsetenv("NCCL_P2P_DISABLE");
     (void)unsetenv("NCCL_P2P_LEVEL");
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     d.world = 8;
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     d.world = 9;
-    CHECK(strstr(kvpn_why_off(&d), "more than 8") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "more than 8") != NULL);
     d.world = 1;
-    CHECK(strstr(kvpn_why_off(&d), "one rank") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "one rank") != NULL);
     d.world = 2, d.no_kernels = 1;
-    CHECK(strstr(kvpn_why_off(&d), "no_kernels") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "no_kernels") != NULL);
     d.no_kernels = 0;
     (void)setenv("NCCL_P2P_DISABLE", "1", 1);
-    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_DISABLE") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_DISABLE") != NULL);
     (void)setenv("NCCL_P2P_DISABLE", "0", 1);
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     (void)setenv("NCCL_P2P_LEVEL", "LOC", 1);
-    CHECK(strstr(kvpn_why_off(&d), "NCCL_P2P_LEVEL") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_LEVEL") != NULL);
     (void)setenv("NCCL_P2P_LEVEL", "NVL", 1);
-    CHECK(kvpn_why_off(&d) == NULL);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
     (void)unsetenv("NCCL_P2P_LEVEL");
 #else
-    CHECK(strstr(kvpn_why_off(&d), "nvcc") != NULL);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "nvcc") != NULL);
 #endif
-    CHECK(!kvpn_starts_early(22706) && kvpn_starts_early(22803) && kvpn_starts_early(23006));
-    CHECK(!kvpn_starts_early(23007) && !kvpn_starts_early(21903));
+    CHECK(!kvpn_nccl_starts_early(22706) && kvpn_nccl_starts_early(22803) && kvpn_nccl_starts_early(23006));
+    CHECK(!kvpn_nccl_starts_early(23007) && !kvpn_nccl_starts_early(21903));
 }
 
-/* Machines and ranks tell themselves apart. */
-static void test_places(void)
+/* Hashes tell machines and ranks apart. */
+static void test_hashes(void)
 {
-    CHECK(kvpn_hash_line("/there/is/no/such/file") == 0 && kvpn_hash_line("/dev/null") == 0);
-    const uint64_t mark = kvpn_hash_line("/proc/sys/kernel/random/uuid");
-    CHECK(mark != 0 && mark != kvpn_hash_line("/proc/sys/kernel/random/uuid"));
-    const uint64_t machine = kvpn_hash_line("/proc/sys/kernel/random/boot_id");
-    CHECK(machine != 0 && machine == kvpn_hash_line("/proc/sys/kernel/random/boot_id"));
+    CHECK(kvpn_hash_first_line("/there/is/no/such/file") == 0 && kvpn_hash_first_line("/dev/null") == 0);
+    const uint64_t mark = kvpn_hash_first_line("/proc/sys/kernel/random/uuid");
+    CHECK(mark != 0 && mark != kvpn_hash_first_line("/proc/sys/kernel/random/uuid"));
+    const uint64_t machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id");
+    CHECK(machine != 0 && machine == kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"));
 }
 
-/* Found for as long as someone holds them. */
+/* Slots are found as long as someone has a reference to them. */
 static void test_shared_slots(void)
 {
     kvpn_slots *slots[3];
     for (int k = 0; k < 3; k++) {
         slots[k] = (kvpn_slots *)calloc(1, sizeof(kvpn_slots));
-        slots[k]->refs = 1, slots[k]->mark = (uint64_t)k + 1;
+        slots[k]->refs = 1, slots[k]->nonce = (uint64_t)k + 1;
         kvpn_publish_slots(slots[k]);
     }
-    CHECK(kvpn_hold_slots(2) == slots[1] && kvpn_hold_slots(4) == NULL);
+    CHECK(kvpn_retain_slots(2) == slots[1] && kvpn_retain_slots(4) == NULL);
     kvpn_release_slots(slots[1]);
-    CHECK(kvpn_hold_slots(2) == slots[1]);
+    CHECK(kvpn_retain_slots(2) == slots[1]);
     kvpn_release_slots(slots[1]);
     kvpn_release_slots(slots[1]);
-    CHECK(kvpn_hold_slots(2) == NULL);
+    CHECK(kvpn_retain_slots(2) == NULL);
     kvpn_release_slots(slots[2]);
-    CHECK(kvpn_hold_slots(3) == NULL && kvpn_hold_slots(1) == slots[0]);
+    CHECK(kvpn_retain_slots(3) == NULL && kvpn_retain_slots(1) == slots[0]);
     kvpn_release_slots(slots[0]);
     kvpn_release_slots(slots[0]);
-    CHECK(kvpn_slots_here == NULL);
+    CHECK(kvpn_local_slots == NULL);
 }
 
-/* An opening of `world` ranks whose cards say the same, on rank 1. */
-static void fill_cards(kvpn_opening *o, kvpn_card *cards, int world)
+/* The init task of rank 1 of `world`, whose ranks all say the same. */
+static void fill_infos(kvpn_init_task *o, kvpn_rank_info *infos, int world)
 {
     memset(o, 0, sizeof *o);
-    memset(cards, 0, sizeof *cards * (size_t)world);
-    o->comm.world = world, o->comm.rank = 1, o->all = cards;
+    memset(infos, 0, sizeof *infos * (size_t)world);
+    o->comm.world = world, o->comm.rank = 1, o->all = infos;
     for (int r = 0; r < world; r++)
-        cards[r].ok = cards[r].fast = 1, cards[r].max_sms = 64, cards[r].peer_bytes = kvpn_most_peer_bytes;
-    o->mine = cards[1];
+        infos[r].ok = infos[r].has_kernels = 1, infos[r].max_sms = 64, infos[r].peer_bytes = kvpn_max_peer_bytes;
+    o->mine = infos[1];
 }
 
-/* What ranks tell each other: all find the same. */
+/* All ranks come to the same result from what they tell each other. */
 static void test_comparison(void)
 {
-    kvpn_opening o;
-    kvpn_card cards[3];
-    fill_cards(&o, cards, 3);
-    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 64);
-    cards[2].max_sms = 20, cards[0].peer_bytes = kvpn_least_peer_bytes;
-    CHECK(kvpn_compare(&o) == KVPRIM_OK && o.comm.blocks == 20);
-    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_least_peer_bytes - 2 * kvpn_page);
-    for (int k = 0; k < kvpn_alike; k++) {
-        fill_cards(&o, cards, 3);
-        cards[2].alike[k] = 9;
-        FAILS(kvpn_compare(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_alike_names[k]);
+    kvpn_init_task o;
+    kvpn_rank_info infos[3];
+    fill_infos(&o, infos, 3);
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 64);
+    infos[2].max_sms = 20, infos[0].peer_bytes = kvpn_min_peer_bytes;
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 20);
+    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_min_peer_bytes - 2 * kvpn_page);
+    for (int k = 0; k < kvpn_setting_count; k++) {
+        fill_infos(&o, infos, 3);
+        infos[2].settings[k] = 9;
+        FAILS(kvpn_compare_ranks(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_setting_names[k]);
         CHECK(strstr(kvprim_last_error(), "is 0, but 9 on rank 2") != NULL);
     }
-    fill_cards(&o, cards, 3);
-    cards[0].layout = 1;
-    FAILS(kvpn_compare(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
+    fill_infos(&o, infos, 3);
+    infos[0].layout = 1;
+    FAILS(kvpn_compare_ranks(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
 }
 
 static void test_types(void)
 {
     static const size_t bytes[] = {1, 2, 2, 4, 8, 1, 4, 8, 1, 1};
     for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++) {
-        CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t]);
+        CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t - KVPRIM_U8]);
         CHECK(kvpn_type_of((kvprim_dtype)t).name != NULL);
         for (int u = KVPRIM_U8; u < t; u++)
             CHECK(kvpn_type_of((kvprim_dtype)t).nccl != kvpn_type_of((kvprim_dtype)u).nccl);
@@ -241,14 +247,15 @@ static void test_types(void)
     CHECK(kvpn_type_of(KVPRIM_F8E5M2).nccl == (int)ncclFloat8e5m2);
 #endif
     CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_F8E5M2 + 1)).name == NULL);
+    CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_U8 - 1)).name == NULL);
     CHECK(kvpn_ops[KVPRIM_SUM] == ncclSum && kvpn_ops[KVPRIM_MAX] == ncclMax && kvpn_ops[KVPRIM_PROD] == ncclProd);
     CHECK(kvpn_ops[KVPRIM_MIN] == ncclMin && kvpn_ops[KVPRIM_AVG] == ncclAvg);
 }
 
-/* A call of so many elements from send to recv, of 4 bytes each. */
+/* A call from send to recv with so many elements of 4 bytes each. */
 static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
 {
-    kvpn_call c = kvpn_call_of(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
     c.recv_count = recv_count;
     c.send_count = send_count;
     c.element = 4;
@@ -269,12 +276,12 @@ static void test_calls(void)
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     c = call_of(&comm, m + 4, m, 4, 4);
     FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
-    c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 in place, and of rank 0 not */
+    c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 is in place, of rank 0 it is not */
     c.kind = kvpn_all_gather, c.count = 4, comm.rank = 1;
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     comm.rank = 0;
     FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
-    c = call_of(&comm, m + 16, m, 4, 8); /* reduce_scatter likewise */
+    c = call_of(&comm, m + 16, m, 4, 8); /* the same for reduce_scatter */
     c.kind = kvpn_reduce_scatter, c.count = 4, comm.rank = 1;
     CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
     comm.rank = 0;
@@ -284,7 +291,7 @@ static void test_calls(void)
     FAILS(kvpn_check_pointer(&c, "send", m + 2, 4), KVPRIM_ERROR_ARGUMENT, "not aligned");
     FAILS(kvpn_check_pointer(&c, "send", m, SIZE_MAX / 4), KVPRIM_ERROR_SIZE, "past the end of memory");
     c.dtype = (kvprim_dtype)77;
-    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77");
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77, which is not an element type");
     c.dtype = KVPRIM_F32, c.op_or_peer = 9;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is 9");
     c.kind = kvpn_broadcast, c.op_or_peer = 2;
@@ -292,7 +299,7 @@ static void test_calls(void)
     c.kind = kvpn_recv;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is 2, must be 0 to 1");
     c.op_or_peer = 1, c.dtype = KVPRIM_F8E5M2, comm.nccl_version = 22304;
-    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which takes NCCL 2.24: this is 22304");
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which needs NCCL 2.24; this is 22304");
     c.dtype = KVPRIM_F32, c.count = SIZE_MAX / 4;
     FAILS(kvpn_check_call(&c), KVPRIM_ERROR_SIZE, "too many bytes");
 }
@@ -305,15 +312,16 @@ static void test_inside(void)
     memset(&comm, 0, sizeof comm);
     comm.buffer = m, comm.buffer_bytes = 128;
     kvpn_call c = call_of(&comm, m + 64, m, 4, 4);
-    CHECK(!kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
     comm.in_windows = 1;
-    CHECK(kvpn_is_inside(&c));
+    CHECK(kvpn_may_use_window(&c));
     c.recv = m + 128;
-    CHECK(!kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
     c.recv = m, c.kind = kvpn_broadcast;
-    CHECK(!kvpn_is_inside(&c));
-    c.recv = m + 128, c.kind = kvpn_all_gather, comm.foreign = 1; /* windows of the caller's */
-    CHECK(kvpn_is_inside(&c));
+    CHECK(!kvpn_may_use_window(&c));
+    /* the caller's communicator may have windows of its own */
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1;
+    CHECK(kvpn_may_use_window(&c));
 }
 
 static void test_ids(void)
@@ -321,7 +329,7 @@ static void test_ids(void)
     kvprim_comm_id a, b;
     FAILS(kvprim_comm_new_id(NULL), KVPRIM_ERROR_NULL, "out is NULL");
     const kvprim_status status = kvprim_comm_new_id(&a);
-    if (status != KVPRIM_OK) { /* NCCL found no network to wait on */
+    if (status != KVPRIM_OK) { /* NCCL found no network to listen on */
         CHECK(status == KVPRIM_ERROR_NCCL && strstr(kvprim_last_error(), "ncclGetUniqueId") != NULL);
         printf("skip ids: %s\n", kvprim_last_error());
         skipped++;
@@ -330,27 +338,27 @@ static void test_ids(void)
     CHECK(kvprim_comm_new_id(&b) == KVPRIM_OK && memcmp(&a, &b, sizeof a) != 0);
 }
 
-/* A wait that was given up is reported by every call from then on, and names the rank. */
-static void test_late(void)
+/* After a timeout or an abort, every call reports it and names the rank. */
+static void test_stop_reasons(void)
 {
     kvprim_comm comm;
     uint32_t stop = 0;
     memset(&comm, 0, sizeof comm);
     comm.rank = 2, comm.timeout_ms = 1500;
-    CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
     comm.stop = &stop;
-    CHECK(kvpn_check_waits("test", &comm) == KVPRIM_OK);
-    stop = kvpn_late | 2 << 8 | 3 << 16;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
-    stop = kvpn_late | 1 << 8 | 3 << 16;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 waited in vain for rank 3");
-    stop = kvpn_aborted_by | 7 << 8;
-    FAILS(kvpn_check_waits("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
+    stop = kvpn_stop_timeout | 2 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
+    stop = kvpn_stop_timeout | 1 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 timed out waiting for rank 3");
+    stop = kvpn_stop_aborted | 7 << 8;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
 }
 
 #ifdef KVPRIM_NCCL_KERNELS
-/* A communicator as init leaves it, of so many blocks at most and bytes for each rank. */
-static void open_for_shape(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
+/* A communicator as init leaves it, with at most so many blocks, and so many bytes for each rank. */
+static void open_for_grid(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
 {
     memset(comm, 0, sizeof *comm);
     comm->world = world;
@@ -360,70 +368,71 @@ static void open_for_shape(kvprim_comm *comm, int world, int blocks, size_t peer
         comm->peer[r] = comm;
 }
 
-static void check_shape(const kvprim_comm *comm, uint32_t words, kvpn_way way)
+static void check_grid(const kvprim_comm *comm, uint32_t words, kvpn_way way)
 {
     kvpn_params p;
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
-    p.slice = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
+    p.slice_packs = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
     const uint32_t group = kvpn_group_of(way);
-    kvpn_shape(comm, &p, group, &blocks, &threads);
+    kvpn_set_grid(comm, &p, group, &blocks, &threads);
     CHECK(blocks >= 1 && blocks <= comm->blocks);
     CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
     CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
-    CHECK(p.per_block % 8 == 0);
-    if (group) { /* a slot more than words in a group, every other group in the other area */
-        const uint32_t rounds = (p.per_block + group * threads - 1) / (group * threads);
+    CHECK(p.block_packs % 8 == 0);
+    if (group) { /* a group has one slot more than packs, and every second group lies in the other area */
+        const uint32_t rounds = (p.block_packs + group * threads - 1) / (group * threads);
         CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
         CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
     } else {
-        CHECK(p.per_block <= comm->block_slots);
+        CHECK(p.block_packs <= comm->block_slots);
     }
-    CHECK((uint64_t)p.per_block * blocks >= p.slice && (uint64_t)p.per_block * (blocks - 1) < p.slice);
+    CHECK((uint64_t)p.block_packs * blocks >= p.slice_packs && (uint64_t)p.block_packs * (blocks - 1) < p.slice_packs);
 }
 
-/* Whatever the size is, what is launched fits the slots. */
-static void check_shapes(const kvprim_comm *comm)
+/* Whatever the size is, the launch fits the slots. */
+static void check_grids(const kvprim_comm *comm)
 {
-    const size_t most[] = {kvpn_room(comm, kvpn_by_one_shot),    kvpn_room(comm, kvpn_by_two_shot),
-                           kvpn_room(comm, kvpn_by_scatter),     2 * kvpn_room(comm, kvpn_by_gather),
-                           kvpn_room(comm, kvpn_by_gather_many), kvpn_room(comm, kvpn_by_gather_most)};
+    const size_t most[] = {
+        kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
+        kvpn_capacity_bytes(comm, kvpn_by_scatter),     2 * kvpn_capacity_bytes(comm, kvpn_by_gather),
+        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most)};
     for (int way = 0; way < 6; way++) {
         for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
-            check_shape(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
-        check_shape(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
+            check_grid(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
+        check_grid(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
     }
 }
 
-static void test_shapes(void)
+static void test_grids(void)
 {
     static const int blocks[] = {1, 8, 20, 64, 66, 72, 108, 128};
     for (int world = 2; world <= 8; world++)
         for (int b = 0; b < 8; b++)
-            for (size_t bytes = kvpn_least_peer_bytes;; bytes += (size_t)4 << 20) {
+            for (size_t bytes = kvpn_min_peer_bytes;; bytes += (size_t)4 << 20) {
                 kvprim_comm comm;
-                const size_t used = bytes < kvpn_most_peer_bytes ? bytes : kvpn_most_peer_bytes;
-                open_for_shape(&comm, world, blocks[b], used);
+                const size_t used = bytes < kvpn_max_peer_bytes ? bytes : kvpn_max_peer_bytes;
+                open_for_grid(&comm, world, blocks[b], used);
                 const size_t slots = (size_t)4 * 16 * (size_t)world * comm.blocks * comm.block_slots;
                 CHECK(slots + 2 * kvpn_page <= used && slots > used - ((size_t)1 << 20));
-                check_shapes(&comm);
+                check_grids(&comm);
                 if (used < bytes)
                     break;
             }
 }
 
-/* What goes through own kernels: by size and kind, and by the caller's limits. */
+/* Which way a call takes: by size and kind, and by the caller's limits. */
 static void test_choices(void)
 {
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
-        open_for_shape(&comm, world, 64, kvpn_most_peer_bytes);
+        open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);
-            CHECK(way != kvpn_by_gather || bytes <= kvpn_room(&comm, way));
+            CHECK(way != kvpn_by_gather || bytes <= kvpn_capacity_bytes(&comm, way));
             CHECK(kvpn_group_of(way) == 0 || bytes % 16 == 0);
             if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
-                CHECK(bytes <= kvpn_room(&comm, kvpn_by_one_shot));
+                CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
@@ -458,22 +467,22 @@ static void test_choices(void)
 int main(void)
 {
     run("nccl: descriptors", test_descriptors);
-    run("nccl: communicators that are none", test_not_alive);
+    run("nccl: communicators that are not alive", test_not_alive);
     run("nccl: slots in the caller's memory", test_given_memory);
-    run("nccl: why kernels are off", test_objections);
-    run("nccl: machines and ranks", test_places);
+    run("nccl: why kernels are off", test_off_reasons);
+    run("nccl: hashes of machines and ranks", test_hashes);
     run("nccl: slots that ranks of a process share", test_shared_slots);
     run("nccl: what ranks compare", test_comparison);
     run("nccl: types and operations", test_types);
     run("nccl: arguments of collectives", test_calls);
     run("nccl: inside a window", test_inside);
     run("nccl: ids", test_ids);
-    run("nccl: a late rank", test_late);
+    run("nccl: timeouts and aborts are reported", test_stop_reasons);
 #ifdef KVPRIM_NCCL_KERNELS
-    run("nccl: shapes of launches", test_shapes);
-    run("nccl: what goes through own kernels", test_choices);
+    run("nccl: grids of launches", test_grids);
+    run("nccl: which way a call takes", test_choices);
 #else
-    printf("skip nccl, shapes and choices of kernels: not compiled by nvcc\n");
+    printf("skip nccl: grids and ways, which need nvcc\n");
     skipped++;
 #endif
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);

@@ -1,6 +1,7 @@
-/* The kernels of kvprim_nccl.h on the CPU, a thread per rank that runs a call's GPU threads one after the other: calls
-   of random kinds, sizes and alignments in turn, while the ranks run ahead of each other as they like. ThreadSanitizer
-   sees whether anything but a slot's words is shared.
+/* SPDX-License-Identifier: MIT */
+/* Runs the kernels of kvprim_nccl.h on the CPU. Each rank has a thread, which runs the GPU threads of a call one after
+   the other. Calls have random kinds, sizes and alignments, and ranks run ahead of each other as they like.
+   ThreadSanitizer sees whether ranks share anything except the words of slots.
 
        c++ -std=c++17 -g -fsanitize=thread -I. tests/test_nccl_emulated.cpp -o test && ./test */
 #include "cuda_shim.h"
@@ -13,9 +14,9 @@
 #include <thread>
 #include <vector>
 
-/* What the kernels reach memory with. Slots 4 bytes at a time, and y and w, which may be flags, never before what lies
-   beside them. */
-static uint4 kvpn_look(const char *slot)
+/* The kernels' memory accesses. Slots are accessed 4 bytes at a time, and y and w, which may be flags, never before the
+   words beside them. */
+static uint4 kvpn_load_slot(const char *slot)
 {
     const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
     uint4 v;
@@ -24,17 +25,17 @@ static uint4 kvpn_look(const char *slot)
     return v;
 }
 
-static void kvpn_put(char *slot, uint4 v)
+static void kvpn_store_slot(char *slot, uint4 v)
 {
     uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
     __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
     __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
 }
 
-static uint32_t *counted; /* reads of it are counted, in `reads` */
+static uint32_t *counted; /* reads of this address are counted in `reads` */
 static unsigned reads;
 
-static uint32_t kvpn_read(uint32_t *at)
+static uint32_t kvpn_load_word(uint32_t *at)
 {
     std::this_thread::yield();
     if (at == counted)
@@ -42,7 +43,7 @@ static uint32_t kvpn_read(uint32_t *at)
     return __atomic_load_n(at, __ATOMIC_RELAXED);
 }
 
-static void kvpn_write(uint32_t *at, uint32_t value)
+static void kvpn_store_word(uint32_t *at, uint32_t value)
 {
     __atomic_store_n(at, value, __ATOMIC_RELAXED);
 }
@@ -52,7 +53,7 @@ static uint32_t kvpn_load_turn(const uint32_t *at)
     return *at;
 }
 
-static uint64_t kvpn_ns()
+static uint64_t kvpn_globaltimer_ns()
 {
     return static_cast<uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -63,7 +64,7 @@ static void kvpn_sleep()
 {
 }
 
-/* Rounded to the nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static uint32_t kvprim_emulate_bf16(float f)
 {
     uint32_t bits;
@@ -109,12 +110,12 @@ enum kind {
     kinds
 };
 
-/* A call, which every rank derives from its number alone, and what differs by rank: places. */
+/* A call. Every rank derives it from its number alone; only places differ by rank. */
 struct call {
     kind what;
     uint64_t number;
     size_t element, count, pitch; /* pitch: bytes from a rank's part to the next one's */
-    uint32_t threads, parts, per_block, used_blocks;
+    uint32_t threads, roles, block_packs, used_blocks;
 };
 
 static bool scatters(kind what)
@@ -139,21 +140,21 @@ static call call_of(uint64_t number, uint32_t world)
     const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
     const bool groups = c.what == gather_many || c.what == gather_most;
-    if (groups || h >> 41 & 1) /* words are whole */
+    if (groups || h >> 41 & 1) /* only whole packs */
         c.count = std::min(most, c.count + 15) / (16 / c.element) * (16 / c.element);
     c.pitch = c.count * c.element + (h >> 42) % 3 * (groups ? 16 : 4);
     const size_t unit = c.what == gather ? 8 : 16;
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
     const uint32_t slice = two ? (words + world - 1) / world : words;
     const uint32_t least = (slice + blocks - 1) / blocks;
-    c.per_block = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
-    c.used_blocks = (slice + c.per_block - 1) / c.per_block;
-    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* of them there are slots for 4 */
-    c.parts = groups ? world : 1;
+    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
+    c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* with groups, there are slots for 4 */
+    c.roles = groups ? world : 1;
     return c;
 }
 
-/* Byte b of what a rank gives to a call: ones often, so that words are all ones, and -0. */
+/* Byte b of what a rank passes to a call. Many bytes are ones, so that words are all ones, or give -0. */
 static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
 {
     const uint64_t h = mix(c.number * 1000003 + (b / 4) * 17 + rank);
@@ -200,62 +201,62 @@ static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigne
     return true;
 }
 
-/* What a thread has for its block's turn before it takes it: slots out of reach. */
+/* A thread's turn before it takes the block's turn: with it, slots are out of reach. */
 static const uint32_t no_turn = 1 << 20;
 
-static void end_turns(const kvpn_params &p, const std::vector<kvpn_self> &threads)
+static void end_turns(const kvpn_params &p, const std::vector<kvpn_thread> &threads)
 {
-    for (const kvpn_self &me : threads)
-        if (me.thread == 0 && me.part == 0) {
+    for (const kvpn_thread &me : threads)
+        if (me.thread == 0 && me.role == 0) {
             faults += me.turn > 1;
             p.turn[me.block] = me.turn ^ 1;
         }
 }
 
-template <class Way, class T, int most, bool whole> static void run_kernel(const kvpn_params &p, const call &c)
+template <class Way> static void run_kernel(const kvpn_params &p, const call &c)
 {
-    std::vector<kvpn_self> threads;
+    std::vector<kvpn_thread> threads;
     for (uint32_t b = 0; b < c.used_blocks; b++)
-        for (uint32_t t = 0; t < c.threads * c.parts; t++)
+        for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_self &me : threads)
-        Way::template begin<T, most, whole>(p, me);
+    for (kvpn_thread &me : threads)
+        Way::begin(p, me);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_self &me : threads)
-        Way::template rest<T, most, whole>(p, me);
-    for (const kvpn_self &me : threads)
-        if (me.ended != 0)
-            kvpn_end_rank(p, me);
+    for (kvpn_thread &me : threads)
+        Way::complete(p, me);
+    for (const kvpn_thread &me : threads)
+        if (me.stop_reason != 0)
+            kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
 }
 
-template <int most, bool whole> static void run_call(const kvpn_params &p, const call &c)
+template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
 {
     switch (c.what) {
     case one_shot_f32:
-        return run_kernel<kvpn_one_shot, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_one_shot<kvpn_f32, max_ranks, whole>>(p, c);
     case one_shot_bf16:
-        return run_kernel<kvpn_one_shot, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_one_shot<kvpn_bf16, max_ranks, whole>>(p, c);
     case two_shot_f32:
-        return run_kernel<kvpn_two_shot, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_two_shot<kvpn_f32, max_ranks, whole>>(p, c);
     case two_shot_bf16:
-        return run_kernel<kvpn_two_shot, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_two_shot<kvpn_bf16, max_ranks, whole>>(p, c);
     case scatter_f32:
-        return run_kernel<kvpn_scatter, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_scatter<kvpn_f32, max_ranks, whole>>(p, c);
     case scatter_bf16:
-        return run_kernel<kvpn_scatter, kvpn_bf16, most, whole>(p, c);
+        return run_kernel<kvpn_scatter<kvpn_bf16, max_ranks, whole>>(p, c);
     case gather:
-        return run_kernel<kvpn_gather_all, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
     case gather_many:
-        return run_kernel<kvpn_gather_many<kvpn_group>, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
     default:
-        return run_kernel<kvpn_gather_many<kvpn_large_group>, kvpn_f32, most, whole>(p, c);
+        return run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
     }
 }
 
-/* Each rank's memory: a page, slots, and 16 bytes that nobody reads. */
+/* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
 enum { page_words = kvpn_page / sizeof(uint4) };
 
 struct job {
@@ -267,7 +268,7 @@ struct job {
 
 static job job_of(uint32_t world, uint64_t timeout_ns)
 {
-    const uint4 empty = {kvpn_empty, kvpn_empty, kvpn_empty, kvpn_empty};
+    const uint4 empty = {kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word};
     std::vector<uint4> memory(page_words + 4 * world * blocks * block_slots + 1, empty);
     memset(memory.data(), 0, kvpn_page);
     return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
@@ -278,7 +279,7 @@ static uint32_t *page_of(job &j, uint32_t rank)
     return reinterpret_cast<uint32_t *>(j.memory[rank].data());
 }
 
-/* Where a rank has what it gives and what it gets, in place or apart, aligned or not. */
+/* Where a rank's send and recv lie: in place or apart, aligned or not. */
 struct places {
     unsigned char *send, *recv;
     size_t send_bytes, recv_bytes; /* up to the end of the last part */
@@ -297,40 +298,40 @@ static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned c
     return p;
 }
 
-/* Whether byte b of recv belongs to the result, and not to a gap or to what lies behind. */
+/* Whether byte b of recv belongs to the result, and not to a gap or to what follows it. */
 static bool is_result(const call &c, const places &at, size_t b)
 {
     return b < at.recv_bytes && (!gathers(c.what) || b % c.pitch < c.count * c.element);
 }
 
-/* The host's part of a call, with the places that this rank has for it. Returns whether the result is right. */
-template <int most> static bool one_call(job &j, uint32_t rank, const call &c)
+/* The host's part of a call, with this rank's places. Returns whether the result is right. */
+template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call &c)
 {
-    enum { room = (most_bytes + 32) * 8 + 96, behind = 16 };
+    enum { room = (most_bytes + 32) * 8 + 96, guard_bytes = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
     const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
     const places at = places_of(c, j.world, rank, memory[0], memory[1]);
     kvpn_params p = {};
-    memset(at.recv, 0xa5, at.recv_bytes + behind);
-    memset(at.send + at.send_bytes, 0xa5, behind);
+    memset(at.recv, 0xa5, at.recv_bytes + guard_bytes);
+    memset(at.send + at.send_bytes, 0xa5, guard_bytes);
     for (size_t b = 0; b < at.send_bytes; b++)
         at.send[b] = input_byte(c, rank, b);
-    memcpy(before, at.recv, at.recv_bytes + behind);
+    memcpy(before, at.recv, at.recv_bytes + guard_bytes);
     for (uint32_t r = 0; r < j.world; r++)
         p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
-    p.words = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.slice = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.words + j.world - 1) / j.world : p.words;
-    p.per_block = c.per_block, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
+    p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
+    p.slice_packs = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.packs + j.world - 1) / j.world : p.packs;
+    p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
     p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
     if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
-        run_call<most, true>(p, c);
+        run_call<max_ranks, true>(p, c);
     else
-        run_call<most, false>(p, c);
-    for (size_t b = 0; b < at.recv_bytes + behind; b++)
+        run_call<max_ranks, false>(p, c);
+    for (size_t b = 0; b < at.recv_bytes + guard_bytes; b++)
         if (!is_result(c, at, b) && at.recv[b] != before[b])
             return false;
     return is_right(c, j.world, rank, at.recv);
@@ -346,8 +347,9 @@ static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
 {
     for (uint64_t n = first; n < first + calls; n++) {
         if (!run_one(j, rank, n) && faults++ < 3)
-            printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong, or bytes behind it\n", j.world,
-                   rank, static_cast<unsigned long long>(n), call_of(n, j.world).what, call_of(n, j.world).count);
+            printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong result, or wrong bytes after it\n",
+                   j.world, rank, static_cast<unsigned long long>(n), call_of(n, j.world).what,
+                   call_of(n, j.world).count);
         if (mix(n * 7 + rank) % 32 == 0)
             std::this_thread::yield();
     }
@@ -368,16 +370,17 @@ static void test_world(uint32_t world, uint64_t calls)
         threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
     for (std::thread &t : threads)
         t.join();
-    for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: nobody has ended */
+    for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: no rank has stopped */
         for (size_t k = page_words; k < memory.size(); k++)
-            if (kvpn_fullness<false>(memory[k]) != kvpn_empty || kvpn_fullness<true>(memory[k]) != kvpn_empty)
+            if (kvpn_largest_word<false>(memory[k]) != kvpn_empty_word ||
+                kvpn_largest_word<true>(memory[k]) != kvpn_empty_word)
                 faults++;
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
     report(name);
 }
 
-/* Rank 1 of 3 does not come to a call of any kind: the others stop, and say who it was. */
+/* Rank 1 of 3 does not take part in a call, of any kind. The others stop, and say which rank was missing. */
 static void test_missing()
 {
     int named = 0;
@@ -386,35 +389,35 @@ static void test_missing()
         uint64_t number = 5;
         while (call_of(number, 3).what != what || call_of(number, 3).count < 200)
             number++;
-        faults = 3; /* that results are wrong goes without saying */
+        faults = 3; /* wrong results are expected here */
         std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
         run_rank(j, 2, number, 1);
         zero.join();
-        for (uint32_t r : {0u, 2u}) /* by itself, or because the other said so */
-            named += (j.stop[r] | 2 << 8) == (kvpn_late | 2 << 8 | 1 << 16);
-        named += page_of(j, 1)[kvpn_ended] != 0;
+        for (uint32_t r : {0u, 2u}) /* by itself, or because the other one said so */
+            named += (j.stop[r] | 2 << 8) == (kvpn_stop_timeout | 2 << 8 | 1 << 16);
+        named += page_of(j, 1)[kvpn_stop_reason_word] != 0;
     }
     faults = named != 3 * kinds;
     report("nccl emulated: a rank that stays away is named");
 }
 
-/* Ranks that ended while they waited run what is queued after that, and then the late rank comes: each of its calls has
-   the right result or, in the first that is wrong, an error. `told`: it has heard of it; if not, what the others sent
-   while they had not ended must still be there. */
+/* Ranks stop in a wait, run what is queued after it, and then the late rank comes. Each of its calls has the right
+   result or, from the first wrong one on, an error. `told`: its page says that they stopped. If not, what the others
+   sent before they stopped must still be there. */
 static int late_faults(uint32_t world, uint64_t first, bool told)
 {
     enum { queued = 6 };
     int wrong = 0;
     job j = job_of(world, 2000000);
     std::vector<std::thread> others;
-    faults = 3; /* theirs are wrong */
+    faults = 3; /* their results are wrong */
     for (uint32_t r = 1; r < world; r++)
         others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
     for (std::thread &t : others)
         t.join();
     j.timeout_ns = 10000000;
     if (!told)
-        page_of(j, 0)[kvpn_ended] = 0;
+        page_of(j, 0)[kvpn_stop_reason_word] = 0;
     for (uint64_t n = first; n < first + queued; n++)
         wrong += !run_one(j, 0, n) && j.stop[0] == 0;
     for (uint32_t r = 0; r < world; r++)
@@ -429,46 +432,46 @@ static void test_late_after_the_end()
         for (uint64_t first = 0; first < 6; first++)
             wrong += late_faults(world, first, first % 2 == 0);
     faults = wrong;
-    report("nccl emulated: a rank that comes after the others have ended");
+    report("nccl emulated: a rank that comes after the others have stopped");
 }
 
-/* The host says stop: the rank ends, and the others hear of it. */
+/* If the host says stop, the rank stops and tells the others. */
 static void test_stop()
 {
     job j = job_of(2, 10000000000ull);
     faults = 3;
-    j.stop[0] = kvpn_aborted_by;
+    j.stop[0] = kvpn_stop_aborted;
     run_rank(j, 0, 5, 1);
-    faults = j.stop[0] != kvpn_aborted_by || page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
+    faults = j.stop[0] != kvpn_stop_aborted || page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
     report("nccl emulated: a wait that is stopped ends");
 }
 
-/* While others may still come, the host's memory is asked for nothing: what a thousand warps ask of it takes longer
-   than all ordinary waits, and makes this rank the next one that is waited for. */
+/* While others may still come, a wait must not read the host's memory. A thousand warps that read it take longer than
+   all ordinary waits, which would make this rank the next one that others wait for. */
 static void test_short_waits()
 {
     job j = job_of(2, 1000000000000ull);
     uint32_t &stop = j.stop[0];
     kvpn_params p = {};
-    kvpn_self patient = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = patient;
+    kvpn_thread waiting = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = waiting;
     p.turn = page_of(j, 0), p.stop = &stop, p.timeout_ns = j.timeout_ns, p.world = 2;
     p.peer[1] = reinterpret_cast<char *>(page_of(j, 1)) + kvpn_page;
     counted = &stop, reads = 0;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_wait(p, patient, 1);
+        faults += !kvpn_keep_waiting(p, waiting, 1);
     faults += reads != 0;
-    faults += !kvpn_wait(p, patient, 1) || reads != 1;
-    stop = kvpn_aborted_by;
+    faults += !kvpn_keep_waiting(p, waiting, 1) || reads != 1;
+    stop = kvpn_stop_aborted;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_wait(p, patient, 1);
-    faults += kvpn_wait(p, patient, 1) || reads != 2 || !patient.ended_first;
-    kvpn_end_rank(p, patient);
-    for (uint32_t n = 1; n < kvpn_polls_per_ended_check; n++) /* and who waits after that hears of it at once */
-        faults += !kvpn_wait(p, late, 1);
-    faults += kvpn_wait(p, late, 1) || reads != 2 || late.ended_first;
-    faults += page_of(j, 1)[kvpn_ended] != kvpn_aborted_by;
+        faults += !kvpn_keep_waiting(p, waiting, 1);
+    faults += kvpn_keep_waiting(p, waiting, 1) || reads != 2 || !waiting.stopped_first;
+    kvpn_stop_rank(p, waiting);
+    for (uint32_t n = 1; n < kvpn_polls_per_page_check; n++) /* a thread that waits after that learns of it at once */
+        faults += !kvpn_keep_waiting(p, late, 1);
+    faults += kvpn_keep_waiting(p, late, 1) || reads != 2 || late.stopped_first;
+    faults += page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
     counted = nullptr;
-    report("nccl emulated: short waits ask nothing of the host");
+    report("nccl emulated: short waits do not read the host's memory");
 }
 
 int main(int argc, char **argv)

@@ -1,15 +1,16 @@
-/* What goes wrong around the collectives of kvprim_nccl.h, on two GPUs or more, in threads or processes
-   (tests/nccl_ranks.h says how to call it): ranks that are late, stay away, fail or die; aborts from watchdogs, beside
-   graphs, captures and other communicators; kernels before them that let them start early. Every case ends in time,
-   with the right result or an error; the GPU's context lives, its memory comes back, a new communicator works.
+/* SPDX-License-Identifier: MIT */
+/* Tests what goes wrong around the collectives of kvprim_nccl.h, on two GPUs or more, in threads or processes
+   (tests/nccl_ranks.h says how to call it). Ranks are late, stay away, fail or die. Watchdogs abort beside graphs,
+   captures and other communicators. Kernels before a collective let it start early. Every case ends in time, with the
+   right result or an error. The GPU's context survives, its memory comes back, and a new communicator works.
 
-       nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_faults.cu -o test_nccl_faults -lnccl && ./test_nccl_faults */
+       nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_faults.cu -o faults -lnccl && ./faults */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_nccl.h"
 #include "nccl_ranks.h"
 #include <cuda_fp8.h>
 
-/* The bounds that the contract gives, and what a busy machine needs beyond. */
+/* What the contract promises, in seconds. */
 static const double abort_takes = 1.0;
 
 static void abort_in_time(rank_state &r, kvprim_comm *comm)
@@ -23,7 +24,7 @@ static void abort_in_time(rank_state &r, kvprim_comm *comm)
     SAYS("was aborted");
 }
 
-/* Waits for what a stream holds, but not for ever. */
+/* Waits for a stream's work, for at most five seconds. */
 static void expect_drained(rank_state &r, cudaStream_t stream, const char *what)
 {
     const double begun = seconds();
@@ -44,7 +45,7 @@ static void expect_works(rank_state &r)
     OK(kvprim_comm_destroy(&comm));
 }
 
-/* Polls as a watchdog does; returns what check says first, and when. */
+/* Polls as a watchdog does. Returns what check says first; *took: after how many seconds. */
 static kvprim_status watch(kvprim_comm *comm, double most, double *took)
 {
     const double begun = seconds();
@@ -86,14 +87,15 @@ static kvprim_status scatter_of_device(rank_state &r, kvprim_comm *comm, size_t 
     return kvprim_reduce_scatter(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
 }
 
-/* In the communicator's buffer, where NCCL's symmetric kernels would take it, which no abort ends. */
+/* In the communicator's buffer, where NCCL would use its symmetric kernels, which no abort ends. */
 static kvprim_status sum_in_buffer(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
 {
     void *const buffer = kvprim_comm_buffer(comm, nullptr);
     return kvprim_all_reduce(comm, buffer, buffer, count, dtype, KVPRIM_SUM, r.stream);
 }
 
-/* One rank stays away: the others hear of it in time, whoever sums, and abort ends it. `named`: by whom they wait. */
+/* One rank stays away. The others learn of it in time, whoever sums, and abort ends the wait. `named`: they say which
+   rank it is. */
 static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dtype dtype, bool named)
 {
     kvprim_comm comm = {};
@@ -112,7 +114,7 @@ static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dt
         const std::string name = "for rank " + std::to_string(world - 1);
         if (named && comm.peer[0]) {
             SAYS(name.c_str());
-            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT); /* it goes on saying so */
+            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT); /* every later call says so too */
         }
     }
     meet();
@@ -133,8 +135,8 @@ static void test_missing(rank_state &r)
     one_missing(r, sum_in_buffer, 100000, KVPRIM_F8E4M3, false);
 }
 
-/* The late rank comes when the others have given up, and what they have queued after that has run: each of its results
-   is right, or it hears of it in the first call that is wrong. `replays`: of a graph. */
+/* The late rank comes after the others have given up and have run what was queued. Each of its results is right, or its
+   first wrong call reports an error. `replays`: of a graph. */
 static void one_too_late(rank_state &r, bool replays)
 {
     kvprim_comm comm = {};
@@ -183,7 +185,7 @@ static void test_too_late(rank_state &r)
     expect_works(r);
 }
 
-/* The host sits in cudaStreamSynchronize; a watchdog hears of a collective of NCCL's that hangs, and ends it. The host
+/* The host sits in cudaStreamSynchronize. A watchdog learns of a collective of NCCL's that hangs, and aborts. The host
    destroys the communicator at once, while the watchdog may still be inside abort. */
 static void test_watchdog(rank_state &r)
 {
@@ -202,8 +204,9 @@ static void test_watchdog(rank_state &r)
             OK(kvprim_comm_abort(&comm));
             CHECK(seconds() - begun < abort_takes);
         });
-        for (int n = 0; n < 20; n++)
-            (void)kvprim_all_reduce(&comm, r.device[1], r.device[0], 20 << 20, KVPRIM_INT32, KVPRIM_SUM, r.stream);
+        kvprim_status status = KVPRIM_OK;
+        for (int n = 0; n < 20 && status == KVPRIM_OK; n++) /* until the abort */
+            status = kvprim_all_reduce(&comm, r.device[1], r.device[0], 20 << 20, KVPRIM_INT32, KVPRIM_SUM, r.stream);
         CUDA(cudaStreamSynchronize(r.stream));
         OK(kvprim_comm_destroy(&comm));
         watchdog.join();
@@ -219,7 +222,7 @@ static void test_watchdog(rank_state &r)
 
 /* ---- aborts ---- */
 
-/* From one thread, one after the other, both stuck in NCCL, the second with a window. */
+/* One thread aborts two communicators, both stuck in NCCL, the second with a window. */
 static void test_two_stuck(rank_state &r)
 {
     kvprim_comm a = {}, b = {};
@@ -249,7 +252,8 @@ static void test_two_stuck(rank_state &r)
     CUDA(cudaStreamDestroy(other));
 }
 
-/* A watchdog aborts while another thread replays a graph of own kernels: the replays end at once, also later ones. */
+/* A watchdog aborts while another thread replays a graph of own kernels. These replays end at once, and so do later
+   ones. */
 static void test_abort_beside_replays(rank_state &r)
 {
     kvprim_comm comm = {};
@@ -287,7 +291,7 @@ static void test_abort_beside_replays(rank_state &r)
     expect_works(r);
 }
 
-/* One rank alone aborts, in time; the others hear of it by their next call, long before their timeout. */
+/* One rank aborts, in time. The others learn of it from their next call, long before their timeout. */
 static void test_one_aborts(rank_state &r)
 {
     kvprim_comm comm = {};
@@ -306,7 +310,7 @@ static void test_one_aborts(rank_state &r)
         SAYS("rank 0 was aborted");
         expect_drained(r, r.stream, "after another rank's abort");
     }
-    if (r.rank == 0) /* the others' memory and theirs of it stay as they are */
+    if (r.rank == 0) /* the others' memory, and their mappings of it, stay as they are */
         OK(kvprim_comm_destroy(&comm));
     meet();
     if (r.rank != 0 && comm.peer[0])
@@ -319,7 +323,7 @@ static void test_one_aborts(rank_state &r)
     expect_works(r);
 }
 
-/* Another thread aborts while this one calls: errors, and an end. */
+/* Another thread aborts while this one makes calls. They return errors, and end. */
 static void test_call_during_abort(rank_state &r)
 {
     kvprim_comm comm = {};
@@ -340,7 +344,7 @@ static void test_call_during_abort(rank_state &r)
     OK(kvprim_comm_destroy(&comm));
 }
 
-/* Memory comes back, with a buffer in a window of NCCL's too. */
+/* Memory comes back, also that of a buffer in a window of NCCL's. */
 static void test_memory_after_aborts(rank_state &r)
 {
     size_t before = 0, after = 0, total;
@@ -368,7 +372,8 @@ static void test_memory_after_aborts(rank_state &r)
 
 /* ---- init ---- */
 
-/* The others never come: a timeout, and a new communicator works. In another thread's abort: it ends as well. */
+/* If the others never come, init times out, and a new communicator works. An abort from another thread ends init as
+   well. */
 static void test_init_alone(rank_state &r)
 {
     kvprim_comm comm = {};
@@ -401,10 +406,10 @@ static void test_init_alone(rank_state &r)
     expect_works(r);
 }
 
-/* One rank has no memory for its part: all fail, none waits. */
+/* One rank lacks memory for its part. All ranks fail, and none waits. */
 static void test_init_fails_on_one(rank_state &r)
 {
-    if (gpus < world) /* they share the memory */
+    if (gpus < world) /* ranks on one GPU share its memory */
         return;
     kvprim_comm comm = {};
     size_t free_bytes, total;
@@ -413,7 +418,7 @@ static void test_init_fails_on_one(rank_state &r)
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.buffer_bytes = free_bytes / 3 / (size_t(1) << 30) << 30;
     meet();
-    shared->word[0] = desc.buffer_bytes;
+    shared->scratch[0] = desc.buffer_bytes;
     meet();
     if (r.rank == world - 1)
         for (void *part; cudaMemGetInfo(&free_bytes, &total) == cudaSuccess && free_bytes > desc.buffer_bytes;) {
@@ -422,7 +427,7 @@ static void test_init_fails_on_one(rank_state &r)
             taken.push_back(part);
         }
     (void)cudaGetLastError();
-    desc.buffer_bytes = shared->word[0];
+    desc.buffer_bytes = shared->scratch[0];
     const double begun = seconds();
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_CUDA);
     if (r.rank == world - 1)
@@ -438,7 +443,7 @@ static void test_init_fails_on_one(rank_state &r)
 
 /* ---- captures, graphs, kernels that let their successors start early ---- */
 
-/* check, from this thread and from another, while a stream is captured. */
+/* check is called from this thread and from another while a stream is captured. */
 static void test_check_during_capture(rank_state &r)
 {
     static const cudaStreamCaptureMode modes[] = {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal,
@@ -446,7 +451,7 @@ static void test_check_during_capture(rank_state &r)
     for (const cudaStreamCaptureMode mode : modes)
         for (int elsewhere = 0; elsewhere < 2; elsewhere++) {
             cudaGraph_t graph;
-            OK(sum_of_device(r, &r.comm, 1000, KVPRIM_INT32)); /* something to watch */
+            OK(sum_of_device(r, &r.comm, 1000, KVPRIM_INT32)); /* a collective that is watched */
             meet();
             CUDA(cudaStreamBeginCapture(r.stream, mode));
             OK(sum_of_device(r, &r.comm, 1000, KVPRIM_BF16));
@@ -456,14 +461,15 @@ static void test_check_during_capture(rank_state &r)
                 OK(kvprim_comm_check(&r.comm));
             OK(sum_of_device(r, &r.comm, 1000, KVPRIM_BF16));
             CUDA(cudaStreamEndCapture(r.stream, &graph));
-            meet(); /* what the mode forbids it forbids all threads of the process */
+            meet(); /* what a capture mode forbids, it forbids all threads of the process */
             CUDA(cudaGraphDestroy(graph));
             CUDA(cudaStreamSynchronize(r.stream));
             meet();
         }
 }
 
-/* Graphs with NCCL's collectives exist: destroy says so in time, and ends when they are gone; abort does not wait. */
+/* While graphs with NCCL's collectives exist, destroy says so in time; it succeeds once they are gone. abort does not
+   wait. */
 static void test_graphs_of_nccl(rank_state &r)
 {
     for (int aborts = 0; aborts < 2; aborts++) {
@@ -488,7 +494,7 @@ static void test_graphs_of_nccl(rank_state &r)
         meet();
         const double begun = seconds();
         const kvprim_status status = kvprim_comm_destroy(&comm);
-        if (status != KVPRIM_OK) { /* in one process NCCL leaves it to the last rank */
+        if (status != KVPRIM_OK) { /* in one process NCCL leaves the end to the last rank */
             CHECK(status == KVPRIM_ERROR_TIMEOUT);
             SAYS("destroy the graphs");
         }
@@ -514,7 +520,7 @@ static void sum_after_early(rank_state &r, kvprim_comm *comm, kvprim_dtype dtype
     expect_none_wrong(r, "a sum after a kernel that triggers early, elements", count);
 }
 
-/* Both tensors in the buffer, of sizes and types that go through NCCL. */
+/* Both tensors lie in the buffer, with sizes and types that go through NCCL. */
 static void test_early_triggers(rank_state &r)
 {
     for (int window = 0; window < 2; window++) {
@@ -542,7 +548,7 @@ static void test_early_triggers(rank_state &r)
     }
 }
 
-/* ---- processes of which one dies ---- */
+/* ---- processes, of which one dies ---- */
 
 static __global__ void write_nowhere(int *at)
 {
@@ -555,7 +561,7 @@ static int role_failed(const char *why)
     return 1;
 }
 
-/* The context of this process's GPU dies: check says so, abort and destroy end. */
+/* The context of this process's GPU dies. check says so; abort and destroy end. */
 static int dead_context(kvprim_comm *comm, cudaStream_t stream)
 {
     double took;
@@ -569,7 +575,7 @@ static int dead_context(kvprim_comm *comm, cudaStream_t stream)
     return 0;
 }
 
-/* The last rank kills itself in the midst of it; `big`: of sums that are NCCL's, while the host waits for the stream. */
+/* The last rank kills itself during sums. `big`: these sums are NCCL's, and the host waits for the stream. */
 static int killed(kvprim_comm *comm, cudaStream_t stream, void *data, bool big)
 {
     const size_t count = big ? 20 << 20 : 1000;
@@ -592,12 +598,13 @@ static int killed(kvprim_comm *comm, cudaStream_t stream, void *data, bool big)
     printf("  rank %d heard after %.2f s: %s; abort: %s, stream: %s\n", only_rank, took, said.c_str(),
            kvprim_status_name(aborted), cudaGetErrorString(waited));
     const bool named = big || !comm->peer[0] || said.find("for rank " + std::to_string(world - 1)) != std::string::npos;
-    const bool told = heard == KVPRIM_ERROR_TIMEOUT || (big && heard == KVPRIM_ERROR_NCCL); /* its network may notice */
+    /* NCCL's network may notice it */
+    const bool told = heard == KVPRIM_ERROR_TIMEOUT || (big && heard == KVPRIM_ERROR_NCCL);
     return !told || took > 2.5 || aborted != KVPRIM_OK || !named || waited != cudaSuccess ||
            kvprim_comm_destroy(comm) != KVPRIM_OK;
 }
 
-/* A process that is one rank of its own job. */
+/* A process that is one rank of a job of its own. */
 static int role(const char *what)
 {
     kvprim_comm comm = {};

@@ -1,5 +1,7 @@
-/* The results of kvprim_nccl.h on two GPUs or more: every collective, type, size and place, enqueued and captured, in
-   threads or processes (tests/nccl_ranks.h says how to call it). What goes wrong around them: test_nccl_faults.cu.
+/* SPDX-License-Identifier: MIT */
+/* Tests the results of kvprim_nccl.h on two GPUs or more: every collective, type, size and place, enqueued and
+   captured, in threads or processes (tests/nccl_ranks.h says how to call it). test_nccl_faults.cu tests what goes wrong
+   around them.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/test_nccl_gpu.cu -o test_nccl_gpu -lnccl && ./test_nccl_gpu */
 #define KVPRIM_IMPLEMENTATION
@@ -14,7 +16,7 @@ __global__ void digest(const uint32_t *words, size_t count, unsigned long long *
         atomicAdd(sum, (unsigned long long)(words[i]) * (2 * i + 1));
 }
 
-/* Of `count` elements a rank. send: `world` times as many. */
+/* Each rank receives `count` elements; send holds `world` times as many. */
 template <class T>
 static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *recv, size_t count, kvprim_dtype dtype,
                             uint64_t seed)
@@ -50,7 +52,7 @@ __global__ void verify_gather(const float *got, size_t count, const uint64_t *it
             atomicAdd(wrong, 1);
 }
 
-/* `count` floats a rank, some of all ones. */
+/* `count` floats per rank, some of all ones. */
 static void enqueue_gather(rank_state &r, void *send, void *recv, size_t count, uint64_t seed)
 {
     const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
@@ -73,7 +75,7 @@ static size_t size_of(kvprim_dtype t)
                                                   : 1;
 }
 
-/* Where the own kernels' limit lies for this world, and no further than is of interest. */
+/* The size up to which own kernels sum with this world, but at most 8 MB. */
 static size_t own_limit()
 {
     kvprim_comm comm = {};
@@ -89,7 +91,8 @@ static void test_sums(rank_state &r)
         for (const size_t count : counts) {
             if (count * size_of(t) > own_limit() || (quick && count > 70001))
                 continue;
-            for (int k = 0; k < 4; k++) { /* in place, apart, shifted by elements, of which one rank alone is aligned */
+            /* in place; apart; shifted by an element; shifted so that only one rank is aligned */
+            for (int k = 0; k < 4; k++) {
                 const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
                 char *const send = r.device[0] + shift, *const recv =
                                                             k == 0 ? send : r.device[1] + (k == 3 ? shift : 0);
@@ -99,8 +102,8 @@ static void test_sums(rank_state &r)
         }
 }
 
-/* Parts in place, apart, and shifted by elements, of which one rank alone is aligned; of whole words and not; in one
-   piece and, the last ones, in several. */
+/* Parts in place, apart, shifted by an element, and shifted so that only one rank is aligned; with and without whole
+   packs; in one chunk and, at the end, in several. */
 static void test_scatters(rank_state &r)
 {
     const size_t most = std::min(kvpn_limits_of(&r.comm).scatter, size_t(24) << 20) / size_t(world);
@@ -117,8 +120,8 @@ static void test_scatters(rank_state &r)
             }
 }
 
-/* Inside the buffer, at an offset, on one rank only, and beyond the own kernels' sizes into NCCL's; the default
-   stream. */
+/* Tensors in the buffer, at an offset, on one rank only, and of sizes beyond own kernels, which go through NCCL; then
+   the default stream. */
 static void test_placement(rank_state &r)
 {
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
@@ -134,7 +137,7 @@ static void test_placement(rank_state &r)
     }
 }
 
-/* No synchronisation in between; every size on both sides of every change of kernel, and every third call another
+/* Nothing synchronises in between. Sizes lie on both sides of every change of kernel, and every third call is another
    collective. */
 static void test_sizes_in_turn(rank_state &r)
 {
@@ -145,7 +148,7 @@ static void test_sizes_in_turn(rank_state &r)
         const size_t count = n < 200 ? fixed[n % 8] : 1 + (random >> 33) % (size_t(1) << (1 + n % 19));
         if (count * 4 > own_limit())
             continue;
-        if (n % 6 == 2 && count * 4 * size_t(world) <= room)
+        if (n % 6 == 2 && count * 4 * size_t(world) <= room_bytes)
             enqueue_gather(r, r.device[n % 2], r.device[2], count, random);
         if (n % 6 == 5)
             enqueue_scatter(r, &r.comm, r.device[n % 2], r.device[2], (count + 7) / 8, sum_types[n % 3], random);
@@ -188,7 +191,7 @@ static void test_graph(rank_state &r)
 
 static void test_same_bits(rank_state &r)
 {
-    unsigned long long *const sums = shared->word, *on_gpu, first = 0;
+    unsigned long long *const sums = shared->scratch, *on_gpu, first = 0;
     CUDA(cudaMalloc(reinterpret_cast<void **>(&on_gpu), 8));
     for (const size_t count : {size_t(2000), size_t(100000), size_t(1000000)})
         for (int n = 0; n < 5; n++) {
@@ -229,7 +232,7 @@ static void test_deterministic(rank_state &r)
 
 /* ---- every collective, type and operation ---- */
 
-/* Small integers, whose sums and products every type holds exactly. */
+/* Small integers. Every type holds their sums and products exactly. */
 static int small_value(kvprim_dtype t, kvprim_op op, size_t i, int rank)
 {
     const bool fp8 = t == KVPRIM_F8E4M3 || t == KVPRIM_F8E5M2;
@@ -295,11 +298,11 @@ static double get(const char *at, kvprim_dtype t)
     case KVPRIM_F8E5M2:
         return load(__nv_fp8_e5m2());
     default:
-        return NAN; /* an integer: nothing is near it */
+        return NAN; /* integers have no near results */
     }
 }
 
-/* Within two units in the last place of the larger. */
+/* Within two units in the last place of the larger one. */
 static bool is_near(const char *a, const char *b, kvprim_dtype t)
 {
     const int bits = t == KVPRIM_F16      ? 10
@@ -332,13 +335,13 @@ static int reduced(kvprim_dtype t, kvprim_op op, size_t i)
     return all;
 }
 
-/* What a call reads and what it must have written: elements of the value that the functions say. */
+/* What a call reads, or what it must have written: elements with the values that the function returns. */
 struct expectation {
     std::string name;
     kvprim_dtype dtype;
     size_t count;
     std::function<int(size_t)> value;
-    bool rounded = false; /* the result need only be near */
+    bool rounded = false; /* true: the result need only be near */
 };
 
 static void put_all(rank_state &r, char *at, const expectation &e)
@@ -350,7 +353,7 @@ static void put_all(rank_state &r, char *at, const expectation &e)
     CUDA(cudaStreamSynchronize(r.stream));
 }
 
-/* Bytes behind what is written that must be as before: 0xa5. */
+/* Bytes after the result that must keep their value, 0xa5. */
 static const size_t poisoned = 16;
 
 static void poison(rank_state &r, char *at, const expectation &e)
@@ -358,15 +361,15 @@ static void poison(rank_state &r, char *at, const expectation &e)
     CUDA(cudaMemsetAsync(at, 0xa5, e.count * size_of(e.dtype) + poisoned, r.stream));
 }
 
-static void expect(rank_state &r, const char *at, const expectation &e, size_t behind = poisoned)
+static void expect(rank_state &r, const char *at, const expectation &e, size_t guard_bytes = poisoned)
 {
     const size_t bytes = e.count * size_of(e.dtype);
-    std::vector<char> got(bytes + behind), expected(bytes + behind, char(0xa5));
+    std::vector<char> got(bytes + guard_bytes), expected(bytes + guard_bytes, char(0xa5));
     for (size_t i = 0; i < e.count; i++)
         put(&expected[i * size_of(e.dtype)], e.dtype, e.value(i));
-    CUDA(cudaMemcpyAsync(got.data(), at, bytes + behind, cudaMemcpyDeviceToHost, r.stream));
+    CUDA(cudaMemcpyAsync(got.data(), at, bytes + guard_bytes, cudaMemcpyDeviceToHost, r.stream));
     CUDA(cudaStreamSynchronize(r.stream));
-    for (size_t b = 0; b < bytes + behind; b++)
+    for (size_t b = 0; b < bytes + guard_bytes; b++)
         if (got[b] != expected[b]) {
             const size_t element = b / size_of(e.dtype) * size_of(e.dtype);
             if (e.rounded && b < bytes && is_near(&got[element], &expected[element], e.dtype))
@@ -379,7 +382,7 @@ static void expect(rank_state &r, const char *at, const expectation &e, size_t b
 
 static std::string place_of(const rank_state &r, const char *send)
 {
-    return send >= r.device[0] && send < r.device[0] + room ? " outside" : " inside";
+    return send >= r.device[0] && send < r.device[0] + room_bytes ? " outside" : " inside";
 }
 
 static void one_all_reduce(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t, kvprim_op op)
@@ -408,7 +411,7 @@ static void one_reduce_scatter(rank_state &r, char *send, char *recv, size_t cou
     else
         poison(r, recv, result);
     OK(kvprim_reduce_scatter(&r.comm, recv, send, count, t, op, r.stream));
-    expect(r, recv, result, in_place ? 0 : poisoned); /* in place input lies behind */
+    expect(r, recv, result, in_place ? 0 : poisoned); /* in place, the input follows it */
 }
 
 static void one_all_gather(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t)
@@ -432,7 +435,7 @@ static void one_broadcast(rank_state &r, char *buf, size_t count, kvprim_dtype t
     expect(r, buf, {"broadcast", t, count, [=](size_t i) { return small_value(t, KVPRIM_SUM, i, root); }});
 }
 
-/* Around a ring; rank 0 receives last. */
+/* Sends around a ring; rank 0 receives last. */
 static void one_ring(rank_state &r, char *send, char *recv, size_t count, kvprim_dtype t)
 {
     const int next = (r.rank + 1) % world, last = (r.rank + world - 1) % world;
@@ -450,10 +453,10 @@ static void test_collectives(rank_state &r)
 {
     static const size_t counts[] = {1, 7, 1023, 65536};
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
-    for (int t = 0; t <= KVPRIM_F8E5M2; t++)
+    for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++)
         for (const size_t count : counts)
             for (int place = 0; place < 4; place++) { /* in place or not, inside the buffer or not */
-                if (quick && (count > 7 || t > 3))
+                if (quick && (count > 7 || t > KVPRIM_F32))
                     continue;
                 const kvprim_dtype type = kvprim_dtype(t);
                 const size_t shift = count == 1023 ? size_of(type) : 0;
@@ -492,10 +495,10 @@ static void one_gather(rank_state &r, size_t count, size_t send_shift, size_t re
         fail("rank %d: all_gather of %zu bytes shifted by %zu to %zu", r.rank, count, send_shift, recv_shift);
 }
 
-/* Bytes of any value and number, at any place: the own kernels, in one piece and in several, and NCCL's. */
+/* Bytes of any value, count and place, by own kernels in one chunk and in several, and by NCCL. */
 static void test_gathers(rank_state &r)
 {
-    const size_t most = quick ? 3000 : std::min(size_t(9) << 20, (room - 64) / size_t(world));
+    const size_t most = quick ? 3000 : std::min(size_t(9) << 20, (room_bytes - 64) / size_t(world));
     for (size_t n = 1; n < most; n += n / 3 + 1)
         for (const size_t count : {n, n / 16 * 16})
             for (size_t shift = 0; shift < (count == 0 ? 0u : count < 600000 ? 9u : 1u); shift += 4)
@@ -504,7 +507,7 @@ static void test_gathers(rank_state &r)
         one_gather(r, quick ? 4096 : 400000, shift, 2 * shift);
 }
 
-/* Kernels launched dependent on one that ends late read what it wrote, all of them, enqueued and captured. */
+/* Kernels that are launched dependent on one that ends late read what it wrote, enqueued and captured. */
 static void enqueue_dependent(rank_state &r, size_t count, int number)
 {
     float *const send = reinterpret_cast<float *>(r.device[0]), *const recv = reinterpret_cast<float *>(r.device[1]);
@@ -523,13 +526,13 @@ static void test_dependent(rank_state &r)
     static const size_t counts[] = {500, 30000, 300000};
     cudaDeviceProp device;
     CUDA(cudaGetDeviceProperties(&device, device_of(r.rank)));
-    if (r.comm.peer[0] && kvpn_has_pdl() && device.major >= 9)
+    if (r.comm.peer[0] && kvpn_can_capture_pdl() && device.major >= 9)
         CHECK(strstr(kvprim_comm_describe(&r.comm), "multiprocessors, dependent launch") != nullptr);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     for (int n = 1; n < 20; n++)
         enqueue_dependent(r, counts[n % 3], n);
-    expect_none_wrong(r, "behind a kernel that ends late", 0);
+    expect_none_wrong(r, "after a kernel that ends late", 0);
     CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
     for (int n = 1; n < 7; n++)
         enqueue_dependent(r, counts[n % 3], n);
@@ -537,7 +540,7 @@ static void test_dependent(rank_state &r)
     CUDA(cudaGraphInstantiate(&exec, graph, 0));
     for (int n = 0; n < 10; n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "behind a kernel that ends late, in a graph", 0);
+    expect_none_wrong(r, "after a kernel that ends late, in a graph", 0);
     CUDA(cudaGraphExecDestroy(exec));
     CUDA(cudaGraphDestroy(graph));
 }
@@ -613,7 +616,7 @@ static void test_choices(rank_state &r)
     const bool own = r.comm.peer[0] != nullptr;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
-    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank has none" : "off: ");
+    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank's kernels are off" : "off: ");
     for (const int sms : {1, 16, 1000}) {
         desc = desc_of(r, 0);
         desc.max_sms = r.rank == 0 ? sms : 100;
@@ -649,28 +652,28 @@ static void test_given_communicator(rank_state &r)
     memcpy(&id, &desc.id, sizeof id);
     CHECK(ncclCommInitRank(&nccl, world, id, r.rank) == ncclSuccess);
     desc.nccl = nccl;
-    desc.rank = r.rank == world - 1 ? 0 : r.rank; /* one that is wrong tells the others */
+    desc.rank = r.rank == world - 1 ? 0 : r.rank; /* the rank that is wrong tells the others */
     IS(kvprim_comm_init(&comm, &desc), r.rank == world - 1 ? KVPRIM_ERROR_ARGUMENT : KVPRIM_ERROR_CUDA);
     SAYS(r.rank == world - 1 ? "desc->nccl is rank" : "failed, its own message says why");
     desc.rank = r.rank;
-    for (int n = 0; n < 2; n++) { /* it outlives them */
+    for (int n = 0; n < 2; n++) { /* the caller's communicator outlives these */
         desc.nccl_window = n;
         use(r, desc, "the caller's communicator");
     }
     CHECK(ncclCommDestroy(nccl) == ncclSuccess);
 }
 
-/* Every rank's pointer to every rank's memory. */
+/* Fills `all` with this rank's pointers to every rank's memory. */
 static void map_all(rank_state &r, void *mine, void **all)
 {
     cudaIpcMemHandle_t handle;
     if (processes)
         CUDA(cudaIpcGetMemHandle(&handle, mine));
-    shared->word[r.rank] = uintptr_t(mine);
+    shared->scratch[r.rank] = uintptr_t(mine);
     memcpy(shared->bytes[r.rank], &handle, sizeof handle);
     meet();
     for (int other = 0; other < world; other++) {
-        all[other] = reinterpret_cast<void *>(uintptr_t(shared->word[other]));
+        all[other] = reinterpret_cast<void *>(uintptr_t(shared->scratch[other]));
         memcpy(&handle, shared->bytes[other], sizeof handle);
         if (processes && other != r.rank)
             CUDA(cudaIpcOpenMemHandle(&all[other], handle, cudaIpcMemLazyEnablePeerAccess));
@@ -699,7 +702,7 @@ static void test_given_memory(rank_state &r)
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("aligned to 16");
     all[world - 1] = last;
-    for (const int sms : {0, 1000}) { /* the more blocks, the fewer slots for each */
+    for (const int sms : {0, 1000}) { /* more blocks have fewer slots each */
         desc.max_sms = sms, desc.id = desc_of(r, 0).id;
         use(r, desc, "in the caller's memory");
     }
@@ -745,6 +748,9 @@ static void test_bad_calls(rank_state &r)
        KVPRIM_ERROR_ARGUMENT);
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, kvprim_dtype(99), KVPRIM_SUM, r.stream),
        KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, kvprim_dtype(KVPRIM_I64), KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    SAYS("not an element type");
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, kvprim_op(-1), r.stream),
        KVPRIM_ERROR_ARGUMENT);
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], SIZE_MAX / 2, KVPRIM_F32, KVPRIM_SUM, r.stream),
@@ -756,12 +762,12 @@ static void test_bad_calls(rank_state &r)
     IS(kvprim_comm_init(&r.comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("in use");
     OK(kvprim_comm_check(&r.comm));
-    meet(); /* a stream of another GPU is not opened or closed while that one waits */
+    meet(); /* no stream of another GPU is opened or closed while that GPU waits */
     enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], 100, KVPRIM_BF16, 1);
     expect_none_wrong(r, "after bad calls", 0);
 }
 
-/* Ranks that disagree hear of it at init, all of them; nothing is left allocated. */
+/* If ranks disagree, init fails on all of them, and nothing stays allocated. */
 static void test_disagreement(rank_state &r)
 {
     kvprim_comm comm = {};
@@ -772,7 +778,8 @@ static void test_disagreement(rank_state &r)
     IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT);
     SAYS("deterministic");
     IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
-    if (world > 2 || gpus < world) /* NCCL tells the two whose device is the same, and leaves the others waiting */
+    /* NCCL tells only the two ranks that have the same device, and leaves the others waiting */
+    if (world > 2 || gpus < world)
         return;
     desc = desc_of(r, 0);
     CUDA(cudaSetDevice(0));
@@ -815,17 +822,17 @@ int main(int argc, char **argv)
         argc, argv, [] {},
         [] {
             run("sums, sizes x types x places", test_sums);
-            run("sums of parts, sizes x types x places", test_scatters);
+            run("reduce_scatter, sizes x types x places", test_scatters);
             run("sums inside the buffer", test_placement);
             run("sums, sizes in turn without synchronisation", test_sizes_in_turn);
             run("the same bits on all ranks, again and again", test_same_bits);
             run("a graph replayed", test_graph);
             run("gathers of any bytes", test_gathers);
-            run("launched dependent", test_dependent);
+            run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
             run("deterministic at every size", test_deterministic);
             run("two communicators at once", test_two_communicators);
-            run("what a descriptor may ask for", test_choices);
+            run("options of a descriptor", test_choices);
             run("an NCCL communicator of the caller's", test_given_communicator);
             run("slots in the caller's memory", test_given_memory);
             run("bad calls", test_bad_calls);

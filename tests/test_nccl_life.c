@@ -1,9 +1,11 @@
-/* The life of a communicator, without a GPU and without NCCL: both are faked (nccl_fake.h). Sanitizers see what is used
-   after its end, leaks, and races. Valid C11.
+/* SPDX-License-Identifier: MIT */
+/* Tests the life of a communicator without a GPU and without NCCL: nccl_fake.h fakes both. Sanitizers see uses after
+   its end, leaks, and races. Valid C11.
 
        cc -std=c11 -pthread -fsanitize=address -I. -isystem $CUDA_HOME/include tests/test_nccl_life.c && ./a.out
 
-   With -fsanitize=thread, set TSAN_OPTIONS=history_size=7: a race is not reported if its first access is forgotten. */
+   With -fsanitize=thread, set TSAN_OPTIONS=history_size=7, or a race is not reported if its first access is
+   forgotten. */
 #include "nccl_fake.h"
 #include "nccl_check.h"
 
@@ -16,11 +18,11 @@ static void begin(void)
     current_mode = cudaStreamCaptureModeThreadLocal;
 }
 
-/* Nothing is left of it: no thread, no memory, no other device or mode. */
+/* Nothing is left: no thread, no memory, no other device or capture mode. */
 static void end(void)
 {
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms));
-    CHECK(load(&held) == 0);
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
+    CHECK(load(&live_allocations) == 0);
     CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
 }
 
@@ -42,7 +44,7 @@ static kvprim_comm_desc desc_of(int world)
     return desc;
 }
 
-/* On the heap, so that a sanitizer sees what is used after the caller has freed it. */
+/* On the heap, so that a sanitizer sees uses after the caller has freed it. */
 static kvprim_comm *new_comm(void)
 {
     return (kvprim_comm *)calloc(1, sizeof(kvprim_comm));
@@ -65,11 +67,11 @@ static void test_plain(void)
     free(comm);
 }
 
-/* A thread of the caller's that looks after a communicator, and what it found. */
+/* A thread of the caller's that watches a communicator, and what it found. */
 typedef struct watchdog {
     kvprim_comm *comm;
     kvprim_status first, status;
-    const int32_t *when; /* it does so */
+    const int32_t *when; /* it starts when this is 1 */
     int32_t over;
     pthread_t thread;
 } watchdog;
@@ -77,16 +79,16 @@ typedef struct watchdog {
 static void *abort_when(void *argument)
 {
     watchdog *const w = (watchdog *)argument;
-    (void)kvpn_wait_for(w->when, 1, patience_ms);
+    (void)kvpn_wait_until(w->when, 1, test_timeout_ms);
     w->status = kvprim_comm_abort(w->comm);
     return NULL;
 }
 
-/* Until there is an error. */
+/* Checks until there is an error. */
 static void *check_until_over(void *argument)
 {
     watchdog *const w = (watchdog *)argument;
-    (void)kvpn_wait_for(w->when, 1, patience_ms);
+    (void)kvpn_wait_until(w->when, 1, test_timeout_ms);
     w->first = w->status = kvprim_comm_check(w->comm);
     while (w->status == KVPRIM_OK && !load(&w->over))
         w->status = kvprim_comm_check(w->comm);
@@ -112,48 +114,48 @@ static void test_late_nccl(void)
     kvprim_comm *comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     watchdog w;
-    d.init_timeout_ms = soon_ms;
+    d.init_timeout_ms = short_timeout_ms;
     fake.hang_init = 1;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 40 ms");
     CHECK(called("CommInitRank CommAbort"));
     FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     end(), begin();
     fake.hang_init = 1;
-    d.init_timeout_ms = patience_ms;
+    d.init_timeout_ms = test_timeout_ms;
     start(&w, abort_when, comm, &fake.hanging);
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
-    free(comm); /* abort is through with it */
+    free(comm); /* abort no longer uses it */
     comm = new_comm();
     CHECK(result_of(&w) == KVPRIM_OK && called("CommInitRank CommAbort"));
     end(), begin();
     fake.late_init = 1;
-    d.init_timeout_ms = soon_ms;
+    d.init_timeout_ms = short_timeout_ms;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(load(&threads) == 1 && load(&call_count) == 1);
     free(comm);
     store(&fake.gate, 1); /* NCCL has a communicator after all */
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called("CommInitRank CommAbort"));
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("CommInitRank CommAbort"));
 }
 
-/* NCCL is not entered any more when CUDA has taken longer than there was time. */
+/* If CUDA takes longer than the timeout, NCCL is no longer called. */
 static void test_late_cuda(void)
 {
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
-    d.init_timeout_ms = soon_ms, fake.late_memory = 1;
+    d.init_timeout_ms = short_timeout_ms, fake.late_memory = 1;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     free(comm);
     store(&fake.gate, 1);
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called(""));
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called(""));
 }
 
-/* A thread that checks from init on. */
+/* Another thread checks from the start of init on. */
 static void test_checks_during_init(void)
 {
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(1);
     watchdog w;
-    fake.hang_init = 1, d.init_timeout_ms = soon_ms;
+    fake.hang_init = 1, d.init_timeout_ms = short_timeout_ms;
     start(&w, check_until_over, comm, &fake.hanging);
     CHECK(kvprim_comm_init(comm, &d) == KVPRIM_ERROR_TIMEOUT);
     CHECK((result_of(&w) == KVPRIM_OK || w.status == KVPRIM_ERROR_ARGUMENT) && w.first == KVPRIM_OK);
@@ -169,21 +171,21 @@ static void test_checks_during_init(void)
     free(comm);
 }
 
-/* NCCL was ended while the work of an exchange hung, or the copies before it, which then say that all went well. */
+/* An exchange hangs, or a copy before or after it, until NCCL is aborted. CUDA then says that all went well. */
 static void test_late_exchanges(void)
 {
     static const char *const ends[] = {"CommInitRank AllGather CommAbort", "CommInitRank AllGather AllGather CommAbort",
                                        OPENED " CommAbort"};
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
-    d.init_timeout_ms = soon_ms;
+    d.init_timeout_ms = short_timeout_ms;
     for (int k = 0; k < 3; k++) {
         fake.hang_gather = k + 1;
         FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
         end();
         CHECK(called(ends[k]));
         begin();
-        fake.hang_copy = 2 * k + 1; /* one before each exchange, one after it */
+        fake.hang_copy = 2 * k + 1; /* one copy before each exchange, one after it */
         FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
         end();
         CHECK(called(k == 0 ? "CommInitRank CommAbort" : ends[k - 1]));
@@ -192,7 +194,7 @@ static void test_late_exchanges(void)
     free(comm);
 }
 
-/* destroy while a watchdog is inside abort, and aborts at once. */
+/* destroy while a watchdog is inside abort, and two aborts at once. */
 static void test_aborts(void)
 {
     const int32_t now = 1;
@@ -209,7 +211,7 @@ static void test_aborts(void)
             CHECK((w.status == KVPRIM_OK && v.status == KVPRIM_ERROR_ARGUMENT) ||
                   (v.status == KVPRIM_OK && w.status == KVPRIM_ERROR_ARGUMENT));
         }
-        CHECK(kvpn_wait_for(&comm->state, kvpn_aborted, patience_ms));
+        CHECK(kvpn_wait_until(&comm->state, kvpn_aborted, test_timeout_ms));
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
         free(comm);
         CHECK(k % 2 || result_of(&w) == KVPRIM_OK);
@@ -217,19 +219,19 @@ static void test_aborts(void)
     }
 }
 
-/* NCCL does not end, by a destroy and by an abort. */
+/* NCCL does not end, neither after destroy nor after abort. */
 static void test_no_end(void)
 {
     for (int aborts = 0; aborts < 2; aborts++) {
         kvprim_comm *const comm = new_comm();
         kvprim_comm_desc d = desc_of(1);
-        d.timeout_ms = soon_ms, fake.late_end = 1;
+        d.timeout_ms = short_timeout_ms, fake.late_end = 1;
         CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
-        const int64_t before = kvpn_now();
+        const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
-        CHECK(kvpn_now() - before < 1000000);
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL waits");
+        CHECK(kvpn_now_us() - before < 1000000);
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
         FAILS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
         FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
         FAILS(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
@@ -241,7 +243,7 @@ static void test_no_end(void)
     }
 }
 
-/* Every collective, by a communicator that may not block: one that was not waited for makes the next one fail. */
+/* Calls every collective. If the communicator does not block and a call was not waited for, the next one fails. */
 static void call_all(kvprim_comm *comm, char *to, const char *from)
 {
     for (int k = 0; k < 2; k++) {
@@ -273,7 +275,8 @@ static void test_collectives(void)
 #ifdef KVPRIM_NCCL_WINDOWS
 #define IN_WINDOW "CommInitRank MemAlloc AllGather AllGather CommWindowRegister AllGather"
 
-/* The memset only where NCCL may take its symmetric kernels; what they sum wrongly goes by others. */
+/* The memset precedes only what NCCL may serve with its symmetric kernels. What these sum wrongly goes through other
+   calls. */
 static void call_inside(kvprim_comm *comm, bool memset_first)
 {
     static char outside[64];
@@ -306,10 +309,10 @@ static void test_window(void)
     }
 }
 
-/* What waits for the device's work must not come before the abort that ends it. */
+/* A call that waits for the device's work must not precede the abort that ends that work. */
 static void test_aborts_with_window(void)
 {
-    for (int k = 0; k < 3; k++) { /* work that has ended, that hangs, that hangs in a replay of a graph */
+    for (int k = 0; k < 3; k++) { /* work that has ended, that hangs, that hangs in a graph's replay */
         kvprim_comm *const comm = new_comm();
         kvprim_comm_desc d = desc_of(1);
         d.buffer_bytes = 64, d.nccl_window = 1;
@@ -327,10 +330,10 @@ static void test_aborts_with_window(void)
     }
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(1);
-    d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = soon_ms;
+    d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = short_timeout_ms;
     fake.hang_gather = 3; /* after the window was made */
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms));
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
     CHECK(called(IN_WINDOW " CommAbort MemFree"));
     free(comm);
 }
@@ -345,7 +348,7 @@ static void test_foreign(void)
     CHECK(ncclCommInitRank(&d.nccl, 1, id, 0) == ncclSuccess && called("CommInitRank"));
     d.world = 2;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT,
-          "desc->nccl is rank 0 of 1 on device 2, desc says rank 0 of 2");
+          "desc->nccl is rank 0 of 1 on device 2, but desc says rank 0 of 2");
     CHECK(called(""));
     d.world = 1, d.buffer_bytes = 64, d.nccl_window = 1;
     for (int aborts = 0; aborts < 2; aborts++) {
@@ -354,15 +357,15 @@ static void test_foreign(void)
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
         CHECK(called("MemAlloc AllGather AllGather AllGather MemFree"));
     }
-    d.init_timeout_ms = soon_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
+    d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
-    CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which the caller must */
-    CHECK(kvpn_wait_for(&threads, 0, patience_ms) && called("AllGather AllGather CommAbort"));
+    CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which is the caller's task */
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("AllGather AllGather CommAbort"));
     current_device = home;
     free(comm);
 }
 
-/* An exchange of one rank, and what the library told it. */
+/* An exchange of one rank, and how the library called it. */
 typedef struct exchanges {
     int made, fails_at;
     bool elsewhere;
@@ -396,19 +399,19 @@ static void test_exchange(void)
     free(comm);
 }
 
-/* init needs a thread; abort and destroy then use the caller's. */
+/* init needs a thread. abort and destroy use the caller's if there is no other. */
 static void test_no_threads(void)
 {
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(1);
-    d.timeout_ms = soon_ms;
+    d.timeout_ms = short_timeout_ms;
     fake.no_threads = 1;
     FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
     CHECK(called(""));
     for (int aborts = 0; aborts < 2; aborts++) {
         fake.no_threads = 0;
         CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
-        CHECK(kvpn_wait_for(&threads, 0, patience_ms));
+        CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
         fake.no_threads = 1;
         if (aborts)
             CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && current_device == home);
@@ -431,24 +434,24 @@ static void test_checks(void)
 {
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(1);
-    d.timeout_ms = soon_ms;
+    d.timeout_ms = short_timeout_ms;
     CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
     CHECK(call_and_check(comm) == KVPRIM_OK);
     char x = 0;
-    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK); /* is done, and not checked */
-    wait_ms(3 * soon_ms);
+    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK); /* it is done, but not checked */
+    wait_ms(3 * short_timeout_ms);
     fake.checked = comm, fake.check = KVPRIM_ERROR_NCCL;
     CHECK(call_and_check(comm) == KVPRIM_OK && fake.check == KVPRIM_OK);
     fake.checked = NULL;
-    wait_ms(3 * soon_ms);
+    wait_ms(3 * short_timeout_ms);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
     store(&fake.work_hangs, 1); /* while further calls are made and checked */
-    const int64_t before = kvpn_now();
+    const int64_t before = kvpn_now_us();
     kvprim_status s;
     do
         s = call_and_check(comm), wait_ms(1);
-    while (s == KVPRIM_OK && kvpn_now() - before < patience_ms * 1000);
-    CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now() - before > soon_ms * 1000);
+    while (s == KVPRIM_OK && kvpn_now_us() - before < test_timeout_ms * 1000);
+    CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now_us() - before > short_timeout_ms * 1000);
     FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
     store(&fake.work_hangs, 0);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
@@ -473,43 +476,65 @@ static void test_fp8(void)
                 CHECK(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
             else
                 FAILS(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
-                      "NCCL 2.24: this is 22304");
+                      "NCCL 2.24; this is 22304");
         }
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
         free(comm);
     }
 }
 
-static void card_failed(kvpn_card *card)
+/* What callers pass as a dtype by mistake: 0, which was never set, and index types. Every collective refuses these
+   values. */
+static void test_no_dtypes(void)
 {
-    card->ok = 0;
+    static char m[64];
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+    for (int k = 0; k < 16; k++) {
+        const kvprim_dtype t = (kvprim_dtype)k;
+        static const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
+        FAILS(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
+        FAILS(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
+        FAILS(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
+        FAILS(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+    }
+    CHECK(called("") && kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
 }
 
-static void card_of_another_version(kvpn_card *card)
+static void info_failed(kvpn_rank_info *info)
 {
-    card->layout++;
+    info->ok = 0;
 }
 
-static void card_of_another_size(kvpn_card *card)
+static void info_of_another_version(kvpn_rank_info *info)
 {
-    card->alike[0] = 128;
+    info->layout++;
 }
 
-/* What this rank does when the other one is not as it should be: no step more, and an end of its communicator. */
+static void info_of_another_size(kvpn_rank_info *info)
+{
+    info->settings[0] = 128;
+}
+
+/* If the other rank's info is wrong, this rank takes no further step and ends its communicator. */
 static void test_other_rank(void)
 {
     const struct {
-        void (*card)(kvpn_card *);
+        void (*change)(kvpn_rank_info *);
         kvprim_status status;
         const char *word;
-    } cases[] = {{card_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
-                 {card_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
-                 {card_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
+    } cases[] = {{info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+                 {info_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
+                 {info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.rank = 1, d.buffer_bytes = 64;
     for (int k = 0; k < 3; k++) {
-        fake.other_rank = cases[k].card;
+        fake.other_rank = cases[k].change;
         FAILS(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
         CHECK(called("CommInitRank AllGather CommAbort"));
         end(), begin();
@@ -540,7 +565,8 @@ int main(void)
     run("life: no threads", test_no_threads);
     run("life: checks", test_checks);
     run("life: fp8", test_fp8);
-    run("life: what the other rank says", test_other_rank);
+    run("life: index types are not element types", test_no_dtypes);
+    run("life: the other rank reports an error", test_other_rank);
     printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
     return failed != 0;
 }

@@ -1,17 +1,18 @@
-/* A tiny engine that vendors kvprim: decode steps of a batch of sequences on 1 to 4 GPUs, a thread for each, and no
-   CUDA header in sight. A step
+/* SPDX-License-Identifier: MIT */
+/* A tiny engine that vendors kvprim. It runs decode steps of a batch of sequences on 1 to 4 GPUs, with a thread for
+   each, and includes no CUDA header. A step
 
-       gathers the rows of the tokens from this rank's shard of the vocabulary: zeros for ids of other shards
-       sums them over the ranks, so that each has all rows of the batch, as packed Q, K and V
+       gathers the tokens' rows from this rank's shard of the vocabulary: zeros for ids of other shards
+       sums them over the ranks, so that each rank has all rows of the batch, as packed Q, K and V
        stores K and V of this rank's heads into the slots of a paged cache
        gathers K and V of every token of every sequence so far, as attention would
 
-   The last rows of the batch are padding, and so is what a sequence has not reached yet: -1, as in an engine that
-   replays a graph of one size. The host functions make the same of the same descriptors, and every byte is compared. To
-   build it: Makefile or CMakeLists.txt.
+   The last rows of the batch are padding, and so are positions that a sequence has not reached yet: -1, as in an engine
+   that replays a graph of one size. The host functions do the same with the same descriptors, and every byte is
+   compared. The Makefile or CMakeLists.txt builds it.
 
-   To start an engine of your own from it, keep the sections "descriptors" and "a step", and what they use. The rest
-   makes up tokens and checks what became of them. */
+   To start an engine of your own from this, keep the sections "descriptors" and "a step", and what they use. The rest
+   makes up tokens and checks the results. */
 #include "engine_device.h"
 #include "kvprim.h"
 #include "kvprim_cuda.cuh"
@@ -23,13 +24,13 @@
 #include <string.h>
 
 enum {
-    most_gpus = 4,
-    vocabulary = 4099,           /* a prime: shards differ in size */
-    sequences = 13,              /* and padding ... */
-    batch = 16,                  /* ... up to this */
+    max_gpus = 4,
+    vocabulary = 4099, /* a prime, so that shards differ in size */
+    sequences = 13,    /* the rest of the batch is padding */
+    batch = 16,
     heads = 12,                  /* divided among 1, 2, 3 or 4 ranks */
-    part_bytes = heads * 32 * 2, /* Q, K or V of a token: bf16, 32 to a head */
-    row_bytes = 3 * part_bytes,  /* an embedding row, taken as packed Q, K and V */
+    part_bytes = heads * 32 * 2, /* Q, K or V of a token: bf16, 32 elements per head */
+    row_bytes = 3 * part_bytes,  /* an embedding row, used as packed Q, K and V */
     page_rows = 16,              /* tokens */
     context = 4 * page_rows,     /* tokens of a sequence; then it starts over */
     pages = batch * (context / page_rows),
@@ -37,8 +38,8 @@ enum {
     history = batch * context /* rows that a step reads back */
 };
 
-/* What a rank has on the GPU, and on the host once more to check it: one block of memory each. Where there are several
-   ranks, each uses a part of cache and shard. */
+/* What a rank has on the GPU, and again on the host to check it: one block of memory each. With several ranks, each
+   uses a part of cache and shard. */
 typedef struct input {
     int32_t id[batch], slot[batch], past[history]; /* past: slots of sequence s from s * context on */
 } input;
@@ -59,18 +60,18 @@ typedef struct memory {
 typedef struct rank {
     pthread_t thread;
     int number;
-    kvprim_comm comm; /* not used by one rank alone */
+    kvprim_comm comm; /* unused with one rank */
     struct CUstream_st *stream;
-    memory *gpu, *host, *got; /* got: what the GPU made, as far as it was copied back */
+    memory *gpu, *host, *got; /* got: what was copied back from the GPU */
     long wrong;
 } rank;
 
 static int world;
-static long gpus_wanted, steps = 200; /* 0: all there are */
+static long gpus_wanted, steps = 200; /* gpus_wanted 0: all there are */
 static kvprim_comm_id id;
-static uint16_t embedding[vocabulary][row_bytes / 2]; /* a real engine would not have all of it in one place */
+static uint16_t embedding[vocabulary][row_bytes / 2]; /* a real engine would not keep all of it in one place */
 
-/* Not exit(): other threads are inside CUDA, waiting for this one. */
+/* Does not call exit(), because other threads are inside CUDA, waiting for this one. */
 static void check(const char *error, int line)
 {
     if (!error)
@@ -82,7 +83,7 @@ static void check(const char *error, int line)
 #define DEVICE(call) check(call, __LINE__)
 #define KVPRIM(call) check((call) == KVPRIM_OK ? NULL : kvprim_last_error(), __LINE__)
 
-/* One rank alone has nothing to sum, calls none of these and needs no NCCL. */
+/* A single rank has nothing to sum, calls none of these and needs no NCCL. */
 #ifdef ENGINE_NCCL
 enum { with_nccl = 1 };
 #else
@@ -95,7 +96,7 @@ enum { with_nccl = 0 };
 #define kvprim_all_reduce(comm, to, from, count, dtype, op, stream) KVPRIM_ERROR_UNSUPPORTED
 #endif
 
-/* ---- descriptors: the same for the GPU and for the host, but for the memory -------------------------------------- */
+/* ---- descriptors: the same for the GPU and for the host, except the memory --------------------------------------- */
 
 static int32_t first_id(int number)
 {
@@ -108,6 +109,7 @@ static kvprim_gather_desc embed(memory *m, void *shard, int number, void *x)
                                 .src = {.data = shard, .rows = first_id(number + 1) - first_id(number)},
                                 .row_bytes = row_bytes,
                                 .index = m->in.id,
+                                .index_type = KVPRIM_I32,
                                 .index_base = first_id(number),
                                 .count = batch};
 }
@@ -131,6 +133,7 @@ static kvprim_store_desc append(memory *m, int number)
                                .k_bytes = share,
                                .v_bytes = share,
                                .slot = m->in.slot,
+                               .slot_type = KVPRIM_I32,
                                .count = batch,
                                .rejected = &m->out.rejected};
 }
@@ -141,19 +144,20 @@ static kvprim_gather_desc recall(memory *m, bool v)
                                 .src = cache_of(m, v),
                                 .row_bytes = part_bytes / world,
                                 .index = m->in.past,
+                                .index_type = KVPRIM_I32,
                                 .count = history,
                                 .rejected = &m->out.rejected};
 }
 
-/* ---- what a step is told ----------------------------------------------------------------------------------------- */
+/* ---- input of a step --------------------------------------------------------------------------------------------- */
 
-/* Stands for the sampler. */
+/* Stands in for the sampler. */
 static int32_t token(long step, int sequence)
 {
     return (int32_t)(((uint32_t)step * 2654435761u ^ (uint32_t)sequence * 40503u) % vocabulary);
 }
 
-/* Stands for the block table: 5 is prime to the number of pages, so that no two sequences share one. */
+/* Stands in for the block table. 5 is prime to the number of pages, so no two sequences share one. */
 static int32_t slot_of(int sequence, int position)
 {
     const int page = 5 * (sequence * (context / page_rows) + position / page_rows) % pages;
@@ -191,7 +195,7 @@ static void enqueue_step(rank *r, bool with_sum)
     DEVICE(device_copy(&r->got->out, &m->out, sizeof(output), r->stream));
 }
 
-/* Asks again and again, rather than to wait in CUDA, which would not notice that another rank is gone. */
+/* Polls instead of waiting in CUDA, which would not notice that another rank is gone. */
 static void wait_for(rank *r)
 {
     int done = 0;
@@ -215,14 +219,14 @@ static void host_step(rank *r)
         const kvprim_gather_desc rows = embed(m, embedding[first_id(n)], n, part);
         KVPRIM(kvprim_gather(&rows));
         for (int i = 0; i < batch * row_bytes / 2; i++)
-            m->out.x[i] |= part[i]; /* the sum: all ranks but one have zeros here */
+            m->out.x[i] |= part[i]; /* the sum: all ranks except one have zeros here */
     }
     KVPRIM(kvprim_store(&new_kv));
     KVPRIM(kvprim_gather(&k));
     KVPRIM(kvprim_gather(&v));
 }
 
-static void differ(rank *r, long step, const char *what, const void *got, const void *expected, size_t bytes)
+static void check_equal(rank *r, long step, const char *what, const void *got, const void *expected, size_t bytes)
 {
     const unsigned char *const a = (const unsigned char *)got, *const b = (const unsigned char *)expected;
     size_t i = 0;
@@ -233,23 +237,23 @@ static void differ(rank *r, long step, const char *what, const void *got, const 
                 a[i], b[i]);
 }
 
-/* The GPU against the host's functions, and both against what the cache is for: the rows of the tokens that were put
-   there, which finds a descriptor that is wrong for both. */
+/* Compares the GPU with the host's functions, and both with the rows of the tokens that the cache must hold. The latter
+   finds a descriptor that is wrong for both. */
 static void compare(rank *r, long step)
 {
     const output *const got = &r->got->out, *const expected = &r->host->out;
     const size_t share = (size_t)(part_bytes / world);
     const long start = step - step % context;
-    differ(r, step, "embedding rows", got->x, expected->x, sizeof got->x);
-    differ(r, step, "K rows", got->k, expected->k, sizeof got->k);
-    differ(r, step, "V rows", got->v, expected->v, sizeof got->v);
-    differ(r, step, "rejected", &got->rejected, &(const uint32_t){0}, sizeof got->rejected);
+    check_equal(r, step, "embedding rows", got->x, expected->x, sizeof got->x);
+    check_equal(r, step, "K rows", got->k, expected->k, sizeof got->k);
+    check_equal(r, step, "V rows", got->v, expected->v, sizeof got->v);
+    check_equal(r, step, "rejected", &got->rejected, &(const uint32_t){0}, sizeof got->rejected);
     for (int s = 0; s < sequences; s++)
         for (long p = 0; start + p <= step; p++) {
             const size_t row = (size_t)(s * context + p) * share;
             const char *const k = (const char *)embedding[token(start + p, s)] + part_bytes + (size_t)r->number * share;
-            differ(r, step, "a token's K", got->k + row, k, share);
-            differ(r, step, "a token's V", got->v + row, k + part_bytes, share);
+            check_equal(r, step, "a token's K", got->k + row, k, share);
+            check_equal(r, step, "a token's V", got->v + row, k + part_bytes, share);
         }
 }
 
@@ -272,8 +276,8 @@ static void open_rank(rank *r)
     memcpy(r->host->shard, embedding[first], (size_t)ids * row_bytes);
     DEVICE(device_copy(r->gpu, r->host, sizeof(memory), r->stream));
 
-    /* A step of padding. CUDA loads a kernel's code when it is first launched, and may wait for running kernels then:
-       so before any of them waits for another rank. */
+    /* A step of padding. CUDA loads a kernel's code at its first launch, and may wait for running kernels then. So each
+       kernel is launched once before any of them can wait for another rank. */
     enqueue_step(r, false);
     wait_for(r);
     if (world == 1)
@@ -283,7 +287,7 @@ static void open_rank(rank *r)
         printf("%s\n", kvprim_comm_describe(&r->comm));
 }
 
-/* The communicator first: it waits until no rank needs this one's memory any more. */
+/* Destroys the communicator first: that waits until no rank needs this one's memory any more. */
 static void close_rank(rank *r)
 {
     if (world > 1)
@@ -307,14 +311,14 @@ static void *run_rank(void *argument)
     }
     DEVICE(device_copy(r->got->cache, r->gpu->cache, sizeof r->got->cache, r->stream));
     wait_for(r);
-    differ(r, steps, "the whole cache", r->got->cache, r->host->cache, sizeof r->got->cache);
+    check_equal(r, steps, "the whole cache", r->got->cache, r->host->cache, sizeof r->got->cache);
     close_rank(r);
     return NULL;
 }
 
 /* ---- the program ------------------------------------------------------------------------------------------------- */
 
-/* bf16 of 1 to 2, of either sign: the sum with the zeros of other ranks is exact, and no row has zeros of its own. */
+/* bf16 of 1 to 2, of either sign. The sum with the zeros of other ranks is exact, and no row has zeros of its own. */
 static void make_embedding(void)
 {
     uint32_t state = 1;
@@ -329,10 +333,10 @@ static void usage(FILE *to, int code)
 {
     fprintf(to,
             "usage: engine [--gpus N] [--steps N]\n\n"
-            "    --gpus N    1 to %d; without it all there are, up to %d\n"
+            "    --gpus N    1 to %d; default: all there are, up to %d\n"
             "    --steps N   tokens that each sequence gets (%ld)\n"
             "    --help      this\n",
-            most_gpus, most_gpus, steps);
+            max_gpus, max_gpus, steps);
     exit(code);
 }
 
@@ -340,7 +344,7 @@ static void parse(int argc, char **argv)
 {
     for (int i = 1; i < argc; i += 2) {
         const bool gpus = strcmp(argv[i], "--gpus") == 0;
-        const long most = gpus ? most_gpus : 1000000;
+        const long most = gpus ? max_gpus : 1000000;
         char *end = NULL;
         if (strcmp(argv[i], "--help") == 0)
             usage(stdout, 0);
@@ -357,14 +361,14 @@ static void parse(int argc, char **argv)
     }
 }
 
-/* Sets world, and says so where it is 1. */
+/* Sets world, and says so if it is 1. */
 static void choose_gpus(void)
 {
     int found = 0;
     const char *const error = device_count(&found);
-    const int most = !with_nccl && found ? 1 : found < most_gpus ? found : most_gpus;
+    const int most = !with_nccl && found ? 1 : found < max_gpus ? found : max_gpus;
     if (error || found == 0) {
-        fprintf(stderr, "engine: needs a CUDA device: %s\n", error ? error : "there is none");
+        fprintf(stderr, "engine: needs a CUDA device: %s\n", error ? error : "none found");
         exit(1);
     }
     if (gpus_wanted > most) {
@@ -374,12 +378,12 @@ static void choose_gpus(void)
     }
     world = gpus_wanted ? (int)gpus_wanted : most;
     if (world == 1)
-        printf("one GPU: nothing to sum%s\n", with_nccl ? "" : ", and built without NCCL");
+        printf("one GPU: nothing to sum%s\n", with_nccl ? "" : "; built without NCCL");
 }
 
 int main(int argc, char **argv)
 {
-    static rank ranks[most_gpus];
+    static rank ranks[max_gpus];
     long wrong = 0;
     parse(argc, argv);
     choose_gpus();
@@ -388,10 +392,11 @@ int main(int argc, char **argv)
         KVPRIM(kvprim_comm_new_id(&id));
     for (int n = 0; n < world; n++) {
         ranks[n].number = n;
-        check(pthread_create(&ranks[n].thread, NULL, run_rank, &ranks[n]) ? "no thread" : NULL, __LINE__);
+        check(pthread_create(&ranks[n].thread, NULL, run_rank, &ranks[n]) ? "cannot start or join a thread" : NULL,
+              __LINE__);
     }
     for (int n = 0; n < world; n++) {
-        check(pthread_join(ranks[n].thread, NULL) ? "no thread" : NULL, __LINE__);
+        check(pthread_join(ranks[n].thread, NULL) ? "cannot start or join a thread" : NULL, __LINE__);
         wrong += ranks[n].wrong;
     }
     printf("%d ranks, %ld steps of %d sequences, %d of K and V rows read back in each: %ld differences\n", world, steps,

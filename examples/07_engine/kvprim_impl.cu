@@ -1,5 +1,6 @@
-/* The engine's one file for nvcc: kvprim's implementation, and the rest of CUDA that the engine needs. Without
-   ENGINE_NCCL the collectives are left out, and NCCL is not needed. */
+/* SPDX-License-Identifier: MIT */
+/* The only file of the engine that nvcc compiles: kvprim's implementation, and the rest of CUDA that the engine needs.
+   Without ENGINE_NCCL it leaves out the collectives and needs no NCCL. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #ifdef ENGINE_NCCL
@@ -23,7 +24,7 @@ const char *device_use(int device)
     return text_of(cudaSetDevice(device));
 }
 
-/* Beside the legacy stream, which a library that the engine calls may use. */
+/* Non-blocking: it does not wait for the legacy stream, which a library that the engine calls may use. */
 const char *device_open_stream(struct CUstream_st **stream)
 {
     return text_of(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));

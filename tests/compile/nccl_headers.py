@@ -1,8 +1,9 @@
+# SPDX-License-Identifier: MIT
 """usage: nccl_headers.py FOLDER VERSION...
 
-Fetches nccl.h of these versions of NCCL (2.19 is the newest 2.19) from PyPI's wheels, into FOLDER/VERSION/nccl.h, and
-prints the folders. Of a wheel of 300 MB it asks for the 30 KB that it needs. A version that is there is not fetched
-again; one that cannot be had is named on stderr, and the exit code is 1.
+Fetches nccl.h of these versions of NCCL (2.19 means the newest 2.19.x) from PyPI's wheels into FOLDER/VERSION/nccl.h,
+and prints the folders. It requests only the 30 KB that it needs of a wheel of 300 MB. It does not fetch a version again
+that is already there. If one cannot be fetched, it says so on stderr and returns 1.
 """
 import io
 import json
@@ -20,7 +21,7 @@ def fetch(url, **headers):
 
 
 class Remote(io.RawIOBase):
-    """A file on a server that answers to ranges, read a block at a time."""
+    """A file on a server that supports range requests, read one block at a time."""
     BLOCK = 1 << 16
 
     def __init__(self, url, size):
@@ -80,7 +81,7 @@ def main(folder, versions):
             print(path)
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             print(f'nccl.h of {version}: {error}', file=sys.stderr)
-            return 1 # the next ones would wait as long
+            return 1 # the next versions would take as long to fail
     return 0
 
 

@@ -1,4 +1,6 @@
-/* kvprim's declarations after NCCL's and CUDA's own: the same types, nothing declared twice in different ways. */
+/* SPDX-License-Identifier: MIT */
+/* kvprim's declarations after NCCL's and CUDA's own: the types are the same, and nothing is declared twice in different
+   ways. */
 #include <nccl.h>
 #include <cuda_runtime.h>
 #include "../../kvprim_nccl.h"
