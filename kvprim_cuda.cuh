@@ -107,7 +107,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_d
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* Moves up to 216 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
+/* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
    again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it. max_sms
    limits the blocks: from or to pinned memory 8 of them reach the link's speed with rows of 2 KB and more, to or from
@@ -116,7 +116,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
                                                              const kvprim_cuda_launch *launch);
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of them
-   again. Up to 4 moves with up to 167 layers in sum take one launch, whatever their row sizes, counts, indices and
+   again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
    layers: K and V of different width, values and their scales. More take several. The moves of a call run in no
    particular order, so none may touch what another writes. Costs the host less than the calls above: see
    tests/results/gpu_bench.txt.
@@ -691,9 +691,10 @@ template <uint32_t most_tasks> struct kvpc_batch {
     kvpc_layer layer[most_layers];
 };
 
-static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers >= 216,
-              "see kvprim_cuda_transfer");
-static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes, "parameters that cost nothing");
+static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers == 231, "said in >>gpu_move");
+static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes &&
+                  kvpc_batch<kvpc_most_tasks>::most_layers == 180,
+              "said in >>gpu_move");
 
 typedef struct kvpc_chunk {
     uint64_t dst, src;
