@@ -111,7 +111,7 @@ typedef struct variant {
     prefix_i64_fn *i64;
 } variant;
 
-/* Lists every variant that this machine can run. */
+/* Every variant that this machine can run. */
 static int variants(variant *out)
 {
     int n = 0;
@@ -163,7 +163,7 @@ static void check_i64(const variant *v, const int64_t *a, size_t a_len, const in
 
 enum { longest = 300, step_i32 = 16 };
 
-/* Lengths 0 to 300, all alignments of both arrays in a cache line, and the mismatch at every place or nowhere. */
+/* Lengths 0 to 300, all alignments of both arrays in a cache line, the mismatch at every place or nowhere. */
 static void test_prefix_everywhere(void)
 {
     variant v[8];
@@ -187,7 +187,7 @@ static void test_prefix_everywhere(void)
     }
 }
 
-/* The same where whole blocks are compared, for lengths around the blocks' ends and some of the places. */
+/* The same where whole blocks are compared: lengths around their ends, places sampled. */
 static void test_prefix_blocks(void)
 {
     enum { most = 720 };
@@ -313,7 +313,7 @@ static void test_prefix_many(void)
 }
 
 #if !defined(_WIN32)
-/* Returns `pages` readable pages between two that are not. */
+/* `pages` readable pages between two that are not. */
 static char *guarded(size_t pages)
 {
     const size_t page = (size_t)sysconf(_SC_PAGESIZE);
@@ -325,7 +325,7 @@ static char *guarded(size_t pages)
     return p + page;
 }
 
-/* Nothing before an array and nothing after it is read. */
+/* Nothing in front of an array is read, and nothing behind it. */
 static void test_prefix_guard_pages(void)
 {
     variant v[8];
@@ -335,7 +335,7 @@ static void test_prefix_guard_pages(void)
     size_t out;
     for (size_t i = 0; i < bytes / 4; i++)
         ((int32_t *)(void *)a)[i] = ((int32_t *)(void *)b)[i] = 7;
-    /* a ends `gap` bytes before its page's end, or starts as far after its start; b ends with its page */
+    /* a ends `gap` before its page's end, or starts so far behind its start; b ends with its page */
     for (size_t n = 0; n <= 700; n += n < longest ? 1 : 13)
         for (size_t gap = 0; gap <= 68; gap += 4) {
             const int32_t *const a_end = (const int32_t *)(const void *)(a + bytes - gap) - n;
@@ -364,7 +364,7 @@ static void *dispatch_thread(void *result)
     return NULL;
 }
 
-/* Runs first: the threads race to pick the variant. */
+/* Run first: the threads race to pick the variant. */
 static void test_threads(void)
 {
     enum { n = 8 };
@@ -1719,7 +1719,7 @@ int main(void)
     run("unpack: bad descriptors", test_unpack_errors);
     run_for_isa();
 #ifdef KVPRIM_X86
-    if (kvpi_has_avx512()) { /* again, as on a processor with less */
+    if (kvpi_has_avx512()) { /* and as on a processor with less */
         kvpi_inline_end = 0;
         kvpi_prefix = kvprim_prefix_i32_avx2;
         run_for_isa();
