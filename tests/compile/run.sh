@@ -293,8 +293,8 @@ warns_of_all()
 {
     source=$build/$1.c
     shift
-    "$@" -I. -Werror=unused-result -fsyntax-only "$source" >"$build/warned" 2>&1
-    [ "$(grep -c 'error: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] && return
+    "$@" -I. -Wunused-result -c "$source" -o "$build/unit.o" >"$build/warned" 2>&1
+    [ "$(grep -c 'warning: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] && return
     cat "$build/warned"
     return 1
 }
