@@ -330,17 +330,17 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
    Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
-   which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k +
-   2, after its call k + 1 has ended. That call needed a word of my call k + 1, from me or from a rank that needed one
-   from me (two shots: at least one of the first slice, which is never empty), and my call k + 1 began after my call k
-   had emptied that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
+   after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
+   (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
+   that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
-   A thread sends all its packs before it waits for the first, and block b waits only for blocks b of the other ranks.
-   So all blocks of a call must be resident at once. They are: kvpn_compare_ranks allows at most half as many as the
-   smallest of the GPUs has multiprocessors, or max_sms.
+   A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
+   other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
+   as many as the smallest of the GPUs has multiprocessors, or max_sms.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
-   words, because in its call k + 2 they could overwrite those of its call k that a late rank has not read yet. It
+   words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
    writes why it stopped to its own page, which each call reads before it sends, and to the pages of all other ranks, so
    that they stop too. */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION) || defined(KVPRIM_NCCL_EMULATE)) &&         \
