@@ -1022,6 +1022,7 @@ static void test_store_errors(void)
     BAD(v_bytes = 0, KVPRIM_ERROR_SIZE, "v_bytes is 0");
     BAD(k.rows = 1, KVPRIM_ERROR_SIZE, "k.rows is 1, less than count, which is 2");
     BAD(v_cache.rows = 7, KVPRIM_ERROR_SIZE, "v_cache.rows is 7, but k_cache.rows is 8");
+    BAD(v_cache.rows = 9, KVPRIM_ERROR_SIZE, "v_cache.rows is 9, but k_cache.rows is 8");
     BAD(v.stride = 31, KVPRIM_ERROR_SIZE, "v.stride is 31");
     BAD(count = INT64_MIN, KVPRIM_ERROR_SIZE, "count is -9223372036854775808");
     BAD(v.data = cache[0] + 100, KVPRIM_ERROR_OVERLAP, "k_cache");
@@ -1050,6 +1051,11 @@ static void test_store_errors(void)
     d.v_bytes = 0;
     EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
 #undef BAD
+    uint32_t rejected = 0;
+    d = good; /* an empty shard: no slot lies in it */
+    d.k_cache = d.v_cache = table_of(NULL, 0);
+    d.rejected = &rejected;
+    CHECK(kvprim_store(&d) == KVPRIM_OK && rejected == 2);
     CHECK(memcmp(cache, want, sizeof cache) == 0);
     memset(&d, 0, sizeof d);
     CHECK(kvprim_store(&d) == KVPRIM_OK);
@@ -1436,10 +1442,34 @@ static void one_pair(const pair_case *c)
     }
 }
 
+/* V lies between rows of K, in other strides than K. With the strides of K it would lie on them. */
+static void check_unlike_pair(kvprim_table k_cache, kvprim_table v_cache)
+{
+    static unsigned char input[2][1024];
+    static const int32_t slot[1] = {0};
+    const kvprim_store_desc d = {.k_cache = k_cache,
+                                 .v_cache = v_cache,
+                                 .k = table_of(input[0], 1),
+                                 .v = table_of(input[1], 1),
+                                 .k_bytes = k_cache.heads ? 64 : 32,
+                                 .v_bytes = k_cache.heads ? 64 : 32,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = 1};
+    CHECK(kvprim_store(&d) == KVPRIM_OK);
+}
+
 static void test_k_beside_v(void)
 {
+    static unsigned char cache[2048], *const k = cache + 1024;
     for (size_t i = 0; i < sizeof pair_cases / sizeof *pair_cases; i++)
         one_pair(&pair_cases[i]);
+    check_unlike_pair(paged(k, 8, 4, 512), paged(k - 512, 8, 4, 640));
+    check_unlike_pair(paged(k, 12, 8, 512), paged(k - 640, 12, 4, 512));
+    kvprim_table heads = strided(k, 4, 32), others = strided(k - 256, 4, 32);
+    heads.heads = others.heads = 2;
+    heads.head_stride = 256, others.head_stride = 384;
+    check_unlike_pair(heads, others);
 }
 
 /* ---- indices: types, bases, strides ---- */
