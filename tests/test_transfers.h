@@ -306,6 +306,22 @@ static void transfer_counts(arena *a, int64_t most_bytes)
             }
 }
 
+/* Rows without an index that follow each other without a gap, except that the heads of one side lie apart. */
+static void transfer_heads_apart(arena *a)
+{
+    for (int side = 0; side < 2; side++) {
+        empty(a);
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(reserve(a, 4096, 0), 8, 64);
+        d.src = table_of(reserve(a, 4096, 0), 8, 64);
+        (side ? d.src : d.dst).heads = 2;
+        (side ? d.src : d.dst).head_stride = 1024;
+        d.row_bytes = 64;
+        d.count = 8;
+        CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
+    }
+}
+
 /* Runs a few of everything, for the options of a launch and the kinds of memory. */
 static void small_transfers(arena *a)
 {
