@@ -157,6 +157,10 @@ static void test_layers()
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
         CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 215) / 216);
         CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
+        static const int32_t past[1] = {1};
+        uint32_t rejected = 0;
+        d.src_index = past, d.index_type = KVPRIM_I32, d.rejected = &rejected;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 1); /* however many launches */
     }
 }
 
@@ -337,7 +341,9 @@ static void both_at_once(const int *operations, int form, int change, bool count
                             one_of_two(&got, 1, operations[1], form, change)};
     if (counted)
         moves[1].rejected = &got.rejected[1];
+    const unsigned launches = kvprim_emulate_launches;
     CHECK(kvprim_cuda_move(moves, 2, nullptr) == KVPRIM_OK);
+    CHECK(kvprim_emulate_launches - launches == 1);
     if (memcmp(&got, &want, sizeof got) != 0)
         fail("operations %d and %d, form %d, change %d, counted %d: not as one by one", operations[0], operations[1],
              form, change, counted);

@@ -598,6 +598,9 @@ static void bad_moves(arena *a)
     (void)kvprim_fail(KVPRIM_OK, "-");
     CHECK(kvprim_cuda_move(m, 2, &bad) == KVPRIM_ERROR_ARGUMENT);
     CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_move: ", 18) == 0 && strstr(kvprim_last_error(), "pdl"));
+    kvprim_cuda_launch reserved = launch_like(a, 0, 0);
+    reserved.reserved = 1;
+    CHECK(kvprim_cuda_move(m, 2, &reserved) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "reserved"));
     (void)kvprim_fail(KVPRIM_OK, "-");
     CHECK(kvprim_cuda_move(nullptr, 1, a->launch) == KVPRIM_ERROR_NULL);
     CHECK(strcmp(kvprim_last_error(), "kvprim_cuda_move: moves is NULL") == 0);
