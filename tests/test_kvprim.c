@@ -1131,36 +1131,46 @@ static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
     return reach;
 }
 
+enum { bytes_rows = 21, bytes_of_row = 48 };
+
 /* A table may claim exactly the bytes that it reaches, or more, but not one byte less, even if fewer rows are used. */
+static void one_bytes(const kvprim_table *t, unsigned char *other, int64_t step)
+{
+    static const int32_t index[1] = {0};
+    const int64_t reach = reach_of(t, bytes_of_row);
+    for (int n = 0; n < 12; n++) {
+        const int dst = n % 2, missing = n / 2 % 3 - 1, layers = n < 6 ? 1 : 3;
+        kvprim_transfer_desc d = {.dst = table_of(other, bytes_rows),
+                                  .src = table_of(other, bytes_rows),
+                                  .layers = layers,
+                                  .row_bytes = bytes_of_row,
+                                  .src_index = index,
+                                  .index_type = KVPRIM_I32,
+                                  .count = 1};
+        kvprim_table *const told = dst ? &d.dst : &d.src;
+        *told = *t;
+        told->bytes = reach + (layers - 1) * step - missing;
+        *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
+        if (missing > 0)
+            EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+        else
+            CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    }
+}
+
 static void test_bytes(void)
 {
-    enum { rows = 21, row_bytes = 48 };
-    static _Alignas(16) unsigned char memory_of[8][4096];
-    const int32_t index[1] = {0};
+    static _Alignas(16) unsigned char block[32768];
+    size_t span;
+    kvprim_table t;
     for (int l = 0; l < n_layouts; l++) {
-        size_t span;
-        kvprim_table t = lay_out(&layouts[l], rows, row_bytes, &span);
-        t.data = memory_of[0];
-        const int64_t reach = reach_of(&t, row_bytes), step = (int64_t)span + 8;
-        for (int64_t layers = 1; layers <= 3; layers += 2)
-            for (int64_t missing = -1; missing <= 1; missing++)
-                for (int dst = 0; dst < 2; dst++) {
-                    kvprim_transfer_desc d = {.dst = table_of(memory_of[4], rows),
-                                              .src = table_of(memory_of[4], rows),
-                                              .layers = (int32_t)layers,
-                                              .row_bytes = row_bytes,
-                                              .src_index = index,
-                                              .index_type = KVPRIM_I32,
-                                              .count = 1};
-                    *(dst ? &d.dst : &d.src) = t;
-                    (dst ? &d.dst : &d.src)->bytes = reach + (layers - 1) * step - missing;
-                    *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
-                    if (missing > 0)
-                        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
-                    else
-                        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-                }
+        t = lay_out(&layouts[l], bytes_rows, bytes_of_row, &span);
+        t.data = block;
+        one_bytes(&t, block + 16384, (int64_t)span + 8);
     }
+    t = paged(block, bytes_rows, 4, 64); /* the rows of all pages in turn: the first page ends last */
+    t.stride = 512;
+    one_bytes(&t, block + 16384, 2048);
 }
 
 /* ---- many layers ---- */
