@@ -921,6 +921,11 @@ static void test_gather_errors(void)
     d.src.head_stride = 100;
     EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE,
                  "src.head_stride is 100, but what lies inside that step takes bytes: 512");
+    d = good; /* the last of the indices, which lie apart, is in dst */
+    d.index = dst + 1024;
+    d.dst.data = dst + 1024 + 4 * 90;
+    d.index_stride = 30;
+    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     memset(&d, 0, sizeof d);
     d.reserved = d.row_bytes = d.src.rows = -1;
@@ -1221,6 +1226,11 @@ static void one_layer_order(unsigned char *memory_of, void **dst, void **src, in
     dst[most_layers - 1] = first;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
     dst[most_layers - 1] = last;
+    const size_t later = last == memory_of ? 0 : most_layers - 1; /* has a layer of src before it */
+    void *const was = dst[later];
+    dst[later] = (unsigned char *)was - 1;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer");
+    dst[later] = was;
     void *const some = src[most_layers / 3];
     src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
@@ -1243,6 +1253,33 @@ static void test_many_layers(void)
     free(memory_of);
     free(dst);
     free(src);
+}
+
+/* A layer that is written twice is found wherever its two places in the array are. */
+static void test_repeated_layers(void)
+{
+    enum { n = 5000 };
+    static const int places[] = {0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, n - 1};
+    static unsigned char dst[n], src[n];
+    static void *layers[n];
+    kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
+                              .src = table_of(src, 1),
+                              .dst_layers = layers,
+                              .layers = n,
+                              .row_bytes = 1,
+                              .count = 1};
+    for (int order = 0; order < 2; order++) {
+        for (int l = 0; l < n; l++)
+            layers[l] = dst + (order ? n - 1 - l : l);
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        for (int k = 0; k < 100; k++) {
+            void **const place = &layers[places[k % 10]], *const was = *place;
+            *place = layers[places[k / 10]];
+            if (k % 10 != k / 10)
+                EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "layer of dst");
+            *place = was;
+        }
+    }
 }
 
 /* If a side has no rows, the call counts the indices past it, once whatever the layers are, and does nothing else. */
@@ -1295,6 +1332,7 @@ static const pair_case pair_cases[] = {
     {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
     {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
     {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
+    {"V and K of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"a wide K, a small V", 4, 192, 128, 320, 0, 0, 0, 0, 192, 1},
     {"a wide K, a small V, a byte too near", 4, 192, 128, 320, 0, 0, 0, 0, 191, 0},
     {"K and V of a page in turn", 11, 32, 32, 32, 4, 256, 0, 0, 128, 1},
@@ -1460,9 +1498,14 @@ static void one_rule(int operation)
                                      .src_index_stride = src.stride,
                                      .count = ruled_count,
                                      .rejected = &rejected};
-    if (dst.type == src.type) { /* one type for both */
+    if (dst.type == src.type || random_u64() % 2) { /* dst's type, and src's only if it is another one */
         transfer.index_type = dst.type;
-        transfer.dst_index_type = transfer.src_index_type = (kvprim_index_type)0;
+        transfer.dst_index_type = (kvprim_index_type)0;
+        if (dst.type == src.type)
+            transfer.src_index_type = (kvprim_index_type)0;
+    } else if (random_u64() % 2) { /* src's type, and dst's own one */
+        transfer.index_type = src.type;
+        transfer.src_index_type = (kvprim_index_type)0;
     }
     const kvprim_status status = operation == 0   ? kvprim_gather(&gather)
                                  : operation == 1 ? kvprim_store(&store)
@@ -1724,6 +1767,7 @@ int main(void)
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
     run("transfer: 65,536 layers in any order", test_many_layers);
+    run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
