@@ -954,6 +954,11 @@ static void test_gather_errors(void)
     d.src.head_stride = 100;
     EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE,
                  "src.head_stride is 100, but what lies inside that step takes bytes: 512");
+    d = good; /* the last of the indices, which lie apart, is in dst */
+    d.index = dst + 1024;
+    d.dst.data = dst + 1024 + 4 * 90;
+    d.index_stride = 30;
+    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     memset(&d, 0, sizeof d);
     d.reserved = d.row_bytes = d.src.rows = -1;
@@ -1164,36 +1169,46 @@ static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
     return reach;
 }
 
+enum { bytes_rows = 21, bytes_of_row = 48 };
+
 /* A table may claim exactly the bytes that it reaches, or more, but not one byte less, even if fewer rows are used. */
+static void one_bytes(const kvprim_table *t, unsigned char *other, int64_t step)
+{
+    static const int32_t index[1] = {0};
+    const int64_t reach = reach_of(t, bytes_of_row);
+    for (int n = 0; n < 12; n++) {
+        const int dst = n % 2, missing = n / 2 % 3 - 1, layers = n < 6 ? 1 : 3;
+        kvprim_transfer_desc d = {.dst = table_of(other, bytes_rows),
+                                  .src = table_of(other, bytes_rows),
+                                  .layers = layers,
+                                  .row_bytes = bytes_of_row,
+                                  .src_index = index,
+                                  .index_type = KVPRIM_I32,
+                                  .count = 1};
+        kvprim_table *const told = dst ? &d.dst : &d.src;
+        *told = *t;
+        told->bytes = reach + (layers - 1) * step - missing;
+        *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
+        if (missing > 0)
+            EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+        else
+            CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    }
+}
+
 static void test_bytes(void)
 {
-    enum { rows = 21, row_bytes = 48 };
-    static _Alignas(16) unsigned char memory_of[8][4096];
-    const int32_t index[1] = {0};
+    static _Alignas(16) unsigned char block[32768];
+    size_t span;
+    kvprim_table t;
     for (int l = 0; l < n_layouts; l++) {
-        size_t span;
-        kvprim_table t = lay_out(&layouts[l], rows, row_bytes, &span);
-        t.data = memory_of[0];
-        const int64_t reach = reach_of(&t, row_bytes), step = (int64_t)span + 8;
-        for (int64_t layers = 1; layers <= 3; layers += 2)
-            for (int64_t missing = -1; missing <= 1; missing++)
-                for (int dst = 0; dst < 2; dst++) {
-                    kvprim_transfer_desc d = {.dst = table_of(memory_of[4], rows),
-                                              .src = table_of(memory_of[4], rows),
-                                              .layers = (int32_t)layers,
-                                              .row_bytes = row_bytes,
-                                              .src_index = index,
-                                              .index_type = KVPRIM_I32,
-                                              .count = 1};
-                    *(dst ? &d.dst : &d.src) = t;
-                    (dst ? &d.dst : &d.src)->bytes = reach + (layers - 1) * step - missing;
-                    *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
-                    if (missing > 0)
-                        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
-                    else
-                        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-                }
+        t = lay_out(&layouts[l], bytes_rows, bytes_of_row, &span);
+        t.data = block;
+        one_bytes(&t, block + 16384, (int64_t)span + 8);
     }
+    t = paged(block, bytes_rows, 4, 64); /* the rows of all pages in turn: the first page ends last */
+    t.stride = 512;
+    one_bytes(&t, block + 16384, 2048);
 }
 
 /* ---- many layers ---- */
@@ -1244,6 +1259,11 @@ static void one_layer_order(unsigned char *memory_of, void **dst, void **src, in
     dst[most_layers - 1] = first;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
     dst[most_layers - 1] = last;
+    const size_t later = last == memory_of ? 0 : most_layers - 1; /* has a layer of src before it */
+    void *const was = dst[later];
+    dst[later] = (unsigned char *)was - 1;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer");
+    dst[later] = was;
     void *const some = src[most_layers / 3];
     src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
@@ -1266,6 +1286,33 @@ static void test_many_layers(void)
     free(memory_of);
     free(dst);
     free(src);
+}
+
+/* A layer that is written twice is found wherever its two places in the array are. */
+static void test_repeated_layers(void)
+{
+    enum { n = 5000 };
+    static const int places[] = {0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, n - 1};
+    static unsigned char dst[n], src[n];
+    static void *layers[n];
+    kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
+                              .src = table_of(src, 1),
+                              .dst_layers = layers,
+                              .layers = n,
+                              .row_bytes = 1,
+                              .count = 1};
+    for (int order = 0; order < 2; order++) {
+        for (int l = 0; l < n; l++)
+            layers[l] = dst + (order ? n - 1 - l : l);
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        for (int k = 0; k < 100; k++) {
+            void **const place = &layers[places[k % 10]], *const was = *place;
+            *place = layers[places[k / 10]];
+            if (k % 10 != k / 10)
+                EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "layer of dst");
+            *place = was;
+        }
+    }
 }
 
 /* If a side has no rows, the call counts the indices past it, once whatever the layers are, and does nothing else. */
@@ -1318,6 +1365,7 @@ static const pair_case pair_cases[] = {
     {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
     {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
     {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
+    {"V and K of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"a wide K, a small V", 4, 192, 128, 320, 0, 0, 0, 0, 192, 1},
     {"a wide K, a small V, a byte too near", 4, 192, 128, 320, 0, 0, 0, 0, 191, 0},
     {"K and V of a page in turn", 11, 32, 32, 32, 4, 256, 0, 0, 128, 1},
@@ -1483,9 +1531,14 @@ static void one_rule(int operation)
                                      .src_index_stride = src.stride,
                                      .count = ruled_count,
                                      .rejected = &rejected};
-    if (dst.type == src.type) { /* one type for both */
+    if (dst.type == src.type || random_u64() % 2) { /* dst's type, and src's only if it is another one */
         transfer.index_type = dst.type;
-        transfer.dst_index_type = transfer.src_index_type = (kvprim_index_type)0;
+        transfer.dst_index_type = (kvprim_index_type)0;
+        if (dst.type == src.type)
+            transfer.src_index_type = (kvprim_index_type)0;
+    } else if (random_u64() % 2) { /* src's type, and dst's own one */
+        transfer.index_type = src.type;
+        transfer.src_index_type = (kvprim_index_type)0;
     }
     const kvprim_status status = operation == 0   ? kvprim_gather(&gather)
                                  : operation == 1 ? kvprim_store(&store)
@@ -1748,6 +1801,7 @@ int main(void)
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
     run("transfer: 65,536 layers in any order", test_many_layers);
+    run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
