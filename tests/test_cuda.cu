@@ -240,19 +240,6 @@ static void test_random_stores()
 
 /* ---- unpack ---- */
 
-static thread_local void *lent_memory;
-static thread_local size_t lent_bytes;
-
-static void *lend(size_t bytes)
-{
-    if (bytes > lent_bytes) {
-        CUDA(cudaFreeHost(lent_memory));
-        CUDA(cudaMallocHost(&lent_memory, bytes));
-        lent_bytes = bytes;
-    }
-    return lent_memory;
-}
-
 static void test_unpack()
 {
     batch_matrix(&memory, quick ? 1 << 20 : 8 << 20);
@@ -271,8 +258,8 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {1023, 2100, 9000, 100000};
     large_batches(&memory, counts, quick ? 2 : 4);
-    for (const batch_case &c : lent_cases)
-        one_batch(&memory, &c);
+    for (const launches_case &c : launches_cases)
+        one_batch(&memory, &c.batch);
 }
 
 static void test_unpack_options()
@@ -1014,7 +1001,7 @@ static kvprim_status call_unpack(const kvprim_cuda_launch *launch)
     static kvprim_fragment f[1000];
     for (uint64_t i = 0; i < 1000; i++)
         f[i] = {i * 7001, i * 8192, 7000};
-    const kvprim_unpack_desc d = {memory.device, 8 << 20, memory.device + (16 << 20), 8 << 20, f, 1000, nullptr, 0};
+    const kvprim_unpack_desc d = {memory.device, 8 << 20, memory.device + (16 << 20), 8 << 20, f, 1000, 0};
     return kvprim_cuda_unpack(&d, launch);
 }
 
@@ -1041,7 +1028,7 @@ static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
 {
     relay r;
     for (size_t s = 0; s < steps; s++) {
-        const batch_case c = {count, bytes, kind, SHUFFLED, ANYWHERE, s % 2 ? 16u : 1u, 0, 0, 1, false};
+        const batch_case c = {count, bytes, kind, SHUFFLED, ANYWHERE, s % 2 ? 16u : 1u, 0, 0, 1};
         std::vector<kvprim_fragment> f(count);
         for (size_t i = 0; i < count; i++)
             f[i].bytes = size_of(&c, i);
@@ -1058,21 +1045,15 @@ static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
 
 static kvprim_unpack_desc step_of(const relay *r, size_t s)
 {
-    return {r->side[s % 2], r->bytes, r->side[1 - s % 2], r->bytes, r->batches[s].data(), r->batches[s].size(),
-            nullptr,        0};
+    return {r->side[s % 2], r->bytes, r->side[1 - s % 2], r->bytes, r->batches[s].data(), r->batches[s].size(), 0};
 }
 
-static void enqueue_relay(const relay *r, bool workspace)
+static void enqueue_relay(const relay *r)
 {
-    const size_t room = workspace ? kvprim_unpack_workspace_bytes(r->batches[0].size()) : 0;
     for (size_t s = 0; s < r->batches.size(); s++) {
         kvprim_unpack_desc d = step_of(r, s);
         d.src = on_device(&memory, d.src);
         d.dst = on_device(&memory, d.dst);
-        if (workspace) {
-            d.workspace = static_cast<char *>(lend(room * r->batches.size())) + s * room;
-            d.workspace_bytes = room;
-        }
         if (kvprim_cuda_unpack(&d, &main_launch) != KVPRIM_OK)
             fail("step %zu: %s", s, kvprim_last_error());
     }
@@ -1085,7 +1066,7 @@ static void compare_relay(const char *what, size_t count, uint64_t bytes, int ro
     compare(&memory, current, nullptr, 0);
 }
 
-static void one_relay(size_t count, uint64_t bytes, sizes kind, bool workspace)
+static void one_relay(size_t count, uint64_t bytes, sizes kind)
 {
     relay r = make_relay(count, bytes, kind, 8);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
@@ -1095,13 +1076,13 @@ static void one_relay(size_t count, uint64_t bytes, sizes kind, bool workspace)
     }
     memcpy(memory.got, start.data(), memory.used);
     upload(&memory);
-    enqueue_relay(&r, workspace);
+    enqueue_relay(&r);
     download(&memory);
     compare_relay("relay", count, bytes, 0);
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     begin_capture();
-    enqueue_relay(&r, workspace);
+    enqueue_relay(&r);
     CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
     CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
     CUDA(cudaGraphDestroy(graph));
@@ -1121,13 +1102,11 @@ static void one_relay(size_t count, uint64_t bytes, sizes kind, bool workspace)
 static void test_unpack_relays()
 {
     for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--) {
-        one_relay(100, 4096, EVEN, false);
-        one_relay(20000, 64, EVEN, false);
-        one_relay(20000, 64, EVEN, true);
-        one_relay(20000, 1000, EVEN, false);
-        one_relay(6000, 300, LOGARITHMIC, false);
-        one_relay(6000, 300, LOGARITHMIC, true);
-        one_relay(3000, 100, ONE_LARGE, false);
+        one_relay(100, 4096, EVEN);
+        one_relay(20000, 64, EVEN);
+        one_relay(20000, 1000, EVEN);
+        one_relay(6000, 300, LOGARITHMIC);
+        one_relay(3000, 100, ONE_LARGE);
     }
     main_launch.pdl = 0;
 }
@@ -1153,7 +1132,7 @@ static __global__ void check_far(const unsigned char *dst, const kvprim_fragment
             atomicAdd(wrong, 1ull);
 }
 
-static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned char *src, bool workspace)
+static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned char *src)
 {
     const std::vector<kvprim_fragment> f = far_fragments(c);
     kvprim_fragment *const on = device_memory<kvprim_fragment>(f.size());
@@ -1164,7 +1143,7 @@ static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned 
     CUDA(cudaMemset(dst, 0xa5, far_bytes));
     CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
     CUDA(cudaMemcpy(on, f.data(), f.size() * sizeof f[0], cudaMemcpyHostToDevice));
-    unpack_far(c, f, dst, src, workspace, nullptr);
+    unpack_far(c, f, dst, src, nullptr);
     check_far<<<dim3(unsigned(f.size()), c->count < 10 ? 1024 : 1), 256>>>(dst, on, wrong_on);
     CUDA(cudaGetLastError());
     CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
@@ -1183,11 +1162,9 @@ static void test_far_fragments()
         return;
     fill_far<<<2048, 256>>>(both);
     CUDA(cudaGetLastError());
-    for (const far_case &c : far_cases) {
-        one_far_batch(&c, both + far_bytes, both, false);
-        one_far_batch(&c, both + far_bytes, both, true);
-    }
-    one_far_batch(&whole, both + far_bytes, both, false);
+    for (const far_case &c : far_cases)
+        one_far_batch(&c, both + far_bytes, both);
+    one_far_batch(&whole, both + far_bytes, both);
     CUDA(cudaFree(both));
 }
 
@@ -1208,7 +1185,6 @@ static void thread_main(unsigned seed)
         small_batches(&a);
         bad_unpacks(&a);
     }
-    CUDA(cudaFreeHost(lent_memory));
     close_arena(&a);
     CUDA(cudaStreamDestroy(launch.stream));
 }
@@ -1436,14 +1412,8 @@ static void unreachable_unpacks(void *host)
 {
     const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
     const kvprim_fragment f = {0, 0, 16};
-    kvprim_unpack_desc u = {gather.src.data, 16, gather.dst.data, 16, &f, 1, nullptr, 0};
+    kvprim_unpack_desc u = {gather.src.data, 16, gather.dst.data, 16, &f, 1, 0};
     CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
-    u.workspace = host, u.workspace_bytes = 1000;
-    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "workspace"));
-    u.workspace = gather.src.data, u.workspace_bytes = 16;
-    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_ERROR_ARGUMENT);
-    CHECK(strstr(kvprim_last_error(), "is device memory, which the host cannot write"));
-    u.workspace = nullptr, u.workspace_bytes = 0;
     u.src = host;
     CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
     u.dst = static_cast<char *>(host) + 16;
@@ -1552,7 +1522,7 @@ static void run_quick()
     run("cuda: chains of stores and gathers", test_chains);
     run("cuda: unpack, sizes x kinds x orders", test_unpack);
     run("cuda: unpack, lengths x alignments", test_unpack_lengths);
-    run("cuda: unpack, counts, with and without a workspace", test_unpack_counts);
+    run("cuda: unpack, counts", test_unpack_counts);
     run("cuda: unpack, max_sms, pdl", test_unpack_options);
     run("cuda: unpack, bad descriptors", test_bad_unpacks);
     run("cuda: random unpacks", test_random_unpacks);
@@ -1594,7 +1564,6 @@ int main(int argc, char **argv)
         run_long();
         return finish(); /* nothing can be freed any more */
     }
-    CUDA(cudaFreeHost(lent_memory));
     close_arena(&memory);
     CUDA(cudaStreamDestroy(main_launch.stream));
     return finish();

@@ -701,7 +701,7 @@ static void test_unpack(void)
             memcpy(want + at_dst, src + f[i].src_offset, bytes);
             at_dst += bytes + random_u64() % 3 * (random_u64() % 2);
         }
-        const kvprim_unpack_desc d = {src, src_bytes, dst, dst_bytes, f, n, NULL, 0};
+        const kvprim_unpack_desc d = {src, src_bytes, dst, dst_bytes, f, n, 0};
         CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
         for (int i = 0; i < dst_bytes; i++)
             if (dst[i] != want[i]) {
@@ -712,8 +712,22 @@ static void test_unpack(void)
     free(src);
     free(dst);
     free(want);
-    CHECK(kvprim_unpack_workspace_bytes(1000) >= 1000 * sizeof(kvprim_fragment));
-    CHECK(kvprim_unpack_workspace_bytes(SIZE_MAX / 8) == SIZE_MAX);
+}
+
+/* The descriptor itself may lie in dst. */
+static void test_unpack_over_descriptor(void)
+{
+    unsigned char src[2 * sizeof(kvprim_unpack_desc)];
+    union {
+        kvprim_unpack_desc d;
+        unsigned char bytes[sizeof src];
+    } dst;
+    const size_t half = sizeof(kvprim_unpack_desc);
+    const kvprim_fragment f[2] = {{half, 0, half}, {0, half, half}};
+    fill(src, sizeof src);
+    dst.d = (kvprim_unpack_desc){src, sizeof src, &dst, sizeof dst, f, 2, 0};
+    CHECK(kvprim_unpack(&dst.d) == KVPRIM_OK);
+    CHECK(memcmp(dst.bytes, src + half, half) == 0 && memcmp(dst.bytes + half, src, half) == 0);
 }
 
 static void test_unpack_errors(void)
@@ -722,7 +736,7 @@ static void test_unpack_errors(void)
     memset(dst, 1, sizeof dst);
     memcpy(want, dst, sizeof dst);
     kvprim_fragment f[2] = {{0, 0, 8}, {60, 0, 8}};
-    kvprim_unpack_desc d = {src, 64, dst, 64, f, 2, NULL, 0};
+    kvprim_unpack_desc d = {src, 64, dst, 64, f, 2, 0};
     EXPECT_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64");
     f[1] = (kvprim_fragment){0, 57, 8};
@@ -745,6 +759,9 @@ static void test_unpack_errors(void)
     f[0].dst_offset = 15;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 #endif
+    d.reserved = 1;
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
+    d.reserved = 0;
     d.dst = src + 63;
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
     d.dst = f;
@@ -1140,6 +1157,7 @@ int main(void)
     run("transfer: bad descriptors", test_transfer_errors);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
+    run("unpack: over its descriptor", test_unpack_over_descriptor);
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */
