@@ -95,12 +95,12 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
    speed with rows of 2 KB and more, to or from another GPU 16 to 32 do (of 4 KB; both measured on H200s). */
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch);
 
-/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of one
-   size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all lie
-   equally far apart; for several sizes it is 6 to 24 bytes. If many are adjacent, adjacent ones move as one. CUDA allows
-   about 32 KB of parameters per launch (4,000 bytes before CUDA 12.1; a later one needs a driver as new as 12.1). Larger
-   batches go out in several launches. They overlap where pdl works and max_sms is 0; what follows in the stream follows
-   them all. The call takes about 36 KB of the caller's stack. */
+/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of
+   one size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all
+   lie equally far apart; for several sizes it is 6 to 24 bytes. If many are adjacent, adjacent ones move as one. CUDA
+   allows about 32 KB of parameters per launch (4,000 bytes before CUDA 12.1; a later one needs a driver as new as
+   12.1). Larger batches go out in several launches. They overlap where pdl works and max_sms is 0; what follows in the
+   stream follows them all. The call takes about 36 KB of the caller's stack. */
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
@@ -771,8 +771,8 @@ enum {
     kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
 };
 
-/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor which holds 2,048 threads; 0: no such demand. It keeps
-   kernels to 32 registers, where ptxas would take 40 and 1,536 threads would fit. */
+/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
+   keeps aligned kernels to 32 registers; with the 40 that they take on sm_90 otherwise, 1,536 threads would fit. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
 enum { kvpc_unpack_sm_blocks = 4 };
 #else
@@ -828,17 +828,15 @@ template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, cons
     return numbers.base + numbers.step * n;
 }
 
-template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_bytes(const params &p, uint32_t i)
-{
-    return i == p.head.count - 1 ? p.head.last_bytes : (uint32_t)kvpc_number(p, p.head.bytes, i);
-}
-
-/* Returns the fragment of a tile: the last one whose first tile is not past it. */
-template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile)
+/* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile, uint32_t *part)
 {
     const kvpc_numbers &first = p.head.first_tile;
-    if (first.width == 0)
-        return first.step == 1 ? tile : tile / (uint32_t)first.step;
+    if (first.width == 0) {
+        const uint32_t each = (uint32_t)first.step, i = each == 1 ? tile : tile / each;
+        *part = tile - i * each;
+        return i;
+    }
     const uint32_t near = p.head.table + (tile >> p.head.table_shift);
     uint32_t i = p.n32[near], last = p.n32[near + 1];
     while (i < last) {
@@ -848,6 +846,7 @@ template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p,
         else
             last = middle - 1;
     }
+    *part = tile - p.n32[first.at + i];
     return i;
 }
 
@@ -885,7 +884,7 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
         const uint32_t one = i + k * apart;
-        mine[k] = one < h.count && at < kvpc_fragment_bytes(p, one);
+        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
         if (one < h.count) {
             src[k] = kvpc_number(p, h.src, one);
             dst[k] = kvpc_number(p, h.dst, one);
@@ -923,8 +922,9 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads, aligned ? kvp
     } else {
         const uint32_t loads = aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads;
         for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
-            const uint32_t i = kvpc_fragment_of(p, tile), part = tile - (uint32_t)kvpc_number(p, h.first_tile, i);
-            const uint32_t length = kvpc_fragment_bytes(p, i);
+            uint32_t part;
+            const uint32_t i = kvpc_fragment_of(p, tile, &part);
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : (uint32_t)kvpc_number(p, h.bytes, i);
             if (length)
                 kvpc_copy_tile<aligned>(kvpc_number(p, h.dst, i), kvpc_number(p, h.src, i), length,
                                         (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
