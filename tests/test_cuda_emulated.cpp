@@ -257,7 +257,7 @@ static void test_warps()
     }
 }
 
-/* Launches of one unpack that may overlap: one that lets the next begin early has a next, which ends after it. */
+/* The launches of one unpack may overlap. One that lets the next begin early must have a next, which ends after it. */
 static std::vector<kvpc_unpack> noted;
 
 template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_unpack_params<bytes> &p)
@@ -265,7 +265,7 @@ template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_unpack_para
     noted.push_back(p.head);
 }
 
-static void one_chain(size_t count, bool empty, int32_t pdl)
+static void one_chain(size_t count, bool empty, int32_t pdl, int32_t max_sms)
 {
     std::vector<kvprim_fragment> f;
     for (size_t i = 0; i < count; i++) /* steps that differ: nothing merges, and the sizes are uneven */
@@ -278,7 +278,7 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     kvprim_unpack_desc d = {};
     d.src = src.data(), d.src_bytes = src_bytes, d.dst_bytes = dst_bytes;
     d.fragments = f.data(), d.count = f.size();
-    kvprim_cuda_launch launch = {nullptr, pdl, 0};
+    const kvprim_cuda_launch launch = {nullptr, pdl, max_sms};
     d.dst = want.data();
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     d.dst = got.data();
@@ -286,21 +286,24 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
     CHECK(got == want);
     CHECK(noted.size() > 1);
+    const bool overlap = kvprim_emulate_pdl && max_sms == 0;
     for (size_t k = 0; k < noted.size(); k++) {
         const bool last = k + 1 == noted.size();
         CHECK(noted[k].wait == (k == 0 ? pdl : 0));
-        CHECK(noted[k].wait_last == (k > 0));
-        CHECK(noted[k].trigger == (last ? pdl : 1));
+        CHECK(noted[k].wait_last == (k > 0 && overlap));
+        CHECK(noted[k].trigger == (last ? pdl : overlap));
     }
 }
 
 static void test_chains_of_launches()
 {
-    kvprim_emulate_pdl = true;
-    for (int32_t pdl = 0; pdl < 2; pdl++) {
-        one_chain(5000, false, pdl);
-        one_chain(5000, true, pdl); /* a whole launch of empty fragments */
-    }
+    for (const bool has_pdl : {false, true})
+        for (int32_t pdl = 0; pdl < 2; pdl++)
+            for (int32_t max_sms = 0; max_sms < 5; max_sms += 4) {
+                kvprim_emulate_pdl = has_pdl;
+                one_chain(5000, false, pdl, max_sms);
+                one_chain(5000, true, pdl, max_sms); /* a whole launch of empty fragments */
+            }
     kvprim_emulate_pdl = false;
 }
 
