@@ -332,31 +332,26 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_de
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
 
-   For each fragment: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
+   Each fragment moves: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
 typedef struct kvprim_fragment {
     uint64_t src_offset, dst_offset, bytes; /* bytes may be 0 */
 } kvprim_fragment;
 
 typedef struct kvprim_unpack_desc {
     const void *src;
-    uint64_t src_bytes; /* no fragment may reach past it */
+    uint64_t src_bytes; /* no fragment may reach past them */
     void *dst;
-    uint64_t dst_bytes; /* the same */
+    uint64_t dst_bytes; /* no fragment may reach past them */
     const kvprim_fragment *fragments;
-    size_t count;    /* host memory, free to reuse when the call returns */
-    void *workspace; /* not looked at on the CPU: see kvprim_unpack_workspace_bytes */
-    size_t workspace_bytes;
+    size_t count;     /* of fragments; they are host memory, free to reuse when the call returns */
+    int64_t reserved; /* must be 0 */
 } kvprim_unpack_desc;
 
-/* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified (with KVPRIM_DEBUG:
-   KVPRIM_ERROR_OVERLAP).
-   Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
-   Errors: NULL, SIZE, OVERLAP, BOUNDS (names the fragment). */
+/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
+   call fails with KVPRIM_ERROR_OVERLAP).
+   Aliasing: [dst, dst + dst_bytes) must not overlap [src, src + src_bytes) or the fragments.
+   Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
-
-/* Bytes of pinned host memory in which kvprim_cuda_unpack can describe any `count` fragments to the GPU: see there. The
-   CPU needs none. Saturates at SIZE_MAX. */
-KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
 /* >>move -----------------------------------------------------------------------------------------------------------
 
@@ -519,6 +514,7 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 144, "kvprim_side");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 336, "kvprim_move");
 #endif
@@ -2190,7 +2186,7 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     return kvprim_cpu_move(&m, 1);
 }
 
-/* ---- unpack ---- */
+/* >>impl_unpack ---------------------------------------------------------------------------------------------------- */
 
 static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
 {
@@ -2206,8 +2202,8 @@ static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
                        (unsigned long long)(src_bad ? d->src_bytes : d->dst_bytes));
 }
 
-/* Whether all fragments lie in buffers of less than 2^63 bytes: none of the differences below is negative. Without a
-   branch on the data: for a GPU's launch the check of a thousand fragments is not little. */
+/* Returns whether all fragments lie in buffers of less than 2^63 bytes: then no number below has bit 63. Nothing
+   branches on the data: a GPU's launch takes only as long as the check of 3,000 fragments. */
 static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
 {
     const kvprim_fragment *const f = d->fragments;
@@ -2229,7 +2225,7 @@ static int kvpi_compare_places(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* In the order of their destinations: does one begin before the end of the one before it? */
+/* Checks whether a fragment begins before the previous one ends, in the order of their destinations. */
 static kvprim_status kvpi_check_sorted_apart(const kvprim_fragment *first, const kvprim_fragment **sorted, size_t count)
 {
     qsort(sorted, count, sizeof *sorted, kvpi_compare_places);
@@ -2249,7 +2245,7 @@ static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
     size_t count = 0;
     const kvprim_fragment **const sorted = (const kvprim_fragment **)malloc(d->count * sizeof *sorted);
     if (!sorted)
-        return KVPRIM_OK; /* a check less */
+        return KVPRIM_OK; /* without memory this check is left out */
     for (size_t i = 0; i < d->count; i++)
         if (d->fragments[i].bytes)
             sorted[count++] = &d->fragments[i];
@@ -2272,6 +2268,8 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
                                                              : NULL;
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (desc->reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
     if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
                            function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
@@ -2296,18 +2294,13 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 {
     KVPRIM_RANGE("kvprim_unpack");
     KVPRIM_TRY(kvprim_unpack_check(desc));
-    for (size_t i = 0; i < desc->count; i++) {
-        const kvprim_fragment f = desc->fragments[i];
+    const kvprim_unpack_desc d = *desc; /* dst may overlap *desc */
+    for (size_t i = 0; i < d.count; i++) {
+        const kvprim_fragment f = d.fragments[i];
         if (f.bytes)
-            memcpy((char *)desc->dst + f.dst_offset, (const char *)desc->src + f.src_offset, (size_t)f.bytes);
+            memcpy((char *)d.dst + f.dst_offset, (const char *)d.src + f.src_offset, (size_t)f.bytes);
     }
     return KVPRIM_OK;
-}
-
-KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count)
-{
-    const size_t most = (SIZE_MAX - 256) / 24; /* 24 bytes a fragment, and the rest of a line at either end */
-    return count > most ? SIZE_MAX : 256 + 24 * count;
 }
 
 #ifdef __cplusplus

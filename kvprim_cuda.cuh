@@ -124,20 +124,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
-/* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
-   (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
-   equally far apart; of several sizes about 16 bytes, or 24 if a buffer has 4 GiB or more. Adjacent fragments move as
-   one. A batch that needs more than about 32 KB, which is what CUDA takes (4,000 bytes where this is compiled by CUDA
-   before 12.1; by a newer one it needs a driver as new), goes out in several launches. These overlap where all of the
-   implementing file's architectures are sm_90 or newer and max_sms is 0; what follows in the stream follows them all.
-   The call takes as much of the caller's stack.
-   Workspace: optional pinned host memory that the GPU addresses as the host does, kvprim_unpack_workspace_bytes(count)
-   bytes or more, one for each call that is not done;
-   one that is too small is not used. Its contents do not matter. With it a large batch of small fragments (of one size
-   up to 4 KiB, or of sizes below about 1 KiB) takes one launch, whose kernel reads the workspace: that spares the host
-   some microseconds for each launch, and the GPU none. It is the call's own until the work is done; of a captured call,
-   as long as the graph is in use.
-   Aliasing: the workspace must not overlap src, dst or the fragments: not checked. */
+/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of
+   one size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all
+   lie equally far apart; for several sizes it is 6 to 24 bytes. If many are adjacent, adjacent ones move as one. CUDA
+   allows about 32 KB of parameters per launch (4,000 bytes before CUDA 12.1; a later one needs a driver as new as
+   12.1). Larger batches go out in several launches. They overlap where pdl works and max_sms is 0; what follows in the
+   stream follows them all. The call takes about 36 KB of the caller's stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -851,177 +843,172 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
-/* ---- unpack: kernels ---- */
+/* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpc_lent = 2,           /* "capacity" of parameters whose words lie in the caller's workspace */
-    kvpc_small_fragments = 2 /* at once; with more a processor holds fewer threads: slower */
+    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned tile that a thread copies; otherwise kvpc_bytes_loads */
+    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
+    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
 };
 
-/* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i
-   times the step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
+/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
+   keeps aligned kernels to 32 registers; with the 40 that they take on sm_90 otherwise, 1,536 threads would fit. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+enum { kvpc_unpack_sm_blocks = 4 };
+#else
+enum { kvpc_unpack_sm_blocks = 0 };
+#endif
+
+/* Bytes of parameters. Measured on an H200: up to 4,000 cost nothing, 8 KB 0.3 us a launch, 16 KB 0.7, 32 KB 1.8. */
+enum {
+    kvpc_few_params = 4000,
+#if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
+    kvpc_more_params = 16800, /* 1,024 fragments of 16 bytes, and the rest */
+    kvpc_most_params = 32760  /* CUDA takes 32,764 */
+#else
+    kvpc_more_params = kvpc_few_params, /* CUDA takes 4,096 */
+    kvpc_most_params = kvpc_few_params
+#endif
+};
+
+/* A column: the addresses of all fragments in dst or in src, their sizes, or the first tile of each. Number i is
+   base + step * (stored number i), or base + step * i where none are stored. */
+typedef struct kvpc_numbers {
+    uint64_t base, step;
+    uint32_t width, at; /* bytes of a stored number: 2, 4, 8, or 0 if none are stored. Index of the first */
+} kvpc_numbers;
+
+/* What a launch copies. Fragments are cut into tiles, which are numbered from the first fragment to the last. */
 typedef struct kvpc_unpack {
-    uint64_t dst, src;
-    uint64_t dst_step, src_step;
-    uint64_t words;                      /* of a workspace */
-    uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
-    uint32_t bytes, last_bytes;
-    uint32_t dst_words, src_words, halves;             /* a side's numbers: 0 or 1 for a fragment; two to a word */
-    uint32_t lanes_shift, distant, table, table_shift; /* distant, table: see kvpc_copy_uneven */
-    int32_t wait, trigger, wait_last;                  /* programmatic dependent launch */
+    kvpc_numbers dst, src, bytes, first_tile;
+    uint32_t count, tiles, last_bytes; /* last_bytes: of the last fragment */
+    uint32_t lanes_shift;              /* 1 << lanes_shift threads copy a tile, or a small fragment */
+    uint32_t table, table_shift;       /* entry table + k of n32 is the fragment of tile k << table_shift */
+    int32_t wait, trigger, wait_last;  /* programmatic dependent launch: wait first, let the next start, wait last */
 } kvpc_unpack;
 
-template <uint32_t capacity> struct kvpc_unpack_params {
+/* Numbers of 2 bytes: without them 65,536 even fragments take 9 launches instead of 5, and 1,024 take more than
+   kvpc_few_params. */
+template <uint32_t bytes> struct kvpc_unpack_params {
     kvpc_unpack head;
-    uint32_t words[capacity];
+    union {
+        uint16_t n16[(bytes - sizeof(kvpc_unpack)) / 2];
+        uint32_t n32[(bytes - sizeof(kvpc_unpack)) / 4];
+        uint64_t n64[(bytes - sizeof(kvpc_unpack)) / 8];
+    };
 };
 
-/* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line
-   that its word lies in. */
-template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
+template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    if (capacity != kvpc_lent)
-        return p.words[at];
-    const uint32_t near = at / 32 * 32 + threadIdx.x % 32;
-    const uint32_t word = (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)near * 4);
-    return near == at ? word : (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)at * 4);
+    if (numbers.width == 8)
+        return numbers.base + numbers.step * p.n64[numbers.at + i];
+    const uint32_t n = numbers.width == 0   ? i
+                       : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
+                                            : p.n32[numbers.at + i];
+    return numbers.base + numbers.step * n;
 }
 
-/* 16-byte words that a thread takes of a piece. */
-template <bool aligned> struct kvpc_piece {
-    static const uint32_t loads = aligned ? 4u : (uint32_t)kvpc_bytes_loads;
-};
+/* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile, uint32_t *part)
+{
+    const kvpc_numbers &first = p.head.first_tile;
+    if (first.width == 0) {
+        const uint32_t each = (uint32_t)first.step, i = each == 1 ? tile : tile / each;
+        *part = tile - i * each;
+        return i;
+    }
+    const uint32_t near = p.head.table + (tile >> p.head.table_shift);
+    uint32_t i = p.n32[near], last = p.n32[near + 1];
+    while (i < last) {
+        const uint32_t middle = (i + last + 1) / 2;
+        if (p.n32[first.at + middle] <= tile)
+            i = middle;
+        else
+            last = middle - 1;
+    }
+    *part = tile - p.n32[first.at + i];
+    return i;
+}
 
-/* A group of `step` threads copies a piece of a fragment: each thread the first-th of the destination's 16-byte words
-   and those that are a multiple of `step` further. */
+/* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
+   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. */
 template <bool aligned>
-KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, uint32_t first, uint32_t step)
+KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
     if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), bytes, first, step, true, true, false);
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, true, true, false);
         return;
     }
-    const uint32_t loads = kvpc_piece<true>::loads, from = 16 * first;
-    uint4 v[loads];
+    const int32_t left = (int32_t)(bytes - 16 * first);
+    uint4 v[kvpc_aligned_loads];
+    dst += 16 * first, src += 16 * first;
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (from + 16 * step * k < (uint32_t)bytes)
-            v[k] = kvpc_load16(src + from + 16 * step * k);
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
+        if ((int32_t)(16 * step * k) < left)
+            v[k] = kvpc_load16(src + 16 * step * k);
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (from + 16 * step * k < (uint32_t)bytes)
-            kvpc_store16(dst + from + 16 * step * k, v[k]);
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
+        if ((int32_t)(16 * step * k) < left)
+            kvpc_store16(dst + 16 * step * k, v[k]);
 }
 
-template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpack_params<capacity> &p, uint32_t at)
-{
-    return p.head.halves ? kvpc_word(p, at / 2) >> at % 2 * 16 & 0xffff : kvpc_word(p, at);
-}
-
-/* What the steps of source and destination are multiplied by for fragment i of an even batch. */
-template <uint32_t capacity> KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t at = i * (h.src_words + h.dst_words);
-    return uint2{h.src_words ? kvpc_number(p, at) : i, h.dst_words ? kvpc_number(p, at + h.src_words) : i};
-}
-
-/* Pieces are numbered through the fragments: fragment i has the `parts` pieces from i * parts on. */
-template <bool aligned, uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_t piece)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads;
-    const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
-    const uint2 place = kvpc_even_fragment(p, i);
-    kvpc_copy_piece<aligned>(h.dst + place.y * h.dst_step, h.src + place.x * h.src_step,
-                             (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
-                             (part * loads << h.lanes_shift) + threadIdx.x % step, step);
-}
-
-/* Aligned fragments of so few bytes that each thread of a group has one word of each: several at once, `apart`
-   apart. */
-template <uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_small(const kvpc_unpack_params<capacity> &p, uint32_t i, uint32_t apart)
+/* A group of threads copies small fragments i, i + apart ... at once. Each thread copies one 16-byte word of each. Past
+   a fragment's end it copies nothing. */
+template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint32_t i, uint32_t apart)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t at = 16 * (threadIdx.x % (1u << h.lanes_shift));
-    uint2 place[kvpc_small_fragments];
+    uint64_t src[kvpc_small_fragments], dst[kvpc_small_fragments];
     uint4 v[kvpc_small_fragments];
     bool mine[kvpc_small_fragments];
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
         const uint32_t one = i + k * apart;
-        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : h.bytes);
-        if (one < h.count)
-            place[k] = kvpc_even_fragment(p, one);
+        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
+        if (one < h.count) {
+            src[k] = kvpc_number(p, h.src, one);
+            dst[k] = kvpc_number(p, h.dst, one);
+        }
     }
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
-            v[k] = kvpc_load16(h.src + place[k].x * h.src_step + at);
+            v[k] = kvpc_load16(src[k] + at);
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
-            kvpc_store16(h.dst + place[k].y * h.dst_step + at, v[k]);
+            kvpc_store16(dst[k] + at, v[k]);
 }
 
-/* The fragment of a piece of an uneven batch: word table + k is that of piece k << table_shift, the last word of the
-   table the last fragment. */
-template <uint32_t capacity>
-KVPRIM_DEVICE uint32_t kvpc_fragment_of(const kvpc_unpack_params<capacity> &p, uint32_t piece, uint32_t each)
-{
-    const uint32_t near = p.head.table + (piece >> p.head.table_shift);
-    uint32_t i = kvpc_word(p, near), last = kvpc_word(p, near + 1);
-    while (i < last) {
-        const uint32_t middle = (i + last + 1) / 2;
-        if (kvpc_word(p, middle * each + 3) <= piece)
-            i = middle;
-        else
-            last = middle - 1;
-    }
-    return i;
-}
-
-/* Fragments of any size, described by four words each: source and destination offset, bytes, number of the first piece;
-   distant ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
-template <bool aligned, uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint32_t piece)
+/* Each group of 1 << lanes_shift threads copies a tile, or kvpc_small_fragments small fragments.
+   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
+   If there are fewer groups than tiles, each group goes on with the tile as many further as there are groups.
+   If the launch overlaps the one before, it ends after that one: wait_last. */
+template <bool small, bool aligned, uint32_t bytes>
+static __global__ void __launch_bounds__(kvpc_unpack_most_threads, aligned ? kvpc_unpack_sm_blocks : 0)
+    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> p)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads, each = h.distant ? 6 : 4;
-    const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
-    const uint64_t src_high = h.distant ? kvpc_word(p, at + 4) : 0, dst_high = h.distant ? kvpc_word(p, at + 5) : 0;
-    const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
-    const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
-    if (bytes)
-        kvpc_copy_piece<aligned>(h.dst + to, h.src + from, (int32_t)bytes,
-                                 (part * loads << h.lanes_shift) + threadIdx.x % step, step);
-}
-
-enum kvpc_unpack_kind { kvpc_even, kvpc_small, kvpc_uneven };
-
-/* Each block copies one span after the other, `span` pieces that follow each other. */
-template <kvpc_unpack_kind kind, bool aligned, uint32_t capacity>
-static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
-    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t groups = blockDim.x >> h.lanes_shift, all = kind == kvpc_small ? h.count : h.pieces;
+    const uint32_t lanes = 1u << h.lanes_shift;
+    const uint32_t groups = blockDim.x >> h.lanes_shift, group = threadIdx.x >> h.lanes_shift;
     if (h.wait)
         kvpc_pdl_wait();
     if (h.trigger)
         kvpc_pdl_trigger();
-    for (uint32_t span = blockIdx.x * h.span; span < all; span += gridDim.x * h.span) {
-        const uint32_t end = all - span < h.span ? all : span + h.span;
-        for (uint32_t piece = span + (threadIdx.x >> h.lanes_shift); piece < end;
-             piece += kind == kvpc_small ? kvpc_small_fragments * groups : groups)
-            if (kind == kvpc_small)
-                kvpc_copy_small(p, piece, groups);
-            else if (kind == kvpc_even)
-                kvpc_copy_even<aligned>(p, piece);
-            else
-                kvpc_copy_uneven<aligned>(p, piece);
+    if (small) {
+        const uint32_t each = kvpc_small_fragments * groups;
+        for (uint32_t i = blockIdx.x * each + group; i < h.count; i += gridDim.x * each)
+            kvpc_copy_small(p, i, groups);
+    } else {
+        const uint32_t loads = aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads;
+        for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
+            uint32_t part;
+            const uint32_t i = kvpc_fragment_of(p, tile, &part);
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : (uint32_t)kvpc_number(p, h.bytes, i);
+            if (length)
+                kvpc_copy_tile<aligned>(kvpc_number(p, h.dst, i), kvpc_number(p, h.src, i), length,
+                                        (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
+        }
     }
     if (h.wait_last)
         kvpc_pdl_wait();
@@ -1162,6 +1149,22 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
 #endif
 }
 
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
+    const char *function;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
+
+static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_TRY(kvpc_check_launch(function, launch));
+    const kvprim_cuda_launch none = {};
+    call->function = function;
+    call->launch = launch ? *launch : none;
+    call->launch.pdl = call->launch.pdl && kvpc_has_pdl();
+    return KVPRIM_OK;
+}
+
 /* >>impl_debug -----------------------------------------------------------------------------------------------------
 
    KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
@@ -1220,20 +1223,25 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
     }
     return KVPRIM_OK;
 }
+
+static kvprim_status kvpc_check_buffers(const char *function, const kvprim_unpack_desc *d)
+{
+    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
+    return kvpc_check_bytes(function, "src", d->src, d->src_bytes);
+}
 #else
 static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
+{
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *)
 {
     return KVPRIM_OK;
 }
 #endif
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
-
-/* A call on its way to the GPU. */
-typedef struct kvpc_call {
-    const char *function;
-    kvprim_cuda_launch launch; /* pdl only where it has an effect */
-} kvpc_call;
 
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
@@ -1623,12 +1631,9 @@ static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, si
         n--;
     if (n == 0)
         return KVPRIM_OK;
-    kvpc_call call = {function, {}};
-    KVPRIM_TRY(kvpc_check_launch(function, launch));
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
-    if (launch)
-        call.launch = *launch;
-    call.launch.pdl = call.launch.pdl && kvpc_has_pdl();
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_pair(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
@@ -1637,446 +1642,311 @@ static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, si
     return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
 }
 
-/* ---- unpack: host side ---- */
+/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
-static const uint64_t kvpc_most_run = (uint64_t)1 << 30; /* bytes that move as one fragment: fits 32 bits */
+enum {
+    kvpc_chunk_count = 128,  /* fragments that are handed out at a time: they stay in the processor's first cache */
+    kvpc_sample_count = 256, /* fragments: see kvpc_is_mergeable */
+    kvpc_table_share = 16,   /* fragments for each entry of the table */
+    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
+    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
+};
 
-/* Goes through a batch's fragments. Merging, it puts adjacent ones together, leaves out empty ones and cuts long
-   ones. */
-typedef struct kvpc_cursor {
-    const kvprim_fragment *next, *end;
-    kvprim_fragment rest; /* what was cut off */
-} kvpc_cursor;
+/* One of the three numbers that make a fragment. Fragment i has first + i * step; where it has another number, the two
+   differ in bits of `differ`. */
+typedef struct kvpc_column {
+    uint64_t first, step, differ, base; /* base: the buffer's address */
+    uint32_t shift;                     /* the number is stored shifted right by so many bits */
+} kvpc_column;
 
-template <bool merge> static inline bool kvpc_next(kvpc_cursor *c, kvprim_fragment *run)
-{
-    if (!merge) {
-        if (c->next == c->end)
-            return false;
-        *run = *c->next++;
-        return true;
-    }
-    kvprim_fragment r = c->rest;
-    for (; c->next != c->end && r.bytes < kvpc_most_run; c->next++) {
-        const kvprim_fragment f = *c->next;
-        if (r.bytes == 0)
-            r = f;
-        else if (f.bytes == 0 || (f.src_offset - r.src_offset == r.bytes && f.dst_offset - r.dst_offset == r.bytes))
-            r.bytes += f.bytes;
-        else
-            break;
-    }
-    *run = r;
-    run->bytes = r.bytes < kvpc_most_run ? r.bytes : kvpc_most_run;
-    c->rest.src_offset = r.src_offset + run->bytes;
-    c->rest.dst_offset = r.dst_offset + run->bytes;
-    c->rest.bytes = r.bytes - run->bytes;
-    return run->bytes != 0;
-}
-
-/* How the fragments' offsets on one side go on from one to the next. */
-typedef struct kvpc_offsets {
-    uint64_t first, any; /* any: bits that are set in any of the steps; so if all are the same, the step */
-    bool regular;        /* all steps are the same */
-} kvpc_offsets;
-
-typedef struct kvpc_survey {
-    kvpc_offsets src, dst;
-    uint64_t count, bytes, last_bytes;
-    uint64_t any_bytes; /* bits that are set in any size */
-    uint64_t joins;     /* steps that are the same on both sides: no more fragments follow the one before at once */
-    bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
-} kvpc_survey;
-
-/* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it
-   is in the first, or where one differs from the first. */
-template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
-{
-    kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}};
-    kvprim_fragment first, last, next;
-    kvpc_survey s = {};
-    if (!kvpc_next<merge>(&cursor, &first))
-        return s;
-    kvpc_cursor ahead = cursor;
-    next = first;
-    (void)kvpc_next<merge>(&ahead, &next);
-    const uint64_t src_step = next.src_offset - first.src_offset, dst_step = next.dst_offset - first.dst_offset;
-    uint64_t src_differ = 0, dst_differ = 0, bytes_differ = 0, joins = 0, count = 1;
-    for (last = first; kvpc_next<merge>(&cursor, &next); last = next) {
-        const uint64_t from_src = next.src_offset - last.src_offset, from_dst = next.dst_offset - last.dst_offset;
-        src_differ |= from_src ^ src_step;
-        dst_differ |= from_dst ^ dst_step;
-        bytes_differ |= last.bytes ^ first.bytes;
-        joins += from_src == from_dst;
-        if (merge)
-            count++;
-    }
-    s.src = kvpc_offsets{first.src_offset, src_step | src_differ, src_differ == 0};
-    s.dst = kvpc_offsets{first.dst_offset, dst_step | dst_differ, dst_differ == 0};
-    s.count = merge ? count : d->count;
-    s.bytes = first.bytes;
-    s.last_bytes = last.bytes;
-    s.any_bytes = first.bytes | bytes_differ | last.bytes;
-    s.joins = joins;
-    s.same_bytes = bytes_differ == 0 && last.bytes > 0 && last.bytes <= first.bytes;
-    return s;
-}
-
-/* How far numbers for the offsets may be shifted right without loss. */
-static uint32_t kvpc_common_shift(const kvpc_offsets *o)
-{
-    uint32_t shift = 0;
-    while (shift < 31 && (o->any >> shift & 1) == 0)
-        shift++;
-    return shift;
-}
-
-/* Whether numbers for offsets in a buffer are at most `most`. */
-static bool kvpc_fits(const kvpc_offsets *o, uint64_t buffer_bytes, uint64_t most)
-{
-    return (buffer_bytes - 1) >> kvpc_common_shift(o) <= most;
-}
-
-/* A batch on its way: what is not launched yet, and where its words may go. */
 typedef struct kvpc_unpack_job {
+    const kvpc_call *call;
     const kvprim_unpack_desc *desc;
-    const kvprim_cuda_launch *launch;
-    kvpc_survey survey;
-    kvpc_cursor cursor;
-    kvpc_unpack head;
-    uint64_t left;                 /* fragments */
-    uint32_t dst_shift, src_shift; /* from an offset to its word */
-    uint32_t *space;
-    uint64_t space_words;
-    bool merge, even, small, aligned;
-    bool direct;           /* no fragment has more than one piece */
-    bool started, overlap; /* a launch is under way; the next ones may run beside it */
+    const kvprim_fragment *next; /* to hand out */
+    kvprim_fragment rest;        /* what was cut off, to hand out before *next */
+    uint64_t left, last_bytes;   /* fragments that are not launched yet, and bytes of the last of them */
+    uint64_t long_bit;           /* bit 63 is set if a fragment has more than kvpc_direct_bytes */
+    kvpc_column src, dst, bytes; /* step of bytes is 0, and its differ leaves the last fragment out */
+    kvpc_unpack head;            /* what all launches have in common */
+    uint32_t lead;               /* bytes, at most, between a 16-byte boundary of dst and a fragment's first byte */
+    bool merge, small, aligned, started, overlap;
+    kvprim_fragment merged[kvpc_chunk_count];
 } kvpc_unpack_job;
 
-/* Whether the fragments may be taken as an even batch. */
+/* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
+static uint64_t kvpc_merge(kvpc_unpack_job *job, uint64_t most)
+{
+    const kvprim_fragment *const end = job->desc->fragments + job->desc->count, *next = job->next;
+    kvprim_fragment run = job->rest;
+    uint64_t n = 0;
+    for (; n < most; n++) {
+        for (; next != end && run.bytes < kvpc_most_bytes; next++)
+            if (run.bytes == 0)
+                run = *next;
+            else if (next->bytes == 0 ||
+                     (next->src_offset - run.src_offset == run.bytes && next->dst_offset - run.dst_offset == run.bytes))
+                run.bytes += next->bytes;
+            else
+                break;
+        if (run.bytes == 0)
+            break;
+        const uint64_t bytes = run.bytes < kvpc_most_bytes ? run.bytes : (uint64_t)kvpc_most_bytes;
+        job->merged[n] = kvprim_fragment{run.src_offset, run.dst_offset, bytes};
+        run = kvprim_fragment{run.src_offset + bytes, run.dst_offset + bytes, run.bytes - bytes};
+    }
+    job->next = next, job->rest = run;
+    return n;
+}
+
+/* Hands out the next fragments, at most *count of them, and sets *count to their number: 0 at the end. */
+static const kvprim_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
+{
+    const uint64_t left = (uint64_t)(job->desc->fragments + job->desc->count - job->next);
+    if (job->merge) {
+        *count = kvpc_merge(job, *count < kvpc_chunk_count ? *count : (uint64_t)kvpc_chunk_count);
+        return job->merged;
+    }
+    *count = *count < left ? *count : left;
+    job->next += *count;
+    return job->next - *count;
+}
+
+/* Goes through all fragments and counts them. No branch and no comparison depends on the data: a comparison takes as
+   long as three of the other operations here. */
+static void kvpc_survey(kvpc_unpack_job *job, bool merge)
+{
+    kvpc_column src = {0, 0, 0, 0, 0}, dst = src, bytes = src;
+    uint64_t src_next = 0, dst_next = 0, last_bytes = 0, long_bit = 0, count = UINT64_MAX;
+    job->next = job->desc->fragments, job->rest = kvprim_fragment{0, 0, 0}, job->left = 0, job->merge = merge;
+    for (const kvprim_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
+        if (job->left == 0) {
+            src_next = src.first = f->src_offset, src.step = f[count > 1].src_offset - f->src_offset;
+            dst_next = dst.first = f->dst_offset, dst.step = f[count > 1].dst_offset - f->dst_offset;
+            last_bytes = bytes.first = f->bytes;
+        }
+        for (const kvprim_fragment *const end = f + count; f != end; f++) {
+            src.differ |= f->src_offset ^ src_next, src_next += src.step;
+            dst.differ |= f->dst_offset ^ dst_next, dst_next += dst.step;
+            bytes.differ |= last_bytes ^ bytes.first, last_bytes = f->bytes;
+            long_bit |= kvpc_direct_bytes - last_bytes;
+        }
+        job->left += count, count = UINT64_MAX;
+    }
+    job->src = src, job->dst = dst, job->bytes = bytes, job->last_bytes = last_bytes, job->long_bit = long_bit;
+    job->next = job->desc->fragments, job->rest.bytes = 0; /* for kvpc_encode */
+}
+
+/* Returns whether all fragments have the same size, except that the last may be shorter. */
 static bool kvpc_is_even(const kvpc_unpack_job *job)
 {
-    const kvpc_survey *const s = &job->survey;
-    return s->same_bytes && s->bytes <= kvpc_most_run &&
-           (s->src.regular || kvpc_fits(&s->src, job->desc->src_bytes, UINT32_MAX)) &&
-           (s->dst.regular || kvpc_fits(&s->dst, job->desc->dst_bytes, UINT32_MAX));
+    return job->bytes.differ == 0 && job->last_bytes - 1 < job->bytes.first;
 }
 
-enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = 16 }; /* a word of the table for so many fragments */
-
-/* 16-byte words of a piece. */
-static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
+/* Returns whether enough of the first fragments begin where the one before ends; counting all of them would double the
+   time of the survey. Even fragments must halve in number: fewer joins could make them uneven. */
+static bool kvpc_is_mergeable(const kvpc_unpack_job *job)
 {
-    return (uint64_t)(job->aligned ? kvpc_piece<true>::loads : kvpc_piece<false>::loads) << job->head.lanes_shift;
+    const kvprim_fragment *const f = job->desc->fragments;
+    const uint64_t count = job->left < kvpc_sample_count ? job->left : (uint64_t)kvpc_sample_count;
+    uint64_t joins = 0;
+    for (uint64_t i = 1; i < count; i++)
+        joins += f[i].src_offset - f[i - 1].src_offset == f[i - 1].bytes &&
+                 f[i].dst_offset - f[i - 1].dst_offset == f[i - 1].bytes;
+    return joins > (kvpc_is_even(job) ? (count - 1) / 2 : count / 16);
 }
 
-/* Pieces of so many bytes, from a 16-byte boundary on. */
-static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, bool aligned)
+/* Plans how to store a column whose numbers are not above `most`. A regular one is not stored: see kvpc_encode. */
+static kvpc_numbers kvpc_plan_numbers(kvpc_column *c, uint64_t most)
 {
-    const uint32_t words = (bytes - 1) >> (4 + lanes_shift); /* before the last, for each thread */
-    return (aligned ? words / kvpc_piece<true>::loads : words / kvpc_piece<false>::loads) + 1; /* constants */
+    if (c->differ == 0)
+        return kvpc_numbers{0, c->step, 0, 0};
+    while (((c->step | c->differ) >> c->shift & 1) == 0)
+        c->shift++;
+    const uint64_t step = (uint64_t)1 << c->shift, last = most >> c->shift;
+    return kvpc_numbers{c->base + c->first % step, step, last <= UINT16_MAX ? 2u : last <= UINT32_MAX ? 4u : 8u, 0};
 }
 
-/* Halves of words that describe one fragment. */
-static uint64_t kvpc_fragment_halves(const kvpc_unpack_job *job)
+static uint32_t kvpc_tile_bytes(const kvpc_unpack_job *job)
 {
-    if (job->even)
-        return (uint64_t)(job->head.src_words + job->head.dst_words) << (job->head.halves ? 0 : 1);
-    return job->head.distant ? 12 : 8;
+    return (16u * (job->aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads)) << job->head.lanes_shift;
 }
 
-/* Words that describe `count` fragments. */
-static uint64_t kvpc_words_for(const kvpc_unpack_job *job, uint64_t count)
+/* As few threads copy a tile as can copy a fragment at once, at most a warp. */
+static void kvpc_plan_unpack(kvpc_unpack_job *job)
 {
-    const uint64_t table = job->even || job->direct ? 0 : count / kvpc_table_share + 2;
-    return (count * kvpc_fragment_halves(job) + 1) / 2 + table;
-}
-
-/* How many fragments so many words describe. */
-static uint64_t kvpc_fragments_in(const kvpc_unpack_job *job, uint64_t words)
-{
-    const uint64_t each = kvpc_fragment_halves(job), share = kvpc_table_share;
-    if (each == 0)
-        return job->left;
-    return job->even || job->direct ? 2 * words / each : (words - 2) * share / (each / 2 * share + 1);
-}
-
-/* Sets what an even batch's numbers on one side are multiplied by, and returns what is added to the side's address. */
-static uint64_t kvpc_plan_side(const kvpc_offsets *o, uint32_t *words, uint32_t *shift, uint64_t *step)
-{
-    *words = !o->regular;
-    *shift = *words ? kvpc_common_shift(o) : 0;
-    *step = *words ? (uint64_t)1 << *shift : o->any;
-    return *words ? o->first % *step : o->first;
-}
-
-static void kvpc_plan_offsets(kvpc_unpack_job *job)
-{
-    const kvprim_unpack_desc *const d = job->desc;
-    const kvpc_survey *const s = &job->survey;
+    const bool even = kvpc_is_even(job);
+    const uint64_t any_bytes = job->bytes.first | job->bytes.differ | job->last_bytes, direct = kvpc_direct_bytes;
+    const uint64_t most = even ? job->bytes.first : job->long_bit >> 63 || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
-    h->dst = (uint64_t)(uintptr_t)d->dst;
-    h->src = (uint64_t)(uintptr_t)d->src;
-    h->distant = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
-    if (!job->even)
-        return;
-    h->dst += kvpc_plan_side(&s->dst, &h->dst_words, &job->dst_shift, &h->dst_step);
-    h->src += kvpc_plan_side(&s->src, &h->src_words, &job->src_shift, &h->src_step);
-    h->halves = (!h->dst_words || kvpc_fits(&s->dst, d->dst_bytes, UINT16_MAX)) &&
-                (!h->src_words || kvpc_fits(&s->src, d->src_bytes, UINT16_MAX));
-    h->bytes = (uint32_t)s->bytes;
-}
-
-/* The fewest threads that can copy a fragment at once, or a warp. */
-static void kvpc_plan_pieces(kvpc_unpack_job *job)
-{
-    const kvpc_survey *const s = &job->survey;
-    kvpc_unpack *const h = &job->head;
-    const uint64_t dst_lead = ((uint64_t)(uintptr_t)job->desc->dst + s->dst.first) % 16;
-    const uint64_t src_lead = ((uint64_t)(uintptr_t)job->desc->src + s->src.first) % 16;
-    job->aligned = (dst_lead | src_lead | s->dst.any | s->src.any | s->any_bytes) % 16 == 0;
-    const uint64_t lead = s->dst.any % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
-    const uint64_t most = (lead + (job->even ? s->bytes : s->any_bytes) + 15) / 16;
-    job->small = job->even && job->aligned && most <= 32;
-    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < (job->small ? 4 * most : most);)
+    *h = kvpc_unpack{};
+    job->src.base = (uint64_t)(uintptr_t)job->desc->src;
+    job->dst.base = (uint64_t)(uintptr_t)job->desc->dst;
+    job->bytes.differ |= even ? 0 : job->last_bytes ^ job->bytes.first;
+    const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
+    const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
+    job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
+    job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
+    job->small = even && job->aligned && most <= kvpc_small_bytes;
+    const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_tile_bytes(job) < wanted;)
         h->lanes_shift++;
-    job->direct = most <= kvpc_piece_words(job);
-    h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned);
+    const uint64_t tiles = (job->lead + most + kvpc_tile_bytes(job) - 1) / kvpc_tile_bytes(job);
+    h->first_tile = kvpc_numbers{0, even ? tiles : 1, even || tiles == 1 ? 0u : 4u, 0};
+    h->src = kvpc_plan_numbers(&job->src, job->desc->src_bytes - 1);
+    h->dst = kvpc_plan_numbers(&job->dst, job->desc->dst_bytes - 1);
+    h->bytes = kvpc_plan_numbers(&job->bytes, any_bytes);
 }
 
-/* Numbers of one side, two to a word. */
-template <bool merge>
-static void kvpc_encode_halves(kvpc_cursor *from, uint32_t *words, uint64_t count, uint64_t kvprim_fragment::*offset,
-                               uint32_t shift)
+/* Returns how many fragments fit parameters of params_bytes. */
+static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 {
-    kvpc_cursor cursor = *from;
-    kvprim_fragment a, b;
-    for (uint32_t *const end = words + count / 2;
-         words != end && kvpc_next<merge>(&cursor, &a) && kvpc_next<merge>(&cursor, &b); words++)
-        *words = (uint32_t)(a.*offset >> shift) | (uint32_t)(b.*offset >> shift) << 16;
-    if (count % 2 && kvpc_next<merge>(&cursor, &a))
-        *words = (uint32_t)(a.*offset >> shift);
-    *from = cursor;
+    const uint64_t room = params_bytes - sizeof *h - 32; /* 32: padding, and the table's last two entries */
+    const uint64_t stored = h->src.width + h->dst.width + h->bytes.width + h->first_tile.width;
+    const uint64_t most = ((uint64_t)1 << 30) / h->first_tile.step;
+    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + h->first_tile.width) : most;
+    return fit < most ? fit : most;
 }
 
-template <bool merge> static void kvpc_encode_even(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+template <class number>
+static void kvpc_store_numbers(void *data, const kvpc_numbers *numbers, uint64_t at, const kvprim_fragment *f,
+                               uint64_t count, uint64_t kvprim_fragment::*member, uint32_t shift)
 {
-    kvpc_unpack *const h = &job->head;
-    const uint32_t src_shift = job->src_shift, dst_shift = job->dst_shift, halves = h->halves;
-    const uint64_t most = kvpc_most_pieces / h->parts;
-    kvprim_fragment run;
-    count = count < most ? count : most;
-    if (h->src_words && h->dst_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++) {
-            const uint32_t src = (uint32_t)(run.src_offset >> src_shift), dst = (uint32_t)(run.dst_offset >> dst_shift);
-            *words++ = halves ? src | dst << 16 : src;
-            if (!halves)
-                *words++ = dst;
-        }
-    else if (halves && h->src_words)
-        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::src_offset, src_shift);
-    else if (halves && h->dst_words)
-        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::dst_offset, dst_shift);
-    else if (h->src_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
-            words[i] = (uint32_t)(run.src_offset >> src_shift);
-    else if (h->dst_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
-            words[i] = (uint32_t)(run.dst_offset >> dst_shift);
-    h->count = (uint32_t)count;
-    h->pieces = (uint32_t)count * h->parts;
-    job->left -= count;
-    h->last_bytes = (uint32_t)(job->left ? job->survey.bytes : job->survey.last_bytes);
+    number *const to = (number *)data + numbers->at + at;
+    for (uint64_t i = 0; i < count; i++)
+        to[i] = (number)(f[i].*member >> shift);
 }
 
-/* Behind the words of an uneven batch its table. Without a branch on the data, whose sizes nobody foretells: each
-   fragment takes the first word that its pieces reach, then words that none took are filled. */
-static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
+/* Stores one column of `count` fragments, as numbers `at`, at + 1 ... */
+static void kvpc_store_column(const kvpc_column *c, kvpc_numbers *numbers, void *data, uint64_t at,
+                              const kvprim_fragment *f, uint64_t count, uint64_t kvprim_fragment::*member)
 {
-    const uint32_t count = h->count;
-    uint32_t *const table = words + count * each;
-    h->table = count * each;
-    h->table_shift = 0;
-    while (h->pieces >> h->table_shift > count / kvpc_table_share)
-        h->table_shift++;
-    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, places = (h->pieces + up) >> shift;
-    memset(table, 0, places * sizeof *table);
-    for (uint32_t i = 0; i < count; i++)
-        table[(words[i * each + 3] + up) >> shift] = i;
-    for (uint32_t k = 1; k < places; k++)
-        table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
-    table[places] = count - 1;
+    if (numbers->width == 0 && at == 0)
+        numbers->base = c->base + f->*member;
+    if (numbers->width == 2)
+        kvpc_store_numbers<uint16_t>(data, numbers, at, f, count, member, c->shift);
+    if (numbers->width == 4)
+        kvpc_store_numbers<uint32_t>(data, numbers, at, f, count, member, c->shift);
+    if (numbers->width == 8)
+        kvpc_store_numbers<uint64_t>(data, numbers, at, f, count, member, c->shift);
 }
 
-template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+/* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
+template <uint32_t tile_bytes>
+static uint32_t kvpc_store_tiles(uint32_t *to, const kvprim_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
 {
-    kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->distant ? 6 : 4, dst = (uint32_t)(uintptr_t)job->desc->dst;
-    const uint32_t lanes_shift = 5; /* a warp: what is not direct is long, see kvpc_plan_pieces */
-    const bool direct = job->direct, aligned = job->aligned;
-    kvpc_cursor cursor = job->cursor;
-    kvprim_fragment run;
-    uint32_t *w = words, pieces = 0;
-    for (uint64_t i = 0; i < count && pieces < kvpc_most_pieces && kvpc_next<merge>(&cursor, &run); i++, w += each) {
-        w[0] = (uint32_t)run.src_offset;
-        w[1] = (uint32_t)run.dst_offset;
-        w[2] = (uint32_t)run.bytes;
-        w[3] = pieces;
-        if (each == 6) {
-            w[4] = (uint32_t)(run.src_offset >> 32);
-            w[5] = (uint32_t)(run.dst_offset >> 32);
-        }
-        if (direct)
-            pieces++;
-        else if (run.bytes)
-            pieces += kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, lanes_shift, aligned);
+    for (uint64_t i = 0; i < count; i++) {
+        to[i] = tile;
+        tile += ((uint32_t)f[i].bytes + lead + tile_bytes - 1) / tile_bytes;
     }
-    job->cursor = cursor;
-    h->count = (uint32_t)((w - words) / each);
-    h->pieces = pieces;
-    job->left -= h->count;
-    if (!job->direct)
-        kvpc_encode_table(h, words, each);
+    return tile;
 }
 
-template <bool merge> static void kvpc_encode(kvpc_unpack_job *job, uint32_t *words, uint64_t room)
+/* Each fragment takes the first entry that its tiles reach, then the entries that none took are filled: a branch on the
+   sizes would be mispredicted. */
+static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
-    const uint64_t most = kvpc_fragments_in(job, room), count = most < job->left ? most : job->left;
-    if (job->even)
-        kvpc_encode_even<merge>(job, words, count);
-    else
-        kvpc_encode_uneven<merge>(job, words, count);
+    const uint32_t *const first_tile = data + h->first_tile.at;
+    uint32_t *const table = data + h->table;
+    h->table_shift = 0;
+    while (h->tiles >> h->table_shift > h->count / kvpc_table_share)
+        h->table_shift++;
+    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->tiles + up) >> shift;
+    memset(table, 0, entries * sizeof *table);
+    for (uint32_t i = 0; i < h->count; i++)
+        table[(first_tile[i] + up) >> shift] = i;
+    for (uint32_t k = 1; k < entries; k++)
+        table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
+    table[entries] = h->count - 1;
 }
 
-template <uint32_t capacity> static void (*kvpc_pick_kernel(const kvpc_unpack_job *job))(kvpc_unpack_params<capacity>)
+/* Stores the next h->count fragments. */
+static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
 {
-    if (job->small)
-        return kvpc_unpack_kernel<kvpc_small, true, capacity>;
-    if (job->even)
-        return job->aligned ? kvpc_unpack_kernel<kvpc_even, true, capacity>
-                            : kvpc_unpack_kernel<kvpc_even, false, capacity>;
-    return job->aligned ? kvpc_unpack_kernel<kvpc_uneven, true, capacity>
-                        : kvpc_unpack_kernel<kvpc_uneven, false, capacity>;
+    uint32_t bytes = 0, tiles = h->count * (uint32_t)h->first_tile.step;
+    kvpc_numbers *const all[] = {&h->src, &h->dst, &h->bytes, &h->first_tile};
+    for (kvpc_numbers *const numbers : all)
+        if (numbers->width) {
+            numbers->at = bytes / numbers->width;
+            bytes = (bytes + h->count * numbers->width + 7) / 8 * 8;
+        }
+    h->table = bytes / 4;
+    if (h->first_tile.width)
+        tiles = 0;
+    for (uint64_t at = 0, count; at < h->count; at += count) {
+        count = h->count - at < kvpc_chunk_count ? h->count - at : (uint64_t)kvpc_chunk_count;
+        const kvprim_fragment *const f = kvpc_take(job, &count);
+        uint32_t *const first_tile = (uint32_t *)data + h->first_tile.at + at;
+        kvpc_store_column(&job->src, &h->src, data, at, f, count, &kvprim_fragment::src_offset);
+        kvpc_store_column(&job->dst, &h->dst, data, at, f, count, &kvprim_fragment::dst_offset);
+        kvpc_store_column(&job->bytes, &h->bytes, data, at, f, count, &kvprim_fragment::bytes);
+        if (h->first_tile.width) /* then lanes_shift is 5 */
+            tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
+                                 : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
+        h->last_bytes = (uint32_t)f[count - 1].bytes;
+    }
+    h->tiles = tiles;
+    if (h->first_tile.width)
+        kvpc_store_table(h, (uint32_t *)data);
 }
 
-/* Sets how many pieces a block copies before it goes on, and returns how many blocks that makes. Of a workspace's words
-   a block takes a line: it waits for the bus once. */
-static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool lent, int32_t max_sms)
+/* One tile for each group of threads. If there are many, two: half as many blocks are started sooner. */
+static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
-    enum { many_blocks = 768, line_halves = 64 };
-    kvpc_unpack *const h = &job->head;
-    const uint32_t groups = threads >> h->lanes_shift, all = job->small ? h->count : h->pieces;
-    const uint64_t halves = kvpc_fragment_halves(job);
-    uint64_t span = job->small ? kvpc_small_fragments * groups : groups;
-    if (lent && line_halves / halves * h->parts > span)
-        span = line_halves / halves * h->parts;
-    h->span = (uint32_t)span;
-    const uint32_t blocks = all ? (uint32_t)((all + span - 1) / span) : 1; /* empty fragments: see kvpc_unpack_some */
+    enum { many_blocks = 768 };
+    const uint32_t groups = threads >> h->lanes_shift, each = job->small ? kvpc_small_fragments * groups : groups;
+    const uint32_t all = job->small ? h->count : h->tiles, blocks = all / each + (all % each != 0);
     if (max_sms > 0)
-        return blocks < (uint32_t)max_sms ? blocks : (uint32_t)max_sms;
-    return lent || job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2; /* fewer starts of blocks */
+        return blocks < max_sms ? blocks : max_sms;
+    return job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
 }
 
-/* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from
-   the second on each starts when the one before it has, and ends after it. So what follows in the stream follows
-   all. One that lets the next begin early must have a next: a slice of empty fragments is launched too. */
-template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
+/* Launches as many fragments as fit the parameters. The launches of a batch do not depend on each other: with `overlap`
+   each starts as soon as the one before has started, and ends after it, so what follows in the stream follows all. */
+template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
 {
-    kvpc_unpack_params<capacity> p;
-    kvpc_unpack *const h = &job->head;
-    const bool lent = capacity == kvpc_lent;
-    if (job->merge)
-        kvpc_encode<true>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
-    else
-        kvpc_encode<false>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
-    kvprim_cuda_launch launch = {};
-    if (job->launch)
-        launch = *job->launch;
+    kvpc_unpack_params<params_bytes> p;
+    kvpc_unpack *const h = &p.head;
+    kvprim_cuda_launch launch = job->call->launch;
+    const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
+    *h = job->head;
+    h->count = (uint32_t)(job->left < fit ? job->left : fit);
+    kvpc_encode(job, h, p.n16);
+    job->left -= h->count;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
     h->trigger = job->left ? job->overlap : launch.pdl;
-    h->words = (uint64_t)(uintptr_t)job->space;
-    const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
-    const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
-    p.head = *h;
-    if (job->even) { /* a step goes on from fragment to fragment */
-        h->dst += h->dst_words ? 0 : h->count * h->dst_step;
-        h->src += h->src_words ? 0 : h->count * h->src_step;
-    }
     job->started = true;
-    return kvpc_start("kvprim_cuda_unpack", kvpc_pick_kernel<capacity>(job), blocks, threads, p, &launch);
+    const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
+    return kvpc_start("kvprim_cuda_unpack",
+                      job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
+                      : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
+                                     : kvpc_unpack_kernel<false, false, params_bytes>,
+                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p, &launch);
 }
 
-enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes (before 12.1: 4,096 bytes) */
-       kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
-#if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
-       kvpc_more_words = (16800 - (int)sizeof(kvpc_unpack)) / 4,
-       kvpc_most_words = (32760 - (int)sizeof(kvpc_unpack)) / 4,
-#else
-       kvpc_more_words = kvpc_few_words,
-       kvpc_most_words = kvpc_few_words,
-#endif
-       kvpc_lent_bytes = 4096
-};
-
-/* A workspace is for batches that need several launches otherwise, and whose words are read about once: the bus is
-   slow, and no cache of the GPU keeps what comes from there. */
-static bool kvpc_is_lent(const kvpc_unpack_job *job)
+static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_unpack_desc *d)
 {
-    const uint64_t words = kvpc_words_for(job, job->left);
-    return words > kvpc_most_words && words <= job->space_words && words <= kvpc_most_pieces &&
-           (job->even ? job->survey.bytes <= kvpc_lent_bytes : job->direct);
-}
-
-static kvprim_status kvpc_unpack_all(kvpc_unpack_job *job)
-{
-    kvprim_status status = KVPRIM_OK;
-    job->overlap = kvpc_has_pdl() && !(job->launch && job->launch->max_sms > 0);
-    if (kvpc_is_lent(job))
-        status = kvpc_unpack_some<kvpc_lent>(job);
-    while (status == KVPRIM_OK && job->left > 0) {
-        const uint64_t words = kvpc_words_for(job, job->left);
-        status = words <= kvpc_few_words    ? kvpc_unpack_some<kvpc_few_words>(job)
-                 : words <= kvpc_more_words ? kvpc_unpack_some<kvpc_more_words>(job)
-                                            : kvpc_unpack_some<kvpc_most_words>(job);
-    }
-    return status;
-}
-
-/* The workspace's whole lines. */
-static void kvpc_borrow(kvpc_unpack_job *job)
-{
-    const uint64_t line = 128, address = (uint64_t)(uintptr_t)job->desc->workspace,
-                   skip = (line - address % line) % line;
-    if (!job->desc->workspace || job->desc->workspace_bytes < skip)
-        return;
-    job->space = (uint32_t *)((char *)job->desc->workspace + skip);
-    job->space_words = (job->desc->workspace_bytes - skip) / line * (line / 4);
-}
-
-static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
-{
-    kvpc_unpack_job job = {};
-    job.desc = desc;
-    job.launch = launch;
-    job.survey = kvpc_look<false>(desc);
-    if (job.survey.any_bytes == 0)
+    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
+    job.call = call;
+    job.desc = d;
+    job.started = false;
+    job.overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
+    kvpc_survey(&job, false);
+    const uint64_t any_bytes = job.bytes.first | job.bytes.differ | job.last_bytes;
+    if (any_bytes == 0)
         return KVPRIM_OK;
-    job.even = kvpc_is_even(&job);
-    if (job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0)) {
-        const kvpc_survey merged = kvpc_look<true>(desc);
-        job.merge = !job.even || merged.count <= job.survey.count / 2; /* fewer joins could make even ones uneven */
-        job.survey = job.merge ? merged : job.survey;
-        job.even = kvpc_is_even(&job);
-    }
-    job.left = job.survey.count;
-    job.cursor.next = desc->fragments;
-    job.cursor.end = desc->fragments + desc->count;
-    kvpc_borrow(&job);
-    kvpc_plan_offsets(&job);
-    kvpc_plan_pieces(&job);
-    return kvpc_unpack_all(&job);
+    if (any_bytes > kvpc_most_bytes || kvpc_is_mergeable(&job))
+        kvpc_survey(&job, true);
+    kvpc_plan_unpack(&job);
+    while (job.left > 0)
+        if (job.left <= kvpc_fragments_in(&job.head, kvpc_few_params))
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_few_params>(&job));
+        else if (job.left <= kvpc_fragments_in(&job.head, kvpc_more_params))
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_more_params>(&job));
+        else
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_most_params>(&job));
+    return KVPRIM_OK;
 }
 
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
@@ -2120,10 +1990,16 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack");
-    kvprim_status status = kvprim_unpack_check(desc);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_launch("kvprim_cuda_unpack", launch);
-    return status != KVPRIM_OK || desc->count == 0 ? status : kvpc_unpack_checked(desc, launch);
+    const kvprim_status status = kvprim_unpack_check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    const kvprim_unpack_desc d = *desc;
+    kvpc_call call;
+    if (d.count == 0)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
+    KVPRIM_TRY(kvpc_check_buffers(call.function, &d));
+    return kvpc_unpack_fragments(&call, &d);
 }
 
 #ifdef __cplusplus

@@ -817,6 +817,23 @@ static void test_unpack(void)
     free(want);
 }
 
+/* The descriptor itself may lie in dst. */
+static void test_unpack_over_descriptor(void)
+{
+    unsigned char src[2 * sizeof(kvprim_unpack_desc)];
+    union {
+        kvprim_unpack_desc d;
+        unsigned char bytes[sizeof src];
+    } dst;
+    const size_t half = sizeof(kvprim_unpack_desc);
+    const kvprim_fragment f[2] = {{half, 0, half}, {0, half, half}};
+    fill(src, sizeof src);
+    dst.d = (kvprim_unpack_desc){
+        .src = src, .src_bytes = sizeof src, .dst = &dst, .dst_bytes = sizeof dst, .fragments = f, .count = 2};
+    CHECK(kvprim_unpack(&dst.d) == KVPRIM_OK);
+    CHECK(memcmp(dst.bytes, src + half, half) == 0 && memcmp(dst.bytes + half, src, half) == 0);
+}
+
 static void test_unpack_errors(void)
 {
     unsigned char src[64], dst[64], want[64];
@@ -846,6 +863,9 @@ static void test_unpack_errors(void)
     f[0].dst_offset = 15;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 #endif
+    d.reserved = 1;
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
+    d.reserved = 0;
     d.dst = src + 63;
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
     d.dst = f;
@@ -1805,6 +1825,7 @@ int main(void)
     run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
+    run("unpack: over its descriptor", test_unpack_over_descriptor);
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */
