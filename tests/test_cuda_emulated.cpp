@@ -203,6 +203,7 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {243, 244, 1023, 2100};
     large_batches(&memory, counts, sizeof counts / sizeof *counts);
+    last_fragments(&memory);
 }
 
 static void test_unpack_launches()
@@ -344,6 +345,28 @@ static void test_full_launches()
                 c.count++;
             }
         }
+}
+
+/* Long fragments are cut, and what is handed out follows on without a gap. No memory is touched. */
+static void test_long_fragments()
+{
+    const uint64_t large = uint64_t(5) << 30;
+    const kvprim_fragment f[] = {{7, 9, large + 3}, {large + 10, large + 12, 10}, {0, 0, 0}, {2 * large, 3 * large, 1}};
+    kvprim_unpack_desc d = {};
+    kvpc_unpack_job job = {};
+    d.fragments = f, d.count = 4;
+    job.desc = &d;
+    kvpc_survey(&job, true);
+    CHECK(job.left == (large + 13 + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 1);
+    uint64_t at = 0, pieces = 0, count = 2;
+    for (const kvprim_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+        for (uint64_t i = 0; i < count; i++, pieces++) {
+            CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
+            if (at < large + 13)
+                CHECK(one[i].src_offset == at + 7 && one[i].dst_offset == at + 9);
+            at += one[i].bytes;
+        }
+    CHECK(at == large + 14 && pieces == job.left);
 }
 
 /* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
@@ -525,6 +548,7 @@ int main(int argc, char **argv)
     run("emulated: unpack, tables of uneven batches", test_unpack_tables);
     run("emulated: unpack, chains of launches", test_chains_of_launches);
     run("emulated: unpack, full launches", test_full_launches);
+    run("emulated: unpack, long fragments", test_long_fragments);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);

@@ -249,6 +249,33 @@ static void one_length(arena *a, size_t bytes, bool vary)
     CHECK(try_unpack(a, &d, what) == RAN);
 }
 
+/* Three fragments, the last of which is a byte longer than a tile, or lies as far as 2 bytes count. */
+static void last_fragments(arena *a)
+{
+    const kvprim_fragment tiles[] = {{0, 1600, 1536}, {3200, 0, 1536}, {1600, 3200, 1537}};
+    empty(a);
+    kvprim_unpack_desc t = {};
+    t.src_bytes = t.dst_bytes = 4800;
+    t.dst = reserve(a, 4800, 0), t.src = reserve(a, 4800, 0);
+    t.fragments = tiles, t.count = 3;
+    CHECK(try_unpack(a, &t, "three fragments, the last one longer than a tile") == RAN);
+    for (const uint64_t far : {65535u, 65536u, 65537u})
+        for (uint64_t longer = 0; longer < 2; longer++) {
+            const kvprim_fragment f[] = {{0, 200, 100}, {far, 100, 100}, {far - 200, far, 100 + longer}};
+            kvprim_unpack_desc d = {};
+            empty(a);
+            d.src_bytes = far + 100, d.dst_bytes = far + 100 + longer;
+            d.dst = reserve(a, d.dst_bytes, 0);
+            d.src = reserve(a, d.src_bytes, 0);
+            d.fragments = f, d.count = 3;
+            CHECK(try_unpack(a, &d, "three fragments, the last one far") == RAN);
+            d.count = longer ? 3 : 2, d.src_bytes = d.dst_bytes = far + 1;
+            const kvprim_fragment bytes[] = {{0, 2, 1}, {1, far, 1}, {far, 0, 1}};
+            d.fragments = bytes;
+            CHECK(try_unpack(a, &d, "single bytes, the last one far") == RAN);
+        }
+}
+
 /* A few of everything, for the options of a launch. */
 static void small_batches(arena *a)
 {
