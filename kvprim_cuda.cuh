@@ -251,7 +251,6 @@ enum {
     kvpc_unpack_most_threads = 512,     /* ... with max_sms */
     kvpc_bytes_lanes = 8,               /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,               /* one more than aligned rows take: they start and end inside a word */
-    kvpc_bytes_blocks = 12,             /* per multiprocessor; with 11 dependent launches are 10 % slower */
     kvpc_granule_bytes = 64,            /* that memory is written in: see kvpc_fetch_edges */
     kvpc_small_store_bytes = 128 << 10, /* see kvpc_store_by_size */
     kvpc_small_gather_bytes = 1 << 20,  /* see kvpc_gather_by_size */
@@ -604,9 +603,9 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 }
 
 /* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
-   row, of K or of V. */
-static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
-    kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+   row, of K or of V. An index is counted before the copy, so that it takes no registers there: with 44 instead of 40,
+   dependent launches are 10 % slower. */
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
     uint32_t part;
@@ -621,6 +620,8 @@ static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
     const kvpc_pair &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    if (!x.inside && part == 0 && t % lanes == 0)
+        kvpc_count_rejected(p, x);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
     const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : x.row, pair.dst_stride);
     int32_t lead = (int32_t)(pair.dst % 16);
@@ -628,8 +629,6 @@ static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
         lead = (int32_t)(dst % 16);
     kvpc_copy_words(dst, src, lead, (int32_t)p.row_bytes[v_side], first, lanes, !p.gather || x.inside,
                     p.gather || x.inside, p.fetch);
-    if (!x.inside && part == 0 && t % lanes == 0)
-        kvpc_count_rejected(p, x);
 }
 
 /* >>impl_move_kernels -----------------------------------------------------------------------------------------------
@@ -894,18 +893,29 @@ template <uint32_t bytes> struct kvpc_unpack_params {
     union {
         uint16_t n16[(bytes - sizeof(kvpc_unpack)) / 2];
         uint32_t n32[(bytes - sizeof(kvpc_unpack)) / 4];
-        uint64_t n64[(bytes - sizeof(kvpc_unpack)) / 8];
+        uint64_t n64[(bytes - sizeof(kvpc_unpack)) / 8]; /* 8 bytes are aligned */
     };
 };
 
+/* Number i as it is stored, or i. */
+template <class params> KVPRIM_DEVICE uint64_t kvpc_stored(const params &p, const kvpc_numbers &numbers, uint32_t i)
+{
+    uint32_t low = i, high = 0;
+    if (numbers.width == 2)
+        low = p.n16[numbers.at + i];
+    else if (numbers.width) {
+        const bool wide = numbers.width == 8;
+        const uint32_t at = (numbers.at + i) << (wide ? 1 : 0);
+        low = p.n32[at];
+        if (wide)
+            high = p.n32[at + 1];
+    }
+    return (uint64_t)high << 32 | low;
+}
+
 template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    if (numbers.width == 8)
-        return numbers.base + numbers.step * p.n64[numbers.at + i];
-    const uint32_t n = numbers.width == 0   ? i
-                       : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
-                                            : p.n32[numbers.at + i];
-    return numbers.base + numbers.step * n;
+    return numbers.base + numbers.step * kvpc_stored(p, numbers, i);
 }
 
 /* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
@@ -936,7 +946,7 @@ template <bool aligned>
 KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
     if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, true, true, false);
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0, bytes > 0, false);
         return;
     }
     const int32_t left = (int32_t)(bytes - 16 * first);
@@ -1004,10 +1014,12 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads, aligned ? kvp
         for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
             uint32_t part;
             const uint32_t i = kvpc_fragment_of(p, tile, &part);
-            const uint32_t length = i == h.count - 1 ? h.last_bytes : (uint32_t)kvpc_number(p, h.bytes, i);
-            if (length)
-                kvpc_copy_tile<aligned>(kvpc_number(p, h.dst, i), kvpc_number(p, h.src, i), length,
-                                        (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
+            const uint64_t src = kvpc_number(p, h.src, i), dst = kvpc_number(p, h.dst, i);
+            uint32_t length = (uint32_t)h.bytes.base;
+            if (h.bytes.width)
+                length += (uint32_t)h.bytes.step * (uint32_t)kvpc_stored(p, h.bytes, i);
+            length = i == h.count - 1 ? h.last_bytes : length;
+            kvpc_copy_tile<aligned>(dst, src, length, (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
         }
     }
     if (h.wait_last)
