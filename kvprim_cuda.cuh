@@ -851,11 +851,11 @@ enum {
 };
 
 /* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
-   keeps aligned kernels to 32 registers; with the 40 that they take on sm_90 otherwise, 1,536 threads would fit. */
+   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads would fit. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_unpack_sm_blocks = 4 };
+enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = 3 };
 #else
-enum { kvpc_unpack_sm_blocks = 0 };
+enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
 #endif
 
 /* Bytes of parameters. Measured on an H200: up to 4,000 cost nothing, 8 KB 0.3 us a launch, 16 KB 0.7, 32 KB 1.8. */
@@ -897,25 +897,24 @@ template <uint32_t bytes> struct kvpc_unpack_params {
     };
 };
 
-/* Number i as it is stored, or i. */
-template <class params> KVPRIM_DEVICE uint64_t kvpc_stored(const params &p, const kvpc_numbers &numbers, uint32_t i)
-{
-    uint32_t low = i, high = 0;
-    if (numbers.width == 2)
-        low = p.n16[numbers.at + i];
-    else if (numbers.width) {
-        const bool wide = numbers.width == 8;
-        const uint32_t at = (numbers.at + i) << (wide ? 1 : 0);
-        low = p.n32[at];
-        if (wide)
-            high = p.n32[at + 1];
-    }
-    return (uint64_t)high << 32 | low;
-}
-
 template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    return numbers.base + numbers.step * kvpc_stored(p, numbers, i);
+    if (numbers.width == 8)
+        return numbers.base + numbers.step * p.n64[numbers.at + i];
+    const uint32_t n = numbers.width == 0   ? i
+                       : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
+                                            : p.n32[numbers.at + i];
+    return numbers.base + numbers.step * n;
+}
+
+/* The bytes of fragment i, if it is not the last. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_length(const params &p, uint32_t i)
+{
+    const kvpc_numbers &bytes = p.head.bytes;
+    if (bytes.width == 0)
+        return (uint32_t)bytes.base;
+    const uint32_t n = bytes.width == 2 ? (uint32_t)p.n16[bytes.at + i] : p.n32[bytes.at + i];
+    return (uint32_t)bytes.base + (uint32_t)bytes.step * n;
 }
 
 /* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
@@ -995,7 +994,8 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
    If there are fewer groups than tiles, each group goes on with the tile as many further as there are groups.
    If the launch overlaps the one before, it ends after that one: wait_last. */
 template <bool small, bool aligned, uint32_t bytes>
-static __global__ void __launch_bounds__(kvpc_unpack_most_threads, aligned ? kvpc_unpack_sm_blocks : 0)
+static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
+                                         aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
     kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> p)
 {
     const kvpc_unpack &h = p.head;
@@ -1015,10 +1015,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads, aligned ? kvp
             uint32_t part;
             const uint32_t i = kvpc_fragment_of(p, tile, &part);
             const uint64_t src = kvpc_number(p, h.src, i), dst = kvpc_number(p, h.dst, i);
-            uint32_t length = (uint32_t)h.bytes.base;
-            if (h.bytes.width)
-                length += (uint32_t)h.bytes.step * (uint32_t)kvpc_stored(p, h.bytes, i);
-            length = i == h.count - 1 ? h.last_bytes : length;
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_length(p, i);
             kvpc_copy_tile<aligned>(dst, src, length, (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
         }
     }
