@@ -1235,11 +1235,17 @@ typedef struct kvpc_call {
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
 } kvpc_call;
 
+/* Where the only layer of a side starts. The caller may have changed the array that names it since the check. */
+static uint64_t kvpc_only_layer(const kvprim_side *side)
+{
+    return (uint64_t)(uintptr_t)(side->layers ? side->layers[0] : side->table.data);
+}
+
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    *bits |= (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride;
+    *bits |= kvpc_only_layer(side) | (uint64_t)t->stride;
     return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
@@ -1380,8 +1386,8 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
-        p.pair[k].dst = (uint64_t)(uintptr_t)m->dst.table.data;
-        p.pair[k].src = (uint64_t)(uintptr_t)m->src.table.data;
+        p.pair[k].dst = kvpc_only_layer(&m->dst);
+        p.pair[k].src = kvpc_only_layer(&m->src);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.row_bytes[k] = (uint32_t)m->row_bytes;
