@@ -1217,6 +1217,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = m->row_bytes, piece = kvpi_piece_of(t, row_bytes);
+    const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)row_bytes);
@@ -1234,11 +1235,9 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_bad(m, side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
-        return kvpi_bad(m, side, "stride", t->stride,
-                        t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,",
-                        (uint64_t)piece);
+        return kvpi_bad(m, side, "stride", t->stride, least, (uint64_t)piece);
     if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
-        return kvpi_bad(m, side, "page_stride", t->page_stride, "less than a row's bytes,", (uint64_t)piece);
+        return kvpi_bad(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
         return kvpi_bad(m, side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
     if (t->bytes < 0)
@@ -1377,6 +1376,9 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
                            (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    if (kvpi_index_bytes(m, side) >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
     return KVPRIM_OK;
 }
 
@@ -1496,18 +1498,17 @@ static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
     return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
 }
 
-/* The first of n sorted addresses that is at least x, or n. */
+/* The first of n > 0 sorted addresses that is at least x, or n. Without a branch on the addresses, which no processor
+   predicts. */
 static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
 {
-    int32_t low = 0;
-    while (n > 0) {
+    const uint64_t *low = sorted;
+    while (n > 1) {
         const int32_t half = n / 2;
-        if (sorted[low + half] < x)
-            low += half + 1, n -= half + 1;
-        else
-            n = half;
+        low += half & -(int32_t)(low[half - 1] < x);
+        n -= half;
     }
-    return low;
+    return (int32_t)(low - sorted) + (*low < x);
 }
 
 static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
@@ -1532,10 +1533,12 @@ static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
                                (void *)(uintptr_t)sorted[k]);
     for (int32_t l = later; l < m->layers; l++) {
-        const int32_t k = kvpi_lower_bound(sorted, n, kvpi_layer_address(&m->dst, l));
-        if (k < n && sorted[k] == kvpi_layer_address(&m->dst, l))
+        const uint64_t dst = kvpi_layer_address(&m->dst, l);
+        if (dst < sorted[0] || dst > sorted[n - 1])
+            continue;
+        if (sorted[kvpi_lower_bound(sorted, n, dst)] == dst)
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
-                               m->names->function, (int)l, (void *)(uintptr_t)sorted[k]);
+                               m->names->function, (int)l, (void *)(uintptr_t)dst);
     }
     return KVPRIM_OK;
 }
@@ -1545,8 +1548,10 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 {
     for (int32_t l = 0; l < m->layers; l++) {
         const uint64_t src = kvpi_layer_address(&m->src, l), reach = m->dst.bytes - 1;
+        if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
+            continue;
         const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
-        if (k < n && (sorted[k] < src || sorted[k] - src < m->src.bytes))
+        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
             return kvpi_fail_layers(m, sorted[k], src);
     }
     return KVPRIM_OK;
@@ -1565,7 +1570,8 @@ static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *ds
         for (int32_t k = 0; k < n; k++)
             layers[k] = kvpi_layer_address(&m->dst, l + k);
         const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
-        KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
+        if (!dst->ascends)
+            KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
         if (!apart)
             KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
     }

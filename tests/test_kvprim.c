@@ -1060,6 +1060,12 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), status, words)
     BAD(layers = -1, KVPRIM_ERROR_SIZE, "layers is -1");
     BAD(src_layers = null_layers, KVPRIM_ERROR_NULL, "src_layers[1] is NULL");
+    BAD(count = INT64_MAX, KVPRIM_ERROR_SIZE, "kvprim_transfer: count is 9223372036854775807, which makes dst_index");
+    BAD(count = (int64_t)1 << 60, KVPRIM_ERROR_SIZE, "count is 1152921504606846976, which makes dst_index");
+    BAD(dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
+        d.src_index_stride = 1 << 28, KVPRIM_ERROR_SIZE, "which makes src_index");
+    BAD(dst.heads = 2; d.dst.head_stride = 32; d.dst.page_rows = 4;
+        d.dst.page_stride = 31, KVPRIM_ERROR_SIZE, "dst.page_stride is 31, less than the bytes of one head, 32");
     BAD(src_layers = mixed, KVPRIM_ERROR_OVERLAP, "overlaps");
     BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
