@@ -1641,19 +1641,47 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     return kvpi_check_rejected(m, &dst, &src);
 }
 
-/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables, whose loops are the same: largest
-   stride first, each clearing what lies inside it. So only the two steps next to delta can bring them together. */
-static int kvpi_pieces_meet(int64_t delta, const kvpi_loop *loops, int count, int64_t k_bytes, int64_t v_bytes)
+/* One loop over the pieces of K and of V: the step is the same, their numbers may differ. */
+typedef struct kvpi_steps {
+    int64_t stride, k_n, v_n;
+} kvpi_steps;
+
+/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables. The loops have the largest stride
+   first, and each clears what lies inside it. So only the two steps next to delta can bring them together. */
+static int kvpi_pieces_meet(int64_t delta, const kvpi_steps *loops, int count, int64_t k_bytes, int64_t v_bytes)
 {
     if (count == 0)
         return delta < k_bytes && -delta < v_bytes;
-    const int64_t stride = (int64_t)loops->stride, most = (int64_t)loops->n - 1;
-    if (most == 0)
+    const int64_t stride = loops->stride, k_n = loops->k_n, v_n = loops->v_n;
+    if (k_n == 1 && v_n == 1)
         return kvpi_pieces_meet(delta, loops + 1, count - 1, k_bytes, v_bytes);
     const int64_t step = delta / stride - (delta % stride < 0);
     for (int64_t s = step; s <= step + 1; s++)
-        if (-most <= s && s <= most && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
+        if (-v_n < s && s < k_n && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
             return 1;
+    return 0;
+}
+
+/* The same for two tables of one geometry. Their full pages are one table, a last page that is not full is another. */
+static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_bytes, int64_t v_bytes)
+{
+    const int64_t in_page = t->page_rows && t->page_rows < t->rows ? t->page_rows : t->rows;
+    const int64_t pages = t->rows / in_page, in_last = t->rows % in_page;
+    for (int last = 0; last < (in_last ? 4 : 1); last++) {
+        const int k_last = last & 1, v_last = last >> 1;
+        kvpi_steps loops[3] = {{t->stride, k_last ? in_last : in_page, v_last ? in_last : in_page},
+                               {t->head_stride, t->heads, t->heads},
+                               {t->page_stride, k_last ? 1 : pages, v_last ? 1 : pages}};
+        for (int i = 0; i < 3; i++) /* largest stride first */
+            for (int j = i + 1; j < 3; j++)
+                if (loops[j].stride > loops[i].stride) {
+                    const kvpi_steps other = loops[i];
+                    loops[i] = loops[j], loops[j] = other;
+                }
+        const int64_t apart = in_last ? (v_last - k_last) * pages * t->page_stride : 0;
+        if (kvpi_pieces_meet(delta + apart, loops, 3, k_bytes, v_bytes))
+            return 1;
+    }
     return 0;
 }
 
@@ -1664,22 +1692,12 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const kvprim_table *const a = &k->table, *const b = &v->table;
     if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
         return KVPRIM_OK;
-    const uint64_t rows = (uint64_t)a->rows, page_rows = a->page_rows ? (uint64_t)a->page_rows : rows;
     const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
-    kvpi_loop loops[3] = {{"stride", (uint64_t)a->stride, page_rows < rows ? page_rows : rows},
-                          {"head_stride", (uint64_t)a->head_stride, (uint64_t)a->heads},
-                          {"page_stride", (uint64_t)a->page_stride, (rows - 1) / page_rows + 1}};
-    for (int i = 0; i < 3; i++) /* largest stride first */
-        for (int j = i + 1; j < 3; j++)
-            if (loops[j].stride > loops[i].stride) {
-                const kvpi_loop loop = loops[i];
-                loops[i] = loops[j], loops[j] = loop;
-            }
     const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
     const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
-    if (!kvpi_pieces_meet(delta, loops, same ? 3 : 0, k_piece, v_piece))
+    if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
                      y = {"a row of k_cache", a->data, (uint64_t)k_piece};

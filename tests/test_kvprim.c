@@ -1335,6 +1335,13 @@ static const pair_case pair_cases[] = {
     {"V's first head on K's second", 4, 64, 64, 32, 0, 0, 2, 256, 256, 0},
     {"K and V of a row's heads in turn", 4, 64, 64, 128, 0, 0, 2, 64, 32, 1},
     {"the same, a byte too near", 4, 64, 64, 128, 0, 0, 2, 64, 31, 0},
+    {"V's second row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 120, 0},
+    {"V's first row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 128, 1},
+    {"the same, a byte too near", 3, 16, 16, 8, 2, 120, 2, 60, 127, 0},
+    {"K where V's last page has no row", 3, 16, 16, 8, 2, 120, 2, 60, -128, 1},
+    {"the same, a byte too near to K", 3, 16, 16, 8, 2, 120, 2, 60, -127, 0},
+    {"both last pages on each other's gaps", 5, 8, 8, 32, 4, 8, 0, 0, 40, 1},
+    {"pages inside rows, V on K", 5, 8, 8, 32, 4, 8, 0, 0, 32, 0},
     {"heads of pages in turn", 10, 64, 64, 32, 4, 512, 2, 256, 128, 1},
     {"heads of pages, V a row too early", 10, 64, 64, 32, 4, 512, 2, 256, 96, 0},
 };
