@@ -1522,7 +1522,8 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     bool large = false;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
-        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1), rows = t->count.by * t->layers;
+        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
+        const uint64_t rows = t->count.by < most ? t->count.by * t->layers : most;
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
         large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
         chunks += large ? 0 : in_row * rows;
