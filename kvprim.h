@@ -1213,6 +1213,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = m->row_bytes, piece = kvpi_piece_of(t, row_bytes);
+    const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)row_bytes);
@@ -1230,11 +1231,9 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
     if (t->heads > 1 && piece * t->heads != row_bytes)
         return kvpi_bad(m, side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
-        return kvpi_bad(m, side, "stride", t->stride,
-                        t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,",
-                        (uint64_t)piece);
+        return kvpi_bad(m, side, "stride", t->stride, least, (uint64_t)piece);
     if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
-        return kvpi_bad(m, side, "page_stride", t->page_stride, "less than a row's bytes,", (uint64_t)piece);
+        return kvpi_bad(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
         return kvpi_bad(m, side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
     if (t->bytes < 0)
@@ -1373,6 +1372,9 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
                            (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    if (kvpi_index_bytes(m, side) >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
     return KVPRIM_OK;
 }
 
@@ -1492,18 +1494,17 @@ static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
     return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
 }
 
-/* The first of n sorted addresses that is at least x, or n. */
+/* The first of n > 0 sorted addresses that is at least x, or n. Without a branch on the addresses, which no processor
+   predicts. */
 static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
 {
-    int32_t low = 0;
-    while (n > 0) {
+    const uint64_t *low = sorted;
+    while (n > 1) {
         const int32_t half = n / 2;
-        if (sorted[low + half] < x)
-            low += half + 1, n -= half + 1;
-        else
-            n = half;
+        low += half & -(int32_t)(low[half - 1] < x);
+        n -= half;
     }
-    return low;
+    return (int32_t)(low - sorted) + (*low < x);
 }
 
 static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
@@ -1528,10 +1529,12 @@ static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
                                (void *)(uintptr_t)sorted[k]);
     for (int32_t l = later; l < m->layers; l++) {
-        const int32_t k = kvpi_lower_bound(sorted, n, kvpi_layer_address(&m->dst, l));
-        if (k < n && sorted[k] == kvpi_layer_address(&m->dst, l))
+        const uint64_t dst = kvpi_layer_address(&m->dst, l);
+        if (dst < sorted[0] || dst > sorted[n - 1])
+            continue;
+        if (sorted[kvpi_lower_bound(sorted, n, dst)] == dst)
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
-                               m->names->function, (int)l, (void *)(uintptr_t)sorted[k]);
+                               m->names->function, (int)l, (void *)(uintptr_t)dst);
     }
     return KVPRIM_OK;
 }
@@ -1541,8 +1544,10 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 {
     for (int32_t l = 0; l < m->layers; l++) {
         const uint64_t src = kvpi_layer_address(&m->src, l), reach = m->dst.bytes - 1;
+        if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
+            continue;
         const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
-        if (k < n && (sorted[k] < src || sorted[k] - src < m->src.bytes))
+        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
             return kvpi_fail_layers(m, sorted[k], src);
     }
     return KVPRIM_OK;
@@ -1561,7 +1566,8 @@ static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *ds
         for (int32_t k = 0; k < n; k++)
             layers[k] = kvpi_layer_address(&m->dst, l + k);
         const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
-        KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
+        if (!dst->ascends)
+            KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
         if (!apart)
             KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
     }
@@ -1631,19 +1637,47 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     return kvpi_check_rejected(m, &dst, &src);
 }
 
-/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables, whose loops are the same: largest
-   stride first, each clearing what lies inside it. So only the two steps next to delta can bring them together. */
-static int kvpi_pieces_meet(int64_t delta, const kvpi_loop *loops, int count, int64_t k_bytes, int64_t v_bytes)
+/* One loop over the pieces of K and of V: the step is the same, their numbers may differ. */
+typedef struct kvpi_steps {
+    int64_t stride, k_n, v_n;
+} kvpi_steps;
+
+/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables. The loops have the largest stride
+   first, and each clears what lies inside it. So only the two steps next to delta can bring them together. */
+static int kvpi_pieces_meet(int64_t delta, const kvpi_steps *loops, int count, int64_t k_bytes, int64_t v_bytes)
 {
     if (count == 0)
         return delta < k_bytes && -delta < v_bytes;
-    const int64_t stride = (int64_t)loops->stride, most = (int64_t)loops->n - 1;
-    if (most == 0)
+    const int64_t stride = loops->stride, k_n = loops->k_n, v_n = loops->v_n;
+    if (k_n == 1 && v_n == 1)
         return kvpi_pieces_meet(delta, loops + 1, count - 1, k_bytes, v_bytes);
     const int64_t step = delta / stride - (delta % stride < 0);
     for (int64_t s = step; s <= step + 1; s++)
-        if (-most <= s && s <= most && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
+        if (-v_n < s && s < k_n && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
             return 1;
+    return 0;
+}
+
+/* The same for two tables of one geometry. Their full pages are one table, a last page that is not full is another. */
+static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_bytes, int64_t v_bytes)
+{
+    const int64_t in_page = t->page_rows && t->page_rows < t->rows ? t->page_rows : t->rows;
+    const int64_t pages = t->rows / in_page, in_last = t->rows % in_page;
+    for (int last = 0; last < (in_last ? 4 : 1); last++) {
+        const int k_last = last & 1, v_last = last >> 1;
+        kvpi_steps loops[3] = {{t->stride, k_last ? in_last : in_page, v_last ? in_last : in_page},
+                               {t->head_stride, t->heads, t->heads},
+                               {t->page_stride, k_last ? 1 : pages, v_last ? 1 : pages}};
+        for (int i = 0; i < 3; i++) /* largest stride first */
+            for (int j = i + 1; j < 3; j++)
+                if (loops[j].stride > loops[i].stride) {
+                    const kvpi_steps other = loops[i];
+                    loops[i] = loops[j], loops[j] = other;
+                }
+        const int64_t apart = in_last ? (v_last - k_last) * pages * t->page_stride : 0;
+        if (kvpi_pieces_meet(delta + apart, loops, 3, k_bytes, v_bytes))
+            return 1;
+    }
     return 0;
 }
 
@@ -1654,22 +1688,12 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const kvprim_table *const a = &k->table, *const b = &v->table;
     if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
         return KVPRIM_OK;
-    const uint64_t rows = (uint64_t)a->rows, page_rows = a->page_rows ? (uint64_t)a->page_rows : rows;
     const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
-    kvpi_loop loops[3] = {{"stride", (uint64_t)a->stride, page_rows < rows ? page_rows : rows},
-                          {"head_stride", (uint64_t)a->head_stride, (uint64_t)a->heads},
-                          {"page_stride", (uint64_t)a->page_stride, (rows - 1) / page_rows + 1}};
-    for (int i = 0; i < 3; i++) /* largest stride first */
-        for (int j = i + 1; j < 3; j++)
-            if (loops[j].stride > loops[i].stride) {
-                const kvpi_loop loop = loops[i];
-                loops[i] = loops[j], loops[j] = loop;
-            }
     const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
     const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
-    if (!kvpi_pieces_meet(delta, loops, same ? 3 : 0, k_piece, v_piece))
+    if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
                      y = {"a row of k_cache", a->data, (uint64_t)k_piece};

@@ -1252,11 +1252,17 @@ static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
+/* Where the only layer of a side starts. The caller may have changed the array that names it since the check. */
+static uint64_t kvpc_only_layer(const kvprim_side *side)
+{
+    return (uint64_t)(uintptr_t)(side->layers ? side->layers[0] : side->table.data);
+}
+
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    *bits |= (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride;
+    *bits |= kvpc_only_layer(side) | (uint64_t)t->stride;
     return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
@@ -1397,8 +1403,8 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
-        p.pair[k].dst = (uint64_t)(uintptr_t)m->dst.table.data;
-        p.pair[k].src = (uint64_t)(uintptr_t)m->src.table.data;
+        p.pair[k].dst = kvpc_only_layer(&m->dst);
+        p.pair[k].src = kvpc_only_layer(&m->src);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.row_bytes[k] = (uint32_t)m->row_bytes;
@@ -1533,7 +1539,8 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     bool large = false;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
-        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1), rows = t->count.by * t->layers;
+        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
+        const uint64_t rows = t->count.by < most ? t->count.by * t->layers : most;
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
         large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
         chunks += large ? 0 : in_row * rows;

@@ -206,6 +206,7 @@ static void test_moves()
         main_launch.max_sms = max_sms[n / 2];
         usual_moves(&memory);
         random_moves(&memory, quick ? 40 : 300);
+        repointed_moves(&memory);
     }
     main_launch.pdl = main_launch.max_sms = 0;
 }

@@ -162,6 +162,7 @@ static void test_moves()
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
     random_moves(&memory, 200);
+    repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
         random_moves(&memory, 40);

@@ -1085,6 +1085,12 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), status, words)
     BAD(layers = -1, KVPRIM_ERROR_SIZE, "layers is -1");
     BAD(src_layers = null_layers, KVPRIM_ERROR_NULL, "src_layers[1] is NULL");
+    BAD(count = INT64_MAX, KVPRIM_ERROR_SIZE, "kvprim_transfer: count is 9223372036854775807, which makes dst_index");
+    BAD(count = (int64_t)1 << 60, KVPRIM_ERROR_SIZE, "count is 1152921504606846976, which makes dst_index");
+    BAD(dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
+        d.src_index_stride = 1 << 28, KVPRIM_ERROR_SIZE, "which makes src_index");
+    BAD(dst.heads = 2; d.dst.head_stride = 32; d.dst.page_rows = 4;
+        d.dst.page_stride = 31, KVPRIM_ERROR_SIZE, "dst.page_stride is 31, less than the bytes of one head, 32");
     BAD(src_layers = mixed, KVPRIM_ERROR_OVERLAP, "overlaps");
     BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
@@ -1397,6 +1403,13 @@ static const pair_case pair_cases[] = {
     {"V's first head on K's second", 4, 64, 64, 32, 0, 0, 2, 256, 256, 0},
     {"K and V of a row's heads in turn", 4, 64, 64, 128, 0, 0, 2, 64, 32, 1},
     {"the same, a byte too near", 4, 64, 64, 128, 0, 0, 2, 64, 31, 0},
+    {"V's second row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 120, 0},
+    {"V's first row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 128, 1},
+    {"the same, a byte too near", 3, 16, 16, 8, 2, 120, 2, 60, 127, 0},
+    {"K where V's last page has no row", 3, 16, 16, 8, 2, 120, 2, 60, -128, 1},
+    {"the same, a byte too near to K", 3, 16, 16, 8, 2, 120, 2, 60, -127, 0},
+    {"both last pages on each other's gaps", 5, 8, 8, 32, 4, 8, 0, 0, 40, 1},
+    {"pages inside rows, V on K", 5, 8, 8, 32, 4, 8, 0, 0, 32, 0},
     {"heads of pages in turn", 10, 64, 64, 32, 4, 512, 2, 256, 128, 1},
     {"heads of pages, V a row too early", 10, 64, 64, 32, 4, 512, 2, 256, 96, 0},
 };
