@@ -262,6 +262,8 @@ KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#elif defined(KVPRIM_CUDA_EMULATE)
+    kvprim_emulate_waits++;
 #endif
 }
 

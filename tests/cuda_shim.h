@@ -54,6 +54,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;         /* so far */
+static unsigned kvprim_emulate_waits;            /* threads that waited for the kernel before, so far */
 
 template <class Kernel, class Params>
 static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)

@@ -169,6 +169,51 @@ static void test_moves()
     memory.launch = nullptr;
 }
 
+/* The threads that move something wait for the kernel before if, and only if, the launch is a dependent one. */
+static void expect_waits(const char *what, bool dependent, kvprim_status status)
+{
+    CHECK(status == KVPRIM_OK);
+    if ((kvprim_emulate_waits > 0) != dependent)
+        fail("%s: %u threads waited", what, kvprim_emulate_waits);
+    kvprim_emulate_waits = 0;
+}
+
+static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int64_t row_bytes, kvprim_index_type type)
+{
+    alignas(16) static unsigned char dst[2][8192], src[2][8192];
+    const int64_t index[4] = {}; /* zeros of either type */
+    const kvprim_table to = table_of(dst[0], 1), from = table_of(src[0], 2);
+    const kvprim_gather_desc gather =
+        gather_of(table_of(dst[1], 2), table_of(src[1], 2), row_bytes, index, type, 0, 2, nullptr);
+    kvprim_store_desc store = store_of(to, from, row_bytes, index, type, 2, nullptr);
+    kvprim_transfer_desc transfer = {};
+    transfer.dst = to, transfer.src = from, transfer.row_bytes = row_bytes, transfer.count = 1;
+    kvprim_move moves[2];
+    CHECK(kvprim_gather_moves(&gather, &moves[0]) == KVPRIM_OK);
+    CHECK(kvprim_transfer_moves(&transfer, &moves[1]) == KVPRIM_OK);
+    store.v_cache = table_of(dst[1], 1), store.v = table_of(src[1], 2), store.v_bytes = row_bytes;
+    expect_waits("gather", dependent, kvprim_cuda_gather(&gather, launch));
+    expect_waits("store of K and V", dependent, kvprim_cuda_store(&store, launch));
+    drop_v(&store);
+    expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
+    expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
+    expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
+}
+
+static void test_dependent_launches()
+{
+    for (int device = 0; device < 2; device++)
+        for (int32_t pdl = 0; pdl < 2; pdl++)
+            for (const int64_t row_bytes : {24, 64, 100, 128, 192, 256, 512, 1024, 4096})
+                for (const int32_t max_sms : {0, 1}) {
+                    const kvprim_cuda_launch launch = launch_like(&memory, pdl, max_sms);
+                    kvprim_emulate_pdl = device != 0;
+                    kvprim_emulate_waits = 0;
+                    one_dependent(&launch, device && pdl, row_bytes, row_bytes % 3 ? KVPRIM_I32 : KVPRIM_I64);
+                }
+    kvprim_emulate_pdl = false;
+}
+
 static void test_copies_on_write()
 {
     copies_on_write(&memory);
@@ -529,6 +574,7 @@ int main(int argc, char **argv)
     run("emulated: store, sizes x layouts, sizes x alignments", test_store);
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl", test_max_sms);
+    run("emulated: dependent launches", test_dependent_launches);
     run("emulated: vocabulary shard, padding alone", test_uses);
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);

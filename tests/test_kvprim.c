@@ -1588,6 +1588,30 @@ static void test_index_rule(void)
         one_rule(round % 5);
 }
 
+/* Rows that follow each other on both sides move together. The row after the last one of these is the first one: it
+   moves no second time, and the last one moves. */
+static void test_closed_run(void)
+{
+    enum { most = 128, row_bytes = 8 };
+    unsigned char to[most * row_bytes], from[most * row_bytes];
+    int32_t index[most];
+    for (int32_t count = 2; count <= most; count++) {
+        fill(to, sizeof to);
+        fill(from, sizeof from);
+        for (int32_t i = 0; i < count; i++)
+            index[i] = (i + 1) % count;
+        const kvprim_transfer_desc d = {.dst = table_of(to, count),
+                                        .src = table_of(from, count),
+                                        .row_bytes = row_bytes,
+                                        .dst_index = index,
+                                        .src_index = index,
+                                        .index_type = KVPRIM_I32,
+                                        .count = count};
+        if (kvprim_transfer(&d) != KVPRIM_OK || memcmp(to, from, (size_t)count * row_bytes) != 0)
+            FAIL("%d rows in a circle: not all of them moved", (int)count);
+    }
+}
+
 /* ---- moves ---- */
 
 enum { most_moves = 5, moves_bytes = 1 << 16 };
@@ -1674,43 +1698,48 @@ static void test_moves(void)
 
 /* ---- large tables ---- */
 
-/* Moves enough bytes to be written past the caches, in rows of whole cache lines and in others. */
+/* Moves enough bytes to be written past the caches, in rows of whole, aligned cache lines and in others. */
+static void one_stream(unsigned char *dst, const unsigned char *src, const int32_t *index, kvprim_table cache,
+                       int64_t row_bytes)
+{
+    const int64_t rows = cache.rows;
+    cache.data = dst;
+    const kvprim_table input = strided((unsigned char *)(uintptr_t)src, rows, 1024);
+    const kvprim_gather_desc gather = {
+        .dst = cache, .src = input, .row_bytes = row_bytes, .index = index, .index_type = KVPRIM_I32, .count = rows};
+    memset(dst, 1, 1024);
+    CHECK(kvprim_gather(&gather) == KVPRIM_OK);
+    for (int64_t i = 0; i < rows; i++)
+        if (memcmp(at(&cache, row_bytes, i, 0), src + index[i] * 1024, (size_t)row_bytes) != 0)
+            FAIL("gather of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
+    const kvprim_store_desc store = {
+        .k_cache = cache, .k = input, .k_bytes = row_bytes, .slot = index, .slot_type = KVPRIM_I32, .count = rows};
+    memset(dst, 1, 1024);
+    CHECK(kvprim_store(&store) == KVPRIM_OK);
+    for (int64_t i = 0; i < rows; i++)
+        if (memcmp(at(&cache, row_bytes, index[i], 0), src + i * 1024, (size_t)row_bytes) != 0)
+            FAIL("store of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
+    CHECK(cache.stride <= row_bytes || dst[row_bytes] == 1); /* bytes between rows are not written */
+}
+
 static void test_streaming(void)
 {
-    enum { rows = 50000, stride = 1024 };
-    unsigned char *const src_memory = allocate(rows * stride + 64), *const dst_memory = allocate(rows * stride + 64);
+    enum { rows = 50000, bytes = rows * 1024 };
+    unsigned char *const src_memory = allocate(bytes + 128), *const dst_memory = allocate(bytes + 128);
     unsigned char *const src = src_memory + 64 - (uintptr_t)src_memory % 64, *const dst = dst_memory + 64 -
                                                                                           (uintptr_t)dst_memory % 64;
     int32_t *const index = allocate(rows * sizeof *index);
     for (int32_t i = 0; i < rows; i++)
         index[i] = (int32_t)((int64_t)i * 7919 % rows);
-    for (int i = 0; i < rows * stride / 8; i++)
+    for (int i = 0; i < bytes / 8; i++)
         ((uint64_t *)(void *)src)[i] = random_u64();
-    for (int64_t row_bytes = 1024; row_bytes >= 1000; row_bytes -= 24) {
-        const kvprim_gather_desc gather = {.dst = strided(dst, rows, stride),
-                                           .src = strided(src, rows, stride),
-                                           .row_bytes = row_bytes,
-                                           .index = index,
-                                           .index_type = KVPRIM_I32,
-                                           .count = rows};
-        memset(dst, 1, rows * stride);
-        CHECK(kvprim_gather(&gather) == KVPRIM_OK);
-        for (int i = 0; i < rows; i++)
-            if (memcmp(dst + (size_t)i * stride, src + (size_t)index[i] * stride, (size_t)row_bytes) != 0)
-                FAIL("gather of %lld bytes: row %d differs", (long long)row_bytes, i);
-        const kvprim_store_desc store = {.k_cache = gather.dst,
-                                         .k = gather.src,
-                                         .k_bytes = row_bytes,
-                                         .slot = index,
-                                         .slot_type = KVPRIM_I32,
-                                         .count = rows};
-        memset(dst, 1, rows * stride);
-        CHECK(kvprim_store(&store) == KVPRIM_OK);
-        for (int i = 0; i < rows; i++)
-            if (memcmp(dst + (size_t)index[i] * stride, src + (size_t)i * stride, (size_t)row_bytes) != 0)
-                FAIL("store of %lld bytes: row %d differs", (long long)row_bytes, i);
-        CHECK(row_bytes == stride || dst[stride - 1] == 1); /* bytes between rows are not written */
-    }
+    one_stream(dst, src, index, strided(NULL, rows, 1024), 1024);
+    one_stream(dst, src, index, strided(NULL, rows, 1024), 1000);
+    one_stream(dst + 16, src, index, strided(NULL, rows, 1024), 1024);
+    one_stream(dst, src, index, strided(NULL, rows, 720), 704);
+    kvprim_table pages = paged(NULL, rows, 4, 4 * 704 + 16);
+    pages.stride = 704;
+    one_stream(dst, src, index, pages, 704);
     free(src_memory);
     free(dst_memory);
     free(index);
@@ -1803,6 +1832,7 @@ static void run_for_isa(void)
     run("prefix: many keys: first key, no match, error", test_prefix_many_answers);
     run("gather", test_gather);
     run("indices: types, bases, strides", test_index_rule);
+    run("rows in a circle", test_closed_run);
     run("store", test_store);
     run("transfer", test_transfer);
     run("transfer: inside one cache", test_same_cache);
