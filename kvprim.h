@@ -36,10 +36,12 @@
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults, page arithmetic, how far a table reaches
-           >>impl_check           checks of one side, of a move, of layers, of K beside V
+           >>impl_table           defaults; where a row and a layer start; how far a table reaches
+           >>impl_check           checks of one side, its index and `rejected`
+           >>impl_check_layers    overlap of layers
+           >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: index rule, zero fill, copies
+           >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_unpack
 
    Rules that hold for every function here
@@ -114,7 +116,7 @@ extern "C" {
 
 /* >>version -------------------------------------------------------------------------------------------------------- */
 
-/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not call on. */
+/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this library. */
 KVPRIM_API uint32_t kvprim_version(void);
 
 /* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
@@ -142,7 +144,7 @@ typedef enum kvprim_status {
 #undef KVPRIM_STATUS_ENUM
 } kvprim_status;
 
-/* "KVPRIM_ERROR_SIZE" for KVPRIM_ERROR_SIZE; "unknown kvprim_status" for a number that is none. Static storage. */
+/* "KVPRIM_ERROR_SIZE" for KVPRIM_ERROR_SIZE; "unknown kvprim_status" for any other number. Static storage. */
 KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 
 /* One sentence for a status, without the particulars. Static storage. */
@@ -231,8 +233,8 @@ typedef struct kvprim_table {
                             is an error */
     int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
     int64_t page_rows; /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Rows must not overlap each other */
-    int32_t heads;          /* a row lies in this many equal pieces, and divides by it; 0 or 1: in one */
+    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
     int32_t reserved_heads; /* reserved fields are 0, here and below */
     int64_t head_stride;    /* piece to piece; required if heads > 1 */
     int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
@@ -240,10 +242,11 @@ typedef struct kvprim_table {
     int64_t reserved[2];
 } kvprim_table;
 
-/* The type of indices and slots. 0 is an error wherever an index is given. */
+/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error wherever an index is
+   given. */
 typedef enum kvprim_index_type { KVPRIM_I32 = 1, KVPRIM_I64 = 2 } kvprim_index_type;
 
-/* The table with the default in place of every 0 that stands for one, for rows of row_bytes; heads is at least 1. */
+/* Returns the table with its defaults filled in for rows of row_bytes; heads is at least 1. */
 KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_bytes);
 
 /* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
@@ -303,7 +306,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
 typedef struct kvprim_transfer_desc {
     kvprim_table dst, src;   /* geometry, and layer 0's memory */
     void *const *dst_layers; /* optional host arrays of `layers` base pointers, in place of dst.data ... */
-    void *const *src_layers; /* ... and src.data; free to reuse when the call returns */
+    void *const *src_layers; /* ... and src.data; free to reuse when kvprim_transfer returns */
     int64_t dst_layer_stride, src_layer_stride; /* layer to layer without such an array; 0: packed, padding included */
     int32_t layers;                             /* at most KVPRIM_MAX_LAYERS; 0 means 1 */
     int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
@@ -320,13 +323,17 @@ typedef struct kvprim_transfer_desc {
 } kvprim_transfer_desc;
 
 /* Limits: more is KVPRIM_ERROR_SIZE. */
-enum { KVPRIM_MAX_LAYERS = 65536, KVPRIM_MAX_INDEX_STRIDE = 1 << 28 };
+enum {
+    KVPRIM_MAX_LAYERS = 65536,        /* their check takes less than 0.1 s, whatever their order */
+    KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
+};
 
 /* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
    Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
    (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
+   With more than one layer the check takes about 34 KB of stack.
    Errors: as kvprim_gather; ARGUMENT also for same_cache (neither 0 nor 1, or with two caches). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
@@ -359,9 +366,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to. Between runs the caller may point table.data,
-   layers, index or rejected at other memory of the same layout and alignment, and may lower count. All other fields
-   are read-only. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays again. Between
+   runs the caller may point table.data (or layers, if it is set), index or rejected at other memory of the same layout
+   and alignment, and may lower count. All other fields are read-only, and so is rejected of a store's V move, which
+   does not count. A captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -393,7 +401,8 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). After an error the contents of
+   `moves` are unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -406,8 +415,8 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
 
-   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with every default filled
-   in. */
+   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
+   of every table and index that the call uses; with count == 0, a copy. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
@@ -515,6 +524,8 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 144, "kvprim_side");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 336, "kvprim_move");
 #endif
@@ -536,6 +547,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
                    {"kvprim_side", sizeof(kvprim_side)},
+                   {"kvprim_move_names", sizeof(kvprim_move_names)},
                    {"kvprim_move", sizeof(kvprim_move)}};
     for (size_t i = 0; struct_name && i < sizeof structs / sizeof *structs; i++)
         if (strcmp(struct_name, structs[i].name) == 0)
@@ -576,7 +588,7 @@ KVPRIM_API const char *kvprim_last_error(void)
 
 KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
 {
-    char text[sizeof kvpi_error_text]; /* an argument may be the text of before */
+    char text[sizeof kvpi_error_text]; /* an argument may point to kvpi_error_text */
     va_list args;
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
@@ -1097,7 +1109,7 @@ static uint64_t kvpi_mul(uint64_t a, uint64_t b)
 
 static uint64_t kvpi_add(uint64_t a, uint64_t b)
 {
-    return a > kvpi_too_large - b ? kvpi_too_large : a + b;
+    return b > kvpi_too_large || a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
 static int64_t kvpi_piece_of(const kvprim_table *t, int64_t row_bytes)
@@ -1189,8 +1201,8 @@ static const char *kvpi_index_name(const kvprim_move *m, const kvprim_side *side
 }
 
 /* "kvprim_store: k_cache.stride is 8, less than a row's bytes, 16". A layer stride is no field of the table. */
-static kvprim_status kvpi_bad(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
-                              const char *why, uint64_t other)
+static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
+                                     const char *why, uint64_t other)
 {
     const char *const joint = strcmp(field, "layer_stride") == 0 ? "_" : ".";
     return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s%s%s is %lld, %s %llu", m->names->function, kvpi_name(m, side), joint,
@@ -1203,7 +1215,7 @@ static kvprim_status kvpi_not_zero(const char *function, const char *field)
 }
 
 /* The rows of a side that a move can touch. */
-static int64_t kvpi_used(const kvprim_move *m, const kvprim_side *side)
+static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 {
     return side->index ? side->table.rows : m->count;
 }
@@ -1218,28 +1230,30 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)row_bytes);
     if (t->rows < 0)
-        return kvpi_bad(m, side, "rows", t->rows, "less than", 0);
-    if (t->rows < kvpi_used(m, side))
-        return kvpi_bad(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
+        return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
+    if (t->rows < kvpi_used_rows(m, side))
+        return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
     if (t->rows == 0 && (t->data || side->layers))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
                            kvpi_name(m, side));
     if (t->page_rows < 0)
-        return kvpi_bad(m, side, "page_rows", t->page_rows, "less than", 0);
+        return kvpi_fail_field(m, side, "page_rows", t->page_rows, "less than", 0);
     if (t->heads < 0)
-        return kvpi_bad(m, side, "heads", t->heads, "less than", 0);
+        return kvpi_fail_field(m, side, "heads", t->heads, "less than", 0);
     if (t->heads > 1 && piece * t->heads != row_bytes)
-        return kvpi_bad(m, side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
+        return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
+                               (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
-        return kvpi_bad(m, side, "stride", t->stride, least, (uint64_t)piece);
+        return kvpi_fail_field(m, side, "stride", t->stride, least, (uint64_t)piece);
     if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
-        return kvpi_bad(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
+        return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
-        return kvpi_bad(m, side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
+        return kvpi_fail_field(m, side, "head_stride", t->head_stride, "less than the bytes of one head,",
+                               (uint64_t)piece);
     if (t->bytes < 0)
-        return kvpi_bad(m, side, "bytes", t->bytes, "less than", 0);
+        return kvpi_fail_field(m, side, "bytes", t->bytes, "less than", 0);
     if (side->layer_stride < 0)
-        return kvpi_bad(m, side, "layer_stride", side->layer_stride, "less than", 0);
+        return kvpi_fail_field(m, side, "layer_stride", side->layer_stride, "less than", 0);
     if (t->reserved_heads | t->reserved[0] | t->reserved[1])
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
@@ -1266,8 +1280,8 @@ static kvprim_status kvpi_span(const kvprim_move *m, const kvprim_side *side, kv
         const kvpi_loop loop = loops[least];
         loops[least] = loops[k];
         if (loop.n > 1 && loop.stride < *span)
-            return kvpi_bad(m, side, loop.field, (int64_t)loop.stride,
-                            "but what lies inside that step takes bytes:", *span);
+            return kvpi_fail_field(m, side, loop.field, (int64_t)loop.stride,
+                                   "but what lies inside that step takes bytes:", *span);
         if (loop.n > 1)
             *span = kvpi_add(*span, kvpi_mul(loop.n - 1, loop.stride));
     }
@@ -1300,8 +1314,8 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     uint64_t span;
     KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(m->row_bytes / t->heads), &span));
     if (span >= kvpi_too_large)
-        return kvpi_bad(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used(m, side), m->row_bytes);
+        return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), m->row_bytes);
     return KVPRIM_OK;
 }
 
@@ -1309,9 +1323,9 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
     const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)m->row_bytes;
-    const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used(m, side);
+    const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
-        return kvpi_bad(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
+        return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
     side->bytes = used ? (used - 1) * stride + row_bytes : 0;
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
@@ -1327,7 +1341,7 @@ static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *s
         reach = kvpi_add(reach, kvpi_mul((uint64_t)m->layers - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
-    return kvpi_bad(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
+    return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
 }
 
 /* Checks a side and fills in its defaults and its bytes. */
@@ -1346,7 +1360,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_loops(m, side));
     if (t->bytes)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
-    if (!t->data && kvpi_used(m, side) > 0)
+    if (!t->data && kvpi_used_rows(m, side) > 0)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
 }
@@ -1391,7 +1405,7 @@ typedef struct kvpi_bytes {
     uint64_t bytes;
 } kvpi_bytes;
 
-static kvprim_status kvpi_overlaps(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
+static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
 {
     return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)%s", function, a.name,
                        a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
@@ -1430,7 +1444,7 @@ static kvprim_status kvpi_check_outside(const kvprim_move *m, const kvprim_side 
         const char *const layer = kvprim_side_layer(side, l);
         if (kvpi_overlap(layer, side->bytes, data, bytes)) {
             const kvpi_bytes a = {name, data, bytes}, b = {kvpi_name(m, side), layer, side->bytes};
-            return kvpi_overlaps(m->names->function, a, b, "");
+            return kvpi_fail_overlap(m->names->function, a, b, "");
         }
     }
     return KVPRIM_OK;
@@ -1451,15 +1465,15 @@ static kvprim_status kvpi_check_rejected(const kvprim_move *m, const kvpi_hull *
         if (side->index && kvpi_overlap(m->rejected, 4, side->index, kvpi_index_bytes(m, side))) {
             const kvpi_bytes a = {"rejected", m->rejected, 4},
                              b = {kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)};
-            return kvpi_overlaps(m->names->function, a, b, "");
+            return kvpi_fail_overlap(m->names->function, a, b, "");
         }
     }
     return KVPRIM_OK;
 }
 
-/* ---- layers ---- */
+/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
 
-enum { kvpi_sorted_layers = 2048 }; /* at a time: with as much to merge into, 32 KB of stack */
+enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
@@ -1599,7 +1613,7 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
     return KVPRIM_OK;
 }
 
-/* ---- one move, and K beside V ---- */
+/* >>impl_check_move ------------------------------------------------------------------------------------------------ */
 
 static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
                                       const kvprim_side *b, const char *b_name)
@@ -1608,8 +1622,8 @@ static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a
     if (!kvpi_overlap(x.data, x.bytes, y.data, y.bytes))
         return KVPRIM_OK;
     const int transfer = m->names->dst_index && m->names->src_index;
-    return kvpi_overlaps(m->names->function, x, y,
-                         transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
+    return kvpi_fail_overlap(m->names->function, x, y,
+                             transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
 }
 
 /* Fills in all defaults. */
@@ -1642,8 +1656,9 @@ typedef struct kvpi_steps {
     int64_t stride, k_n, v_n;
 } kvpi_steps;
 
-/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables. The loops have the largest stride
-   first, and each clears what lies inside it. So only the two steps next to delta can bring them together. */
+/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables; s is K's step less V's. The loops
+   have the largest stride first, and each clears what lies inside it. So only the two steps next to delta / stride can
+   bring them together. */
 static int kvpi_pieces_meet(int64_t delta, const kvpi_steps *loops, int count, int64_t k_bytes, int64_t v_bytes)
 {
     if (count == 0)
@@ -1697,7 +1712,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
                      y = {"a row of k_cache", a->data, (uint64_t)k_piece};
-    return kvpi_overlaps("kvprim_store", x, y, "");
+    return kvpi_fail_overlap("kvprim_store", x, y, "");
 }
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
@@ -1747,14 +1762,15 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     return kvpi_check_move(m);
 }
 
-/* K and V have the same slots. */
+/* Checks V, and K against V. Both have the same slots, which count once. */
 static kvprim_status kvpi_check_pair(kvprim_move *m, const kvprim_store_desc *d)
 {
     KVPRIM_TRY(kvpi_check_move(&m[1]));
     KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
     KVPRIM_TRY(kvpi_check_apart(m, &m[1].dst, "v_cache", &m[0].src, "k"));
     if (d->v_cache.rows != d->k_cache.rows)
-        return kvpi_bad(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is", (uint64_t)d->k_cache.rows);
+        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
+                               (uint64_t)d->k_cache.rows);
     m[1].rejected = NULL; /* one slot counts once */
     return kvpi_check_k_beside_v(m);
 }
@@ -1793,7 +1809,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
                            kvpi_name(m, side), kvpi_name(m, side));
     side->table.data = side->layers[0];
-    for (int32_t l = 0; l < m->layers && kvpi_used(m, side) > 0; l++)
+    for (int32_t l = 0; l < m->layers && kvpi_used_rows(m, side) > 0; l++)
         if (!side->layers[l])
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
                                (int)l);
@@ -1880,6 +1896,8 @@ static void kvpi_finish_move(kvprim_move *m)
 
 KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_gather(desc, moves));
     kvpi_finish_move(moves);
     return KVPRIM_OK;
@@ -1887,6 +1905,8 @@ KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvp
 
 KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_store(desc, moves));
     kvpi_finish_move(&moves[0]);
     kvpi_finish_move(&moves[1]);
@@ -1895,6 +1915,8 @@ KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvpri
 
 KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_transfer(desc, moves));
     kvpi_finish_move(moves);
     return KVPRIM_OK;
@@ -1903,12 +1925,13 @@ KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc,
 /* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved: a core has no more lines in flight */
+    kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved */
     kvpi_ring_rows = 64,        /* rows remembered: a power of two above kvpi_rows_ahead */
     kvpi_prefetch_bytes = 1024, /* of a row; the hardware foresees the rest */
-    kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one, up to this many bytes */
+    kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one until they have so many bytes */
 };
-/* From this many bytes on, rows are written past the caches, which hold less: no line is read before it is written. */
+/* Layers of so many bytes are written past the caches: no line is read before it is written. Smaller ones may stay in a
+   cache for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
 /* To the second-level cache: the first has too few lines in flight. */
@@ -1926,8 +1949,8 @@ KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
                                                          : ((const int64_t *)side->index)[at];
 }
 
-/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base is exact as an
-   unsigned number wherever it is not negative. */
+/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base cannot overflow
+   as an unsigned number where index >= base. */
 KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
 {
     const kvprim_table *const t = &side->table;
@@ -2029,7 +2052,7 @@ static void kvpi_move_special(const kvprim_move *m, char *dst, const char *src)
         memset(dst, 0, (size_t)m->row_bytes);
 }
 
-/* A row that starts inside a line reaches into one more: to ask for that one too costs more than it brings. */
+/* A row that starts inside a line touches one line more. Prefetching that one, too, costs more than it gains. */
 KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
     for (size_t b = 0; b < bytes; b += 64)
@@ -2048,17 +2071,6 @@ static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_
    heads. */
 typedef enum kvpi_kind { kvpi_any_move, kvpi_plain_gather, kvpi_plain_store } kvpi_kind;
 
-static kvpi_kind kvpi_kind_of(const kvprim_move *m)
-{
-    const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
-    if (m->dst.table.page_rows || m->src.table.page_rows || m->dst.table.heads != 1 || m->src.table.heads != 1 ||
-        indexed->index_type != KVPRIM_I32 || indexed->index_stride != 1 || (m->dst.index && m->src.index))
-        return kvpi_any_move;
-    if (m->src.index && m->zero)
-        return kvpi_plain_gather;
-    return m->dst.index && !m->zero ? kvpi_plain_store : kvpi_any_move;
-}
-
 static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
 {
     kvprim_move s = *m;
@@ -2073,17 +2085,17 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     return s;
 }
 
-/* One layer. Row i moves when the rows up to kvpi_rows_ahead after it are found and, where an index names them,
+/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names them,
    prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see kvpi_stream_bytes. */
 KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
 {
-    const kvprim_move m = kvpi_specialise(move, kind); /* a copy, so that the compiler knows that no row lies over it */
+    /* A copy, so that the compiler knows that no row lies over it. No call gets its address: it would escape. */
+    const kvprim_move m = kvpi_specialise(move, kind);
     const size_t row_bytes = (size_t)m.row_bytes, most_ahead = kvpi_prefetch_bytes;
     const size_t ahead_bytes = row_bytes < most_ahead ? row_bytes : most_ahead;
     const int whole = m.dst.table.heads == 1 && m.src.table.heads == 1;
-    char *dst_at[kvpi_ring_rows],
-        *src_at[kvpi_ring_rows]; /* row i at i % kvpi_ring_rows. dst NULL: skip; src NULL: 0 */
-    size_t run = 0;              /* bytes of the rows before row i that move with it: row i is whole and follows them */
+    char *dst_at[kvpi_ring_rows], *src_at[kvpi_ring_rows]; /* of row i at i % kvpi_ring_rows. No dst: skip; no src: 0 */
+    size_t run = 0; /* bytes of the rows before row i that move with it: row i is whole and follows them */
     for (int64_t i = -kvpi_rows_ahead; i < m.count; i++) {
         const int64_t ahead = i + kvpi_rows_ahead;
         if (KVPRIM_LIKELY(ahead < m.count)) {
@@ -2124,12 +2136,27 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
     }
 }
 
-static void kvpi_move_portable(const kvprim_move *m, int stream)
+#ifdef KVPRIM_X86
+static kvpi_kind kvpi_kind_of(const kvprim_move *m)
 {
-    kvpi_move_rows(m, kvpi_copy, kvpi_any_move, stream);
+    const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
+    if (m->dst.table.page_rows || m->src.table.page_rows || m->dst.table.heads != 1 || m->src.table.heads != 1 ||
+        indexed->index_type != KVPRIM_I32 || indexed->index_stride != 1 || (m->dst.index && m->src.index))
+        return kvpi_any_move;
+    if (m->src.index && m->zero)
+        return kvpi_plain_gather;
+    return m->dst.index && !m->zero ? kvpi_plain_store : kvpi_any_move;
 }
 
-#ifdef KVPRIM_X86
+/* Whether a layer is large, and all rows of dst are whole, aligned cache lines. */
+static int kvpi_streams(const kvprim_move *m)
+{
+    const kvprim_table *const t = &m->dst.table;
+    const uint64_t bits =
+        (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride | (uint64_t)t->page_stride | (uint64_t)m->row_bytes;
+    return m->count >= kvpi_stream_bytes / m->row_bytes && bits % 64 == 0 && t->heads == 1 && m->src.table.heads == 1;
+}
+
 #define KVPRIM_MOVE(name, target, copy)                                                                                \
     target static void name(const kvprim_move *m, int stream)                                                          \
     {                                                                                                                  \
@@ -2146,32 +2173,20 @@ KVPRIM_MOVE(kvpi_move_avx2, KVPRIM_AVX2, kvpi_copy_avx2)
 KVPRIM_MOVE(kvpi_move_avx512, KVPRIM_AVX512, kvpi_copy_avx512)
 #endif
 
-/* Whether all rows of a side are whole, aligned cache lines. */
-static int kvpi_in_lines(const kvprim_side *side, int64_t row_bytes)
-{
-    const kvprim_table *const t = &side->table;
-    const uint64_t bits =
-        (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride | (uint64_t)t->page_stride | (uint64_t)row_bytes;
-    return bits % 64 == 0;
-}
-
 static void kvpi_move_layer(const kvprim_move *m)
 {
-    const int stream = m->count >= kvpi_stream_bytes / m->row_bytes && kvpi_in_lines(&m->dst, m->row_bytes);
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
-        kvpi_move_avx512(m, stream);
+        kvpi_move_avx512(m, kvpi_streams(m));
     else if (kvpi_has_avx2())
-        kvpi_move_avx2(m, stream);
+        kvpi_move_avx2(m, kvpi_streams(m));
     else
 #endif
-        kvpi_move_portable(m, stream);
+        kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
-KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
+static void kvpi_run_moves(const kvprim_move *moves, size_t n)
 {
-    if (!moves && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
     for (size_t k = 0; k < n; k++) {
         if (moves[k].count == 0)
             continue;
@@ -2183,6 +2198,14 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
             layer.rejected = NULL; /* counted in layer 0 */
         }
     }
+}
+
+KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
+{
+    KVPRIM_RANGE("kvprim_cpu_move");
+    if (!moves && n)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    kvpi_run_moves(moves, n);
     return KVPRIM_OK;
 }
 
@@ -2191,7 +2214,8 @@ KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
     KVPRIM_RANGE("kvprim_gather");
     kvprim_move m;
     KVPRIM_TRY(kvprim_gather_moves(desc, &m));
-    return kvprim_cpu_move(&m, 1);
+    kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
@@ -2199,7 +2223,8 @@ KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
     KVPRIM_RANGE("kvprim_store");
     kvprim_move m[2];
     KVPRIM_TRY(kvprim_store_moves(desc, m));
-    return kvprim_cpu_move(m, 2);
+    kvpi_run_moves(m, 2);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
@@ -2207,7 +2232,8 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     KVPRIM_RANGE("kvprim_transfer");
     kvprim_move m;
     KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
-    return kvprim_cpu_move(&m, 1);
+    kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
 }
 
 /* >>impl_unpack ---------------------------------------------------------------------------------------------------- */
@@ -2318,7 +2344,7 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 {
     KVPRIM_RANGE("kvprim_unpack");
     KVPRIM_TRY(kvprim_unpack_check(desc));
-    const kvprim_unpack_desc d = *desc; /* dst may overlap *desc */
+    const kvprim_unpack_desc d = *desc; /* which dst may overlap: not checked */
     for (size_t i = 0; i < d.count; i++) {
         const kvprim_fragment f = d.fragments[i];
         if (f.bytes)
