@@ -364,22 +364,18 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 }
 
 /* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
-   that begin before byte `end`, if `at` is the first one's place in the row. The others keep their value, and all of
-   them do if !reads. */
+   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them do
+   if !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
 {
     KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
         if (reads && (exact || at + k * step < end))
             v[k] = kvpc_load16(from + k * step);
-}
-
-template <uint32_t words> KVPRIM_DEVICE void kvpc_clear_words(uint4 *v)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < words; k++)
-        v[k] = uint4{0, 0, 0, 0};
 }
 
 /* >>impl_row_kernels ------------------------------------------------------------------------------------------------
@@ -523,8 +519,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
     uint4 v[loads];
     if (!exact && p.fetch && at == 0)
         kvpc_fetch_edges(dst, p.row_bytes[0]);
-    kvpc_clear_words<loads>(v); /* the zero fill */
-    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]);
+    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]); /* with the zero fill */
     kvpc_store_words<loads, exact>(dst, v, step, at, p.row_bytes[0]);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
@@ -549,8 +544,6 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
     KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
-        if (!exact)
-            kvpc_clear_words<loads>(v[m]);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
@@ -776,7 +769,6 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
    lane names, and for each further load the word `lanes` after it. */
 template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
 {
-    kvpc_clear_words<loads>(v);
     kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
 }
 
