@@ -378,6 +378,38 @@ KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t
             v[k] = kvpc_load16(from + k * step);
 }
 
+/* The first 1 to 15 of the 16 bytes in v. */
+KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
+{
+    char *dst = kvpc_global(address);
+    if (bytes & 8) {
+        *(uint2 *)dst = uint2{v.x, v.y};
+        v.x = v.z, v.y = v.w, dst += 8;
+    }
+    if (bytes & 4) {
+        *(uint32_t *)dst = v.x;
+        v.x = v.y, dst += 4;
+    }
+    if (bytes & 2) {
+        *(uint16_t *)dst = (uint16_t)v.x;
+        v.x >>= 16, dst += 2;
+    }
+    if (bytes & 1)
+        *dst = (char)v.x;
+}
+
+/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; otherwise all of it. */
+template <uint32_t loads, bool exact, bool tails>
+KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
+{
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        if (exact || (tails ? at + k * step + 16 <= end : at + k * step < end))
+            kvpc_store16(to + k * step, v[k]);
+        else if (tails && at + k * step < end)
+            kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
+}
+
 /* >>impl_row_kernels ------------------------------------------------------------------------------------------------
 
    Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
@@ -461,38 +493,6 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
     }
 }
 
-/* The first 1 to 15 of the 16 bytes in v. */
-KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
-{
-    char *dst = kvpc_global(address);
-    if (bytes & 8) {
-        *(uint2 *)dst = uint2{v.x, v.y};
-        v.x = v.z, v.y = v.w, dst += 8;
-    }
-    if (bytes & 4) {
-        *(uint32_t *)dst = v.x;
-        v.x = v.y, dst += 4;
-    }
-    if (bytes & 2) {
-        *(uint16_t *)dst = (uint16_t)v.x;
-        v.x >>= 16, dst += 2;
-    }
-    if (bytes & 1)
-        *dst = (char)v.x;
-}
-
-/* Stores what kvpc_load_words loads; of a last word that the row ends in, a part. */
-template <uint32_t loads, bool exact>
-KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (exact || at + k * step + 16 <= end)
-            kvpc_store16(to + k * step, v[k]);
-        else if (at + k * step < end)
-            kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
-}
-
 /* The two kernels below, for rows that begin at multiples of 16 bytes:
    - Each group of `lanes` threads moves one part of a row, lanes * loads words of 16 bytes.
    - Each thread moves the word that its lane names, and for each further load the word `lanes` after it.
@@ -520,7 +520,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
     if (!exact && p.fetch && at == 0)
         kvpc_fetch_edges(dst, p.row_bytes[0]);
     kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]); /* with the zero fill */
-    kvpc_store_words<loads, exact>(dst, v, step, at, p.row_bytes[0]);
+    kvpc_store_words<loads, exact, true>(dst, v, step, at, p.row_bytes[0]);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -556,7 +556,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
     if (x.inside) {
         KVPRIM_UNROLL
         for (uint32_t m = 0; m < tables; m++)
-            kvpc_store_words<loads, exact>(dst[m], v[m], step, at, p.row_bytes[m]);
+            kvpc_store_words<loads, exact, true>(dst[m], v[m], step, at, p.row_bytes[m]);
     } else if (at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -765,22 +765,6 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
     return c;
 }
 
-/* A group of `lanes` threads moves a chunk of up to lanes * loads words of 16 bytes. Each thread moves the word that its
-   lane names, and for each further load the word `lanes` after it. */
-template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
-}
-
-template <uint32_t lanes, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < c.bytes)
-            kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
-}
-
 /* On the whole GPU: each group of threads moves one chunk. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_threads)
@@ -793,8 +777,8 @@ static __global__ void __launch_bounds__(kvpc_threads)
         kvpc_pdl_wait();
     const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
     uint4 v[loads];
-    kvpc_load_chunk<lanes, loads>(v, c, at);
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
@@ -810,11 +794,11 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
          work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_store_chunk<lanes, loads>(v, c, at);
+        kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
         c = next;
-        kvpc_load_chunk<lanes, loads>(v, c, at);
+        kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
     }
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
