@@ -875,24 +875,16 @@ template <uint32_t bytes> struct kvpc_unpack_params {
     };
 };
 
-template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
+/* number: uint32_t for sizes, which 64-bit arithmetic would cost registers for. */
+template <class number, class params>
+KVPRIM_DEVICE number kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    if (numbers.width == 8)
-        return numbers.base + numbers.step * p.n64[numbers.at + i];
+    if (sizeof(number) == 8 && numbers.width == 8)
+        return (number)(numbers.base + numbers.step * p.n64[numbers.at + i]);
     const uint32_t n = numbers.width == 0   ? i
                        : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
                                             : p.n32[numbers.at + i];
-    return numbers.base + numbers.step * n;
-}
-
-/* The bytes of fragment i, if it is not the last. */
-template <class params> KVPRIM_DEVICE uint32_t kvpc_length(const params &p, uint32_t i)
-{
-    const kvpc_numbers &bytes = p.head.bytes;
-    if (bytes.width == 0)
-        return (uint32_t)bytes.base;
-    const uint32_t n = bytes.width == 2 ? (uint32_t)p.n16[bytes.at + i] : p.n32[bytes.at + i];
-    return (uint32_t)bytes.base + (uint32_t)bytes.step * n;
+    return (number)numbers.base + (number)numbers.step * n;
 }
 
 /* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
@@ -953,8 +945,8 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
         const uint32_t one = i + k * apart;
         mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
         if (one < h.count) {
-            src[k] = kvpc_number(p, h.src, one);
-            dst[k] = kvpc_number(p, h.dst, one);
+            src[k] = kvpc_number<uint64_t>(p, h.src, one);
+            dst[k] = kvpc_number<uint64_t>(p, h.dst, one);
         }
     }
     KVPRIM_UNROLL
@@ -992,8 +984,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
         for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
             uint32_t part;
             const uint32_t i = kvpc_fragment_of(p, tile, &part);
-            const uint64_t src = kvpc_number(p, h.src, i), dst = kvpc_number(p, h.dst, i);
-            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_length(p, i);
+            const uint64_t src = kvpc_number<uint64_t>(p, h.src, i), dst = kvpc_number<uint64_t>(p, h.dst, i);
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_number<uint32_t>(p, h.bytes, i);
             kvpc_copy_tile<aligned>(dst, src, length, (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
         }
     }
