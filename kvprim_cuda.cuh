@@ -1003,20 +1003,6 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             return try_status;                                                                                         \
     } while (0)
 
-static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
-{
-    if (!launch)
-        return KVPRIM_OK;
-    if (launch->pdl != 0 && launch->pdl != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)launch->pdl);
-    if (launch->max_sms < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
-    if (launch->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
-                           function);
-    return KVPRIM_OK;
-}
-
 /* kvprim.h's checks name its own function: "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
 static kvprim_status kvpc_fail_check(kvprim_status status)
 {
@@ -1101,13 +1087,18 @@ static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cuda
 }
 #endif
 
-/* Enqueues a kernel. launch->pdl asks for a dependent launch, which kvpc_has_pdl() must have allowed. */
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
+    const char *function;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
+
 template <class Params>
-static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
-                                const Params &params, const kvprim_cuda_launch *launch)
+static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
 {
 #ifdef KVPRIM_CUDA_EMULATE
-    (void)function, (void)launch;
+    (void)call;
     kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
     return KVPRIM_OK;
 #else
@@ -1116,31 +1107,33 @@ static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), ui
     void *args[] = {(void *)&params};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
-    config.stream = launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+    config.stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
-    config.numAttrs = launch->pdl != 0;
+    config.numAttrs = call->launch.pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
     if (error == cudaSuccess)
         return KVPRIM_OK;
-    return kvpc_fail_cuda(function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "", error);
+    return kvpc_fail_cuda(call->function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                          error);
 #endif
 }
 
-/* A call on its way to the GPU. */
-typedef struct kvpc_call {
-    const char *function;
-    kvprim_cuda_launch launch; /* pdl only where it has an effect */
-} kvpc_call;
-
+/* Checks the options of a launch, too. */
 static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
 {
-    KVPRIM_TRY(kvpc_check_launch(function, launch));
-    const kvprim_cuda_launch none = {};
+    const kvprim_cuda_launch none = {}, l = launch ? *launch : none;
+    if (l.pdl != 0 && l.pdl != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)l.pdl);
+    if (l.max_sms < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)l.max_sms);
+    if (l.reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
+                           function);
     call->function = function;
-    call->launch = launch ? *launch : none;
-    call->launch.pdl = call->launch.pdl && kvpc_has_pdl();
+    call->launch = l;
+    call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
 
@@ -1202,19 +1195,13 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
     }
     return KVPRIM_OK;
 }
-
-static kvprim_status kvpc_check_buffers(const char *function, const kvprim_unpack_desc *d)
-{
-    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
-    return kvpc_check_bytes(function, "src", d->src, d->src_bytes);
-}
 #else
 static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
 {
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *)
+static kvprim_status kvpc_check_bytes(const char *, const char *, const void *, uint64_t)
 {
     return KVPRIM_OK;
 }
@@ -1222,17 +1209,11 @@ static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* Where the only layer of a side starts. The caller may have changed the array that names it since the check. */
-static uint64_t kvpc_only_layer(const kvprim_side *side)
-{
-    return (uint64_t)(uintptr_t)(side->layers ? side->layers[0] : side->table.data);
-}
-
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    *bits |= kvpc_only_layer(side) | (uint64_t)t->stride;
+    *bits |= (uintptr_t)kvprim_side_layer(side, 0) | (uint64_t)t->stride;
     return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
@@ -1249,13 +1230,16 @@ static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
            base <= int32_rows - rows;
 }
 
+static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
+{
+    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
+           a->index_stride == b->index_stride && (!a->index || a->table.rows == b->table.rows);
+}
+
 /* Whether two moves are K and V of a store: the same slots, each counted once. */
 static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
 {
-    const kvprim_side *const a = &k->dst, *const b = &v->dst;
-    return !k->zero && !v->zero && !v->rejected && a->index == b->index && a->index_type == b->index_type &&
-           a->index_base == b->index_base && a->index_stride == b->index_stride && a->table.rows == b->table.rows &&
-           k->count == v->count;
+    return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(&k->dst, &v->dst);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
@@ -1271,46 +1255,49 @@ static kvpc_divisor kvpc_divisor_of(int64_t by)
     return d;
 }
 
-/* `parts` groups of threads share a row. Returns the number of blocks. */
-static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
+static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
+{
+    return (bytes + part - 1) / part;
+}
+
+/* `parts` groups of threads share a row. */
+static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void (*kernel)(kvpc_plain), uint32_t parts,
+                                     uint32_t lanes)
 {
     const kvpc_divisor divisor = kvpc_divisor_of(parts);
     p->parts = parts;
     p->parts_magic = divisor.magic;
     p->parts_shift = divisor.shift;
     const uint64_t threads = (uint64_t)p->count * parts * lanes;
-    return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
+    return kvpc_start(call, kernel, (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads), kvpc_threads, *p);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + part - 1) / part, lanes);
-    return kvpc_start(call->function,
-                      p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
-                             : kvpc_gather_kernel<lanes, loads, exact, false>,
-                      blocks, kvpc_threads, *p, &call->launch);
+    return kvpc_start_rows(call, p,
+                           p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
+                                  : kvpc_gather_kernel<lanes, loads, exact, false>,
+                           kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (most + part - 1) / part, lanes);
     static void (*const kernels[])(kvpc_plain) = {
         kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
         kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
-    return kvpc_start(call->function, kernels[2 * (p->row_bytes[1] != 0) + p->pdl], blocks, kvpc_threads, *p,
-                      &call->launch);
+    return kvpc_start_rows(call, p, kernels[2 * (p->row_bytes[1] != 0) + p->pdl],
+                           kvpc_parts_of(most, 16 * lanes * loads), lanes);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
-    p->k_parts = (p->row_bytes[0] + 15 + part - 1) / part; /* a row may lie in one word more than it fills */
-    const uint32_t v_parts = p->row_bytes[1] ? (p->row_bytes[1] + 15 + part - 1) / part : 0;
-    const uint32_t blocks = kvpc_share(p, p->k_parts + v_parts, kvpc_bytes_lanes);
-    return kvpc_start(call->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, &call->launch);
+    p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
+    const uint32_t v_parts = p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0;
+    return kvpc_start_rows(call, p, kvpc_bytes_kernel, p->k_parts + v_parts, kvpc_bytes_lanes);
 }
 
 /* Whether parts of `part` bytes fill rows of row_bytes and are a power of two. */
@@ -1373,15 +1360,15 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
-        p.pair[k].dst = kvpc_only_layer(&m->dst);
-        p.pair[k].src = kvpc_only_layer(&m->src);
+        p.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
+        p.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.row_bytes[k] = (uint32_t)m->row_bytes;
         if (!m->zero || m->dst.table.stride != m->row_bytes)
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
-    p.index = (uint64_t)(uintptr_t)indexed->index;
+    p.index = (uintptr_t)indexed->index;
     p.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
     p.rejected = moves->rejected;
@@ -1408,7 +1395,7 @@ static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
     const uint32_t is_i64 = side->index_type == KVPRIM_I64;
     kvpc_naming n = {0, 0, (uint64_t)count, 0, 0};
     if (side->index)
-        n = kvpc_naming{(uint64_t)(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
+        n = kvpc_naming{(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
                         (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
     return n;
 }
@@ -1467,24 +1454,21 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvp
     while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
         threads /= 2;
     const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
-    return kvpc_start(call->function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, &call->launch);
+    return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
 /* Rows that begin and end at multiples of 16 bytes. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
-    typedef void kernel_type(kvpc_batch<most_tasks>);
+    static void (*const kernels[2][3])(kvpc_batch<most_tasks>) = {
+        {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
+        {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
+         kvpc_move_few_kernel<32, 4, most_tasks>}};
     const bool few = call->launch.max_sms > 0;
-    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
-    kernel_type *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, most_tasks>
-                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, most_tasks>
-                                                  : kvpc_move_few_kernel<32, 4, most_tasks>;
-    kernel_type *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, most_tasks>
-                                : lanes == 16 ? kvpc_move_kernel<16, 2, most_tasks>
-                                              : kvpc_move_kernel<32, 2, most_tasks>;
+    const uint32_t loads = few ? 4 : 2, wide = (unit > 128 * loads) + (unit > 256 * loads), lanes = 8u << wide;
     kvpc_cut(p, 16 * lanes * loads, true);
-    return kvpc_start_groups(call, few ? few_kernel : kernel, kvpc_few_sms_threads, lanes, p);
+    return kvpc_start_groups(call, kernels[few][wide], kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
@@ -1539,10 +1523,8 @@ static void kvpc_join_rows(kvprim_move *m)
 static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
 {
     const kvprim_table *const x = &a->table, *const y = &b->table;
-    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
-           a->index_stride == b->index_stride && (!a->index || x->rows == y->rows) && x->stride == y->stride &&
-           x->page_rows == y->page_rows && x->page_stride == y->page_stride && x->heads == y->heads &&
-           x->head_stride == y->head_stride;
+    return kvpc_is_same_naming(a, b) && x->stride == y->stride && x->page_rows == y->page_rows &&
+           x->page_stride == y->page_stride && x->heads == y->heads && x->head_stride == y->head_stride;
 }
 
 /* Whether a move differs from the one before it only in its memory, as V often does from K: then it is one more layer,
@@ -1573,8 +1555,8 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const 
     }
     p->task[p->tasks - 1].layers += layers;
     for (uint32_t l = 0; l < layers; l++) {
-        p->layer[*used + l].dst = (uint64_t)(uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
-        p->layer[*used + l].src = (uint64_t)(uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
+        p->layer[*used + l].dst = (uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
+        p->layer[*used + l].src = (uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
     }
     *used += layers;
     return (int32_t)layers;
@@ -1765,8 +1747,8 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     const uint64_t most = even ? job->bytes.first : job->long_bit >> 63 || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
     *h = kvpc_unpack{};
-    job->src.base = (uint64_t)(uintptr_t)job->desc->src;
-    job->dst.base = (uint64_t)(uintptr_t)job->desc->dst;
+    job->src.base = (uintptr_t)job->desc->src;
+    job->dst.base = (uintptr_t)job->desc->dst;
     job->bytes.differ |= even ? 0 : job->last_bytes ^ job->bytes.first;
     const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
     const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
@@ -1892,7 +1874,8 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
 {
     kvpc_unpack_params<params_bytes> p;
     kvpc_unpack *const h = &p.head;
-    kvprim_cuda_launch launch = job->call->launch;
+    kvpc_call call = *job->call;
+    kvprim_cuda_launch &launch = call.launch;
     const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
     *h = job->head;
     h->count = (uint32_t)(job->left < fit ? job->left : fit);
@@ -1904,11 +1887,11 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     launch.pdl = job->started ? job->overlap : launch.pdl;
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
-    return kvpc_start("kvprim_cuda_unpack",
+    return kvpc_start(&call,
                       job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
                       : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
                                      : kvpc_unpack_kernel<false, false, params_bytes>,
-                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p, &launch);
+                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_unpack_desc *d)
@@ -1936,10 +1919,6 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_u
 }
 
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
@@ -1984,13 +1963,11 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     if (d.count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
-    KVPRIM_TRY(kvpc_check_buffers(call.function, &d));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
     return kvpc_unpack_fragments(&call, &d);
 }
 
-#ifdef __cplusplus
-}
-#endif
 #undef KVPRIM_TRY
 #endif /* implementation */
 
