@@ -145,12 +145,6 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#ifdef __CUDACC__
-#define KVPRIM_UNROLL _Pragma("unroll")
-#else
-#define KVPRIM_UNROLL
-#endif
-
 /* Bytes shift to shift + 15 of the 32 bytes low, high. */
 KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
 {
@@ -369,10 +363,8 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
         v[k] = uint4{0, 0, 0, 0};
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
         if (reads && (exact || at + k * step < end))
             v[k] = kvpc_load16(from + k * step);
@@ -402,7 +394,6 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
 template <uint32_t loads, bool exact, bool tails>
 KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
         if (exact || (tails ? at + k * step + 16 <= end : at + k * step < end))
             kvpc_store16(to + k * step, v[k]);
@@ -425,7 +416,7 @@ typedef struct kvpc_pair {
    time is that of these instructions. Parameters begin 48 bytes before the end of a line. */
 typedef struct kvpc_plain {
     uint64_t index;
-    uint32_t count, parts_shift; /* see kvpc_row_of */
+    uint32_t count, parts_shift; /* see kvpc_begin_row */
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
     kvpc_pair pair[2];
@@ -437,12 +428,21 @@ typedef struct kvpc_plain {
     uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a group of threads works on, and which part of it. `exact`: `parts` is a power of two. */
-template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, uint32_t group, uint32_t *part)
+/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it returns
+   true. `exact`: `parts` is a power of two. */
+template <bool exact>
+KVPRIM_DEVICE bool kvpc_begin_row(const kvpc_plain &p, bool pdl, uint32_t group, uint32_t *row, uint32_t *part)
 {
-    const uint32_t row = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
-    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - row * p.parts;
-    return row;
+    const uint32_t i = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
+    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - i * p.parts;
+    if (pdl)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return false;
+    if (pdl)
+        kvpc_pdl_wait();
+    *row = i;
+    return true;
 }
 
 /* An index on its way through the index rule. */
@@ -475,6 +475,13 @@ KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
         atomicAdd(p.rejected, 1u);
 }
 
+/* For the loops of kvpc_copy_words, which spill otherwise: the compiler unrolls the other short ones unasked. */
+#ifdef __CUDACC__
+#define KVPRIM_UNROLL _Pragma("unroll")
+#else
+#define KVPRIM_UNROLL
+#endif
+
 /* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
 KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
 {
@@ -504,14 +511,9 @@ template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     const uint64_t src = kvpc_row_at(p.pair[0].src + at, x.row, p.pair[0].src_stride);
@@ -530,31 +532,23 @@ template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     uint4 v[tables][loads];
     uint64_t dst[tables];
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         dst[m] = kvpc_row_at(p.pair[m].dst + at, x.row, p.pair[m].dst_stride);
         if (!exact && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m], p.row_bytes[m]);
     }
     if (x.inside) {
-        KVPRIM_UNROLL
         for (uint32_t m = 0; m < tables; m++)
             kvpc_store_words<loads, exact, true>(dst[m], v[m], step, at, p.row_bytes[m]);
     } else if (at == 0)
@@ -603,14 +597,9 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
-    if (p.pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<false>(p, p.pdl, t / lanes, &i, &part))
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_pair &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
@@ -672,7 +661,7 @@ template <uint32_t most_tasks> struct kvpc_batch {
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
     uint64_t total; /* chunks */
     uint32_t part_bytes, tasks;
-    uint32_t pdl, reserved;
+    uint32_t pdl, layers;
     kvpc_task task[most_tasks];
     kvpc_layer layer[most_layers];
 };
@@ -921,11 +910,9 @@ KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, ui
     const int32_t left = (int32_t)(bytes - 16 * first);
     uint4 v[kvpc_aligned_loads];
     dst += 16 * first, src += 16 * first;
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if ((int32_t)(16 * step * k) < left)
             v[k] = kvpc_load16(src + 16 * step * k);
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if ((int32_t)(16 * step * k) < left)
             kvpc_store16(dst + 16 * step * k, v[k]);
@@ -940,7 +927,6 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
     uint64_t src[kvpc_small_fragments], dst[kvpc_small_fragments];
     uint4 v[kvpc_small_fragments];
     bool mine[kvpc_small_fragments];
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
         const uint32_t one = i + k * apart;
         mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
@@ -949,11 +935,9 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
             dst[k] = kvpc_number<uint64_t>(p, h.dst, one);
         }
     }
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
             v[k] = kvpc_load16(src[k] + at);
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
             kvpc_store16(dst[k] + at, v[k]);
@@ -1009,7 +993,26 @@ static kvprim_status kvpc_fail_check(kvprim_status status)
     return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
+    const char *function;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
+
+#ifdef KVPRIM_CUDA_EMULATE
+static bool kvpc_has_pdl(void)
+{
+    return kvprim_emulate_pdl;
+}
+
+template <class Params>
+static kvprim_status kvpc_start(const kvpc_call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
+{
+    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
+    return KVPRIM_OK;
+}
+#else
 enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
 
 /* Whether the code that the driver loads on the current device is compiled for sm_90 or newer. It loads all kernels of
@@ -1039,14 +1042,10 @@ static kvpc_answer kvpc_ask_devices(void)
     }
     return kvpc_ask_device();
 }
-#endif
 
 /* Whether kernels of this file wait when they are asked to. Asked once, as cudaGetDevice alone takes 0.1 us. */
 static bool kvpc_has_pdl(void)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    return kvprim_emulate_pdl;
-#else
     static std::atomic<kvpc_answer> known;
     kvpc_answer answer = known.load(std::memory_order_relaxed);
     if (answer == kvpc_unknown) {
@@ -1054,10 +1053,8 @@ static bool kvpc_has_pdl(void)
         known.store(answer, std::memory_order_relaxed);
     }
     return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
-#endif
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
 /* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
 static bool kvpc_is_earlier(cudaError_t error)
 {
@@ -1085,23 +1082,11 @@ static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cuda
     return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function, what, cudaGetErrorName(error),
                        cudaGetErrorString(error));
 }
-#endif
-
-/* A call on its way to the GPU. */
-typedef struct kvpc_call {
-    const char *function;
-    kvprim_cuda_launch launch; /* pdl only where it has an effect */
-} kvpc_call;
 
 template <class Params>
 static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    (void)call;
-    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
-    return KVPRIM_OK;
-#else
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
     void *args[] = {(void *)&params};
@@ -1117,8 +1102,8 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), u
         return KVPRIM_OK;
     return kvpc_fail_cuda(call->function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
                           error);
-#endif
 }
+#endif
 
 /* Checks the options of a launch, too. */
 static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
@@ -1503,7 +1488,6 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     }
     large |= chunks >= most;
     p->pdl = call->launch.pdl != 0;
-    p->reserved = 0;
     return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
 
@@ -1538,10 +1522,10 @@ static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
 /* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `before`:
    the move that the batch's last task stands for, or NULL. */
 template <uint32_t most_tasks>
-static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const kvprim_move *before,
-                               const kvprim_move *m, int32_t first, uint64_t *bits)
+static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, const kvprim_move *before, const kvprim_move *m,
+                               int32_t first, uint64_t *bits)
 {
-    const uint32_t room = kvpc_batch<most_tasks>::most_layers - *used, left = (uint32_t)(m->layers - first);
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - p->layers, left = (uint32_t)(m->layers - first);
     const uint32_t layers = left < room ? left : room;
     const bool alike = before && kvpc_is_alike(before, m);
     if (layers == 0 || (!alike && p->tasks == most_tasks))
@@ -1549,16 +1533,14 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const 
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = *used;
+        task->first_layer = p->layers;
         task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    for (uint32_t l = 0; l < layers; l++) {
-        p->layer[*used + l].dst = (uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
-        p->layer[*used + l].src = (uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
-    }
-    *used += layers;
+    for (const int32_t end = first + (int32_t)layers; first < end; first++)
+        p->layer[p->layers++] =
+            kvpc_layer{(uintptr_t)kvprim_side_layer(&m->dst, first), (uintptr_t)kvprim_side_layer(&m->src, first)};
     return (int32_t)layers;
 }
 
@@ -1571,15 +1553,14 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
         const kvprim_move *before = NULL;
-        uint32_t used = 0;
         uint64_t bits = 0;
-        p.tasks = 0;
+        p.tasks = p.layers = 0;
         for (; k < n; k++, first = 0) {
             if (moves[k].count == 0)
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            first += kvpc_add_layers(&p, &used, before, &joined, first, &bits);
+            first += kvpc_add_layers(&p, before, &joined, first, &bits);
             if (first < joined.layers)
                 break;
             before = &moves[k];
@@ -1590,10 +1571,12 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
     return KVPRIM_OK;
 }
 
-/* Runs checked moves; `moves` is not empty where a function checked them. */
-static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, size_t n,
+/* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
+static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
+    if (checked != KVPRIM_OK)
+        return kvpc_fail_check(checked);
     uint64_t bits = 0;
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
@@ -1924,24 +1907,21 @@ KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, cons
 {
     KVPRIM_RANGE("kvprim_cuda_gather");
     kvprim_move move;
-    const kvprim_status status = kvprim_gather_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_gather", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_gather", kvprim_gather_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_store");
     kvprim_move moves[2];
-    const kvprim_status status = kvprim_store_moves(desc, moves);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_store", moves, 2, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_store", kvprim_store_moves(desc, moves), moves, 2, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_transfer");
     kvprim_move move;
-    const kvprim_status status = kvprim_transfer_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_transfer", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_transfer", kvprim_transfer_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)
@@ -1949,7 +1929,7 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
     KVPRIM_RANGE("kvprim_cuda_move");
     if (!moves && n)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
-    return kvpc_run("kvprim_cuda_move", moves, n, launch);
+    return kvpc_run("kvprim_cuda_move", KVPRIM_OK, moves, n, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
