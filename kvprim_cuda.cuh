@@ -251,13 +251,12 @@ enum {
     kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
+#ifndef KVPRIM_CUDA_EMULATE /* see tests/cuda_shim.h */
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#elif defined(KVPRIM_CUDA_EMULATE)
-    kvprim_emulate_waits++;
 #endif
 }
 
@@ -272,58 +271,38 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
    of a store after the test of its slot, and waits twice where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(address));
     return v;
-#else
-    return *(const uint4 *)(uintptr_t)address;
-#endif
 }
 
 KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
 {
-#ifdef __CUDA_ARCH__
     asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
                  : "memory");
-#else
-    *(uint4 *)(uintptr_t)address = v;
-#endif
 }
 
 KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     int32_t v;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
     return v;
-#else
-    return *(const int32_t *)(uintptr_t)address;
-#endif
 }
 
 /* A pointer of which the compiler knows that it points to global memory: others are slower. */
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     return (char *)__cvta_global_to_generic((size_t)address);
-#else
-    return (char *)(uintptr_t)address;
-#endif
 }
 
 /* base + row * stride. In PTX, because otherwise the compiler takes base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
-#ifdef __CUDA_ARCH__
     uint64_t address;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(base));
     return address;
-#else
-    return base + (uint64_t)row * stride;
-#endif
 }
 
 /* Reads the first and the last granule of a row if the row fills only part of them. Memory is written in whole granules:
@@ -331,15 +310,12 @@ KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
    hundred bytes. */
 KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
-#ifdef __CUDA_ARCH__
     if (row % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
     if ((row + bytes) % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
-#else
-    (void)row, (void)bytes;
-#endif
 }
+#endif
 
 /* Divides 32-bit numbers below 2^31 with one multiplication, 64-bit ones as the compiler does. Anything by 0 is 0. */
 typedef struct kvpc_divisor {
@@ -475,25 +451,18 @@ KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
         atomicAdd(p.rejected, 1u);
 }
 
-/* For the loops of kvpc_copy_words, which spill otherwise: the compiler unrolls the other short ones unasked. */
-#ifdef __CUDACC__
-#define KVPRIM_UNROLL _Pragma("unroll")
-#else
-#define KVPRIM_UNROLL
-#endif
-
 /* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
 KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
 {
     char *const dst = kvpc_global(address);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-    KVPRIM_UNROLL
+#pragma unroll
     for (int32_t w = 0; w < 4; w++) {
         if (from <= 4 * w && 4 * w + 4 <= end) {
             *(uint32_t *)(dst + 4 * w) = words[w];
             continue;
         }
-        KVPRIM_UNROLL
+#pragma unroll
         for (int32_t b = 0; b < 4; b++)
             if (from <= 4 * w + b && 4 * w + b < end)
                 dst[4 * w + b] = (char)(words[w] >> 8 * b);
@@ -561,13 +530,14 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
+   - Without the pragmas of its loops and of kvpc_store_some it spills; the compiler unrolls other short loops unasked.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
     const int32_t shift = (int32_t)((src - (uint64_t)lead) % 16);
     uint4 low[kvpc_bytes_loads], high[kvpc_bytes_loads];
-    KVPRIM_UNROLL
+#pragma unroll
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t at = (int32_t)(16 * (first + step * k)) - lead - shift; /* of the aligned word */
         low[k] = high[k] = uint4{0, 0, 0, 0};
@@ -578,7 +548,7 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     }
     if (fetch && first == 0 && writes)
         kvpc_fetch_edges(dst, (uint32_t)bytes);
-    KVPRIM_UNROLL
+#pragma unroll
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
         const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
@@ -999,20 +969,7 @@ typedef struct kvpc_call {
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
 } kvpc_call;
 
-#ifdef KVPRIM_CUDA_EMULATE
-static bool kvpc_has_pdl(void)
-{
-    return kvprim_emulate_pdl;
-}
-
-template <class Params>
-static kvprim_status kvpc_start(const kvpc_call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
-                                const Params &params)
-{
-    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
-    return KVPRIM_OK;
-}
-#else
+#ifndef KVPRIM_CUDA_EMULATE
 enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
 
 /* Whether the code that the driver loads on the current device is compiled for sm_90 or newer. It loads all kernels of
@@ -1076,13 +1033,6 @@ static bool kvpc_is_earlier(cudaError_t error)
     }
 }
 
-static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cudaError_t error)
-{
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function, what, cudaGetErrorName(error),
-                       cudaGetErrorString(error));
-}
-
 template <class Params>
 static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params)
@@ -1100,8 +1050,10 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), u
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
     if (error == cudaSuccess)
         return KVPRIM_OK;
-    return kvpc_fail_cuda(call->function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
-                          error);
+    (void)cudaGetLastError(); /* it is reported here */
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
+                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
 }
 #endif
 
@@ -1126,37 +1078,32 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
 
    KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *data, uint64_t bytes)
 {
-    int device = 0, pageable = 0;
-    cudaPointerAttributes a;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
-    if (error == cudaSuccess)
-        error = cudaPointerGetAttributes(&a, p);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
-                           cudaGetErrorName(error), cudaGetErrorString(error));
+    for (int last = 0; data && bytes > 0 && last < 2; last++) {
+        const void *const p = (const char *)data + (last ? bytes - 1 : 0);
+        int device = 0, pageable = 0;
+        cudaPointerAttributes a;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+        if (error == cudaSuccess)
+            error = cudaPointerGetAttributes(&a, p);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
+                               cudaGetErrorString(error));
+        }
+        if (a.type == cudaMemoryTypeUnregistered && !pageable)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                               function, name, p);
+        if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
+                               p, a.device, device);
     }
-    if (a.type == cudaMemoryTypeUnregistered && !pageable)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
-                           function, name, (const void *)p);
-    if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
-                           (const void *)p, a.device, device);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, uint64_t bytes)
-{
-    if (!p || bytes < 1)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpc_check_byte(function, name, (const char *)p));
-    return kvpc_check_byte(function, name, (const char *)p + bytes - 1);
 }
 
 static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
@@ -1229,14 +1176,13 @@ static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
-    const int64_t most = (int64_t)1 << 31;
-    kvpc_divisor d = {(uint64_t)by, 0, 0};
-    if (by < 1 || by > most) /* whatever is below 2^31 is less */
-        return d;
-    while ((int64_t)1 << d.shift < by)
-        d.shift++;
     const uint64_t one = (uint64_t)1 << 31;
-    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by);
+    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    if (by < 1 || d.by > one) /* whatever is below 2^31 is less */
+        return d;
+    while ((uint64_t)1 << d.shift < d.by)
+        d.shift++;
+    d.magic = (uint32_t)((uint64_t)1 << d.shift == d.by ? one : ((one << d.shift) + d.by - 1) / d.by);
     return d;
 }
 
@@ -1759,10 +1705,9 @@ static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 }
 
 template <class number>
-static void kvpc_store_numbers(void *data, const kvpc_numbers *numbers, uint64_t at, const kvprim_fragment *f,
-                               uint64_t count, uint64_t kvprim_fragment::*member, uint32_t shift)
+static void kvpc_store_numbers(number *to, uint32_t shift, const kvprim_fragment *f, uint64_t count,
+                               uint64_t kvprim_fragment::*member)
 {
-    number *const to = (number *)data + numbers->at + at;
     for (uint64_t i = 0; i < count; i++)
         to[i] = (number)(f[i].*member >> shift);
 }
@@ -1771,14 +1716,15 @@ static void kvpc_store_numbers(void *data, const kvpc_numbers *numbers, uint64_t
 static void kvpc_store_column(const kvpc_column *c, kvpc_numbers *numbers, void *data, uint64_t at,
                               const kvprim_fragment *f, uint64_t count, uint64_t kvprim_fragment::*member)
 {
+    const uint64_t to = numbers->at + at;
     if (numbers->width == 0 && at == 0)
         numbers->base = c->base + f->*member;
     if (numbers->width == 2)
-        kvpc_store_numbers<uint16_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint16_t *)data + to, c->shift, f, count, member);
     if (numbers->width == 4)
-        kvpc_store_numbers<uint32_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint32_t *)data + to, c->shift, f, count, member);
     if (numbers->width == 8)
-        kvpc_store_numbers<uint64_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint64_t *)data + to, c->shift, f, count, member);
 }
 
 /* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
