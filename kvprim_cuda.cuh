@@ -456,17 +456,13 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
 {
     char *const dst = kvpc_global(address);
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int32_t w = 0; w < 4; w++) {
-        if (from <= 4 * w && 4 * w + 4 <= end) {
+    for (int32_t w = 0; w < 4; w++)
+        if (from <= 4 * w && 4 * w + 4 <= end)
             *(uint32_t *)(dst + 4 * w) = words[w];
-            continue;
-        }
-#pragma unroll
-        for (int32_t b = 0; b < 4; b++)
-            if (from <= 4 * w + b && 4 * w + b < end)
-                dst[4 * w + b] = (char)(words[w] >> 8 * b);
-    }
+        else
+            for (int32_t b = 0; b < 4; b++)
+                if (from <= 4 * w + b && 4 * w + b < end)
+                    dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
 /* The two kernels below, for rows that begin at multiples of 16 bytes:
@@ -530,7 +526,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
-   - Without the pragmas of its loops and of kvpc_store_some it spills; the compiler unrolls other short loops unasked.
+   - Without the pragmas it spills; the compiler unrolls other short loops unasked.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
@@ -637,9 +633,7 @@ template <uint32_t most_tasks> struct kvpc_batch {
 };
 
 static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers == 231, "said in >>gpu_move");
-static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes &&
-                  kvpc_batch<kvpc_most_tasks>::most_layers == 180,
-              "said in >>gpu_move");
+static_assert(sizeof(kvpc_batch<4>) <= kvpc_params_bytes && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
 
 typedef struct kvpc_chunk {
     uint64_t dst, src;
@@ -1068,8 +1062,7 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     if (l.reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
                            function);
-    call->function = function;
-    call->launch = l;
+    *call = kvpc_call{function, l};
     call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
@@ -1324,11 +1317,10 @@ static int64_t kvpc_gcd(int64_t a, int64_t b)
 static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
 {
     const uint32_t is_i64 = side->index_type == KVPRIM_I64;
-    kvpc_naming n = {0, 0, (uint64_t)count, 0, 0};
-    if (side->index)
-        n = kvpc_naming{(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
-                        (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
-    return n;
+    if (!side->index)
+        return kvpc_naming{0, 0, (uint64_t)count, 0, 0};
+    return kvpc_naming{(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
+                       (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
 }
 
 /* *bits collects what must be a multiple of 16 for the kernels of aligned chunks. */
@@ -1759,7 +1751,7 @@ static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 /* Stores the next h->count fragments. */
 static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
 {
-    uint32_t bytes = 0, tiles = h->count * (uint32_t)h->first_tile.step;
+    uint32_t bytes = 0, tiles = h->first_tile.width ? 0 : h->count * (uint32_t)h->first_tile.step;
     kvpc_numbers *const all[] = {&h->src, &h->dst, &h->bytes, &h->first_tile};
     for (kvpc_numbers *const numbers : all)
         if (numbers->width) {
@@ -1767,8 +1759,6 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
             bytes = (bytes + h->count * numbers->width + 7) / 8 * 8;
         }
     h->table = bytes / 4;
-    if (h->first_tile.width)
-        tiles = 0;
     for (uint64_t at = 0, count; at < h->count; at += count) {
         count = h->count - at < kvpc_chunk_count ? h->count - at : (uint64_t)kvpc_chunk_count;
         const kvprim_fragment *const f = kvpc_take(job, &count);
