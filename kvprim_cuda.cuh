@@ -222,8 +222,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 #define KVPRIM_CUDA_IMPLEMENTED
 
 #if !defined(__CUDACC__) && !defined(KVPRIM_CUDA_EMULATE)
-#error                                                                                                                 \
-    "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
+#error "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Without a GPU, include kvprim.h instead"
 #endif
 
 #include <string.h>
@@ -433,9 +432,7 @@ typedef struct kvpc_index {
 KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
 {
     const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
-    kvpc_index x;
-    x.low = kvpc_load_i32(at);
-    x.high = 0;
+    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
     if (is_i64)
         x.high = kvpc_load_i32(at + 4);
     x.row = (uint32_t)x.low - p.base;
@@ -739,13 +736,12 @@ template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
-    const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
+    const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
-         work += groups) {
+    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
         kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
         c = next;
@@ -760,11 +756,10 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t lane = threadIdx.x % lanes;
-    const number groups = (number)gridDim.x * (blockDim.x / lanes);
+    const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (number work = (number)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (number)p.total;
-         work += groups) {
+    for (number work = blockIdx.x * in_block + threadIdx.x / lanes; work < (number)p.total; work += groups) {
         const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
             kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);

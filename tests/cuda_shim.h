@@ -142,7 +142,8 @@ static inline bool kvpc_has_pdl()
 }
 
 template <class Call, class Params>
-static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads, const Params &params)
+static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
 {
     kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
     return KVPRIM_OK;
