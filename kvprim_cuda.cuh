@@ -145,12 +145,6 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#ifdef __CUDACC__
-#define KVPRIM_UNROLL _Pragma("unroll")
-#else
-#define KVPRIM_UNROLL
-#endif
-
 /* Bytes shift to shift + 15 of the 32 bytes low, high. */
 KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
 {
@@ -228,8 +222,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 #define KVPRIM_CUDA_IMPLEMENTED
 
 #if !defined(__CUDACC__) && !defined(KVPRIM_CUDA_EMULATE)
-#error                                                                                                                 \
-    "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
+#error "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Without a GPU, include kvprim.h instead"
 #endif
 
 #include <string.h>
@@ -257,13 +250,12 @@ enum {
     kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
+#ifndef KVPRIM_CUDA_EMULATE /* see tests/cuda_shim.h */
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#elif defined(KVPRIM_CUDA_EMULATE)
-    kvprim_emulate_waits++;
 #endif
 }
 
@@ -278,58 +270,38 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
    of a store after the test of its slot, and waits twice where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(address));
     return v;
-#else
-    return *(const uint4 *)(uintptr_t)address;
-#endif
 }
 
 KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
 {
-#ifdef __CUDA_ARCH__
     asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
                  : "memory");
-#else
-    *(uint4 *)(uintptr_t)address = v;
-#endif
 }
 
 KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     int32_t v;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
     return v;
-#else
-    return *(const int32_t *)(uintptr_t)address;
-#endif
 }
 
 /* A pointer of which the compiler knows that it points to global memory: others are slower. */
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     return (char *)__cvta_global_to_generic((size_t)address);
-#else
-    return (char *)(uintptr_t)address;
-#endif
 }
 
 /* base + row * stride. In PTX, because otherwise the compiler takes base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
-#ifdef __CUDA_ARCH__
     uint64_t address;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(base));
     return address;
-#else
-    return base + (uint64_t)row * stride;
-#endif
 }
 
 /* Reads the first and the last granule of a row if the row fills only part of them. Memory is written in whole granules:
@@ -337,15 +309,12 @@ KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
    hundred bytes. */
 KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
-#ifdef __CUDA_ARCH__
     if (row % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
     if ((row + bytes) % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
-#else
-    (void)row, (void)bytes;
-#endif
 }
+#endif
 
 /* Divides 32-bit numbers below 2^31 with one multiplication, 64-bit ones as the compiler does. Anything by 0 is 0. */
 typedef struct kvpc_divisor {
@@ -364,105 +333,16 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 }
 
 /* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
-   that begin before byte `end`, if `at` is the first one's place in the row. The others keep their value, and all of
-   them do if !reads. */
+   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them do
+   if !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < loads; k++)
         if (reads && (exact || at + k * step < end))
             v[k] = kvpc_load16(from + k * step);
-}
-
-template <uint32_t words> KVPRIM_DEVICE void kvpc_clear_words(uint4 *v)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < words; k++)
-        v[k] = uint4{0, 0, 0, 0};
-}
-
-/* >>impl_row_kernels ------------------------------------------------------------------------------------------------
-
-   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
-
-/* One table and the rows beside it: K, or V. */
-typedef struct kvpc_pair {
-    uint64_t src;
-    uint32_t src_stride, dst_stride;
-    uint64_t dst;
-} kvpc_pair;
-
-/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
-   time is that of these instructions. Parameters begin 48 bytes before the end of a line. */
-typedef struct kvpc_plain {
-    uint64_t index;
-    uint32_t count, parts_shift; /* see kvpc_row_of */
-    uint32_t rows, base;
-    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
-    kvpc_pair pair[2];
-    uint32_t *rejected;
-    uint32_t row_bytes[2];
-    uint32_t parts, parts_magic; /* groups of threads that share a row */
-    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
-    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
-    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
-} kvpc_plain;
-
-/* The row that a group of threads works on, and which part of it. `exact`: `parts` is a power of two. */
-template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, uint32_t group, uint32_t *part)
-{
-    const uint32_t row = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
-    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - row * p.parts;
-    return row;
-}
-
-/* An index on its way through the index rule. */
-typedef struct kvpc_index {
-    int32_t low, high; /* words of an int64; high is 0 for an int32 */
-    uint32_t row;      /* right if `inside` */
-    bool inside;
-} kvpc_index;
-
-/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
-   below 2^31: see kvpc_is_plain. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
-{
-    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
-    kvpc_index x;
-    x.low = kvpc_load_i32(at);
-    x.high = 0;
-    if (is_i64)
-        x.high = kvpc_load_i32(at + 4);
-    x.row = (uint32_t)x.low - p.base;
-    x.inside = x.row < p.rows && x.high == 0;
-    return x;
-}
-
-/* Counts an index that is past the table; one before it is padding. */
-KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
-{
-    const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
-    if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
-        atomicAdd(p.rejected, 1u);
-}
-
-/* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
-KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
-{
-    char *const dst = kvpc_global(address);
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-    KVPRIM_UNROLL
-    for (int32_t w = 0; w < 4; w++) {
-        if (from <= 4 * w && 4 * w + 4 <= end) {
-            *(uint32_t *)(dst + 4 * w) = words[w];
-            continue;
-        }
-        KVPRIM_UNROLL
-        for (int32_t b = 0; b < 4; b++)
-            if (from <= 4 * w + b && 4 * w + b < end)
-                dst[4 * w + b] = (char)(words[w] >> 8 * b);
-    }
 }
 
 /* The first 1 to 15 of the 16 bytes in v. */
@@ -485,16 +365,101 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
         *dst = (char)v.x;
 }
 
-/* Stores what kvpc_load_words loads; of a last word that the row ends in, a part. */
-template <uint32_t loads, bool exact>
+/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; otherwise all of it. */
+template <uint32_t loads, bool exact, bool tails>
 KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
-        if (exact || at + k * step + 16 <= end)
+        if (exact || (tails ? at + k * step + 16 <= end : at + k * step < end))
             kvpc_store16(to + k * step, v[k]);
-        else if (at + k * step < end)
+        else if (tails && at + k * step < end)
             kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
+}
+
+/* >>impl_row_kernels ------------------------------------------------------------------------------------------------
+
+   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
+
+/* One table and the rows beside it: K, or V. */
+typedef struct kvpc_pair {
+    uint64_t src;
+    uint32_t src_stride, dst_stride;
+    uint64_t dst;
+} kvpc_pair;
+
+/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
+   time is that of these instructions. Parameters begin 48 bytes before the end of a line. */
+typedef struct kvpc_plain {
+    uint64_t index;
+    uint32_t count, parts_shift; /* see kvpc_begin_row */
+    uint32_t rows, base;
+    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+    kvpc_pair pair[2];
+    uint32_t *rejected;
+    uint32_t row_bytes[2];
+    uint32_t parts, parts_magic; /* groups of threads that share a row */
+    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
+    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
+} kvpc_plain;
+
+/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it returns
+   true. `exact`: `parts` is a power of two. */
+template <bool exact>
+KVPRIM_DEVICE bool kvpc_begin_row(const kvpc_plain &p, bool pdl, uint32_t group, uint32_t *row, uint32_t *part)
+{
+    const uint32_t i = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
+    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - i * p.parts;
+    if (pdl)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return false;
+    if (pdl)
+        kvpc_pdl_wait();
+    *row = i;
+    return true;
+}
+
+/* An index on its way through the index rule. */
+typedef struct kvpc_index {
+    int32_t low, high; /* words of an int64; high is 0 for an int32 */
+    uint32_t row;      /* right if `inside` */
+    bool inside;
+} kvpc_index;
+
+/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
+   below 2^31: see kvpc_is_plain. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
+{
+    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
+    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
+    if (is_i64)
+        x.high = kvpc_load_i32(at + 4);
+    x.row = (uint32_t)x.low - p.base;
+    x.inside = x.row < p.rows && x.high == 0;
+    return x;
+}
+
+/* Counts an index that is past the table; one before it is padding. */
+KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
+{
+    const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
+    if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
+        atomicAdd(p.rejected, 1u);
+}
+
+/* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
+KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
+{
+    char *const dst = kvpc_global(address);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int32_t w = 0; w < 4; w++)
+        if (from <= 4 * w && 4 * w + 4 <= end)
+            *(uint32_t *)(dst + 4 * w) = words[w];
+        else
+            for (int32_t b = 0; b < 4; b++)
+                if (from <= 4 * w + b && 4 * w + b < end)
+                    dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
 /* The two kernels below, for rows that begin at multiples of 16 bytes:
@@ -508,14 +473,9 @@ template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     const uint64_t src = kvpc_row_at(p.pair[0].src + at, x.row, p.pair[0].src_stride);
@@ -523,9 +483,8 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
     uint4 v[loads];
     if (!exact && p.fetch && at == 0)
         kvpc_fetch_edges(dst, p.row_bytes[0]);
-    kvpc_clear_words<loads>(v); /* the zero fill */
-    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]);
-    kvpc_store_words<loads, exact>(dst, v, step, at, p.row_bytes[0]);
+    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]); /* with the zero fill */
+    kvpc_store_words<loads, exact, true>(dst, v, step, at, p.row_bytes[0]);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -535,35 +494,25 @@ template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     uint4 v[tables][loads];
     uint64_t dst[tables];
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
-        if (!exact)
-            kvpc_clear_words<loads>(v[m]);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         dst[m] = kvpc_row_at(p.pair[m].dst + at, x.row, p.pair[m].dst_stride);
         if (!exact && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m], p.row_bytes[m]);
     }
     if (x.inside) {
-        KVPRIM_UNROLL
         for (uint32_t m = 0; m < tables; m++)
-            kvpc_store_words<loads, exact>(dst[m], v[m], step, at, p.row_bytes[m]);
+            kvpc_store_words<loads, exact, true>(dst[m], v[m], step, at, p.row_bytes[m]);
     } else if (at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -574,13 +523,14 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
+   - Without the pragmas it spills; the compiler unrolls other short loops unasked.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
     const int32_t shift = (int32_t)((src - (uint64_t)lead) % 16);
     uint4 low[kvpc_bytes_loads], high[kvpc_bytes_loads];
-    KVPRIM_UNROLL
+#pragma unroll
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t at = (int32_t)(16 * (first + step * k)) - lead - shift; /* of the aligned word */
         low[k] = high[k] = uint4{0, 0, 0, 0};
@@ -591,7 +541,7 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     }
     if (fetch && first == 0 && writes)
         kvpc_fetch_edges(dst, (uint32_t)bytes);
-    KVPRIM_UNROLL
+#pragma unroll
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
         const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
@@ -610,14 +560,9 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
-    if (p.pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<false>(p, p.pdl, t / lanes, &i, &part))
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_pair &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
@@ -679,15 +624,13 @@ template <uint32_t most_tasks> struct kvpc_batch {
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
     uint64_t total; /* chunks */
     uint32_t part_bytes, tasks;
-    uint32_t pdl, reserved;
+    uint32_t pdl, layers;
     kvpc_task task[most_tasks];
     kvpc_layer layer[most_layers];
 };
 
 static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers == 231, "said in >>gpu_move");
-static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes &&
-                  kvpc_batch<kvpc_most_tasks>::most_layers == 180,
-              "said in >>gpu_move");
+static_assert(sizeof(kvpc_batch<4>) <= kvpc_params_bytes && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
 
 typedef struct kvpc_chunk {
     uint64_t dst, src;
@@ -772,23 +715,6 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
     return c;
 }
 
-/* A group of `lanes` threads moves a chunk of up to lanes * loads words of 16 bytes. Each thread moves the word that its
-   lane names, and for each further load the word `lanes` after it. */
-template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    kvpc_clear_words<loads>(v);
-    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
-}
-
-template <uint32_t lanes, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < c.bytes)
-            kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
-}
-
 /* On the whole GPU: each group of threads moves one chunk. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_threads)
@@ -801,8 +727,8 @@ static __global__ void __launch_bounds__(kvpc_threads)
         kvpc_pdl_wait();
     const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
     uint4 v[loads];
-    kvpc_load_chunk<lanes, loads>(v, c, at);
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
@@ -810,19 +736,18 @@ template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
-    const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
+    const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
-         work += groups) {
+    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_store_chunk<lanes, loads>(v, c, at);
+        kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
         c = next;
-        kvpc_load_chunk<lanes, loads>(v, c, at);
+        kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
     }
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -831,11 +756,10 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t lane = threadIdx.x % lanes;
-    const number groups = (number)gridDim.x * (blockDim.x / lanes);
+    const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (number work = (number)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (number)p.total;
-         work += groups) {
+    for (number work = blockIdx.x * in_block + threadIdx.x / lanes; work < (number)p.total; work += groups) {
         const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
             kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
@@ -899,24 +823,16 @@ template <uint32_t bytes> struct kvpc_unpack_params {
     };
 };
 
-template <class params> KVPRIM_DEVICE uint64_t kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
+/* number: uint32_t for sizes, which 64-bit arithmetic would cost registers for. */
+template <class number, class params>
+KVPRIM_DEVICE number kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    if (numbers.width == 8)
-        return numbers.base + numbers.step * p.n64[numbers.at + i];
+    if (sizeof(number) == 8 && numbers.width == 8)
+        return (number)(numbers.base + numbers.step * p.n64[numbers.at + i]);
     const uint32_t n = numbers.width == 0   ? i
                        : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
                                             : p.n32[numbers.at + i];
-    return numbers.base + numbers.step * n;
-}
-
-/* The bytes of fragment i, if it is not the last. */
-template <class params> KVPRIM_DEVICE uint32_t kvpc_length(const params &p, uint32_t i)
-{
-    const kvpc_numbers &bytes = p.head.bytes;
-    if (bytes.width == 0)
-        return (uint32_t)bytes.base;
-    const uint32_t n = bytes.width == 2 ? (uint32_t)p.n16[bytes.at + i] : p.n32[bytes.at + i];
-    return (uint32_t)bytes.base + (uint32_t)bytes.step * n;
+    return (number)numbers.base + (number)numbers.step * n;
 }
 
 /* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
@@ -953,11 +869,9 @@ KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, ui
     const int32_t left = (int32_t)(bytes - 16 * first);
     uint4 v[kvpc_aligned_loads];
     dst += 16 * first, src += 16 * first;
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if ((int32_t)(16 * step * k) < left)
             v[k] = kvpc_load16(src + 16 * step * k);
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if ((int32_t)(16 * step * k) < left)
             kvpc_store16(dst + 16 * step * k, v[k]);
@@ -972,20 +886,17 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
     uint64_t src[kvpc_small_fragments], dst[kvpc_small_fragments];
     uint4 v[kvpc_small_fragments];
     bool mine[kvpc_small_fragments];
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
         const uint32_t one = i + k * apart;
         mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
         if (one < h.count) {
-            src[k] = kvpc_number(p, h.src, one);
-            dst[k] = kvpc_number(p, h.dst, one);
+            src[k] = kvpc_number<uint64_t>(p, h.src, one);
+            dst[k] = kvpc_number<uint64_t>(p, h.dst, one);
         }
     }
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
             v[k] = kvpc_load16(src[k] + at);
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
         if (mine[k])
             kvpc_store16(dst[k] + at, v[k]);
@@ -1016,8 +927,8 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
         for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
             uint32_t part;
             const uint32_t i = kvpc_fragment_of(p, tile, &part);
-            const uint64_t src = kvpc_number(p, h.src, i), dst = kvpc_number(p, h.dst, i);
-            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_length(p, i);
+            const uint64_t src = kvpc_number<uint64_t>(p, h.src, i), dst = kvpc_number<uint64_t>(p, h.dst, i);
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_number<uint32_t>(p, h.bytes, i);
             kvpc_copy_tile<aligned>(dst, src, length, (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
         }
     }
@@ -1035,25 +946,17 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             return try_status;                                                                                         \
     } while (0)
 
-static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
-{
-    if (!launch)
-        return KVPRIM_OK;
-    if (launch->pdl != 0 && launch->pdl != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)launch->pdl);
-    if (launch->max_sms < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
-    if (launch->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
-                           function);
-    return KVPRIM_OK;
-}
-
 /* kvprim.h's checks name its own function: "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
 static kvprim_status kvpc_fail_check(kvprim_status status)
 {
     return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
+
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
+    const char *function;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
 enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
@@ -1085,14 +988,10 @@ static kvpc_answer kvpc_ask_devices(void)
     }
     return kvpc_ask_device();
 }
-#endif
 
 /* Whether kernels of this file wait when they are asked to. Asked once, as cudaGetDevice alone takes 0.1 us. */
 static bool kvpc_has_pdl(void)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    return kvprim_emulate_pdl;
-#else
     static std::atomic<kvpc_answer> known;
     kvpc_answer answer = known.load(std::memory_order_relaxed);
     if (answer == kvpc_unknown) {
@@ -1100,10 +999,8 @@ static bool kvpc_has_pdl(void)
         known.store(answer, std::memory_order_relaxed);
     }
     return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
-#endif
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
 /* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
 static bool kvpc_is_earlier(cudaError_t error)
 {
@@ -1125,54 +1022,43 @@ static bool kvpc_is_earlier(cudaError_t error)
     }
 }
 
-static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cudaError_t error)
-{
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function, what, cudaGetErrorName(error),
-                       cudaGetErrorString(error));
-}
-#endif
-
-/* Enqueues a kernel. launch->pdl asks for a dependent launch, which kvpc_has_pdl() must have allowed. */
 template <class Params>
-static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
-                                const Params &params, const kvprim_cuda_launch *launch)
+static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    (void)function, (void)launch;
-    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
-    return KVPRIM_OK;
-#else
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
     void *args[] = {(void *)&params};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
-    config.stream = launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+    config.stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
-    config.numAttrs = launch->pdl != 0;
+    config.numAttrs = call->launch.pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
     if (error == cudaSuccess)
         return KVPRIM_OK;
-    return kvpc_fail_cuda(function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "", error);
-#endif
+    (void)cudaGetLastError(); /* it is reported here */
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
+                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
 }
+#endif
 
-/* A call on its way to the GPU. */
-typedef struct kvpc_call {
-    const char *function;
-    kvprim_cuda_launch launch; /* pdl only where it has an effect */
-} kvpc_call;
-
+/* Checks the options of a launch, too. */
 static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
 {
-    KVPRIM_TRY(kvpc_check_launch(function, launch));
-    const kvprim_cuda_launch none = {};
-    call->function = function;
-    call->launch = launch ? *launch : none;
-    call->launch.pdl = call->launch.pdl && kvpc_has_pdl();
+    const kvprim_cuda_launch none = {}, l = launch ? *launch : none;
+    if (l.pdl != 0 && l.pdl != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)l.pdl);
+    if (l.max_sms < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)l.max_sms);
+    if (l.reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
+                           function);
+    *call = kvpc_call{function, l};
+    call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
 
@@ -1180,37 +1066,32 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
 
    KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *data, uint64_t bytes)
 {
-    int device = 0, pageable = 0;
-    cudaPointerAttributes a;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
-    if (error == cudaSuccess)
-        error = cudaPointerGetAttributes(&a, p);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
-                           cudaGetErrorName(error), cudaGetErrorString(error));
+    for (int last = 0; data && bytes > 0 && last < 2; last++) {
+        const void *const p = (const char *)data + (last ? bytes - 1 : 0);
+        int device = 0, pageable = 0;
+        cudaPointerAttributes a;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+        if (error == cudaSuccess)
+            error = cudaPointerGetAttributes(&a, p);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
+                               cudaGetErrorString(error));
+        }
+        if (a.type == cudaMemoryTypeUnregistered && !pageable)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                               function, name, p);
+        if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
+                               p, a.device, device);
     }
-    if (a.type == cudaMemoryTypeUnregistered && !pageable)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
-                           function, name, (const void *)p);
-    if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
-                           (const void *)p, a.device, device);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, uint64_t bytes)
-{
-    if (!p || bytes < 1)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpc_check_byte(function, name, (const char *)p));
-    return kvpc_check_byte(function, name, (const char *)p + bytes - 1);
 }
 
 static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
@@ -1234,19 +1115,13 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
     }
     return KVPRIM_OK;
 }
-
-static kvprim_status kvpc_check_buffers(const char *function, const kvprim_unpack_desc *d)
-{
-    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
-    return kvpc_check_bytes(function, "src", d->src, d->src_bytes);
-}
 #else
 static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
 {
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *)
+static kvprim_status kvpc_check_bytes(const char *, const char *, const void *, uint64_t)
 {
     return KVPRIM_OK;
 }
@@ -1254,17 +1129,11 @@ static kvprim_status kvpc_check_buffers(const char *, const kvprim_unpack_desc *
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* Where the only layer of a side starts. The caller may have changed the array that names it since the check. */
-static uint64_t kvpc_only_layer(const kvprim_side *side)
-{
-    return (uint64_t)(uintptr_t)(side->layers ? side->layers[0] : side->table.data);
-}
-
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    *bits |= kvpc_only_layer(side) | (uint64_t)t->stride;
+    *bits |= (uintptr_t)kvprim_side_layer(side, 0) | (uint64_t)t->stride;
     return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
@@ -1281,68 +1150,73 @@ static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
            base <= int32_rows - rows;
 }
 
+static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
+{
+    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
+           a->index_stride == b->index_stride && (!a->index || a->table.rows == b->table.rows);
+}
+
 /* Whether two moves are K and V of a store: the same slots, each counted once. */
 static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
 {
-    const kvprim_side *const a = &k->dst, *const b = &v->dst;
-    return !k->zero && !v->zero && !v->rejected && a->index == b->index && a->index_type == b->index_type &&
-           a->index_base == b->index_base && a->index_stride == b->index_stride && a->table.rows == b->table.rows &&
-           k->count == v->count;
+    return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(&k->dst, &v->dst);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
-    const int64_t most = (int64_t)1 << 31;
-    kvpc_divisor d = {(uint64_t)by, 0, 0};
-    if (by < 1 || by > most) /* whatever is below 2^31 is less */
-        return d;
-    while ((int64_t)1 << d.shift < by)
-        d.shift++;
     const uint64_t one = (uint64_t)1 << 31;
-    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by);
+    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    if (by < 1 || d.by > one) /* whatever is below 2^31 is less */
+        return d;
+    while ((uint64_t)1 << d.shift < d.by)
+        d.shift++;
+    d.magic = (uint32_t)((uint64_t)1 << d.shift == d.by ? one : ((one << d.shift) + d.by - 1) / d.by);
     return d;
 }
 
-/* `parts` groups of threads share a row. Returns the number of blocks. */
-static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
+static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
+{
+    return (bytes + part - 1) / part;
+}
+
+/* `parts` groups of threads share a row. */
+static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void (*kernel)(kvpc_plain), uint32_t parts,
+                                     uint32_t lanes)
 {
     const kvpc_divisor divisor = kvpc_divisor_of(parts);
     p->parts = parts;
     p->parts_magic = divisor.magic;
     p->parts_shift = divisor.shift;
     const uint64_t threads = (uint64_t)p->count * parts * lanes;
-    return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
+    return kvpc_start(call, kernel, (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads), kvpc_threads, *p);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + part - 1) / part, lanes);
-    return kvpc_start(call->function,
-                      p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
-                             : kvpc_gather_kernel<lanes, loads, exact, false>,
-                      blocks, kvpc_threads, *p, &call->launch);
+    return kvpc_start_rows(call, p,
+                           p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
+                                  : kvpc_gather_kernel<lanes, loads, exact, false>,
+                           kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (most + part - 1) / part, lanes);
     static void (*const kernels[])(kvpc_plain) = {
         kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
         kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
-    return kvpc_start(call->function, kernels[2 * (p->row_bytes[1] != 0) + p->pdl], blocks, kvpc_threads, *p,
-                      &call->launch);
+    return kvpc_start_rows(call, p, kernels[2 * (p->row_bytes[1] != 0) + p->pdl],
+                           kvpc_parts_of(most, 16 * lanes * loads), lanes);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
-    p->k_parts = (p->row_bytes[0] + 15 + part - 1) / part; /* a row may lie in one word more than it fills */
-    const uint32_t v_parts = p->row_bytes[1] ? (p->row_bytes[1] + 15 + part - 1) / part : 0;
-    const uint32_t blocks = kvpc_share(p, p->k_parts + v_parts, kvpc_bytes_lanes);
-    return kvpc_start(call->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, &call->launch);
+    p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
+    const uint32_t v_parts = p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0;
+    return kvpc_start_rows(call, p, kvpc_bytes_kernel, p->k_parts + v_parts, kvpc_bytes_lanes);
 }
 
 /* Whether parts of `part` bytes fill rows of row_bytes and are a power of two. */
@@ -1405,15 +1279,15 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
-        p.pair[k].dst = kvpc_only_layer(&m->dst);
-        p.pair[k].src = kvpc_only_layer(&m->src);
+        p.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
+        p.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.row_bytes[k] = (uint32_t)m->row_bytes;
         if (!m->zero || m->dst.table.stride != m->row_bytes)
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
-    p.index = (uint64_t)(uintptr_t)indexed->index;
+    p.index = (uintptr_t)indexed->index;
     p.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
     p.rejected = moves->rejected;
@@ -1438,11 +1312,10 @@ static int64_t kvpc_gcd(int64_t a, int64_t b)
 static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
 {
     const uint32_t is_i64 = side->index_type == KVPRIM_I64;
-    kvpc_naming n = {0, 0, (uint64_t)count, 0, 0};
-    if (side->index)
-        n = kvpc_naming{(uint64_t)(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
-                        (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
-    return n;
+    if (!side->index)
+        return kvpc_naming{0, 0, (uint64_t)count, 0, 0};
+    return kvpc_naming{(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
+                       (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
 }
 
 /* *bits collects what must be a multiple of 16 for the kernels of aligned chunks. */
@@ -1499,24 +1372,21 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvp
     while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
         threads /= 2;
     const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
-    return kvpc_start(call->function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, &call->launch);
+    return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
 /* Rows that begin and end at multiples of 16 bytes. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
-    typedef void kernel_type(kvpc_batch<most_tasks>);
+    static void (*const kernels[2][3])(kvpc_batch<most_tasks>) = {
+        {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
+        {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
+         kvpc_move_few_kernel<32, 4, most_tasks>}};
     const bool few = call->launch.max_sms > 0;
-    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
-    kernel_type *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, most_tasks>
-                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, most_tasks>
-                                                  : kvpc_move_few_kernel<32, 4, most_tasks>;
-    kernel_type *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, most_tasks>
-                                : lanes == 16 ? kvpc_move_kernel<16, 2, most_tasks>
-                                              : kvpc_move_kernel<32, 2, most_tasks>;
+    const uint32_t loads = few ? 4 : 2, wide = (unit > 128 * loads) + (unit > 256 * loads), lanes = 8u << wide;
     kvpc_cut(p, 16 * lanes * loads, true);
-    return kvpc_start_groups(call, few ? few_kernel : kernel, kvpc_few_sms_threads, lanes, p);
+    return kvpc_start_groups(call, kernels[few][wide], kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
@@ -1551,7 +1421,6 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     }
     large |= chunks >= most;
     p->pdl = call->launch.pdl != 0;
-    p->reserved = 0;
     return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
 
@@ -1571,10 +1440,8 @@ static void kvpc_join_rows(kvprim_move *m)
 static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
 {
     const kvprim_table *const x = &a->table, *const y = &b->table;
-    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
-           a->index_stride == b->index_stride && (!a->index || x->rows == y->rows) && x->stride == y->stride &&
-           x->page_rows == y->page_rows && x->page_stride == y->page_stride && x->heads == y->heads &&
-           x->head_stride == y->head_stride;
+    return kvpc_is_same_naming(a, b) && x->stride == y->stride && x->page_rows == y->page_rows &&
+           x->page_stride == y->page_stride && x->heads == y->heads && x->head_stride == y->head_stride;
 }
 
 /* Whether a move differs from the one before it only in its memory, as V often does from K: then it is one more layer,
@@ -1588,10 +1455,10 @@ static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
 /* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `before`:
    the move that the batch's last task stands for, or NULL. */
 template <uint32_t most_tasks>
-static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const kvprim_move *before,
-                               const kvprim_move *m, int32_t first, uint64_t *bits)
+static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, const kvprim_move *before, const kvprim_move *m,
+                               int32_t first, uint64_t *bits)
 {
-    const uint32_t room = kvpc_batch<most_tasks>::most_layers - *used, left = (uint32_t)(m->layers - first);
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - p->layers, left = (uint32_t)(m->layers - first);
     const uint32_t layers = left < room ? left : room;
     const bool alike = before && kvpc_is_alike(before, m);
     if (layers == 0 || (!alike && p->tasks == most_tasks))
@@ -1599,16 +1466,14 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const 
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = *used;
+        task->first_layer = p->layers;
         task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    for (uint32_t l = 0; l < layers; l++) {
-        p->layer[*used + l].dst = (uint64_t)(uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
-        p->layer[*used + l].src = (uint64_t)(uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
-    }
-    *used += layers;
+    for (const int32_t end = first + (int32_t)layers; first < end; first++)
+        p->layer[p->layers++] =
+            kvpc_layer{(uintptr_t)kvprim_side_layer(&m->dst, first), (uintptr_t)kvprim_side_layer(&m->src, first)};
     return (int32_t)layers;
 }
 
@@ -1621,15 +1486,14 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
         const kvprim_move *before = NULL;
-        uint32_t used = 0;
         uint64_t bits = 0;
-        p.tasks = 0;
+        p.tasks = p.layers = 0;
         for (; k < n; k++, first = 0) {
             if (moves[k].count == 0)
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            first += kvpc_add_layers(&p, &used, before, &joined, first, &bits);
+            first += kvpc_add_layers(&p, before, &joined, first, &bits);
             if (first < joined.layers)
                 break;
             before = &moves[k];
@@ -1640,10 +1504,12 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
     return KVPRIM_OK;
 }
 
-/* Runs checked moves; `moves` is not empty where a function checked them. */
-static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, size_t n,
+/* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
+static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
+    if (checked != KVPRIM_OK)
+        return kvpc_fail_check(checked);
     uint64_t bits = 0;
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
@@ -1797,8 +1663,8 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     const uint64_t most = even ? job->bytes.first : job->long_bit >> 63 || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
     *h = kvpc_unpack{};
-    job->src.base = (uint64_t)(uintptr_t)job->desc->src;
-    job->dst.base = (uint64_t)(uintptr_t)job->desc->dst;
+    job->src.base = (uintptr_t)job->desc->src;
+    job->dst.base = (uintptr_t)job->desc->dst;
     job->bytes.differ |= even ? 0 : job->last_bytes ^ job->bytes.first;
     const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
     const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
@@ -1826,10 +1692,9 @@ static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 }
 
 template <class number>
-static void kvpc_store_numbers(void *data, const kvpc_numbers *numbers, uint64_t at, const kvprim_fragment *f,
-                               uint64_t count, uint64_t kvprim_fragment::*member, uint32_t shift)
+static void kvpc_store_numbers(number *to, uint32_t shift, const kvprim_fragment *f, uint64_t count,
+                               uint64_t kvprim_fragment::*member)
 {
-    number *const to = (number *)data + numbers->at + at;
     for (uint64_t i = 0; i < count; i++)
         to[i] = (number)(f[i].*member >> shift);
 }
@@ -1838,14 +1703,15 @@ static void kvpc_store_numbers(void *data, const kvpc_numbers *numbers, uint64_t
 static void kvpc_store_column(const kvpc_column *c, kvpc_numbers *numbers, void *data, uint64_t at,
                               const kvprim_fragment *f, uint64_t count, uint64_t kvprim_fragment::*member)
 {
+    const uint64_t to = numbers->at + at;
     if (numbers->width == 0 && at == 0)
         numbers->base = c->base + f->*member;
     if (numbers->width == 2)
-        kvpc_store_numbers<uint16_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint16_t *)data + to, c->shift, f, count, member);
     if (numbers->width == 4)
-        kvpc_store_numbers<uint32_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint32_t *)data + to, c->shift, f, count, member);
     if (numbers->width == 8)
-        kvpc_store_numbers<uint64_t>(data, numbers, at, f, count, member, c->shift);
+        kvpc_store_numbers((uint64_t *)data + to, c->shift, f, count, member);
 }
 
 /* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
@@ -1880,7 +1746,7 @@ static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 /* Stores the next h->count fragments. */
 static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
 {
-    uint32_t bytes = 0, tiles = h->count * (uint32_t)h->first_tile.step;
+    uint32_t bytes = 0, tiles = h->first_tile.width ? 0 : h->count * (uint32_t)h->first_tile.step;
     kvpc_numbers *const all[] = {&h->src, &h->dst, &h->bytes, &h->first_tile};
     for (kvpc_numbers *const numbers : all)
         if (numbers->width) {
@@ -1888,8 +1754,6 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
             bytes = (bytes + h->count * numbers->width + 7) / 8 * 8;
         }
     h->table = bytes / 4;
-    if (h->first_tile.width)
-        tiles = 0;
     for (uint64_t at = 0, count; at < h->count; at += count) {
         count = h->count - at < kvpc_chunk_count ? h->count - at : (uint64_t)kvpc_chunk_count;
         const kvprim_fragment *const f = kvpc_take(job, &count);
@@ -1924,7 +1788,8 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
 {
     kvpc_unpack_params<params_bytes> p;
     kvpc_unpack *const h = &p.head;
-    kvprim_cuda_launch launch = job->call->launch;
+    kvpc_call call = *job->call;
+    kvprim_cuda_launch &launch = call.launch;
     const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
     *h = job->head;
     h->count = (uint32_t)(job->left < fit ? job->left : fit);
@@ -1936,11 +1801,11 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     launch.pdl = job->started ? job->overlap : launch.pdl;
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
-    return kvpc_start("kvprim_cuda_unpack",
+    return kvpc_start(&call,
                       job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
                       : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
                                      : kvpc_unpack_kernel<false, false, params_bytes>,
-                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p, &launch);
+                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_unpack_desc *d)
@@ -1969,32 +1834,25 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_u
 
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
 
-#ifdef __cplusplus
-extern "C" {
-#endif
-
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_gather");
     kvprim_move move;
-    const kvprim_status status = kvprim_gather_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_gather", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_gather", kvprim_gather_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_store");
     kvprim_move moves[2];
-    const kvprim_status status = kvprim_store_moves(desc, moves);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_store", moves, 2, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_store", kvprim_store_moves(desc, moves), moves, 2, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_transfer");
     kvprim_move move;
-    const kvprim_status status = kvprim_transfer_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_transfer", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_transfer", kvprim_transfer_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)
@@ -2002,7 +1860,7 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
     KVPRIM_RANGE("kvprim_cuda_move");
     if (!moves && n)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
-    return kvpc_run("kvprim_cuda_move", moves, n, launch);
+    return kvpc_run("kvprim_cuda_move", KVPRIM_OK, moves, n, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
@@ -2016,13 +1874,11 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     if (d.count == 0)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
-    KVPRIM_TRY(kvpc_check_buffers(call.function, &d));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
     return kvpc_unpack_fragments(&call, &d);
 }
 
-#ifdef __cplusplus
-}
-#endif
 #undef KVPRIM_TRY
 #endif /* implementation */
 
