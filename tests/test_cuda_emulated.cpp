@@ -121,6 +121,7 @@ static void test_uses()
 {
     vocabulary_shard(&memory);
     padding_alone(&memory);
+    row_tails(&memory);
 }
 
 static void test_refused()

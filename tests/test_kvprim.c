@@ -783,6 +783,8 @@ static void test_defaults(void)
     inside.heads = 4;
     inside.head_stride = 16;
     CHECK(kvprim_table_resolve(inside, 64).page_stride == 8 * 64);
+    inside.stride = 0;
+    CHECK(kvprim_table_resolve(inside, 64).stride == 64);
 }
 
 /* ---- unpack ---- */
@@ -952,7 +954,8 @@ static void test_gather_errors(void)
     BAD(index_stride = -1, KVPRIM_ERROR_SIZE, "index_stride is -1");
     BAD(index_stride = INT64_MAX, KVPRIM_ERROR_SIZE, "index_stride is 9223372036854775807");
     BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(src.heads = 2, KVPRIM_ERROR_SIZE, "src.head_stride is 0");
+    BAD(src.heads = 2, KVPRIM_ERROR_SIZE, "src.head_stride is 0, less than the bytes of one head, 64");
+    BAD(src.page_rows = 8; d.src.page_stride = 127, KVPRIM_ERROR_SIZE, "src.page_stride is 127, less than a row's");
     BAD(src.bytes = -1, KVPRIM_ERROR_SIZE, "src.bytes is -1");
     BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
     BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
@@ -998,6 +1001,21 @@ static void test_gather_errors(void)
     d.src = paged(src, 5, 4, 0);
     d.dst.data = src + 5 * 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d = good; /* dst begins right after the last of the indices, which lie two apart */
+    memset(src, 0, sizeof src);
+    d.src.data = dst;
+    d.dst.data = src + 28;
+    d.index = src;
+    d.index_stride = 2;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d.dst.data = src + 27;
+    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
+    d = good;
+    d.count = 1;
+    d.index_stride = KVPRIM_MAX_INDEX_STRIDE;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d.index_stride++;
+    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE, "index_stride is 268435457");
 }
 
 static void test_store_errors(void)
@@ -1022,12 +1040,14 @@ static void test_store_errors(void)
     d.change;                                                                                                          \
     EXPECT_ERROR(kvprim_store(&d), status, words)
     BAD(slot = NULL, KVPRIM_ERROR_NULL, "slot is NULL");
+    BAD(slot = (const char *)slot + 4, KVPRIM_ERROR_ARGUMENT, "slot (");
     BAD(slot_type = (kvprim_index_type)-1, KVPRIM_ERROR_ARGUMENT, "slot_type is -1");
     BAD(k_cache.data = NULL, KVPRIM_ERROR_NULL, "k_cache.data is NULL");
     BAD(v.data = NULL, KVPRIM_ERROR_NULL, "v.data is NULL");
     BAD(v_bytes = 0, KVPRIM_ERROR_SIZE, "v_bytes is 0");
     BAD(k.rows = 1, KVPRIM_ERROR_SIZE, "k.rows is 1, less than count, which is 2");
     BAD(v_cache.rows = 7, KVPRIM_ERROR_SIZE, "v_cache.rows is 7, but k_cache.rows is 8");
+    BAD(v_cache.rows = 9, KVPRIM_ERROR_SIZE, "v_cache.rows is 9, but k_cache.rows is 8");
     BAD(v.stride = 31, KVPRIM_ERROR_SIZE, "v.stride is 31");
     BAD(count = INT64_MIN, KVPRIM_ERROR_SIZE, "count is -9223372036854775808");
     BAD(v.data = cache[0] + 100, KVPRIM_ERROR_OVERLAP, "k_cache");
@@ -1056,6 +1076,11 @@ static void test_store_errors(void)
     d.v_bytes = 0;
     EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
 #undef BAD
+    uint32_t rejected = 0;
+    d = good; /* an empty shard: no slot lies in it */
+    d.k_cache = d.v_cache = table_of(NULL, 0);
+    d.rejected = &rejected;
+    CHECK(kvprim_store(&d) == KVPRIM_OK && rejected == 2);
     CHECK(memcmp(cache, want, sizeof cache) == 0);
     memset(&d, 0, sizeof d);
     CHECK(kvprim_store(&d) == KVPRIM_OK);
@@ -1106,6 +1131,7 @@ static void test_transfer_errors(void)
     BAD(src_index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "src_index_type is 3");
     BAD(dst_index_stride = -1, KVPRIM_ERROR_SIZE, "dst_index_stride is -1");
     BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(src = table_of(NULL, 0); d.src_layers = src_layers, KVPRIM_ERROR_SIZE, "src.rows is 0");
     BAD(dst.heads = 2, KVPRIM_ERROR_SIZE, "dst.head_stride is 0");
     BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
     BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
@@ -1124,7 +1150,20 @@ static void test_transfer_errors(void)
     d.same_cache = 1; /* except for what changes here it is one cache now */
     d.src.page_rows = 4;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_rows is 0 and src.page_rows 4");
-    d.src.page_rows = 0;
+    d.dst.page_rows = 4;
+    d.src.page_stride = 300;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_stride is 256 and src.page_stride 300");
+    d.dst = d.src = table_of(dst, 8);
+    d.src.stride = 72;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.stride is 64 and src.stride 72");
+    d.src.stride = 64;
+    d.src.heads = 2;
+    d.src.head_stride = 1024;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.heads is 1 and src.heads 2");
+    d.dst = d.src;
+    d.dst.head_stride = 512;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.head_stride is 512 and src.head_stride 1024");
+    d.dst = d.src = table_of(dst, 8);
     d.src_layer_stride = 1024;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
@@ -1132,6 +1171,10 @@ static void test_transfer_errors(void)
     d.dst.data = NULL; /* the layers' pointers are enough */
     d.dst_layers = dst_layers;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 2048 + 192, src + 512 + 192, 64) == 0);
+    d.dst.bytes = 512; /* each of them has memory of its own */
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    d.dst.bytes = 511;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 511");
     d = good; /* an empty table: its layer stride leads nowhere */
     d.dst = table_of(NULL, 0);
     d.dst_layer_stride = INT64_MAX;
@@ -1145,6 +1188,8 @@ static void test_transfer_errors(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
     d.src.data = dst + 511;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
+    d.src.data = dst + 513;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 1");
     memset(&d, 0, sizeof d);
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
@@ -1237,6 +1282,25 @@ static void test_bytes(void)
     one_bytes(&t, block + 16384, 2048);
 }
 
+/* What a table reaches and how far apart its layers are, if its last page is not full. */
+static void test_partial_pages(void)
+{
+    static unsigned char to[16384], from[4096];
+    kvprim_transfer_desc d = {
+        .dst = paged(to, 5, 4, 0), .src = table_of(from, 5), .layers = 2, .row_bytes = 64, .count = 5};
+    kvprim_transfer_desc resolved;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 4 * 64);
+    d.dst = paged(to, 4, 100, 256), d.count = 4; /* less than one page */
+    d.dst_layer_stride = 256;
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(to, from, 512) == 0);
+    /* Pages inside the rows' stride: the first one, which is whole, reaches further than the last row. */
+    d.dst = paged(to, 5, 4, 1024), d.dst.stride = 4096, d.dst.bytes = 3 * 4096 + 512;
+    d.row_bytes = 512, d.layers = 1, d.count = 5, d.dst_layer_stride = 0;
+    CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    d.dst.bytes--;
+    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 12799");
+}
+
 /* ---- many layers ---- */
 
 /* The order of an array of layers. */
@@ -1307,6 +1371,9 @@ static void test_many_layers(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     for (size_t l = 0; l < most_layers; l++)
         CHECK(memcmp(dst[l], src[l], layer_bytes) == 0);
+    d.src.rows = (int64_t)1 << 50; /* each layer of an array is a table of its own, in size as well */
+    d.src.page_rows = 4;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
     d.layers = most_layers + 1;
     EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
     free(memory_of);
@@ -1389,6 +1456,8 @@ static const pair_case pair_cases[] = {
     {"V of all rows before K", 4, 64, 64, 64, 0, 0, 0, 0, -256, 1},
     {"K and V of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, 64, 1},
     {"V and K of a row in turn", 4, 64, 64, 128, 0, 0, 0, 0, -64, 1},
+    {"V and K of a row in turn, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, -63, 0},
+    {"V and K of a row in turn, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
     {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
     {"V and K of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
@@ -1454,10 +1523,34 @@ static void one_pair(const pair_case *c)
     }
 }
 
+/* V lies between rows of K, in other strides than K. With the strides of K it would lie on them. */
+static void check_unlike_pair(kvprim_table k_cache, kvprim_table v_cache)
+{
+    static unsigned char input[2][1024];
+    static const int32_t slot[1] = {0};
+    const kvprim_store_desc d = {.k_cache = k_cache,
+                                 .v_cache = v_cache,
+                                 .k = table_of(input[0], 1),
+                                 .v = table_of(input[1], 1),
+                                 .k_bytes = k_cache.heads ? 64 : 32,
+                                 .v_bytes = k_cache.heads ? 64 : 32,
+                                 .slot = slot,
+                                 .slot_type = KVPRIM_I32,
+                                 .count = 1};
+    CHECK(kvprim_store(&d) == KVPRIM_OK);
+}
+
 static void test_k_beside_v(void)
 {
+    static unsigned char cache[2048], *const k = cache + 1024;
     for (size_t i = 0; i < sizeof pair_cases / sizeof *pair_cases; i++)
         one_pair(&pair_cases[i]);
+    check_unlike_pair(paged(k, 8, 4, 512), paged(k - 512, 8, 4, 640));
+    check_unlike_pair(paged(k, 12, 8, 512), paged(k - 640, 12, 4, 512));
+    kvprim_table heads = strided(k, 4, 32), others = strided(k - 256, 4, 32);
+    heads.heads = others.heads = 2;
+    heads.head_stride = 256, others.head_stride = 384;
+    check_unlike_pair(heads, others);
 }
 
 /* ---- indices: types, bases, strides ---- */
@@ -1855,6 +1948,7 @@ int main(void)
     run("status", test_status);
     run("version and sizes", test_version_and_sizes);
     run("table: bytes", test_bytes);
+    run("table: partial pages", test_partial_pages);
     run("moves", test_moves);
     run("table: defaults", test_defaults);
     run("sizes: products that do not wrap", test_products);

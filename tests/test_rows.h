@@ -875,6 +875,30 @@ static void padding_alone(arena *a)
     }
 }
 
+/* Rows that begin at multiples of 16 bytes and end anywhere, for each way to end. Some have a V of the next size. */
+static void row_tails(arena *a)
+{
+    for (int64_t row_bytes = 1; row_bytes <= 160; row_bytes += row_bytes < 48 ? 1 : 13) {
+        const int64_t rows = 9, count = 7, stride = (row_bytes + 16) / 16 * 16;
+        const size_t cache_bytes = static_cast<size_t>(rows * stride), bytes = static_cast<size_t>(count * stride);
+        char what[40];
+        empty(a);
+        const kvprim_table cache = table_of(reserve(a, cache_bytes, 0), rows, stride);
+        const kvprim_table input = table_of(reserve(a, bytes, 0), count, stride);
+        void *const index = place_index(a, KVPRIM_I32, count, 0, rows, true);
+        kvprim_store_desc store = store_of(cache, input, row_bytes, index, KVPRIM_I32, count, reserve_counter(a));
+        if (row_bytes % 2) {
+            store.v_cache = table_of(reserve(a, cache_bytes, 0), rows, stride);
+            store.v = table_of(reserve(a, bytes, 0), count, stride);
+            store.v_bytes = row_bytes + 1;
+        }
+        snprintf(what, sizeof what, "tail of %lld bytes", static_cast<long long>(row_bytes));
+        CHECK(try_store(a, &store, what) == RAN);
+        const kvprim_gather_desc gather = gather_of(input, cache, row_bytes, index, KVPRIM_I32, 0, count, nullptr);
+        CHECK(try_gather(a, &gather, what) == RAN);
+    }
+}
+
 /* ---- descriptors that must be refused ---- */
 
 static kvprim_gather_desc good_gather(arena *a)
