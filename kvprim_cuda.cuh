@@ -251,7 +251,9 @@ enum {
     kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
-#ifndef KVPRIM_CUDA_EMULATE /* see tests/cuda_shim.h */
+#ifndef KVPRIM_CUDA_EMULATE             /* see tests/cuda_shim.h */
+#define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
+
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
@@ -526,14 +528,13 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
-   - Without the pragmas it spills; the compiler unrolls other short loops unasked.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
     const int32_t shift = (int32_t)((src - (uint64_t)lead) % 16);
     uint4 low[kvpc_bytes_loads], high[kvpc_bytes_loads];
-#pragma unroll
+    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t at = (int32_t)(16 * (first + step * k)) - lead - shift; /* of the aligned word */
         low[k] = high[k] = uint4{0, 0, 0, 0};
@@ -544,7 +545,7 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     }
     if (fetch && first == 0 && writes)
         kvpc_fetch_edges(dst, (uint32_t)bytes);
-#pragma unroll
+    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
         const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
@@ -1200,10 +1201,9 @@ static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    return kvpc_start_rows(call, p,
-                           p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
-                                  : kvpc_gather_kernel<lanes, loads, exact, false>,
-                           kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
+    static void (*const kernels[])(kvpc_plain) = {kvpc_gather_kernel<lanes, loads, exact, false>,
+                                                  kvpc_gather_kernel<lanes, loads, exact, true>};
+    return kvpc_start_rows(call, p, kernels[p->pdl], kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
@@ -1390,9 +1390,9 @@ static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_t
         {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
          kvpc_move_few_kernel<32, 4, most_tasks>}};
     const bool few = call->launch.max_sms > 0;
-    const uint32_t loads = few ? 4 : 2, wide = (unit > 128 * loads) + (unit > 256 * loads), lanes = 8u << wide;
+    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
     kvpc_cut(p, 16 * lanes * loads, true);
-    return kvpc_start_groups(call, kernels[few][wide], kvpc_few_sms_threads, lanes, p);
+    return kvpc_start_groups(call, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */

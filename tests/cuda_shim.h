@@ -10,16 +10,13 @@
 #include <stdlib.h>
 #include "../kvprim.h"
 
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wunknown-pragmas" /* unroll */
-#endif
-
 #define __global__
 #define __device__
 #define __host__
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define KVPRIM_UNROLL
 
 struct dim3 {
     unsigned x, y, z;
