@@ -215,6 +215,143 @@ static void test_dependent_launches()
     kvprim_emulate_pdl = false;
 }
 
+/* Up to which sizes the kernels of plain rows take a gather: their arithmetic has 32 bits. Nothing is moved. */
+static void test_plain_limits()
+{
+    static const struct {
+        int64_t row_bytes, count, base, rows, stride;
+        bool plain;
+    } cases[] = {
+        {1 << 20, 1, 0, 8, 0, true},
+        {(1 << 20) + 16, 1, 0, 8, 0, false},
+        {16, 1 << 24, 0, 8, 0, true},
+        {16, (1 << 24) + 1, 0, 8, 0, false},
+        {512, 1 << 23, 0, 8, 0, true},
+        {512, (1 << 23) + 1, 0, 8, 0, false},
+        {16, 4, -1, 8, 0, false},
+        {16, 4, 0, int64_t(1) << 31, 0, true},
+        {16, 4, 0, (int64_t(1) << 31) + 1, 0, false},
+        {16, 4, INT32_MAX, 1, 0, true},
+        {16, 4, INT32_MAX, 2, 0, false},
+        {16, 4, int64_t(1) << 31, 0, 0, false},
+        {16, 4, 0, 8, UINT32_MAX, true},
+        {16, 4, 0, 8, int64_t(UINT32_MAX) + 1, false},
+    };
+    for (const auto &c : cases) {
+        void *const far[] = {reinterpret_cast<void *>(uintptr_t(1) << 44), reinterpret_cast<void *>(uintptr_t(1) << 45),
+                             reinterpret_cast<void *>(uintptr_t(1) << 46)};
+        kvprim_move move;
+        uint64_t bits = 0;
+        const kvprim_gather_desc d =
+            gather_of(table_of(far[0], c.count), table_of(c.rows ? far[1] : nullptr, c.rows, c.stride), c.row_bytes,
+                      far[2], KVPRIM_I64, c.base, c.count, nullptr);
+        CHECK(kvprim_gather_moves(&d, &move) == KVPRIM_OK);
+        if (kvpc_is_plain(&move, &bits) != c.plain)
+            fail("case %d", static_cast<int>(&c - cases));
+    }
+}
+
+/* Division by a multiplication is exact up to 2^31. */
+static void test_divisors()
+{
+    std::vector<uint32_t> all = {1u << 31};
+    for (uint32_t by = 1; by < 1000; by++)
+        all.push_back(by);
+    for (int n = 0; n < 3000; n++)
+        all.push_back(1 + static_cast<uint32_t>(below(1u << (1 + n % 31))));
+    for (const uint32_t by : all) {
+        const kvpc_divisor d = kvpc_divisor_of(by);
+        for (int n = 0; n < 40; n++) {
+            const uint32_t most = (1u << 31) - 1, times = most / by;
+            const uint32_t multiple = by * (n < 2 ? times : static_cast<uint32_t>(below(uint64_t(times) + 1)));
+            const uint32_t number = n % 2 && multiple ? multiple - 1 : n == 2 ? most : multiple;
+            if (number <= most &&
+                (kvpc_divide(number, d) != number / by || kvpc_divide(uint64_t(number), d) != number / by))
+                fail("%u / %u", number, by);
+        }
+    }
+}
+
+/* ---- two moves that differ in one thing ---- */
+
+struct two_moves {
+    alignas(16) unsigned char dst[2][4096], src[2][4096];
+    int32_t index[2][32];
+    uint32_t rejected[2];
+};
+
+enum { differ_least, differ_most = 12 }; /* 0: only in memory */
+
+/* Makes move `which`. Gathers have operation 0; transfers have the bits 1 if dst, 2 if src is indexed. */
+static kvprim_move one_of_two(two_moves *m, int which, int operation, int form, int change)
+{
+    const int is = which ? change : 0;
+    kvprim_transfer_desc d = {};
+    kvprim_move move;
+    d.dst = table_of(m->dst[which], 12, 96);
+    d.src = table_of(m->src[which], 12, 96);
+    for (int side = 0; side < 2; side++) {
+        kvprim_table *const t = side ? &d.src : &d.dst;
+        const int in_side = form / 4 % 2 == side ? is : 0;
+        t->rows = is == 1 ? 11 : 12;
+        t->stride = in_side == 2 ? 112 : 96;
+        t->page_rows = form % 2 ? in_side == 3 ? 2 : 4 : 0;
+        t->page_stride = form % 2 ? in_side == 4 ? 544 : 512 : 0;
+        t->heads = form / 2 % 2 || in_side == 5 ? 2 : 0;
+        t->head_stride = t->heads ? in_side == 6 ? 48 : 40 : 0;
+    }
+    d.row_bytes = is == 7 ? 48 : 64;
+    d.count = is == 8 ? 7 : 9;
+    d.index_type = is == 9 ? KVPRIM_I64 : KVPRIM_I32;
+    d.dst_index = operation & 1 ? m->index[is == 10] : nullptr;
+    d.src_index = operation & 2 ? m->index[is == 10] : nullptr;
+    d.dst_index_base = d.src_index_base = is == 11;
+    d.dst_index_stride = d.src_index_stride = 1 + (is == 12);
+    d.rejected = which ? nullptr : &m->rejected[0];
+    kvprim_gather_desc gather =
+        gather_of(d.dst, d.src, d.row_bytes, m->index[is == 10], d.index_type, d.src_index_base, d.count, d.rejected);
+    gather.index_stride = d.src_index_stride;
+    const kvprim_status status = operation ? kvprim_transfer_moves(&d, &move) : kvprim_gather_moves(&gather, &move);
+    if (status != KVPRIM_OK)
+        fail("operation %d, form %d, change %d: %s", operation, form, change, kvprim_last_error());
+    return move;
+}
+
+/* In one launch they do what they do one after the other. */
+static void both_at_once(const int *operations, int form, int change, bool counted)
+{
+    static two_moves got, want;
+    fill(reinterpret_cast<unsigned char *>(&got), sizeof got);
+    for (int32_t i = 0; i < 64; i++) /* distinct; half of them are past the rows */
+        got.index[i / 32][i % 32] = (i % 32 * 7 + i / 32 * 3) % 25 + i % 32 / 25 * 25;
+    memset(got.rejected, 0, sizeof got.rejected);
+    want = got;
+    for (int k = 0; k < 2; k++) {
+        kvprim_move move = one_of_two(&want, k, operations[k], form, change);
+        if (k && counted)
+            move.rejected = &want.rejected[1];
+        CHECK(kvprim_cpu_move(&move, 1) == KVPRIM_OK);
+    }
+    kvprim_move moves[2] = {one_of_two(&got, 0, operations[0], form, change),
+                            one_of_two(&got, 1, operations[1], form, change)};
+    if (counted)
+        moves[1].rejected = &got.rejected[1];
+    CHECK(kvprim_cuda_move(moves, 2, nullptr) == KVPRIM_OK);
+    if (memcmp(&got, &want, sizeof got) != 0)
+        fail("operations %d and %d, form %d, change %d, counted %d: not as one by one", operations[0], operations[1],
+             form, change, counted);
+}
+
+static void test_unlike_moves()
+{
+    static const int operations[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 2}, {2, 0}};
+    for (const int(&both)[2] : operations)
+        for (int form = 0; form < 8; form++) /* pages, heads, and which side differs */
+            for (int change = differ_least; change <= differ_most; change++)
+                for (const bool counted : {false, true})
+                    both_at_once(both, form, change, counted);
+}
+
 static void test_copies_on_write()
 {
     copies_on_write(&memory);
@@ -576,6 +713,8 @@ int main(int argc, char **argv)
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl", test_max_sms);
     run("emulated: dependent launches", test_dependent_launches);
+    run("emulated: limits of plain rows", test_plain_limits);
+    run("emulated: divisors", test_divisors);
     run("emulated: vocabulary shard, padding alone", test_uses);
     run("emulated: bad descriptors", test_refused);
     run("emulated: random gathers", test_fuzzed_gather);
@@ -584,6 +723,7 @@ int main(int argc, char **argv)
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer inside one cache", test_copies_on_write);
     run("emulated: several moves at once", test_moves);
+    run("emulated: two moves that differ in one thing", test_unlike_moves);
     run("emulated: random transfers", test_fuzzed_transfer);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
