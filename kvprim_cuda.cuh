@@ -633,8 +633,8 @@ template <uint32_t most_tasks> struct kvpc_batch {
     kvpc_layer layer[most_layers];
 };
 
-static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers == 231, "said in >>gpu_move");
-static_assert(sizeof(kvpc_batch<4>) <= kvpc_params_bytes && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
+static_assert(kvpc_batch<1>::most_layers == 231 && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
+static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && sizeof(kvpc_batch<4>) <= kvpc_params_bytes, "no room");
 
 typedef struct kvpc_chunk {
     uint64_t dst, src;
@@ -1011,22 +1011,14 @@ static bool kvpc_has_pdl(void)
 /* Whether the error comes from earlier work. A launch only enqueues, so it cannot cause one of these. */
 static bool kvpc_is_earlier(cudaError_t error)
 {
-    switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorInvalidPc:
-    case cudaErrorHardwareStackError:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-        return true;
-    default:
-        return false;
-    }
+    const cudaError_t earlier[] = {
+        cudaErrorIllegalAddress, cudaErrorMisalignedAddress,  cudaErrorInvalidAddressSpace, cudaErrorIllegalInstruction,
+        cudaErrorInvalidPc,      cudaErrorHardwareStackError, cudaErrorLaunchFailure,       cudaErrorLaunchTimeout,
+        cudaErrorAssert,         cudaErrorECCUncorrectable,   cudaErrorNvlinkUncorrectable};
+    for (const cudaError_t one : earlier)
+        if (one == error)
+            return true;
+    return false;
 }
 
 template <class Params>
@@ -1123,12 +1115,12 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
     return KVPRIM_OK;
 }
 #else
-static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
+static kvprim_status kvpc_check_bytes(const char *, const char *, const void *, uint64_t)
 {
     return KVPRIM_OK;
 }
 
-static kvprim_status kvpc_check_bytes(const char *, const char *, const void *, uint64_t)
+static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
 {
     return KVPRIM_OK;
 }
