@@ -783,7 +783,7 @@ enum {
 /* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
    keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads would fit. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
-enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = 3 };
+enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
 #else
 enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
 #endif
