@@ -177,6 +177,7 @@ static void test_uses()
     vocabulary_shard(&memory);
     padding_alone(&memory);
     row_tails(&memory);
+    row_parts(&memory);
 }
 
 static void test_refused()

@@ -899,6 +899,32 @@ static void row_tails(arena *a)
     }
 }
 
+/* Aligned rows of sizes that the kernels cut into parts in different ways; heads that are not aligned. */
+static void row_parts(arena *a)
+{
+    static const int64_t sizes[][2] = {{1536, 0},   {3072, 0},  {1536, 1536}, {3072, 3072}, {1024, 512},
+                                       {512, 1024}, {256, 128}, {128, 256},   {2048, 1024}, {64, 128}};
+    for (const int64_t(&bytes)[2] : sizes) {
+        const int64_t rows = 70, count = 60;
+        char what[60];
+        empty(a);
+        kvprim_store_desc d = {};
+        d.k_cache = place(a, &layouts[0], rows, bytes[0], 0), d.k = place(a, &layouts[0], count, bytes[0], 0);
+        if (bytes[1])
+            d.v_cache = place(a, &layouts[0], rows, bytes[1], 0), d.v = place(a, &layouts[0], count, bytes[1], 0);
+        d.k_bytes = bytes[0], d.v_bytes = bytes[1], d.count = count, d.slot_type = KVPRIM_I32;
+        d.slot = place_index(a, KVPRIM_I32, count, 0, rows, true);
+        snprintf(what, sizeof what, "parts of %lld and %lld bytes", static_cast<long long>(bytes[0]),
+                 static_cast<long long>(bytes[1]));
+        CHECK(try_store(a, &d, what) == RAN);
+        kvprim_gather_desc gather = gather_of(d.k, d.k_cache, bytes[0], d.slot, KVPRIM_I32, 0, count, nullptr);
+        CHECK(try_gather(a, &gather, what) == RAN);
+        gather.src.rows = rows / 2 - 1, gather.src.stride = 2 * bytes[0] + 16;
+        gather.src.heads = 2, gather.src.head_stride = bytes[0] / 2 + 8;
+        CHECK(try_gather(a, &gather, what) == RAN);
+    }
+}
+
 /* ---- descriptors that must be refused ---- */
 
 static kvprim_gather_desc good_gather(arena *a)
