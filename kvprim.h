@@ -1763,7 +1763,7 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
 }
 
 /* Checks V, and K against V. Both have the same slots, which count once. */
-static kvprim_status kvpi_check_pair(kvprim_move *m, const kvprim_store_desc *d)
+static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc *d)
 {
     KVPRIM_TRY(kvpi_check_move(&m[1]));
     KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
@@ -1797,7 +1797,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
                            d->v.data ? "v.data" : "v_bytes");
     KVPRIM_TRY(kvpi_check_move(&m[0]));
-    return has_v ? kvpi_check_pair(m, d) : KVPRIM_OK;
+    return has_v ? kvpi_check_k_and_v(m, d) : KVPRIM_OK;
 }
 
 /* The layers of one side, before its table is checked. */

@@ -385,11 +385,11 @@ KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, 
    Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
 
 /* One table and the rows beside it: K, or V. */
-typedef struct kvpc_pair {
+typedef struct kvpc_ends {
     uint64_t src;
     uint32_t src_stride, dst_stride;
     uint64_t dst;
-} kvpc_pair;
+} kvpc_ends;
 
 /* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
    time is that of these instructions. On sm_90 parameters begin
@@ -399,7 +399,7 @@ typedef struct kvpc_plain {
     uint32_t count, parts_shift; /* see kvpc_begin_row */
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
-    kvpc_pair pair[2];
+    kvpc_ends pair[2];
     uint32_t *rejected;
     uint32_t row_bytes[2];
     uint32_t parts, parts_magic; /* groups of threads that share a row */
@@ -568,7 +568,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const _
     if (!kvpc_begin_row<false>(p, p.pdl, t / lanes, &i, &part))
         return;
     const uint32_t v_side = part >= p.k_parts;
-    const kvpc_pair &pair = p.pair[v_side];
+    const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
     if (!x.inside && part == 0 && t % lanes == 0)
@@ -1156,7 +1156,7 @@ static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
 }
 
 /* Whether two moves are K and V of a store: the same slots, each counted once. */
-static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
+static bool kvpc_is_k_and_v(const kvprim_move *k, const kvprim_move *v)
 {
     return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(&k->dst, &v->dst);
 }
@@ -1516,7 +1516,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
-        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_pair(&moves[0], &moves[1]))))
+        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
     if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
         return kvpc_run_batches<1>(&call, moves, n);
@@ -1526,7 +1526,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
 /* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpc_chunk_count = 128,  /* fragments that are handed out at a time: they stay in the processor's first cache */
+    kvpc_host_chunk = 128,   /* fragments that are handed out at a time: they stay in the processor's first cache */
     kvpc_sample_count = 256, /* fragments: see kvpc_is_mergeable */
     kvpc_table_share = 16,   /* fragments for each entry of the table */
     kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
@@ -1551,7 +1551,7 @@ typedef struct kvpc_unpack_job {
     kvpc_unpack head;            /* what all launches have in common */
     uint32_t lead;               /* bytes, at most, between a 16-byte boundary of dst and a fragment's first byte */
     bool merge, small, aligned, started, overlap;
-    kvprim_fragment merged[kvpc_chunk_count];
+    kvprim_fragment merged[kvpc_host_chunk];
 } kvpc_unpack_job;
 
 /* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
@@ -1584,7 +1584,7 @@ static const kvprim_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
 {
     const uint64_t left = (uint64_t)(job->desc->fragments + job->desc->count - job->next);
     if (job->merge) {
-        *count = kvpc_merge(job, *count < kvpc_chunk_count ? *count : (uint64_t)kvpc_chunk_count);
+        *count = kvpc_merge(job, *count < kvpc_host_chunk ? *count : (uint64_t)kvpc_host_chunk);
         return job->merged;
     }
     *count = *count < left ? *count : left;
@@ -1753,7 +1753,7 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
         }
     h->table = bytes / 4;
     for (uint64_t at = 0, count; at < h->count; at += count) {
-        count = h->count - at < kvpc_chunk_count ? h->count - at : (uint64_t)kvpc_chunk_count;
+        count = h->count - at < kvpc_host_chunk ? h->count - at : (uint64_t)kvpc_host_chunk;
         const kvprim_fragment *const f = kvpc_take(job, &count);
         uint32_t *const first_tile = (uint32_t *)data + h->first_tile.at + at;
         kvpc_store_column(&job->src, &h->src, data, at, f, count, &kvprim_fragment::src_offset);
