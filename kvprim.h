@@ -116,7 +116,8 @@ extern "C" {
 
 /* >>version -------------------------------------------------------------------------------------------------------- */
 
-/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this library. */
+/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this
+   library. */
 KVPRIM_API uint32_t kvprim_version(void);
 
 /* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
@@ -174,8 +175,8 @@ typedef enum kvprim_dtype {
 /* >>prefix ---------------------------------------------------------------------------------------------------------
 
    Returns how many leading tokens two arrays share: 0 to min(a_len, b_len). Nothing past the end of either array is
-   read. The arrays may be the same or overlap. An array may be NULL if its length is 0; NULL with a length returns 0 and
-   sets kvprim_last_error(). Thread-safe, including the first call. */
+   read. The arrays may be the same or overlap. An array may be NULL if its length is 0; NULL with a length returns 0
+   and sets kvprim_last_error(). Thread-safe, including the first call. */
 KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len);
 KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len);
 
@@ -188,8 +189,8 @@ KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows);
 
 /* Compares one query with keys_count keys: out_len[i] = kvprim_prefix_i32(query, query_len, keys[i], key_lens[i]).
    Returns the index of the key with the longest match, the first of several, or KVPRIM_PREFIX_NONE. out_len may be NULL
-   and must not overlap the other arguments. A query or key may be NULL if its length is 0, and without keys nothing else
-   is looked at. Any other NULL is an error: nothing is written. */
+   and must not overlap the other arguments. A query or key may be NULL if its length is 0, and without keys nothing
+   else is looked at. Any other NULL is an error: nothing is written. */
 KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                          const size_t *key_lens, size_t keys_count, size_t *out_len);
 
@@ -794,9 +795,9 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
     return (size_t)_tzcnt_u32(diff | ~(uint32_t)lanes);
 }
 
-/* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function loads
-   whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens that
-   are equal. */
+/* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function
+   loads whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens
+   that are equal. */
 KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
 {
     const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;
@@ -855,8 +856,8 @@ KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(cons
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
 
-/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them, and
-   keys that start near the end of a page. */
+/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them,
+   and keys that start near the end of a page. */
 KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                              const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
@@ -2085,8 +2086,9 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     return s;
 }
 
-/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names them,
-   prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see kvpi_stream_bytes. */
+/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names
+   them, prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see
+   kvpi_stream_bytes. */
 KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
 {
     /* A copy, so that the compiler knows that no row lies over it. No call gets its address: it would escape. */

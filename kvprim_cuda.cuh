@@ -43,11 +43,11 @@
            >>impl_calls           the public functions
 
    Rules that hold for every function here
-       Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status, and a
-                  text that begins with its own name. KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error()
-                  says why, and whether earlier work has failed; CUDA's own last error is cleared. CUDA reports an error that happens on the GPU later (a host pointer
-                  in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes several
-                  launches, those before a refused one are enqueued.
+       Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether earlier work has
+                  failed, and CUDA's own last error is cleared. CUDA reports an error that happens on the GPU later (a
+                  host pointer in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes
+                  several launches, those before a refused one are enqueued. Each text begins with the function's name.
        Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
        Threads    Any number of threads may call every function at once.
@@ -99,9 +99,9 @@ typedef struct kvprim_cuda_launch {
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   Gather, store, transfer and unpack do what the functions of kvprim.h without _cuda in their names do: same descriptor,
-   rules, aliasing and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a reserved field that
-   is not 0 is KVPRIM_ERROR_ARGUMENT. */
+   Gather, store, transfer and unpack do what the functions of kvprim.h without _cuda in their names do: same
+   descriptor, rules, aliasing and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
+   reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -115,21 +115,20 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
-/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of them
-   again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
+/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
+   them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
    layers: K and V of different width, values and their scales. More take several. The moves of a call run in no
    particular order, so none may touch what another writes; they may share one `rejected`. `moves` and layer arrays are
-   host memory, read before the call returns. Saves the host the checks.
-   Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   host memory, read before the call returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of
    one size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all
-   lie equally far apart; for several sizes it is up to 24 bytes each, and 4 for every 16. If many are adjacent, adjacent
-   ones move as one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA before 12.1; a
-   newer one needs a driver of at least 12.1). Larger batches go out in several launches, which overlap where pdl works
-   and max_sms is 0; what follows in the stream follows them all. The call takes about 36 KB of the caller's stack. */
+   lie equally far apart; for several sizes it is up to 24 bytes each, and 4 for every 16. If many are adjacent,
+   adjacent ones move as one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA
+   before 12.1; a newer one needs a driver of at least 12.1). Larger batches go out in several launches, which overlap
+   where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -161,9 +160,9 @@ KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
                  __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
 }
 
-/* `lanes` threads copy together. Thread t writes: byte t before the first 16-byte boundary of dst; then every `lanes`-th
-   16-byte word, starting with word t; then byte t after the last word. An unaligned source word is read as the two
-   aligned words that it lies in. */
+/* `lanes` threads copy together. Thread t writes: byte t before the first 16-byte boundary of dst; then every
+   `lanes`-th 16-byte word, starting with word t; then byte t after the last word. An unaligned source word is read as
+   the two aligned words that it lies in. */
 template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
 {
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
@@ -300,7 +299,7 @@ KVPRIM_DEVICE char *kvpc_global(uint64_t address)
     return (char *)__cvta_global_to_generic((size_t)address);
 }
 
-/* base + row * stride. In PTX, because otherwise the compiler loads base from constant memory only after the row's test. */
+/* base + row * stride. In PTX, because the compiler would load base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
     uint64_t address;
@@ -337,8 +336,8 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 }
 
 /* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
-   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them do
-   if !reads. */
+   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them
+   do if !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -369,7 +368,7 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
         *dst = (char)v.x;
 }
 
-/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; otherwise all of it. */
+/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; else all of it. */
 template <uint32_t loads, bool exact, bool tails>
 KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -408,8 +407,8 @@ typedef struct kvpc_plain {
     uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it returns
-   true. `exact`: `parts` is a power of two. */
+/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it
+   returns true. `exact`: `parts` is a power of two. */
 template <bool exact>
 KVPRIM_DEVICE bool kvpc_begin_row(const kvpc_plain &p, bool pdl, uint32_t group, uint32_t *row, uint32_t *part)
 {
@@ -522,13 +521,13 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const _
         kvpc_count_rejected(p, x);
 }
 
-/* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has in
-   its word w the bytes 16 w - lead to 16 w - lead + 15.
+/* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
+   in its word w the bytes 16 w - lead to 16 w - lead + 15.
    - Each thread writes kvpc_bytes_loads words, `step` apart, from word `first` on.
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
-   - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
+   - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for its place. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
@@ -585,8 +584,8 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const _
 /* >>impl_move_kernels -----------------------------------------------------------------------------------------------
 
    Moves with pages, heads, layers or 64-bit sizes, several moves in a launch, and moves on few multiprocessors. A unit
-   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group of
-   threads moves at once: a unit, or a part of a long one. */
+   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group
+   of threads moves at once: a unit, or a part of a long one. */
 
 /* What names the rows of one side. */
 typedef struct kvpc_naming {
@@ -781,7 +780,7 @@ enum {
 };
 
 /* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
-   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads would fit. */
+   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
 enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
 #else
@@ -1225,8 +1224,8 @@ static bool kvpc_fills(int64_t row_bytes, int64_t part)
 }
 
 /* Two loads per thread, and a whole warp where a row has that much: more in flight gains nothing. Short rows take one
-   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one block
-   per nanosecond, so a large launch needs large blocks. */
+   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one
+   block per nanosecond, so a large launch needs large blocks. */
 static kvprim_status kvpc_gather_by_size(const kvpc_call *call, kvpc_plain *p)
 {
     const int64_t row_bytes = p->row_bytes[0];
@@ -1450,8 +1449,8 @@ static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
            kvpc_is_alike_side(&a->dst, &b->dst) && kvpc_is_alike_side(&a->src, &b->src);
 }
 
-/* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `alike`: the
-   batch's last task does for them, too. */
+/* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `alike`:
+   the batch's last task does for them, too. */
 template <uint32_t most_tasks>
 static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvprim_move *m, int32_t first,
                                uint64_t *bits)

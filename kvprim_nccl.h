@@ -35,7 +35,7 @@
        Kernels
        >>impl_protocol    how ranks exchange data: slots, turns, stops
        >>impl_device      parameters of a kernel; loads and stores of slots
-       >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol; the flip: >>impl_kernel)
+       >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums, and which packs and ranks they take
