@@ -144,7 +144,7 @@ static void test_transfer()
 static void test_layers()
 {
     layer_matrix(&memory);
-    for (const int32_t layers : {1, 128, 216, 217, 433}) {
+    for (const int32_t layers : {1, 128, 231, 232, 433}) {
         std::vector<unsigned char> dst(433), src(433);
         kvprim_transfer_desc d = {};
         d.dst = table_of(dst.data(), 1);
@@ -154,9 +154,34 @@ static void test_layers()
         fill(src.data(), src.size());
         const unsigned before_it = kvprim_emulate_launches;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
-        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 215) / 216);
+        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 230) / 231);
         CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
     }
+}
+
+/* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
+   layers, are one launch. */
+static void test_launches_of_moves()
+{
+    unsigned char bytes[4096] = {0};
+    const int32_t index[4] = {0, 1, 2, 3};
+    kvprim_move m[5];
+    for (size_t n = 1; n <= 5; n++)
+        for (int kind = 0; kind < 4; kind++) {
+            for (size_t k = 0; k < n; k++) {
+                kvprim_transfer_desc d = {};
+                d.dst = table_of(bytes + 256 * k, 4);
+                d.src = table_of(bytes + 2048 + 256 * k, 4);
+                d.row_bytes = kind % 2 ? static_cast<int64_t>(16 + 16 * k) : 16;
+                d.count = 4;
+                if (kind < 2)
+                    d.dst_index = d.src_index = index, d.index_type = KVPRIM_I32;
+                CHECK(kvprim_transfer_moves(&d, &m[k]) == KVPRIM_OK);
+            }
+            const unsigned first = kvprim_emulate_launches;
+            CHECK(kvprim_cuda_move(m, n, nullptr) == KVPRIM_OK);
+            CHECK(kvprim_emulate_launches - first == (n == 5 && kind % 2 ? 2u : 1u));
+        }
 }
 
 static void test_moves()
@@ -724,6 +749,7 @@ int main(int argc, char **argv)
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer inside one cache", test_copies_on_write);
     run("emulated: several moves at once", test_moves);
+    run("emulated: moves, number of launches", test_launches_of_moves);
     run("emulated: two moves that differ in one thing", test_unlike_moves);
     run("emulated: random transfers", test_fuzzed_transfer);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
