@@ -192,6 +192,7 @@ static void test_refused()
 static void test_transfer()
 {
     transfer_matrix(&memory);
+    transfer_heads_apart(&memory);
     transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
 }
 

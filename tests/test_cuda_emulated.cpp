@@ -137,6 +137,7 @@ static void test_refused()
 static void test_transfer()
 {
     transfer_matrix(&memory);
+    transfer_heads_apart(&memory);
     transfer_counts(&memory, 4 << 20);
 }
 
@@ -156,6 +157,10 @@ static void test_layers()
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
         CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 230) / 231);
         CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
+        static const int32_t past[1] = {1};
+        uint32_t rejected = 0;
+        d.src_index = past, d.index_type = KVPRIM_I32, d.rejected = &rejected;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 1); /* however many launches */
     }
 }
 
@@ -362,7 +367,9 @@ static void both_at_once(const int *operations, int form, int change, bool count
                             one_of_two(&got, 1, operations[1], form, change)};
     if (counted)
         moves[1].rejected = &got.rejected[1];
+    const unsigned launches = kvprim_emulate_launches;
     CHECK(kvprim_cuda_move(moves, 2, nullptr) == KVPRIM_OK);
+    CHECK(kvprim_emulate_launches - launches == 1);
     if (memcmp(&got, &want, sizeof got) != 0)
         fail("operations %d and %d, form %d, change %d, counted %d: not as one by one", operations[0], operations[1],
              form, change, counted);
@@ -692,6 +699,63 @@ static void test_long_gathers()
     one_long_gather(16);
 }
 
+/* Three moves of 1.5 * 2^30 chunks each, all together more than 2^32, of which only the last block runs. */
+static void test_long_moves()
+{
+    enum { moves = 3, layers = 96 };
+    const int64_t count = 1 << 24;
+    const uint64_t index_bytes = static_cast<uint64_t>(count) * 4;
+    unsigned char *const index = reserve_addresses(index_bytes), *dst[moves];
+    unsigned char row[moves];
+    void *same[layers]; /* of all sources */
+    kvprim_move all[moves];
+    fill(row, sizeof row);
+    for (void *&layer : same)
+        layer = row;
+    for (int64_t n = 0; n < moves && index; n++) {
+        kvprim_transfer_desc d = {};
+        dst[n] = reserve_addresses(static_cast<uint64_t>((n + 1) * count * layers));
+        if (!dst[n])
+            return;
+        d.dst = table_of(dst[n], count), d.src = table_of(nullptr, 1);
+        d.src_layers = same, d.layers = layers;
+        d.row_bytes = n + 1;
+        d.src_index = index, d.index_type = KVPRIM_I32, d.count = count;
+        CHECK(kvprim_transfer_moves(&d, &all[n]) == KVPRIM_OK);
+    }
+    if (!index)
+        return;
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_move(all, moves, nullptr) == KVPRIM_OK);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(dst[moves - 1] + moves * (count * layers - 1), row, moves) == 0);
+    for (int64_t n = 0; n < moves; n++)
+        munmap(dst[n], static_cast<uint64_t>((n + 1) * count * layers));
+    munmap(index, index_bytes);
+}
+
+/* More than 2^31 rows in pages: rows are divided in 64 bits. */
+static void test_many_pages()
+{
+    const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
+    const uint64_t bytes = static_cast<uint64_t>(rows) * 4 / 3 + 8;
+    unsigned char *const table = reserve_addresses(bytes);
+    unsigned char input[4], output[4];
+    if (!table)
+        return;
+    fill(input, sizeof input);
+    kvprim_table cache = pages_of(table, rows, 3, 4);
+    cache.stride = 1;
+    const kvprim_store_desc store = store_of(cache, table_of(input, 4), 1, index, KVPRIM_I64, 4, nullptr);
+    const kvprim_gather_desc gather = gather_of(table_of(output, 4), cache, 1, index, KVPRIM_I64, 0, 4, nullptr);
+    CHECK(kvprim_cuda_store(&store, nullptr) == KVPRIM_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK(*static_cast<unsigned char *>(kvprim_table_row(&cache, index[i])) == input[i]);
+    CHECK(kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK);
+    CHECK(memcmp(input, output, 3) == 0 && output[3] == 0);
+    munmap(table, bytes);
+}
+
 /* The bytes around a fragment are zero before and after. */
 static void one_far_batch(const far_case *c)
 {
@@ -767,6 +831,8 @@ int main(int argc, char **argv)
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);
+    run("emulated: past 2^32 chunks", test_long_moves);
+    run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
 #endif
     return finish();

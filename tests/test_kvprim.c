@@ -1091,7 +1091,8 @@ static void test_transfer_errors(void)
     static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
     int32_t index[2] = {1, 3};
     void *const dst_layers[2] = {dst, dst + 2048}, *const src_layers[2] = {src, src + 512};
-    void *const null_layers[2] = {src, NULL}, *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
+    void *const null_layers[2] = {src, NULL}, *const none[2] = {NULL, NULL};
+    void *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
     const kvprim_transfer_desc good = {.dst = table_of(dst, 8),
                                        .src = table_of(src, 8),
                                        .layers = 2,
@@ -1132,6 +1133,7 @@ static void test_transfer_errors(void)
     BAD(dst_index_stride = -1, KVPRIM_ERROR_SIZE, "dst_index_stride is -1");
     BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
     BAD(src = table_of(NULL, 0); d.src_layers = src_layers, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(src = table_of(NULL, 0); d.src_layers = none, KVPRIM_ERROR_SIZE, "src.rows is 0");
     BAD(dst.heads = 2, KVPRIM_ERROR_SIZE, "dst.head_stride is 0");
     BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
     BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");

@@ -306,6 +306,22 @@ static void transfer_counts(arena *a, int64_t most_bytes)
             }
 }
 
+/* Rows without an index that follow each other without a gap, except that the heads of one side lie apart. */
+static void transfer_heads_apart(arena *a)
+{
+    for (int side = 0; side < 2; side++) {
+        empty(a);
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(reserve(a, 4096, 0), 8, 64);
+        d.src = table_of(reserve(a, 4096, 0), 8, 64);
+        (side ? d.src : d.dst).heads = 2;
+        (side ? d.src : d.dst).head_stride = 1024;
+        d.row_bytes = 64;
+        d.count = 8;
+        CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
+    }
+}
+
 /* Runs a few of everything, for the options of a launch and the kinds of memory. */
 static void small_transfers(arena *a)
 {
@@ -637,6 +653,9 @@ static void bad_moves(arena *a)
     (void)kvprim_fail(KVPRIM_OK, "-");
     CHECK(kvprim_cuda_move(m, 2, &bad) == KVPRIM_ERROR_ARGUMENT);
     CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_move: ", 18) == 0 && strstr(kvprim_last_error(), "pdl"));
+    kvprim_cuda_launch reserved = launch_like(a, 0, 0);
+    reserved.reserved = 1;
+    CHECK(kvprim_cuda_move(m, 2, &reserved) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "reserved"));
     (void)kvprim_fail(KVPRIM_OK, "-");
     CHECK(kvprim_cuda_move(nullptr, 1, a->launch) == KVPRIM_ERROR_NULL);
     CHECK(strcmp(kvprim_last_error(), "kvprim_cuda_move: moves is NULL") == 0);
