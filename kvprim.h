@@ -36,10 +36,12 @@
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
-           >>impl_table           defaults, page arithmetic, how far a table reaches
-           >>impl_check           checks of one side, of a move, of layers, of K beside V
+           >>impl_table           defaults; where a row and a layer start; how far a table reaches
+           >>impl_check           checks of one side, its index and `rejected`
+           >>impl_check_layers    overlap of layers
+           >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
-           >>impl_cpu_move        the executor: index rule, zero fill, copies
+           >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_unpack
 
    Rules that hold for every function here
@@ -114,7 +116,8 @@ extern "C" {
 
 /* >>version -------------------------------------------------------------------------------------------------------- */
 
-/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not call on. */
+/* KVPRIM_VERSION of the unit that implements kvprim. A caller that was compiled with another header must not use this
+   library. */
 KVPRIM_API uint32_t kvprim_version(void);
 
 /* sizeof a structure of this header by its name ("kvprim_table"), for bindings that declare it again; 0 for an unknown
@@ -142,7 +145,7 @@ typedef enum kvprim_status {
 #undef KVPRIM_STATUS_ENUM
 } kvprim_status;
 
-/* "KVPRIM_ERROR_SIZE" for KVPRIM_ERROR_SIZE; "unknown kvprim_status" for a number that is none. Static storage. */
+/* "KVPRIM_ERROR_SIZE" for KVPRIM_ERROR_SIZE; "unknown kvprim_status" for any other number. Static storage. */
 KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 
 /* One sentence for a status, without the particulars. Static storage. */
@@ -172,8 +175,8 @@ typedef enum kvprim_dtype {
 /* >>prefix ---------------------------------------------------------------------------------------------------------
 
    Returns how many leading tokens two arrays share: 0 to min(a_len, b_len). Nothing past the end of either array is
-   read. The arrays may be the same or overlap. An array may be NULL if its length is 0; NULL with a length returns 0 and
-   sets kvprim_last_error(). Thread-safe, including the first call. */
+   read. The arrays may be the same or overlap. An array may be NULL if its length is 0; NULL with a length returns 0
+   and sets kvprim_last_error(). Thread-safe, including the first call. */
 KVPRIM_API size_t kvprim_prefix_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len);
 KVPRIM_API size_t kvprim_prefix_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len);
 
@@ -186,8 +189,8 @@ KVPRIM_API size_t kvprim_prefix_pages(size_t matched, size_t page_rows);
 
 /* Compares one query with keys_count keys: out_len[i] = kvprim_prefix_i32(query, query_len, keys[i], key_lens[i]).
    Returns the index of the key with the longest match, the first of several, or KVPRIM_PREFIX_NONE. out_len may be NULL
-   and must not overlap the other arguments. A query or key may be NULL if its length is 0, and without keys nothing else
-   is looked at. Any other NULL is an error: nothing is written. */
+   and must not overlap the other arguments. A query or key may be NULL if its length is 0, and without keys nothing
+   else is looked at. Any other NULL is an error: nothing is written. */
 KVPRIM_API size_t kvprim_prefix_many_i32(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                          const size_t *key_lens, size_t keys_count, size_t *out_len);
 
@@ -231,8 +234,8 @@ typedef struct kvprim_table {
                             is an error */
     int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
     int64_t page_rows; /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Rows must not overlap each other */
-    int32_t heads;          /* a row lies in this many equal pieces, and divides by it; 0 or 1: in one */
+    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
     int32_t reserved_heads; /* reserved fields are 0, here and below */
     int64_t head_stride;    /* piece to piece; required if heads > 1 */
     int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
@@ -240,10 +243,11 @@ typedef struct kvprim_table {
     int64_t reserved[2];
 } kvprim_table;
 
-/* The type of indices and slots. 0 is an error wherever an index is given. */
+/* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error wherever an index is
+   given. */
 typedef enum kvprim_index_type { KVPRIM_I32 = 1, KVPRIM_I64 = 2 } kvprim_index_type;
 
-/* The table with the default in place of every 0 that stands for one, for rows of row_bytes; heads is at least 1. */
+/* Returns the table with its defaults filled in for rows of row_bytes; heads is at least 1. */
 KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_bytes);
 
 /* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
@@ -303,7 +307,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
 typedef struct kvprim_transfer_desc {
     kvprim_table dst, src;   /* geometry, and layer 0's memory */
     void *const *dst_layers; /* optional host arrays of `layers` base pointers, in place of dst.data ... */
-    void *const *src_layers; /* ... and src.data; free to reuse when the call returns */
+    void *const *src_layers; /* ... and src.data; free to reuse when kvprim_transfer returns */
     int64_t dst_layer_stride, src_layer_stride; /* layer to layer without such an array; 0: packed, padding included */
     int32_t layers;                             /* at most KVPRIM_MAX_LAYERS; 0 means 1 */
     int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
@@ -320,43 +324,42 @@ typedef struct kvprim_transfer_desc {
 } kvprim_transfer_desc;
 
 /* Limits: more is KVPRIM_ERROR_SIZE. */
-enum { KVPRIM_MAX_LAYERS = 65536, KVPRIM_MAX_INDEX_STRIDE = 1 << 28 };
+enum {
+    KVPRIM_MAX_LAYERS = 65536,        /* their check takes less than 0.1 s, whatever their order */
+    KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
+};
 
 /* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
    Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
    (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
+   With more than one layer the check takes about 34 KB of stack.
    Errors: as kvprim_gather; ARGUMENT also for same_cache (neither 0 nor 1, or with two caches). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
 
-   For each fragment: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
+   Each fragment moves: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
 typedef struct kvprim_fragment {
     uint64_t src_offset, dst_offset, bytes; /* bytes may be 0 */
 } kvprim_fragment;
 
 typedef struct kvprim_unpack_desc {
     const void *src;
-    uint64_t src_bytes; /* no fragment may reach past it */
+    uint64_t src_bytes; /* no fragment may reach past them */
     void *dst;
-    uint64_t dst_bytes; /* the same */
+    uint64_t dst_bytes; /* no fragment may reach past them */
     const kvprim_fragment *fragments;
-    size_t count;    /* host memory, free to reuse when the call returns */
-    void *workspace; /* not looked at on the CPU: see kvprim_unpack_workspace_bytes */
-    size_t workspace_bytes;
+    size_t count;     /* of fragments; they are host memory, free to reuse when the call returns */
+    int64_t reserved; /* must be 0 */
 } kvprim_unpack_desc;
 
-/* Sources may overlap each other. Destinations must not: where they do, the bytes are unspecified (with KVPRIM_DEBUG:
-   KVPRIM_ERROR_OVERLAP).
-   Aliasing: [dst, dst + dst_bytes) must overlap neither [src, src + src_bytes) nor the fragments.
-   Errors: NULL, SIZE, OVERLAP, BOUNDS (names the fragment). */
+/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
+   call fails with KVPRIM_ERROR_OVERLAP).
+   Aliasing: [dst, dst + dst_bytes) must not overlap [src, src + src_bytes) or the fragments.
+   Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP, BOUNDS (names the fragment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
-
-/* Bytes of pinned host memory in which kvprim_cuda_unpack can describe any `count` fragments to the GPU: see there. The
-   CPU needs none. Saturates at SIZE_MAX. */
-KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
 
 /* >>move -----------------------------------------------------------------------------------------------------------
 
@@ -364,9 +367,10 @@ KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count);
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to. Between runs the caller may point table.data,
-   layers, index or rejected at other memory of the same layout and alignment, and may lower count. All other fields
-   are read-only. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays again. Between
+   runs the caller may point table.data (or layers, if it is set), index or rejected at other memory of the same layout
+   and alignment, and may lower count. All other fields are read-only, and so is rejected of a store's V move, which
+   does not count. A captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -398,7 +402,8 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). After an error the contents of
+   `moves` are unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -411,8 +416,8 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
 
-   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with every default filled
-   in. */
+   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
+   of every table and index that the call uses; with count == 0, a copy. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
@@ -519,6 +524,9 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 144, "kvprim_side");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 336, "kvprim_move");
 #endif
@@ -540,6 +548,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
                    {"kvprim_side", sizeof(kvprim_side)},
+                   {"kvprim_move_names", sizeof(kvprim_move_names)},
                    {"kvprim_move", sizeof(kvprim_move)}};
     for (size_t i = 0; struct_name && i < sizeof structs / sizeof *structs; i++)
         if (strcmp(struct_name, structs[i].name) == 0)
@@ -580,7 +589,7 @@ KVPRIM_API const char *kvprim_last_error(void)
 
 KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
 {
-    char text[sizeof kvpi_error_text]; /* an argument may be the text of before */
+    char text[sizeof kvpi_error_text]; /* an argument may point to kvpi_error_text */
     va_list args;
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
@@ -786,9 +795,9 @@ KVPRIM_AVX512 static inline size_t kvpi_short_avx512(const int32_t *a, const int
     return (size_t)_tzcnt_u32(diff | ~(uint32_t)lanes);
 }
 
-/* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function loads
-   whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens that
-   are equal. */
+/* a + i is aligned to a cache line and b + i is not, so every load from b + i would cross two lines. This function
+   loads whole lines of b and permutes each vector out of two of them. Returns i, advanced past the blocks of 64 tokens
+   that are equal. */
 KVPRIM_AVX512 static inline size_t kvpi_shifted_avx512(const int32_t *a, const int32_t *b, size_t i, size_t n)
 {
     const size_t shift = ((uintptr_t)(b + i) >> 2) % 16;
@@ -847,8 +856,8 @@ KVPRIM_AVX512 __attribute__((noinline)) static size_t kvpi_many_rest_avx512(cons
     return kvprim_prefix_i32_avx512(query, n, key, n);
 }
 
-/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them, and
-   keys that start near the end of a page. */
+/* The first 16 tokens of the query stay in a register. The function above compares only keys that share all of them,
+   and keys that start near the end of a page. */
 KVPRIM_AVX512 static size_t kvpi_many_avx512(const int32_t *query, size_t query_len, const int32_t *const *keys,
                                              const size_t *key_lens, size_t keys_count, size_t *out_len)
 {
@@ -1101,7 +1110,7 @@ static uint64_t kvpi_mul(uint64_t a, uint64_t b)
 
 static uint64_t kvpi_add(uint64_t a, uint64_t b)
 {
-    return a > kvpi_too_large - b ? kvpi_too_large : a + b;
+    return b > kvpi_too_large || a > kvpi_too_large - b ? kvpi_too_large : a + b;
 }
 
 static int64_t kvpi_piece_of(const kvprim_table *t, int64_t row_bytes)
@@ -1193,8 +1202,8 @@ static const char *kvpi_index_name(const kvprim_move *m, const kvprim_side *side
 }
 
 /* "kvprim_store: k_cache.stride is 8, less than a row's bytes, 16". A layer stride is no field of the table. */
-static kvprim_status kvpi_bad(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
-                              const char *why, uint64_t other)
+static kvprim_status kvpi_fail_field(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
+                                     const char *why, uint64_t other)
 {
     const char *const joint = strcmp(field, "layer_stride") == 0 ? "_" : ".";
     return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s%s%s is %lld, %s %llu", m->names->function, kvpi_name(m, side), joint,
@@ -1207,7 +1216,7 @@ static kvprim_status kvpi_not_zero(const char *function, const char *field)
 }
 
 /* The rows of a side that a move can touch. */
-static int64_t kvpi_used(const kvprim_move *m, const kvprim_side *side)
+static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 {
     return side->index ? side->table.rows : m->count;
 }
@@ -1217,34 +1226,35 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
 {
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = m->row_bytes, piece = kvpi_piece_of(t, row_bytes);
+    const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
                            (long long)row_bytes);
     if (t->rows < 0)
-        return kvpi_bad(m, side, "rows", t->rows, "less than", 0);
-    if (t->rows < kvpi_used(m, side))
-        return kvpi_bad(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
+        return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
+    if (t->rows < kvpi_used_rows(m, side))
+        return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
     if (t->rows == 0 && (t->data || side->layers))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
                            kvpi_name(m, side));
     if (t->page_rows < 0)
-        return kvpi_bad(m, side, "page_rows", t->page_rows, "less than", 0);
+        return kvpi_fail_field(m, side, "page_rows", t->page_rows, "less than", 0);
     if (t->heads < 0)
-        return kvpi_bad(m, side, "heads", t->heads, "less than", 0);
+        return kvpi_fail_field(m, side, "heads", t->heads, "less than", 0);
     if (t->heads > 1 && piece * t->heads != row_bytes)
-        return kvpi_bad(m, side, "heads", t->heads, "which does not divide the bytes of a row,", (uint64_t)row_bytes);
+        return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the bytes of a row,",
+                               (uint64_t)row_bytes);
     if (t->stride && t->stride < piece)
-        return kvpi_bad(m, side, "stride", t->stride,
-                        t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,",
-                        (uint64_t)piece);
+        return kvpi_fail_field(m, side, "stride", t->stride, least, (uint64_t)piece);
     if (t->page_stride < 0 || (t->page_rows && t->page_stride && t->page_stride < piece))
-        return kvpi_bad(m, side, "page_stride", t->page_stride, "less than a row's bytes,", (uint64_t)piece);
+        return kvpi_fail_field(m, side, "page_stride", t->page_stride, least, (uint64_t)piece);
     if (t->head_stride < 0 || (t->heads > 1 && t->head_stride < piece))
-        return kvpi_bad(m, side, "head_stride", t->head_stride, "less than the bytes of one head,", (uint64_t)piece);
+        return kvpi_fail_field(m, side, "head_stride", t->head_stride, "less than the bytes of one head,",
+                               (uint64_t)piece);
     if (t->bytes < 0)
-        return kvpi_bad(m, side, "bytes", t->bytes, "less than", 0);
+        return kvpi_fail_field(m, side, "bytes", t->bytes, "less than", 0);
     if (side->layer_stride < 0)
-        return kvpi_bad(m, side, "layer_stride", side->layer_stride, "less than", 0);
+        return kvpi_fail_field(m, side, "layer_stride", side->layer_stride, "less than", 0);
     if (t->reserved_heads | t->reserved[0] | t->reserved[1])
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
@@ -1271,8 +1281,8 @@ static kvprim_status kvpi_span(const kvprim_move *m, const kvprim_side *side, kv
         const kvpi_loop loop = loops[least];
         loops[least] = loops[k];
         if (loop.n > 1 && loop.stride < *span)
-            return kvpi_bad(m, side, loop.field, (int64_t)loop.stride,
-                            "but what lies inside that step takes bytes:", *span);
+            return kvpi_fail_field(m, side, loop.field, (int64_t)loop.stride,
+                                   "but what lies inside that step takes bytes:", *span);
         if (loop.n > 1)
             *span = kvpi_add(*span, kvpi_mul(loop.n - 1, loop.stride));
     }
@@ -1305,8 +1315,8 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     uint64_t span;
     KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(m->row_bytes / t->heads), &span));
     if (span >= kvpi_too_large)
-        return kvpi_bad(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used(m, side), m->row_bytes);
+        return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), m->row_bytes);
     return KVPRIM_OK;
 }
 
@@ -1314,9 +1324,9 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
     const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)m->row_bytes;
-    const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used(m, side);
+    const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
-        return kvpi_bad(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
+        return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
     side->bytes = used ? (used - 1) * stride + row_bytes : 0;
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)kvpi_mul(rows, stride);
@@ -1332,7 +1342,7 @@ static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *s
         reach = kvpi_add(reach, kvpi_mul((uint64_t)m->layers - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
-    return kvpi_bad(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
+    return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
 }
 
 /* Checks a side and fills in its defaults and its bytes. */
@@ -1351,7 +1361,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_loops(m, side));
     if (t->bytes)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
-    if (!t->data && kvpi_used(m, side) > 0)
+    if (!t->data && kvpi_used_rows(m, side) > 0)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
 }
@@ -1377,6 +1387,9 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s_stride is %lld, less than 0 or more than %lld", function, name,
                            (long long)side->index_stride, (long long)KVPRIM_MAX_INDEX_STRIDE);
+    if (kvpi_index_bytes(m, side) >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %lld, which makes %s larger than %llu", function,
+                           (long long)m->count, name, (unsigned long long)kvpi_too_large);
     return KVPRIM_OK;
 }
 
@@ -1393,7 +1406,7 @@ typedef struct kvpi_bytes {
     uint64_t bytes;
 } kvpi_bytes;
 
-static kvprim_status kvpi_overlaps(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
+static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_bytes b, const char *advice)
 {
     return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s (%p, %llu bytes) overlaps %s (%p, %llu bytes)%s", function, a.name,
                        a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
@@ -1432,7 +1445,7 @@ static kvprim_status kvpi_check_outside(const kvprim_move *m, const kvprim_side 
         const char *const layer = kvprim_side_layer(side, l);
         if (kvpi_overlap(layer, side->bytes, data, bytes)) {
             const kvpi_bytes a = {name, data, bytes}, b = {kvpi_name(m, side), layer, side->bytes};
-            return kvpi_overlaps(m->names->function, a, b, "");
+            return kvpi_fail_overlap(m->names->function, a, b, "");
         }
     }
     return KVPRIM_OK;
@@ -1453,15 +1466,15 @@ static kvprim_status kvpi_check_rejected(const kvprim_move *m, const kvpi_hull *
         if (side->index && kvpi_overlap(m->rejected, 4, side->index, kvpi_index_bytes(m, side))) {
             const kvpi_bytes a = {"rejected", m->rejected, 4},
                              b = {kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)};
-            return kvpi_overlaps(m->names->function, a, b, "");
+            return kvpi_fail_overlap(m->names->function, a, b, "");
         }
     }
     return KVPRIM_OK;
 }
 
-/* ---- layers ---- */
+/* >>impl_check_layers ---------------------------------------------------------------------------------------------- */
 
-enum { kvpi_sorted_layers = 2048 }; /* at a time: with as much to merge into, 32 KB of stack */
+enum { kvpi_sorted_layers = 2048 }; /* layers sorted at a time; two such arrays take 32 KB of stack */
 
 /* Sorts n > 0 addresses: merges neighbouring ascending runs until there is one, which is in `a` or in `other`. Layers
    mostly form few runs: all of K, then all of V. */
@@ -1496,18 +1509,17 @@ static uint64_t kvpi_layer_address(const kvprim_side *side, int32_t l)
     return (uint64_t)(uintptr_t)kvprim_side_layer(side, l);
 }
 
-/* The first of n sorted addresses that is at least x, or n. */
+/* The first of n > 0 sorted addresses that is at least x, or n. Without a branch on the addresses, which no processor
+   predicts. */
 static int32_t kvpi_lower_bound(const uint64_t *sorted, int32_t n, uint64_t x)
 {
-    int32_t low = 0;
-    while (n > 0) {
+    const uint64_t *low = sorted;
+    while (n > 1) {
         const int32_t half = n / 2;
-        if (sorted[low + half] < x)
-            low += half + 1, n -= half + 1;
-        else
-            n = half;
+        low += half & -(int32_t)(low[half - 1] < x);
+        n -= half;
     }
-    return low;
+    return (int32_t)(low - sorted) + (*low < x);
 }
 
 static kvprim_status kvpi_fail_layers(const kvprim_move *m, uint64_t dst, uint64_t src)
@@ -1532,10 +1544,12 @@ static kvprim_status kvpi_check_layers_differ(const kvprim_move *m, const uint64
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %p is more than one layer of dst", m->names->function,
                                (void *)(uintptr_t)sorted[k]);
     for (int32_t l = later; l < m->layers; l++) {
-        const int32_t k = kvpi_lower_bound(sorted, n, kvpi_layer_address(&m->dst, l));
-        if (k < n && sorted[k] == kvpi_layer_address(&m->dst, l))
+        const uint64_t dst = kvpi_layer_address(&m->dst, l);
+        if (dst < sorted[0] || dst > sorted[n - 1])
+            continue;
+        if (sorted[kvpi_lower_bound(sorted, n, dst)] == dst)
             return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst layer %d (%p) is another layer of dst, too",
-                               m->names->function, (int)l, (void *)(uintptr_t)sorted[k]);
+                               m->names->function, (int)l, (void *)(uintptr_t)dst);
     }
     return KVPRIM_OK;
 }
@@ -1545,8 +1559,10 @@ static kvprim_status kvpi_check_layers_apart(const kvprim_move *m, const uint64_
 {
     for (int32_t l = 0; l < m->layers; l++) {
         const uint64_t src = kvpi_layer_address(&m->src, l), reach = m->dst.bytes - 1;
+        if (src > sorted[n - 1] + reach || sorted[0] >= src + m->src.bytes)
+            continue;
         const int32_t k = kvpi_lower_bound(sorted, n, src > reach ? src - reach : 0);
-        if (k < n && (sorted[k] < src || sorted[k] - src < m->src.bytes))
+        if (sorted[k] < src || sorted[k] - src < m->src.bytes)
             return kvpi_fail_layers(m, sorted[k], src);
     }
     return KVPRIM_OK;
@@ -1565,7 +1581,8 @@ static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *ds
         for (int32_t k = 0; k < n; k++)
             layers[k] = kvpi_layer_address(&m->dst, l + k);
         const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
-        KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
+        if (!dst->ascends)
+            KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
         if (!apart)
             KVPRIM_TRY(kvpi_check_layers_apart(m, sorted, n));
     }
@@ -1597,7 +1614,7 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
     return KVPRIM_OK;
 }
 
-/* ---- one move, and K beside V ---- */
+/* >>impl_check_move ------------------------------------------------------------------------------------------------ */
 
 static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
                                       const kvprim_side *b, const char *b_name)
@@ -1606,8 +1623,8 @@ static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a
     if (!kvpi_overlap(x.data, x.bytes, y.data, y.bytes))
         return KVPRIM_OK;
     const int transfer = m->names->dst_index && m->names->src_index;
-    return kvpi_overlaps(m->names->function, x, y,
-                         transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
+    return kvpi_fail_overlap(m->names->function, x, y,
+                             transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
 }
 
 /* Fills in all defaults. */
@@ -1635,19 +1652,48 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     return kvpi_check_rejected(m, &dst, &src);
 }
 
-/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables, whose loops are the same: largest
-   stride first, each clearing what lies inside it. So only the two steps next to delta can bring them together. */
-static int kvpi_pieces_meet(int64_t delta, const kvpi_loop *loops, int count, int64_t k_bytes, int64_t v_bytes)
+/* One loop over the pieces of K and of V: the step is the same, their numbers may differ. */
+typedef struct kvpi_steps {
+    int64_t stride, k_n, v_n;
+} kvpi_steps;
+
+/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables; s is K's step less V's. The loops
+   have the largest stride first, and each clears what lies inside it. So only the two steps next to delta / stride can
+   bring them together. */
+static int kvpi_pieces_meet(int64_t delta, const kvpi_steps *loops, int count, int64_t k_bytes, int64_t v_bytes)
 {
     if (count == 0)
         return delta < k_bytes && -delta < v_bytes;
-    const int64_t stride = (int64_t)loops->stride, most = (int64_t)loops->n - 1;
-    if (most == 0)
+    const int64_t stride = loops->stride, k_n = loops->k_n, v_n = loops->v_n;
+    if (k_n == 1 && v_n == 1)
         return kvpi_pieces_meet(delta, loops + 1, count - 1, k_bytes, v_bytes);
     const int64_t step = delta / stride - (delta % stride < 0);
     for (int64_t s = step; s <= step + 1; s++)
-        if (-most <= s && s <= most && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
+        if (-v_n < s && s < k_n && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
             return 1;
+    return 0;
+}
+
+/* The same for two tables of one geometry. Their full pages are one table, a last page that is not full is another. */
+static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_bytes, int64_t v_bytes)
+{
+    const int64_t in_page = t->page_rows && t->page_rows < t->rows ? t->page_rows : t->rows;
+    const int64_t pages = t->rows / in_page, in_last = t->rows % in_page;
+    for (int last = 0; last < (in_last ? 4 : 1); last++) {
+        const int k_last = last & 1, v_last = last >> 1;
+        kvpi_steps loops[3] = {{t->stride, k_last ? in_last : in_page, v_last ? in_last : in_page},
+                               {t->head_stride, t->heads, t->heads},
+                               {t->page_stride, k_last ? 1 : pages, v_last ? 1 : pages}};
+        for (int i = 0; i < 3; i++) /* largest stride first */
+            for (int j = i + 1; j < 3; j++)
+                if (loops[j].stride > loops[i].stride) {
+                    const kvpi_steps other = loops[i];
+                    loops[i] = loops[j], loops[j] = other;
+                }
+        const int64_t apart = in_last ? (v_last - k_last) * pages * t->page_stride : 0;
+        if (kvpi_pieces_meet(delta + apart, loops, 3, k_bytes, v_bytes))
+            return 1;
+    }
     return 0;
 }
 
@@ -1658,26 +1704,16 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const kvprim_table *const a = &k->table, *const b = &v->table;
     if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
         return KVPRIM_OK;
-    const uint64_t rows = (uint64_t)a->rows, page_rows = a->page_rows ? (uint64_t)a->page_rows : rows;
     const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
-    kvpi_loop loops[3] = {{"stride", (uint64_t)a->stride, page_rows < rows ? page_rows : rows},
-                          {"head_stride", (uint64_t)a->head_stride, (uint64_t)a->heads},
-                          {"page_stride", (uint64_t)a->page_stride, (rows - 1) / page_rows + 1}};
-    for (int i = 0; i < 3; i++) /* largest stride first */
-        for (int j = i + 1; j < 3; j++)
-            if (loops[j].stride > loops[i].stride) {
-                const kvpi_loop loop = loops[i];
-                loops[i] = loops[j], loops[j] = loop;
-            }
     const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
     const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
-    if (!kvpi_pieces_meet(delta, loops, same ? 3 : 0, k_piece, v_piece))
+    if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
                      y = {"a row of k_cache", a->data, (uint64_t)k_piece};
-    return kvpi_overlaps("kvprim_store", x, y, "");
+    return kvpi_fail_overlap("kvprim_store", x, y, "");
 }
 
 /* >>impl_moves ----------------------------------------------------------------------------------------------------- */
@@ -1727,14 +1763,15 @@ static kvprim_status kvpi_check_gather(const kvprim_gather_desc *d, kvprim_move 
     return kvpi_check_move(m);
 }
 
-/* K and V have the same slots. */
-static kvprim_status kvpi_check_pair(kvprim_move *m, const kvprim_store_desc *d)
+/* Checks V, and K against V. Both have the same slots, which count once. */
+static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc *d)
 {
     KVPRIM_TRY(kvpi_check_move(&m[1]));
     KVPRIM_TRY(kvpi_check_apart(m, &m[0].dst, "k_cache", &m[1].src, "v"));
     KVPRIM_TRY(kvpi_check_apart(m, &m[1].dst, "v_cache", &m[0].src, "k"));
     if (d->v_cache.rows != d->k_cache.rows)
-        return kvpi_bad(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is", (uint64_t)d->k_cache.rows);
+        return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
+                               (uint64_t)d->k_cache.rows);
     m[1].rejected = NULL; /* one slot counts once */
     return kvpi_check_k_beside_v(m);
 }
@@ -1761,7 +1798,7 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store: v_cache.data is NULL, but %s is set",
                            d->v.data ? "v.data" : "v_bytes");
     KVPRIM_TRY(kvpi_check_move(&m[0]));
-    return has_v ? kvpi_check_pair(m, d) : KVPRIM_OK;
+    return has_v ? kvpi_check_k_and_v(m, d) : KVPRIM_OK;
 }
 
 /* The layers of one side, before its table is checked. */
@@ -1773,7 +1810,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
                            kvpi_name(m, side), kvpi_name(m, side));
     side->table.data = side->layers[0];
-    for (int32_t l = 0; l < m->layers && kvpi_used(m, side) > 0; l++)
+    for (int32_t l = 0; l < m->layers && kvpi_used_rows(m, side) > 0; l++)
         if (!side->layers[l])
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
                                (int)l);
@@ -1860,6 +1897,8 @@ static void kvpi_finish_move(kvprim_move *m)
 
 KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_gather(desc, moves));
     kvpi_finish_move(moves);
     return KVPRIM_OK;
@@ -1867,6 +1906,8 @@ KVPRIM_API kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvp
 
 KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_store(desc, moves));
     kvpi_finish_move(&moves[0]);
     kvpi_finish_move(&moves[1]);
@@ -1875,6 +1916,8 @@ KVPRIM_API kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvpri
 
 KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves)
 {
+    if (!moves)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
     KVPRIM_TRY(kvpi_check_transfer(desc, moves));
     kvpi_finish_move(moves);
     return KVPRIM_OK;
@@ -1883,12 +1926,13 @@ KVPRIM_API kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc,
 /* >>impl_cpu_move -------------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved: a core has no more lines in flight */
+    kvpi_rows_ahead = 32,       /* rows found and prefetched before one is moved */
     kvpi_ring_rows = 64,        /* rows remembered: a power of two above kvpi_rows_ahead */
     kvpi_prefetch_bytes = 1024, /* of a row; the hardware foresees the rest */
-    kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one, up to this many bytes */
+    kvpi_run_bytes = 4096       /* rows that are neighbours on both sides move as one until they have so many bytes */
 };
-/* From this many bytes on, rows are written past the caches, which hold less: no line is read before it is written. */
+/* Layers of so many bytes are written past the caches: no line is read before it is written. Smaller ones may stay in a
+   cache for their reader. */
 static const int64_t kvpi_stream_bytes = (int64_t)32 << 20;
 
 /* To the second-level cache: the first has too few lines in flight. */
@@ -1906,8 +1950,8 @@ KVPRIM_INLINE int64_t kvpi_load_index(const kvprim_side *side, int64_t i)
                                                          : ((const int64_t *)side->index)[at];
 }
 
-/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base is exact as an
-   unsigned number wherever it is not negative. */
+/* Row i of a side, or NULL by the index rule; *past is set if the index is past the table. index - base cannot overflow
+   as an unsigned number where index >= base. */
 KVPRIM_INLINE char *kvpi_find_row(const kvprim_side *side, int64_t i, int *past)
 {
     const kvprim_table *const t = &side->table;
@@ -2009,7 +2053,7 @@ static void kvpi_move_special(const kvprim_move *m, char *dst, const char *src)
         memset(dst, 0, (size_t)m->row_bytes);
 }
 
-/* A row that starts inside a line reaches into one more: to ask for that one too costs more than it brings. */
+/* A row that starts inside a line touches one line more. Prefetching that one, too, costs more than it gains. */
 KVPRIM_INLINE void kvpi_prefetch(const char *row, size_t bytes)
 {
     for (size_t b = 0; b < bytes; b += 64)
@@ -2028,17 +2072,6 @@ static void kvpi_prefetch_pieces(const kvprim_side *side, const char *row, size_
    heads. */
 typedef enum kvpi_kind { kvpi_any_move, kvpi_plain_gather, kvpi_plain_store } kvpi_kind;
 
-static kvpi_kind kvpi_kind_of(const kvprim_move *m)
-{
-    const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
-    if (m->dst.table.page_rows || m->src.table.page_rows || m->dst.table.heads != 1 || m->src.table.heads != 1 ||
-        indexed->index_type != KVPRIM_I32 || indexed->index_stride != 1 || (m->dst.index && m->src.index))
-        return kvpi_any_move;
-    if (m->src.index && m->zero)
-        return kvpi_plain_gather;
-    return m->dst.index && !m->zero ? kvpi_plain_store : kvpi_any_move;
-}
-
 static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
 {
     kvprim_move s = *m;
@@ -2053,17 +2086,18 @@ static kvprim_move kvpi_specialise(const kvprim_move *m, kvpi_kind kind)
     return s;
 }
 
-/* One layer. Row i moves when the rows up to kvpi_rows_ahead after it are found and, where an index names them,
-   prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see kvpi_stream_bytes. */
+/* Moves one layer. Row i moves after the rows up to kvpi_rows_ahead after it have been found and, if an index names
+   them, prefetched: one for each row that moves, as the memory takes only so many at once. `stream`: see
+   kvpi_stream_bytes. */
 KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, kvpi_kind kind, int stream)
 {
-    const kvprim_move m = kvpi_specialise(move, kind); /* a copy, so that the compiler knows that no row lies over it */
+    /* A copy, so that the compiler knows that no row lies over it. No call gets its address: it would escape. */
+    const kvprim_move m = kvpi_specialise(move, kind);
     const size_t row_bytes = (size_t)m.row_bytes, most_ahead = kvpi_prefetch_bytes;
     const size_t ahead_bytes = row_bytes < most_ahead ? row_bytes : most_ahead;
     const int whole = m.dst.table.heads == 1 && m.src.table.heads == 1;
-    char *dst_at[kvpi_ring_rows],
-        *src_at[kvpi_ring_rows]; /* row i at i % kvpi_ring_rows. dst NULL: skip; src NULL: 0 */
-    size_t run = 0;              /* bytes of the rows before row i that move with it: row i is whole and follows them */
+    char *dst_at[kvpi_ring_rows], *src_at[kvpi_ring_rows]; /* of row i at i % kvpi_ring_rows. No dst: skip; no src: 0 */
+    size_t run = 0; /* bytes of the rows before row i that move with it: row i is whole and follows them */
     for (int64_t i = -kvpi_rows_ahead; i < m.count; i++) {
         const int64_t ahead = i + kvpi_rows_ahead;
         if (KVPRIM_LIKELY(ahead < m.count)) {
@@ -2104,12 +2138,27 @@ KVPRIM_INLINE void kvpi_move_rows(const kvprim_move *move, kvpi_copy_fn *copy, k
     }
 }
 
-static void kvpi_move_portable(const kvprim_move *m, int stream)
+#ifdef KVPRIM_X86
+static kvpi_kind kvpi_kind_of(const kvprim_move *m)
 {
-    kvpi_move_rows(m, kvpi_copy, kvpi_any_move, stream);
+    const kvprim_side *const indexed = m->dst.index ? &m->dst : &m->src;
+    if (m->dst.table.page_rows || m->src.table.page_rows || m->dst.table.heads != 1 || m->src.table.heads != 1 ||
+        indexed->index_type != KVPRIM_I32 || indexed->index_stride != 1 || (m->dst.index && m->src.index))
+        return kvpi_any_move;
+    if (m->src.index && m->zero)
+        return kvpi_plain_gather;
+    return m->dst.index && !m->zero ? kvpi_plain_store : kvpi_any_move;
 }
 
-#ifdef KVPRIM_X86
+/* Whether a layer is large, and all rows of dst are whole, aligned cache lines. */
+static int kvpi_streams(const kvprim_move *m)
+{
+    const kvprim_table *const t = &m->dst.table;
+    const uint64_t bits =
+        (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride | (uint64_t)t->page_stride | (uint64_t)m->row_bytes;
+    return m->count >= kvpi_stream_bytes / m->row_bytes && bits % 64 == 0 && t->heads == 1 && m->src.table.heads == 1;
+}
+
 #define KVPRIM_MOVE(name, target, copy)                                                                                \
     target static void name(const kvprim_move *m, int stream)                                                          \
     {                                                                                                                  \
@@ -2126,32 +2175,20 @@ KVPRIM_MOVE(kvpi_move_avx2, KVPRIM_AVX2, kvpi_copy_avx2)
 KVPRIM_MOVE(kvpi_move_avx512, KVPRIM_AVX512, kvpi_copy_avx512)
 #endif
 
-/* Whether all rows of a side are whole, aligned cache lines. */
-static int kvpi_in_lines(const kvprim_side *side, int64_t row_bytes)
-{
-    const kvprim_table *const t = &side->table;
-    const uint64_t bits =
-        (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride | (uint64_t)t->page_stride | (uint64_t)row_bytes;
-    return bits % 64 == 0;
-}
-
 static void kvpi_move_layer(const kvprim_move *m)
 {
-    const int stream = m->count >= kvpi_stream_bytes / m->row_bytes && kvpi_in_lines(&m->dst, m->row_bytes);
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512())
-        kvpi_move_avx512(m, stream);
+        kvpi_move_avx512(m, kvpi_streams(m));
     else if (kvpi_has_avx2())
-        kvpi_move_avx2(m, stream);
+        kvpi_move_avx2(m, kvpi_streams(m));
     else
 #endif
-        kvpi_move_portable(m, stream);
+        kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
-KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
+static void kvpi_run_moves(const kvprim_move *moves, size_t n)
 {
-    if (!moves && n)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
     for (size_t k = 0; k < n; k++) {
         if (moves[k].count == 0)
             continue;
@@ -2163,6 +2200,14 @@ KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
             layer.rejected = NULL; /* counted in layer 0 */
         }
     }
+}
+
+KVPRIM_API kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n)
+{
+    KVPRIM_RANGE("kvprim_cpu_move");
+    if (!moves && n)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    kvpi_run_moves(moves, n);
     return KVPRIM_OK;
 }
 
@@ -2171,7 +2216,8 @@ KVPRIM_API kvprim_status kvprim_gather(const kvprim_gather_desc *desc)
     KVPRIM_RANGE("kvprim_gather");
     kvprim_move m;
     KVPRIM_TRY(kvprim_gather_moves(desc, &m));
-    return kvprim_cpu_move(&m, 1);
+    kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
@@ -2179,7 +2225,8 @@ KVPRIM_API kvprim_status kvprim_store(const kvprim_store_desc *desc)
     KVPRIM_RANGE("kvprim_store");
     kvprim_move m[2];
     KVPRIM_TRY(kvprim_store_moves(desc, m));
-    return kvprim_cpu_move(m, 2);
+    kvpi_run_moves(m, 2);
+    return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
@@ -2187,10 +2234,11 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     KVPRIM_RANGE("kvprim_transfer");
     kvprim_move m;
     KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
-    return kvprim_cpu_move(&m, 1);
+    kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
 }
 
-/* ---- unpack ---- */
+/* >>impl_unpack ---------------------------------------------------------------------------------------------------- */
 
 static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
 {
@@ -2206,8 +2254,8 @@ static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
                        (unsigned long long)(src_bad ? d->src_bytes : d->dst_bytes));
 }
 
-/* Whether all fragments lie in buffers of less than 2^63 bytes: none of the differences below is negative. Without a
-   branch on the data: for a GPU's launch the check of a thousand fragments is not little. */
+/* Returns whether all fragments lie in buffers of less than 2^63 bytes: then no number below has bit 63. Nothing
+   branches on the data: a GPU's launch takes only as long as the check of 3,000 fragments. */
 static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
 {
     const kvprim_fragment *const f = d->fragments;
@@ -2229,7 +2277,7 @@ static int kvpi_compare_places(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* In the order of their destinations: does one begin before the end of the one before it? */
+/* Checks whether a fragment begins before the previous one ends, in the order of their destinations. */
 static kvprim_status kvpi_check_sorted_apart(const kvprim_fragment *first, const kvprim_fragment **sorted, size_t count)
 {
     qsort(sorted, count, sizeof *sorted, kvpi_compare_places);
@@ -2249,7 +2297,7 @@ static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
     size_t count = 0;
     const kvprim_fragment **const sorted = (const kvprim_fragment **)malloc(d->count * sizeof *sorted);
     if (!sorted)
-        return KVPRIM_OK; /* a check less */
+        return KVPRIM_OK; /* without memory this check is left out */
     for (size_t i = 0; i < d->count; i++)
         if (d->fragments[i].bytes)
             sorted[count++] = &d->fragments[i];
@@ -2272,6 +2320,8 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
                                                              : NULL;
     if (null)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (desc->reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
     if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
                            function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
@@ -2296,18 +2346,13 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
 {
     KVPRIM_RANGE("kvprim_unpack");
     KVPRIM_TRY(kvprim_unpack_check(desc));
-    for (size_t i = 0; i < desc->count; i++) {
-        const kvprim_fragment f = desc->fragments[i];
+    const kvprim_unpack_desc d = *desc; /* which dst may overlap: not checked */
+    for (size_t i = 0; i < d.count; i++) {
+        const kvprim_fragment f = d.fragments[i];
         if (f.bytes)
-            memcpy((char *)desc->dst + f.dst_offset, (const char *)desc->src + f.src_offset, (size_t)f.bytes);
+            memcpy((char *)d.dst + f.dst_offset, (const char *)d.src + f.src_offset, (size_t)f.bytes);
     }
     return KVPRIM_OK;
-}
-
-KVPRIM_API size_t kvprim_unpack_workspace_bytes(size_t count)
-{
-    const size_t most = (SIZE_MAX - 256) / 24; /* 24 bytes a fragment, and the rest of a line at either end */
-    return count > most ? SIZE_MAX : 256 + 24 * count;
 }
 
 #ifdef __cplusplus

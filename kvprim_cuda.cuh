@@ -32,22 +32,22 @@
        >>device      device functions for your own kernels, with the funnel shift
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: index rule, zero fill, tails
-           >>impl_move_kernels    pages, heads, layers, several moves, few multiprocessors
-           >>impl_unpack_kernels
+           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, zero fill, tails
+           >>impl_move_kernels    pages, heads, layers, several moves: index rule, page arithmetic, zero fill
+           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernel that copies them
            >>impl_launch          starting a kernel, its errors, dependent launch
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
-           >>impl_move_plan       the same for all other moves
-           >>impl_unpack_host
+           >>impl_move_plan       the same for all other moves, and which of the two plans a call takes
+           >>impl_unpack_host     planning and encoding the fragments
            >>impl_calls           the public functions
 
    Rules that hold for every function here
-       Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status and
-                  text. KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether work that
-                  was enqueued earlier has failed. CUDA reports an error that happens on the GPU later (a host pointer
-                  in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes several
-                  launches, those before a refused one are enqueued.
+       Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
+                  KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether earlier work has
+                  failed, and CUDA's own last error is cleared. CUDA reports an error that happens on the GPU later (a
+                  host pointer in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes
+                  several launches, those before a refused one are enqueued. Each text begins with the function's name.
        Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
        Threads    Any number of threads may call every function at once.
@@ -89,19 +89,19 @@ struct CUstream_st; /* what a cudaStream_t points to */
 typedef struct kvprim_cuda_launch {
     struct CUstream_st *stream; /* NULL: the legacy default stream, however the file is compiled */
     int32_t pdl;                /* 1: programmatic dependent launch, on sm_90 and newer if this file is compiled for it
-                                   (no effect elsewhere). The kernel may start before the one ahead of it in the stream
-                                   has ended, and waits for that one's memory before its first access. Do not put it
-                                   right before a kernel that is launched that way and does not wait, as some of NCCL's
-                                   are */
+                                   and the driver supports CUDA 12.3 (no effect elsewhere). The kernel may start before
+                                   its predecessor in the stream ends; it waits for it before its first access. Do not
+                                   put it right before a kernel that is launched that way and does not wait, as some of
+                                   NCCL's are */
     int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit */
     int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   Each does what the function of kvprim.h without _cuda in its name does: same descriptor, rules, aliasing and errors,
-   whose text begins with the function's own name. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or
-   a reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
+   Gather, store, transfer and unpack do what the functions of kvprim.h without _cuda in their names do: same
+   descriptor, rules, aliasing and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
+   reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -110,34 +110,25 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
    again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it. max_sms
-   limits the blocks: from or to pinned memory 8 of them reach the link's speed with rows of 2 KB and more, to or from
-   another GPU 16 to 32 do with rows of 4 KB (both measured on H200s). */
+   limits the blocks. From or to pinned memory 8 of them reach 0.92 to 0.95 of the copy engine with rows of 2 KB and
+   more, as all of them do; to or from another GPU 16 to 32 reach 0.88 to 0.94 with rows of 4 KB (H200). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
-/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of them
-   again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
+/* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
+   them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
    layers: K and V of different width, values and their scales. More take several. The moves of a call run in no
-   particular order, so none may touch what another writes. Costs the host less than the calls above: see
-   tests/results/gpu_bench.txt.
-   Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   particular order, so none may touch what another writes; they may share one `rejected`. `moves` and layer arrays are
+   host memory, read before the call returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
-/* Fragments: what the GPU needs of them is copied into the launch's parameters before the call returns. Of one size
-   (the last may be shorter) a fragment takes 2 or 4 bytes there for each side, and none for a side on which all lie
-   equally far apart; of several sizes about 16 bytes, or 24 if a buffer has 4 GiB or more. Adjacent fragments move as
-   one. A batch that needs more than about 32 KB, which is what CUDA takes (4,000 bytes where this is compiled by CUDA
-   before 12.1; by a newer one it needs a driver as new), goes out in several launches. These overlap where all of the
-   implementing file's architectures are sm_90 or newer and max_sms is 0; what follows in the stream follows them all.
-   The call takes as much of the caller's stack.
-   Workspace: optional pinned host memory that the GPU addresses as the host does, kvprim_unpack_workspace_bytes(count)
-   bytes or more, one for each call that is not done;
-   one that is too small is not used. Its contents do not matter. With it a large batch of small fragments (of one size
-   up to 4 KiB, or of sizes below about 1 KiB) takes one launch, whose kernel reads the workspace: that spares the host
-   some microseconds for each launch, and the GPU none. It is the call's own until the work is done; of a captured call,
-   as long as the graph is in use.
-   Aliasing: the workspace must not overlap src, dst or the fragments: not checked. */
+/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of
+   one size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all
+   lie equally far apart; for several sizes it is up to 24 bytes each, and 4 for every 16. If many are adjacent,
+   adjacent ones move as one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA
+   before 12.1; a newer one needs a driver of at least 12.1). Larger batches go out in several launches, which overlap
+   where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -148,18 +139,13 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
 /* >>device ---------------------------------------------------------------------------------------------------------
 
    For one's own kernels, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
-   with the same arguments. Any size and any alignment of either side, which must not overlap. No barrier inside: what
+   with the same arguments. Any size and any alignment of either side, which must not overlap. Of src they
+   also read, but never write, the other bytes of the first and last aligned 16 bytes. No barrier inside: what
    was written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp
    has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
-#ifdef __CUDACC__
-#define KVPRIM_UNROLL _Pragma("unroll")
-#else
-#define KVPRIM_UNROLL
-#endif
-
-/* Bytes shift to shift + 15 of the 32 bytes low, high. */
+/* Returns bytes [shift, shift + 16) of the 32 bytes low, high; shift < 16. This is the funnel shift. */
 KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
 {
     const uint32_t bits = shift % 4 * 8;
@@ -174,9 +160,9 @@ KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
                  __funnelshift_r(w[2], w[3], bits), __funnelshift_r(w[3], w[4], bits)};
 }
 
-/* `lanes` threads copy together, as lane 0 to lanes - 1. Thread t writes, of the bytes up to the first 16-byte
-   boundary of dst, the t-th; of the 16-byte words from there every lanes-th from the t-th on; of the bytes behind the
-   last word the t-th. A word whose source is not aligned is read as the two aligned words that it lies in. */
+/* `lanes` threads copy together. Thread t writes: byte t before the first 16-byte boundary of dst; then every
+   `lanes`-th 16-byte word, starting with word t; then byte t after the last word. An unaligned source word is read as
+   the two aligned words that it lies in. */
 template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy(char *dst, const char *src, size_t bytes, uint32_t lane)
 {
     const size_t to_boundary = (16 - (uintptr_t)dst % 16) % 16, head = bytes < to_boundary ? bytes : to_boundary;
@@ -236,8 +222,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 #define KVPRIM_CUDA_IMPLEMENTED
 
 #if !defined(__CUDACC__) && !defined(KVPRIM_CUDA_EMULATE)
-#error                                                                                                                 \
-    "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Where no GPU is meant, include kvprim.h instead"
+#error "kvprim_cuda.cuh is implemented by nvcc: ask for it in a .cu file. Without a GPU, include kvprim.h instead"
 #endif
 
 #include <string.h>
@@ -259,20 +244,20 @@ enum {
     kvpc_unpack_most_threads = 512,     /* ... with max_sms */
     kvpc_bytes_lanes = 8,               /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,               /* one more than aligned rows take: they start and end inside a word */
-    kvpc_bytes_blocks = 12,             /* per multiprocessor; with 11 dependent launches are 10 % slower */
     kvpc_granule_bytes = 64,            /* that memory is written in: see kvpc_fetch_edges */
     kvpc_small_store_bytes = 128 << 10, /* see kvpc_store_by_size */
     kvpc_small_gather_bytes = 1 << 20,  /* see kvpc_gather_by_size */
     kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
+#ifndef KVPRIM_CUDA_EMULATE             /* see tests/cuda_shim.h */
+#define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
+
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#elif defined(KVPRIM_CUDA_EMULATE)
-    kvprim_emulate_waits++;
 #endif
 }
 
@@ -283,78 +268,56 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 #endif
 }
 
-/* Global memory by address: an asm volatile keeps its place among the others. Left to itself the compiler puts the loads
+/* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
+   read is written). Left to itself the compiler puts the loads
    of a store after the test of its slot, and waits twice where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     uint4 v;
     asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                  : "l"(address));
     return v;
-#else
-    return *(const uint4 *)(uintptr_t)address;
-#endif
 }
 
 KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
 {
-#ifdef __CUDA_ARCH__
     asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
                  : "memory");
-#else
-    *(uint4 *)(uintptr_t)address = v;
-#endif
 }
 
 KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     int32_t v;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
     return v;
-#else
-    return *(const int32_t *)(uintptr_t)address;
-#endif
 }
 
-/* A pointer of which the compiler knows that it points to global memory: others are slower. */
+/* Tells the compiler that a pointer is to global memory, which gives faster instructions. */
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
-#ifdef __CUDA_ARCH__
     return (char *)__cvta_global_to_generic((size_t)address);
-#else
-    return (char *)(uintptr_t)address;
-#endif
 }
 
-/* base + row * stride. In PTX, because otherwise the compiler takes base from constant memory after the row's test. */
+/* base + row * stride. In PTX, because the compiler would load base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
-#ifdef __CUDA_ARCH__
     uint64_t address;
     asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(address) : "r"(row), "r"(stride), "l"(base));
     return address;
-#else
-    return base + (uint64_t)row * stride;
-#endif
 }
 
-/* Reads the first and the last granule of a row if the row fills only part of them. Memory is written in whole granules:
-   the rest of such a granule is read first, and a read that starts only when the cache runs full costs as much as some
-   hundred bytes. */
+/* Reads the first and the last granule of a row if the row fills only part of them. Memory writes whole granules:
+   of one that a row covers in part the rest is read first. Starting that read now, not when the cache evicts the line,
+   saves the time of some hundred bytes. */
 KVPRIM_DEVICE void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
-#ifdef __CUDA_ARCH__
     if (row % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row));
     if ((row + bytes) % kvpc_granule_bytes)
         asm volatile("prefetch.global.L2 [%0];" ::"l"(row + bytes - 1));
-#else
-    (void)row, (void)bytes;
-#endif
 }
+#endif
 
 /* Divides 32-bit numbers below 2^31 with one multiplication, 64-bit ones as the compiler does. Anything by 0 is 0. */
 typedef struct kvpc_divisor {
@@ -373,108 +336,19 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
 }
 
 /* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
-   that begin before byte `end`, if `at` is the first one's place in the row. The others keep their value, and all of
-   them do if !reads. */
+   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them
+   do if !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < loads; k++)
         if (reads && (exact || at + k * step < end))
             v[k] = kvpc_load16(from + k * step);
 }
 
-template <uint32_t words> KVPRIM_DEVICE void kvpc_clear_words(uint4 *v)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < words; k++)
-        v[k] = uint4{0, 0, 0, 0};
-}
-
-/* >>impl_row_kernels ------------------------------------------------------------------------------------------------
-
-   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
-
-/* One table and the rows beside it: K, or V. */
-typedef struct kvpc_pair {
-    uint64_t src;
-    uint32_t src_stride, dst_stride;
-    uint64_t dst;
-} kvpc_pair;
-
-/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
-   time is that of these instructions. Parameters begin 48 bytes before the end of a line. */
-typedef struct kvpc_plain {
-    uint64_t index;
-    uint32_t count, parts_shift; /* see kvpc_row_of */
-    uint32_t rows, base;
-    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
-    kvpc_pair pair[2];
-    uint32_t *rejected;
-    uint32_t row_bytes[2];
-    uint32_t parts, parts_magic; /* groups of threads that share a row */
-    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
-    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
-    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
-} kvpc_plain;
-
-/* The row that a group of threads works on, and which part of it. `exact`: `parts` is a power of two. */
-template <bool exact> KVPRIM_DEVICE uint32_t kvpc_row_of(const kvpc_plain &p, uint32_t group, uint32_t *part)
-{
-    const uint32_t row = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
-    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - row * p.parts;
-    return row;
-}
-
-/* An index on its way through the index rule. */
-typedef struct kvpc_index {
-    int32_t low, high; /* words of an int64; high is 0 for an int32 */
-    uint32_t row;      /* right if `inside` */
-    bool inside;
-} kvpc_index;
-
-/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
-   below 2^31: see kvpc_is_plain. */
-KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
-{
-    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
-    kvpc_index x;
-    x.low = kvpc_load_i32(at);
-    x.high = 0;
-    if (is_i64)
-        x.high = kvpc_load_i32(at + 4);
-    x.row = (uint32_t)x.low - p.base;
-    x.inside = x.row < p.rows && x.high == 0;
-    return x;
-}
-
-/* Counts an index that is past the table; one before it is padding. */
-KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
-{
-    const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
-    if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
-        atomicAdd(p.rejected, 1u);
-}
-
-/* Of the 16 bytes in v the ones from `from` to before `end`, to the aligned 16 bytes at dst. */
-KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
-{
-    char *const dst = kvpc_global(address);
-    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-    KVPRIM_UNROLL
-    for (int32_t w = 0; w < 4; w++) {
-        if (from <= 4 * w && 4 * w + 4 <= end) {
-            *(uint32_t *)(dst + 4 * w) = words[w];
-            continue;
-        }
-        KVPRIM_UNROLL
-        for (int32_t b = 0; b < 4; b++)
-            if (from <= 4 * w + b && 4 * w + b < end)
-                dst[4 * w + b] = (char)(words[w] >> 8 * b);
-    }
-}
-
-/* The first 1 to 15 of the 16 bytes in v. */
+/* Stores the first `bytes` (1 to 15) bytes of v. */
 KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
 {
     char *dst = kvpc_global(address);
@@ -494,16 +368,102 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
         *dst = (char)v.x;
 }
 
-/* Stores what kvpc_load_words loads; of a last word that the row ends in, a part. */
-template <uint32_t loads, bool exact>
+/* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; else all of it. */
+template <uint32_t loads, bool exact, bool tails>
 KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
-    KVPRIM_UNROLL
     for (uint32_t k = 0; k < loads; k++)
-        if (exact || at + k * step + 16 <= end)
+        if (exact || (tails ? at + k * step + 16 <= end : at + k * step < end))
             kvpc_store16(to + k * step, v[k]);
-        else if (at + k * step < end)
+        else if (tails && at + k * step < end)
             kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
+}
+
+/* >>impl_row_kernels ------------------------------------------------------------------------------------------------
+
+   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
+
+/* One table and the rows beside it: K, or V. */
+typedef struct kvpc_ends {
+    uint64_t src;
+    uint32_t src_stride, dst_stride;
+    uint64_t dst;
+} kvpc_ends;
+
+/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
+   time is that of these instructions. On sm_90 parameters begin
+   48 bytes before the end of a line. */
+typedef struct kvpc_plain {
+    uint64_t index;
+    uint32_t count, parts_shift; /* see kvpc_begin_row */
+    uint32_t rows, base;
+    uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
+    kvpc_ends pair[2];
+    uint32_t *rejected;
+    uint32_t row_bytes[2];
+    uint32_t parts, parts_magic; /* groups of threads that share a row */
+    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
+    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
+} kvpc_plain;
+
+/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it
+   returns true. `exact`: `parts` is a power of two. */
+template <bool exact>
+KVPRIM_DEVICE bool kvpc_begin_row(const kvpc_plain &p, bool pdl, uint32_t group, uint32_t *row, uint32_t *part)
+{
+    const uint32_t i = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
+    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - i * p.parts;
+    if (pdl)
+        kvpc_pdl_trigger();
+    if (i >= p.count)
+        return false;
+    if (pdl)
+        kvpc_pdl_wait();
+    *row = i;
+    return true;
+}
+
+/* An index, and what the index rule makes of it. */
+typedef struct kvpc_index {
+    int32_t low, high; /* words of an int64; high is 0 for an int32 */
+    uint32_t row;      /* right if `inside` */
+    bool inside;
+} kvpc_index;
+
+/* The two words of an int64 are two loads that do not wait for each other, so one kernel serves both types. Rows end
+   at 2^31 or below: see kvpc_is_plain. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row(const kvpc_plain &p, uint32_t i, bool is_i64)
+{
+    const uint64_t at = kvpc_row_at(p.index, i, p.index_step);
+    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
+    if (is_i64)
+        x.high = kvpc_load_i32(at + 4);
+    x.row = (uint32_t)x.low - p.base;
+    x.inside = x.row < p.rows && x.high == 0;
+    return x;
+}
+
+/* Counts an index that is past the table; one before it is padding. */
+KVPRIM_DEVICE void kvpc_count_rejected(const kvpc_plain &p, const kvpc_index &x)
+{
+    const bool above = p.index_is_i64 ? (uint32_t)x.low >= p.base : x.low >= (int32_t)p.base;
+    if (p.rejected && (x.high > 0 || (x.high == 0 && above)))
+        atomicAdd(p.rejected, 1u);
+}
+
+/* Stores bytes [from, end) of v to the aligned 16 bytes at `address`. */
+KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int32_t end)
+{
+    char *const dst = kvpc_global(address);
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int32_t w = 0; w < 4; w++)
+        if (from <= 4 * w && 4 * w + 4 <= end)
+            *(uint32_t *)(dst + 4 * w) = words[w];
+        else
+            for (int32_t b = 0; b < 4; b++)
+                if (from <= 4 * w + b && 4 * w + b < end)
+                    dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
 /* The two kernels below, for rows that begin at multiples of 16 bytes:
@@ -517,14 +477,9 @@ template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     const uint64_t src = kvpc_row_at(p.pair[0].src + at, x.row, p.pair[0].src_stride);
@@ -532,9 +487,8 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
     uint4 v[loads];
     if (!exact && p.fetch && at == 0)
         kvpc_fetch_edges(dst, p.row_bytes[0]);
-    kvpc_clear_words<loads>(v); /* the zero fill */
-    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]);
-    kvpc_store_words<loads, exact>(dst, v, step, at, p.row_bytes[0]);
+    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]); /* with the zero fill */
+    kvpc_store_words<loads, exact, true>(dst, v, step, at, p.row_bytes[0]);
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
@@ -544,46 +498,36 @@ template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
 static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<exact>(p, t / lanes, &part);
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
         return;
-    if (pdl)
-        kvpc_pdl_wait();
     const uint32_t at = 16 * (t % lanes + lanes * loads * part);
     uint4 v[tables][loads];
     uint64_t dst[tables];
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
-        if (!exact)
-            kvpc_clear_words<loads>(v[m]);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    KVPRIM_UNROLL
     for (uint32_t m = 0; m < tables; m++) {
         dst[m] = kvpc_row_at(p.pair[m].dst + at, x.row, p.pair[m].dst_stride);
         if (!exact && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m], p.row_bytes[m]);
     }
     if (x.inside) {
-        KVPRIM_UNROLL
         for (uint32_t m = 0; m < tables; m++)
-            kvpc_store_words<loads, exact>(dst[m], v[m], step, at, p.row_bytes[m]);
+            kvpc_store_words<loads, exact, true>(dst[m], v[m], step, at, p.row_bytes[m]);
     } else if (at == 0)
         kvpc_count_rejected(p, x);
 }
 
-/* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has in
-   its word w the bytes 16 w - lead to 16 w - lead + 15.
+/* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
+   in its word w the bytes 16 w - lead to 16 w - lead + 15.
    - Each thread writes kvpc_bytes_loads words, `step` apart, from word `first` on.
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
-   - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for the place to write to. */
+   - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for its place. */
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
@@ -614,23 +558,20 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 }
 
 /* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
-   row, of K or of V. */
-static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
-    kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+   row, of K or of V. An index is counted before the copy, so that it takes no registers there: with 44 instead of 40,
+   dependent launches are 10 % slower. */
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t part;
-    const uint32_t i = kvpc_row_of<false>(p, t / lanes, &part);
-    if (p.pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
+    uint32_t i, part;
+    if (!kvpc_begin_row<false>(p, p.pdl, t / lanes, &i, &part))
         return;
-    if (p.pdl)
-        kvpc_pdl_wait();
     const uint32_t v_side = part >= p.k_parts;
-    const kvpc_pair &pair = p.pair[v_side];
+    const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    if (!x.inside && part == 0 && t % lanes == 0)
+        kvpc_count_rejected(p, x);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
     const uint64_t dst = kvpc_row_at(pair.dst, p.gather ? i : x.row, pair.dst_stride);
     int32_t lead = (int32_t)(pair.dst % 16);
@@ -638,15 +579,13 @@ static __global__ void __launch_bounds__(kvpc_threads, kvpc_bytes_blocks)
         lead = (int32_t)(dst % 16);
     kvpc_copy_words(dst, src, lead, (int32_t)p.row_bytes[v_side], first, lanes, !p.gather || x.inside,
                     p.gather || x.inside, p.fetch);
-    if (!x.inside && part == 0 && t % lanes == 0)
-        kvpc_count_rejected(p, x);
 }
 
 /* >>impl_move_kernels -----------------------------------------------------------------------------------------------
 
    Moves with pages, heads, layers or 64-bit sizes, several moves in a launch, and moves on few multiprocessors. A unit
-   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group of
-   threads moves at once: a unit, or a part of a long one. */
+   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group
+   of threads moves at once: a unit, or a part of a long one. */
 
 /* What names the rows of one side. */
 typedef struct kvpc_naming {
@@ -688,15 +627,13 @@ template <uint32_t most_tasks> struct kvpc_batch {
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
     uint64_t total; /* chunks */
     uint32_t part_bytes, tasks;
-    uint32_t pdl, reserved;
+    uint32_t pdl, layers;
     kvpc_task task[most_tasks];
     kvpc_layer layer[most_layers];
 };
 
-static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && kvpc_batch<1>::most_layers == 231, "said in >>gpu_move");
-static_assert(sizeof(kvpc_batch<kvpc_most_tasks>) <= kvpc_params_bytes &&
-                  kvpc_batch<kvpc_most_tasks>::most_layers == 180,
-              "said in >>gpu_move");
+static_assert(kvpc_batch<1>::most_layers == 231 && kvpc_batch<4>::most_layers == 180, "said in >>gpu_move");
+static_assert(sizeof(kvpc_batch<1>) <= kvpc_params_bytes && sizeof(kvpc_batch<4>) <= kvpc_params_bytes, "no room");
 
 typedef struct kvpc_chunk {
     uint64_t dst, src;
@@ -781,23 +718,6 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
     return c;
 }
 
-/* A group of `lanes` threads moves a chunk of up to lanes * loads words of 16 bytes. Each thread moves the word that its
-   lane names, and for each further load the word `lanes` after it. */
-template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_chunk(uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    kvpc_clear_words<loads>(v);
-    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
-}
-
-template <uint32_t lanes, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_chunk(const uint4 *v, const kvpc_chunk &c, uint32_t at)
-{
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < c.bytes)
-            kvpc_store16(c.dst + at + 16 * lanes * k, v[k]);
-}
-
 /* On the whole GPU: each group of threads moves one chunk. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_threads)
@@ -810,8 +730,8 @@ static __global__ void __launch_bounds__(kvpc_threads)
         kvpc_pdl_wait();
     const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
     uint4 v[loads];
-    kvpc_load_chunk<lanes, loads>(v, c, at);
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
@@ -819,19 +739,18 @@ template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
-    const uint32_t at = 16 * (threadIdx.x % lanes), groups = gridDim.x * (blockDim.x / lanes);
+    const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
-    for (uint32_t work = blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (uint32_t)p.total;
-         work += groups) {
+    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_store_chunk<lanes, loads>(v, c, at);
+        kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
         c = next;
-        kvpc_load_chunk<lanes, loads>(v, c, at);
+        kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
     }
-    kvpc_store_chunk<lanes, loads>(v, c, at);
+    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -840,11 +759,10 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
 {
     const uint32_t lane = threadIdx.x % lanes;
-    const number groups = (number)gridDim.x * (blockDim.x / lanes);
+    const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (number work = (number)blockIdx.x * (blockDim.x / lanes) + threadIdx.x / lanes; work < (number)p.total;
-         work += groups) {
+    for (number work = blockIdx.x * in_block + threadIdx.x / lanes; work < (number)p.total; work += groups) {
         const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
         if (c.bytes > 0 && c.zero)
             kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
@@ -853,177 +771,169 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
-/* ---- unpack: kernels ---- */
+/* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpc_lent = 2,           /* "capacity" of parameters whose words lie in the caller's workspace */
-    kvpc_small_fragments = 2 /* at once; with more a processor holds fewer threads: slower */
+    kvpc_aligned_loads = 4,   /* 16-byte words of an aligned tile that a thread copies; otherwise kvpc_bytes_loads */
+    kvpc_small_fragments = 2, /* that a thread copies at once; with more, fewer threads fit a multiprocessor: slower */
+    kvpc_small_bytes = 512    /* of a small fragment, at most: a word for each thread of a warp */
 };
 
-/* A batch of fragments, or a slice of one. Even: all have `bytes` bytes, but for the last. Fragment i lies at i
-   times the step on a side where all are that far apart, and elsewhere at a number from the words times the step. */
+/* Blocks of kvpc_unpack_most_threads that must fit a multiprocessor, where it holds 2,048 threads (0: no demand). This
+   keeps aligned kernels to 32 registers, others to 40; with 40 and 48, as on sm_90 otherwise, fewer threads fit. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000)
+enum { kvpc_aligned_blocks = 4, kvpc_unaligned_blocks = __CUDA_ARCH__ == 1000 ? 0 : 3 }; /* sm_100 would spill */
+#else
+enum { kvpc_aligned_blocks = 0, kvpc_unaligned_blocks = 0 };
+#endif
+
+/* Bytes of parameters. Measured on an H200: up to 4,000 cost nothing, 8 KB 0.3 us a launch, 16 KB 0.7, 32 KB 1.8. */
+enum {
+    kvpc_few_params = kvpc_params_bytes,
+#if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
+    kvpc_more_params = 16800, /* 1,024 fragments of 16 bytes, and the rest */
+    kvpc_most_params = 32760  /* CUDA takes 32,764 */
+#else
+    kvpc_more_params = kvpc_few_params, /* CUDA takes 4,096 */
+    kvpc_most_params = kvpc_few_params
+#endif
+};
+
+/* A column: the addresses of all fragments in dst or in src, their sizes, or the first tile of each. Number i is
+   base + step * (stored number i), or base + step * i where none are stored. */
+typedef struct kvpc_numbers {
+    uint64_t base, step;
+    uint32_t width, at; /* bytes of a stored number: 2, 4, 8, or 0 if none are stored. Index of the first */
+} kvpc_numbers;
+
+/* What a launch copies. Fragments are cut into tiles, which are numbered from the first fragment to the last. */
 typedef struct kvpc_unpack {
-    uint64_t dst, src;
-    uint64_t dst_step, src_step;
-    uint64_t words;                      /* of a workspace */
-    uint32_t count, pieces, parts, span; /* span: pieces, or small fragments, that a block copies before it goes on */
-    uint32_t bytes, last_bytes;
-    uint32_t dst_words, src_words, halves;             /* a side's numbers: 0 or 1 for a fragment; two to a word */
-    uint32_t lanes_shift, distant, table, table_shift; /* distant, table: see kvpc_copy_uneven */
-    int32_t wait, trigger, wait_last;                  /* programmatic dependent launch */
+    kvpc_numbers dst, src, bytes, first_tile;
+    uint32_t count, tiles, last_bytes; /* last_bytes: of the last fragment */
+    uint32_t lanes_shift;              /* 1 << lanes_shift threads copy a tile, or a small fragment */
+    uint32_t table, table_shift;       /* entry table + k of n32 is the fragment of tile k << table_shift */
+    int32_t wait, trigger, wait_last;  /* programmatic dependent launch: wait first, let the next start, wait last */
 } kvpc_unpack;
 
-template <uint32_t capacity> struct kvpc_unpack_params {
+/* Numbers of 2 bytes: without them 65,536 even fragments take 9 launches instead of 5, and 1,024 take more than
+   kvpc_few_params. */
+template <uint32_t bytes> struct kvpc_unpack_params {
     kvpc_unpack head;
-    uint32_t words[capacity];
+    union {
+        uint16_t n16[(bytes - sizeof(kvpc_unpack)) / 2];
+        uint32_t n32[(bytes - sizeof(kvpc_unpack)) / 4];
+        uint64_t n64[(bytes - sizeof(kvpc_unpack)) / 8]; /* 8 bytes are aligned */
+    };
 };
 
-/* Word `at`. Those of a workspace come over the bus, which wants whole lines: a warp first reads all of the line
-   that its word lies in. */
-template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_word(const kvpc_unpack_params<capacity> &p, uint32_t at)
+/* number: uint32_t for sizes, which 64-bit arithmetic would cost registers for. */
+template <class number, class params>
+KVPRIM_DEVICE number kvpc_number(const params &p, const kvpc_numbers &numbers, uint32_t i)
 {
-    if (capacity != kvpc_lent)
-        return p.words[at];
-    const uint32_t near = at / 32 * 32 + threadIdx.x % 32;
-    const uint32_t word = (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)near * 4);
-    return near == at ? word : (uint32_t)kvpc_load_i32(p.head.words + (uint64_t)at * 4);
+    if (sizeof(number) == 8 && numbers.width == 8)
+        return (number)(numbers.base + numbers.step * p.n64[numbers.at + i]);
+    const uint32_t n = numbers.width == 0   ? i
+                       : numbers.width == 2 ? (uint32_t)p.n16[numbers.at + i]
+                                            : p.n32[numbers.at + i];
+    return (number)numbers.base + (number)numbers.step * n;
 }
 
-/* 16-byte words that a thread takes of a piece. */
-template <bool aligned> struct kvpc_piece {
-    static const uint32_t loads = aligned ? 4u : (uint32_t)kvpc_bytes_loads;
-};
-
-/* A group of `step` threads copies a piece of a fragment: each thread the first-th of the destination's 16-byte words
-   and those that are a multiple of `step` further. */
-template <bool aligned>
-KVPRIM_DEVICE void kvpc_copy_piece(uint64_t dst, uint64_t src, int32_t bytes, uint32_t first, uint32_t step)
+/* Returns the fragment of a tile: the last one whose first tile is not past it. *part: which of its tiles that is. */
+template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p, uint32_t tile, uint32_t *part)
 {
-    if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), bytes, first, step, true, true, false);
-        return;
+    const kvpc_numbers &first = p.head.first_tile;
+    if (first.width == 0) {
+        const uint32_t each = (uint32_t)first.step, i = each == 1 ? tile : tile / each;
+        *part = tile - i * each;
+        return i;
     }
-    const uint32_t loads = kvpc_piece<true>::loads, from = 16 * first;
-    uint4 v[loads];
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (from + 16 * step * k < (uint32_t)bytes)
-            v[k] = kvpc_load16(src + from + 16 * step * k);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < loads; k++)
-        if (from + 16 * step * k < (uint32_t)bytes)
-            kvpc_store16(dst + from + 16 * step * k, v[k]);
-}
-
-template <uint32_t capacity> KVPRIM_DEVICE uint32_t kvpc_number(const kvpc_unpack_params<capacity> &p, uint32_t at)
-{
-    return p.head.halves ? kvpc_word(p, at / 2) >> at % 2 * 16 & 0xffff : kvpc_word(p, at);
-}
-
-/* What the steps of source and destination are multiplied by for fragment i of an even batch. */
-template <uint32_t capacity> KVPRIM_DEVICE uint2 kvpc_even_fragment(const kvpc_unpack_params<capacity> &p, uint32_t i)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t at = i * (h.src_words + h.dst_words);
-    return uint2{h.src_words ? kvpc_number(p, at) : i, h.dst_words ? kvpc_number(p, at + h.src_words) : i};
-}
-
-/* Pieces are numbered through the fragments: fragment i has the `parts` pieces from i * parts on. */
-template <bool aligned, uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_even(const kvpc_unpack_params<capacity> &p, uint32_t piece)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads;
-    const uint32_t i = h.parts == 1 ? piece : piece / h.parts, part = piece - i * h.parts;
-    const uint2 place = kvpc_even_fragment(p, i);
-    kvpc_copy_piece<aligned>(h.dst + place.y * h.dst_step, h.src + place.x * h.src_step,
-                             (int32_t)(i == h.count - 1 ? h.last_bytes : h.bytes),
-                             (part * loads << h.lanes_shift) + threadIdx.x % step, step);
-}
-
-/* Aligned fragments of so few bytes that each thread of a group has one word of each: several at once, `apart`
-   apart. */
-template <uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_small(const kvpc_unpack_params<capacity> &p, uint32_t i, uint32_t apart)
-{
-    const kvpc_unpack &h = p.head;
-    const uint32_t at = 16 * (threadIdx.x % (1u << h.lanes_shift));
-    uint2 place[kvpc_small_fragments];
-    uint4 v[kvpc_small_fragments];
-    bool mine[kvpc_small_fragments];
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
-        const uint32_t one = i + k * apart;
-        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : h.bytes);
-        if (one < h.count)
-            place[k] = kvpc_even_fragment(p, one);
-    }
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-        if (mine[k])
-            v[k] = kvpc_load16(h.src + place[k].x * h.src_step + at);
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-        if (mine[k])
-            kvpc_store16(h.dst + place[k].y * h.dst_step + at, v[k]);
-}
-
-/* The fragment of a piece of an uneven batch: word table + k is that of piece k << table_shift, the last word of the
-   table the last fragment. */
-template <uint32_t capacity>
-KVPRIM_DEVICE uint32_t kvpc_fragment_of(const kvpc_unpack_params<capacity> &p, uint32_t piece, uint32_t each)
-{
-    const uint32_t near = p.head.table + (piece >> p.head.table_shift);
-    uint32_t i = kvpc_word(p, near), last = kvpc_word(p, near + 1);
+    const uint32_t near = p.head.table + (tile >> p.head.table_shift);
+    uint32_t i = p.n32[near], last = p.n32[near + 1];
     while (i < last) {
         const uint32_t middle = (i + last + 1) / 2;
-        if (kvpc_word(p, middle * each + 3) <= piece)
+        if (p.n32[first.at + middle] <= tile)
             i = middle;
         else
             last = middle - 1;
     }
+    *part = tile - p.n32[first.at + i];
     return i;
 }
 
-/* Fragments of any size, described by four words each: source and destination offset, bytes, number of the first piece;
-   distant ones by two more, the offsets' upper halves. Without a table each fragment is one piece. */
-template <bool aligned, uint32_t capacity>
-KVPRIM_DEVICE void kvpc_copy_uneven(const kvpc_unpack_params<capacity> &p, uint32_t piece)
+/* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
+   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. */
+template <bool aligned>
+KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
-    const kvpc_unpack &h = p.head;
-    const uint32_t step = 1u << h.lanes_shift, loads = kvpc_piece<aligned>::loads, each = h.distant ? 6 : 4;
-    const uint32_t i = h.table ? kvpc_fragment_of(p, piece, each) : piece, at = i * each;
-    const uint64_t src_high = h.distant ? kvpc_word(p, at + 4) : 0, dst_high = h.distant ? kvpc_word(p, at + 5) : 0;
-    const uint64_t from = src_high << 32 | kvpc_word(p, at), to = dst_high << 32 | kvpc_word(p, at + 1);
-    const uint32_t bytes = kvpc_word(p, at + 2), part = piece - kvpc_word(p, at + 3);
-    if (bytes)
-        kvpc_copy_piece<aligned>(h.dst + to, h.src + from, (int32_t)bytes,
-                                 (part * loads << h.lanes_shift) + threadIdx.x % step, step);
+    if (!aligned) {
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0, bytes > 0, false);
+        return;
+    }
+    const int32_t left = (int32_t)(bytes - 16 * first);
+    uint4 v[kvpc_aligned_loads];
+    dst += 16 * first, src += 16 * first;
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
+        if ((int32_t)(16 * step * k) < left)
+            v[k] = kvpc_load16(src + 16 * step * k);
+    for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
+        if ((int32_t)(16 * step * k) < left)
+            kvpc_store16(dst + 16 * step * k, v[k]);
 }
 
-enum kvpc_unpack_kind { kvpc_even, kvpc_small, kvpc_uneven };
-
-/* Each block copies one span after the other, `span` pieces that follow each other. */
-template <kvpc_unpack_kind kind, bool aligned, uint32_t capacity>
-static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
-    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<capacity> p)
+/* A group of threads copies small fragments i, i + apart ... at once. Each thread copies one 16-byte word of each. Past
+   a fragment's end it copies nothing. */
+template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint32_t i, uint32_t apart)
 {
     const kvpc_unpack &h = p.head;
-    const uint32_t groups = blockDim.x >> h.lanes_shift, all = kind == kvpc_small ? h.count : h.pieces;
+    const uint32_t at = 16 * (threadIdx.x % (1u << h.lanes_shift));
+    uint64_t src[kvpc_small_fragments], dst[kvpc_small_fragments];
+    uint4 v[kvpc_small_fragments];
+    bool mine[kvpc_small_fragments];
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
+        const uint32_t one = i + k * apart;
+        mine[k] = one < h.count && at < (one == h.count - 1 ? h.last_bytes : (uint32_t)h.bytes.base);
+        if (one < h.count) {
+            src[k] = kvpc_number<uint64_t>(p, h.src, one);
+            dst[k] = kvpc_number<uint64_t>(p, h.dst, one);
+        }
+    }
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+        if (mine[k])
+            v[k] = kvpc_load16(src[k] + at);
+    for (uint32_t k = 0; k < kvpc_small_fragments; k++)
+        if (mine[k])
+            kvpc_store16(dst[k] + at, v[k]);
+}
+
+/* Each group of 1 << lanes_shift threads copies a tile, or kvpc_small_fragments small fragments.
+   Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
+   If there are fewer groups than tiles, group g copies tiles g, g + groups, g + 2 * groups and so on.
+   If the launch overlaps the one before, it ends after that one: wait_last. */
+template <bool small, bool aligned, uint32_t bytes>
+static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
+                                         aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
+    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> p)
+{
+    const kvpc_unpack &h = p.head;
+    const uint32_t lanes = 1u << h.lanes_shift;
+    const uint32_t groups = blockDim.x >> h.lanes_shift, group = threadIdx.x >> h.lanes_shift;
     if (h.wait)
         kvpc_pdl_wait();
     if (h.trigger)
         kvpc_pdl_trigger();
-    for (uint32_t span = blockIdx.x * h.span; span < all; span += gridDim.x * h.span) {
-        const uint32_t end = all - span < h.span ? all : span + h.span;
-        for (uint32_t piece = span + (threadIdx.x >> h.lanes_shift); piece < end;
-             piece += kind == kvpc_small ? kvpc_small_fragments * groups : groups)
-            if (kind == kvpc_small)
-                kvpc_copy_small(p, piece, groups);
-            else if (kind == kvpc_even)
-                kvpc_copy_even<aligned>(p, piece);
-            else
-                kvpc_copy_uneven<aligned>(p, piece);
+    if (small) {
+        const uint32_t each = kvpc_small_fragments * groups;
+        for (uint32_t i = blockIdx.x * each + group; i < h.count; i += gridDim.x * each)
+            kvpc_copy_small(p, i, groups);
+    } else {
+        const uint32_t loads = aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads;
+        for (uint32_t tile = blockIdx.x * groups + group; tile < h.tiles; tile += gridDim.x * groups) {
+            uint32_t part;
+            const uint32_t i = kvpc_fragment_of(p, tile, &part);
+            const uint64_t src = kvpc_number<uint64_t>(p, h.src, i), dst = kvpc_number<uint64_t>(p, h.dst, i);
+            const uint32_t length = i == h.count - 1 ? h.last_bytes : kvpc_number<uint32_t>(p, h.bytes, i);
+            kvpc_copy_tile<aligned>(dst, src, length, (part * loads << h.lanes_shift) + threadIdx.x % lanes, lanes);
+        }
     }
     if (h.wait_last)
         kvpc_pdl_wait();
@@ -1039,25 +949,17 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads)
             return try_status;                                                                                         \
     } while (0)
 
-static kvprim_status kvpc_check_launch(const char *function, const kvprim_cuda_launch *launch)
-{
-    if (!launch)
-        return KVPRIM_OK;
-    if (launch->pdl != 0 && launch->pdl != 1)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)launch->pdl);
-    if (launch->max_sms < 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)launch->max_sms);
-    if (launch->reserved)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
-                           function);
-    return KVPRIM_OK;
-}
-
-/* kvprim.h's checks name its own function: "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
+/* Every error of kvprim.h begins with "kvprim_": "kvprim_gather: ..." becomes "kvprim_cuda_gather: ...". */
 static kvprim_status kvpc_fail_check(kvprim_status status)
 {
     return kvprim_fail(status, "kvprim_cuda_%s", kvprim_last_error() + sizeof "kvprim_" - 1);
 }
+
+/* A call on its way to the GPU. */
+typedef struct kvpc_call {
+    const char *function;
+    kvprim_cuda_launch launch; /* pdl only where it has an effect */
+} kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
 enum kvpc_answer { kvpc_unknown, kvpc_no, kvpc_yes, kvpc_depends };
@@ -1078,25 +980,24 @@ static kvpc_answer kvpc_ask_device(void)
 static kvpc_answer kvpc_ask_devices(void)
 {
     int driver = 0, count = 0, first = 0, major = 0;
-    if (cudaDriverGetVersion(&driver) != cudaSuccess || driver < 12030 || cudaGetDeviceCount(&count) != cudaSuccess)
-        return kvpc_no;
-    for (int device = 0; device < count; device++) {
-        if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess)
-            return kvpc_no;
+    cudaError_t error = cudaDriverGetVersion(&driver);
+    if (error == cudaSuccess)
+        error = cudaGetDeviceCount(&count);
+    for (int device = 0; device < count && error == cudaSuccess; device++) {
+        error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
         first = device == 0 ? major : first;
         if (major != first)
-            return kvpc_depends;
+            return driver >= 12030 ? kvpc_depends : kvpc_no;
     }
-    return kvpc_ask_device();
+    if (error == cudaSuccess)
+        return driver >= 12030 ? kvpc_ask_device() : kvpc_no;
+    (void)cudaGetLastError(); /* the launch meets it again */
+    return kvpc_unknown;
 }
-#endif
 
-/* Whether kernels of this file wait when they are asked to. Asked once, as cudaGetDevice alone takes 0.1 us. */
+/* Whether kernels of this file wait when they are asked to. The answer is kept: cudaGetDevice alone takes 0.1 us. */
 static bool kvpc_has_pdl(void)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    return kvprim_emulate_pdl;
-#else
     static std::atomic<kvpc_answer> known;
     kvpc_answer answer = known.load(std::memory_order_relaxed);
     if (answer == kvpc_unknown) {
@@ -1104,101 +1005,91 @@ static bool kvpc_has_pdl(void)
         known.store(answer, std::memory_order_relaxed);
     }
     return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
-#endif
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
-/* Whether it is an error of execution, which no launch can have of its own: it only enqueues. */
+/* Whether the error comes from earlier work. A launch only enqueues, so it cannot cause one of these. */
 static bool kvpc_is_earlier(cudaError_t error)
 {
-    switch (error) {
-    case cudaErrorIllegalAddress:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorInvalidPc:
-    case cudaErrorHardwareStackError:
-    case cudaErrorLaunchFailure:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorAssert:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-        return true;
-    default:
-        return false;
-    }
+    const cudaError_t earlier[] = {
+        cudaErrorIllegalAddress, cudaErrorMisalignedAddress,  cudaErrorInvalidAddressSpace, cudaErrorIllegalInstruction,
+        cudaErrorInvalidPc,      cudaErrorHardwareStackError, cudaErrorLaunchFailure,       cudaErrorLaunchTimeout,
+        cudaErrorAssert,         cudaErrorECCUncorrectable,   cudaErrorNvlinkUncorrectable};
+    for (const cudaError_t one : earlier)
+        if (one == error)
+            return true;
+    return false;
 }
 
-static kvprim_status kvpc_fail_cuda(const char *function, const char *what, cudaError_t error)
-{
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", function, what, cudaGetErrorName(error),
-                       cudaGetErrorString(error));
-}
-#endif
-
-/* Enqueues a kernel. launch->pdl asks for a dependent launch, which kvpc_has_pdl() must have allowed. */
 template <class Params>
-static kvprim_status kvpc_start(const char *function, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
-                                const Params &params, const kvprim_cuda_launch *launch)
+static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
 {
-#ifdef KVPRIM_CUDA_EMULATE
-    (void)function, (void)launch;
-    kvprim_emulate_launch(kernel, dim3{blocks, 1, 1}, threads, params);
-    return KVPRIM_OK;
-#else
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
     void *args[] = {(void *)&params};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
-    config.stream = launch->stream ? launch->stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+    config.stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
-    config.numAttrs = launch->pdl != 0;
+    config.numAttrs = call->launch.pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
     const cudaError_t error = cudaLaunchKernelExC(&config, (const void *)kernel, args);
     if (error == cudaSuccess)
         return KVPRIM_OK;
-    return kvpc_fail_cuda(function, kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "", error);
+    (void)cudaGetLastError(); /* it is reported here */
+    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
+                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
+                       cudaGetErrorName(error), cudaGetErrorString(error));
+}
 #endif
+
+/* Checks the options of a launch, too. */
+static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, const kvprim_cuda_launch *launch)
+{
+    const kvprim_cuda_launch none = {}, l = launch ? *launch : none;
+    if (l.pdl != 0 && l.pdl != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: pdl is %d, neither 0 nor 1", function, (int)l.pdl);
+    if (l.max_sms < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: max_sms is %d, less than 0", function, (int)l.max_sms);
+    if (l.reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
+                           function);
+    *call = kvpc_call{function, l};
+    call->launch.pdl = l.pdl && kvpc_has_pdl();
+    return KVPRIM_OK;
 }
 
 /* >>impl_debug -----------------------------------------------------------------------------------------------------
 
    KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
 #if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
-static kvprim_status kvpc_check_byte(const char *function, const char *name, const char *p)
+static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *data, uint64_t bytes)
 {
-    int device = 0, pageable = 0;
-    cudaPointerAttributes a;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
-    if (error == cudaSuccess)
-        error = cudaPointerGetAttributes(&a, p);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, (const void *)p,
-                           cudaGetErrorName(error), cudaGetErrorString(error));
+    for (int last = 0; data && bytes > 0 && last < 2; last++) {
+        const void *const p = (const char *)data + (last ? bytes - 1 : 0);
+        int device = 0, pageable = 0;
+        cudaPointerAttributes a;
+        cudaError_t error = cudaGetDevice(&device);
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+        if (error == cudaSuccess)
+            error = cudaPointerGetAttributes(&a, p);
+        if (error != cudaSuccess) {
+            (void)cudaGetLastError();
+            return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s (%p): %s: %s", function, name, p, cudaGetErrorName(error),
+                               cudaGetErrorString(error));
+        }
+        if (a.type == cudaMemoryTypeUnregistered && !pageable)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                               function, name, p);
+        if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                               "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
+                               p, a.device, device);
     }
-    if (a.type == cudaMemoryTypeUnregistered && !pageable)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
-                           function, name, (const void *)p);
-    if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: %s (%p) is memory of device %d, which device %d has no access to", function, name,
-                           (const void *)p, a.device, device);
     return KVPRIM_OK;
-}
-
-static kvprim_status kvpc_check_bytes(const char *function, const char *name, const void *p, uint64_t bytes)
-{
-    if (!p || bytes < 1)
-        return KVPRIM_OK;
-    KVPRIM_TRY(kvpc_check_byte(function, name, (const char *)p));
-    return kvpc_check_byte(function, name, (const char *)p + bytes - 1);
 }
 
 static kvprim_status kvpc_check_side(const char *function, const char *name, const char *index_name,
@@ -1223,6 +1114,11 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
     return KVPRIM_OK;
 }
 #else
+static kvprim_status kvpc_check_bytes(const char *, const char *, const void *, uint64_t)
+{
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t)
 {
     return KVPRIM_OK;
@@ -1231,17 +1127,11 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* A call on its way to the GPU. */
-typedef struct kvpc_call {
-    const char *function;
-    kvprim_cuda_launch launch; /* pdl only where it has an effect */
-} kvpc_call;
-
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    *bits |= (uint64_t)(uintptr_t)t->data | (uint64_t)t->stride;
+    *bits |= (uintptr_t)kvprim_side_layer(side, 0) | (uint64_t)t->stride;
     return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
 }
 
@@ -1258,68 +1148,72 @@ static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
            base <= int32_rows - rows;
 }
 
-/* Whether two moves are K and V of a store: the same slots, each counted once. */
-static bool kvpc_is_pair(const kvprim_move *k, const kvprim_move *v)
+static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
 {
-    const kvprim_side *const a = &k->dst, *const b = &v->dst;
-    return !k->zero && !v->zero && !v->rejected && a->index == b->index && a->index_type == b->index_type &&
-           a->index_base == b->index_base && a->index_stride == b->index_stride && a->table.rows == b->table.rows &&
-           k->count == v->count;
+    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
+           a->index_stride == b->index_stride && (!a->index || a->table.rows == b->table.rows);
+}
+
+/* Whether two moves are K and V of a store: the same slots, each counted once. */
+static bool kvpc_is_k_and_v(const kvprim_move *k, const kvprim_move *v)
+{
+    return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(&k->dst, &v->dst);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
 {
-    const int64_t most = (int64_t)1 << 31;
-    kvpc_divisor d = {(uint64_t)by, 0, 0};
-    if (by < 1 || by > most) /* whatever is below 2^31 is less */
-        return d;
-    while ((int64_t)1 << d.shift < by)
-        d.shift++;
     const uint64_t one = (uint64_t)1 << 31;
-    d.magic = (uint32_t)((int64_t)1 << d.shift == by ? one : ((one << d.shift) + d.by - 1) / d.by);
+    kvpc_divisor d = {(uint64_t)by, 0, 0};
+    if (by < 1 || d.by > one) /* every 32-bit dividend is less: magic 0 gives 0 */
+        return d;
+    while ((uint64_t)1 << d.shift < d.by)
+        d.shift++;
+    d.magic = (uint32_t)((uint64_t)1 << d.shift == d.by ? one : ((one << d.shift) + d.by - 1) / d.by);
     return d;
 }
 
-/* `parts` groups of threads share a row. Returns the number of blocks. */
-static uint32_t kvpc_share(kvpc_plain *p, uint32_t parts, uint32_t lanes)
+static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
+{
+    return (bytes + part - 1) / part;
+}
+
+/* `parts` groups of threads share a row. */
+static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void (*kernel)(kvpc_plain), uint32_t parts,
+                                     uint32_t lanes)
 {
     const kvpc_divisor divisor = kvpc_divisor_of(parts);
     p->parts = parts;
     p->parts_magic = divisor.magic;
     p->parts_shift = divisor.shift;
     const uint64_t threads = (uint64_t)p->count * parts * lanes;
-    return (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads);
+    return kvpc_start(call, kernel, (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads), kvpc_threads, *p);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (p->row_bytes[0] + part - 1) / part, lanes);
-    return kvpc_start(call->function,
-                      p->pdl ? kvpc_gather_kernel<lanes, loads, exact, true>
-                             : kvpc_gather_kernel<lanes, loads, exact, false>,
-                      blocks, kvpc_threads, *p, &call->launch);
+    static void (*const kernels[])(kvpc_plain) = {kvpc_gather_kernel<lanes, loads, exact, false>,
+                                                  kvpc_gather_kernel<lanes, loads, exact, true>};
+    return kvpc_start_rows(call, p, kernels[p->pdl], kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
 }
 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    const uint32_t part = 16 * lanes * loads, blocks = kvpc_share(p, (most + part - 1) / part, lanes);
     static void (*const kernels[])(kvpc_plain) = {
         kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
         kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
-    return kvpc_start(call->function, kernels[2 * (p->row_bytes[1] != 0) + p->pdl], blocks, kvpc_threads, *p,
-                      &call->launch);
+    return kvpc_start_rows(call, p, kernels[2 * (p->row_bytes[1] != 0) + p->pdl],
+                           kvpc_parts_of(most, 16 * lanes * loads), lanes);
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
-    p->k_parts = (p->row_bytes[0] + 15 + part - 1) / part; /* a row may lie in one word more than it fills */
-    const uint32_t v_parts = p->row_bytes[1] ? (p->row_bytes[1] + 15 + part - 1) / part : 0;
-    const uint32_t blocks = kvpc_share(p, p->k_parts + v_parts, kvpc_bytes_lanes);
-    return kvpc_start(call->function, kvpc_bytes_kernel, blocks, kvpc_threads, *p, &call->launch);
+    p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
+    const uint32_t v_parts = p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0;
+    return kvpc_start_rows(call, p, kvpc_bytes_kernel, p->k_parts + v_parts, kvpc_bytes_lanes);
 }
 
 /* Whether parts of `part` bytes fill rows of row_bytes and are a power of two. */
@@ -1330,8 +1224,8 @@ static bool kvpc_fills(int64_t row_bytes, int64_t part)
 }
 
 /* Two loads per thread, and a whole warp where a row has that much: more in flight gains nothing. Short rows take one
-   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one block
-   per nanosecond, so many blocks must not be small. */
+   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one
+   block per nanosecond, so a large launch needs large blocks. */
 static kvprim_status kvpc_gather_by_size(const kvpc_call *call, kvpc_plain *p)
 {
     const int64_t row_bytes = p->row_bytes[0];
@@ -1382,15 +1276,15 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
-        p.pair[k].dst = (uint64_t)(uintptr_t)m->dst.table.data;
-        p.pair[k].src = (uint64_t)(uintptr_t)m->src.table.data;
+        p.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
+        p.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
         p.row_bytes[k] = (uint32_t)m->row_bytes;
         if (!m->zero || m->dst.table.stride != m->row_bytes)
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
     }
-    p.index = (uint64_t)(uintptr_t)indexed->index;
+    p.index = (uintptr_t)indexed->index;
     p.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
     p.rejected = moves->rejected;
@@ -1415,11 +1309,10 @@ static int64_t kvpc_gcd(int64_t a, int64_t b)
 static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
 {
     const uint32_t is_i64 = side->index_type == KVPRIM_I64;
-    kvpc_naming n = {0, 0, (uint64_t)count, 0, 0};
-    if (side->index)
-        n = kvpc_naming{(uint64_t)(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
-                        (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
-    return n;
+    if (!side->index)
+        return kvpc_naming{0, 0, (uint64_t)count, 0, 0};
+    return kvpc_naming{(uintptr_t)side->index, side->index_base, (uint64_t)side->table.rows,
+                       (uint32_t)side->index_stride * (is_i64 ? 8 : 4), is_i64};
 }
 
 /* *bits collects what must be a multiple of 16 for the kernels of aligned chunks. */
@@ -1476,24 +1369,21 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvp
     while (threads > kvpc_threads && p->total / (threads / lanes) < limit)
         threads /= 2;
     const uint64_t wanted = (p->total + threads / lanes - 1) / (threads / lanes), most = limit ? limit : INT32_MAX;
-    return kvpc_start(call->function, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p, &call->launch);
+    return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
 /* Rows that begin and end at multiples of 16 bytes. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
-    typedef void kernel_type(kvpc_batch<most_tasks>);
+    static void (*const kernels[2][3])(kvpc_batch<most_tasks>) = {
+        {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
+        {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
+         kvpc_move_few_kernel<32, 4, most_tasks>}};
     const bool few = call->launch.max_sms > 0;
     const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
-    kernel_type *const few_kernel = lanes == 8    ? kvpc_move_few_kernel<8, 4, most_tasks>
-                                    : lanes == 16 ? kvpc_move_few_kernel<16, 4, most_tasks>
-                                                  : kvpc_move_few_kernel<32, 4, most_tasks>;
-    kernel_type *const kernel = lanes == 8    ? kvpc_move_kernel<8, 2, most_tasks>
-                                : lanes == 16 ? kvpc_move_kernel<16, 2, most_tasks>
-                                              : kvpc_move_kernel<32, 2, most_tasks>;
     kvpc_cut(p, 16 * lanes * loads, true);
-    return kvpc_start_groups(call, few ? few_kernel : kernel, kvpc_few_sms_threads, lanes, p);
+    return kvpc_start_groups(call, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
@@ -1518,7 +1408,8 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     bool large = false;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
-        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1), rows = t->count.by * t->layers;
+        const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
+        const uint64_t rows = t->count.by < most ? t->count.by * t->layers : most;
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
         large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
         chunks += large ? 0 : in_row * rows;
@@ -1527,7 +1418,6 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     }
     large |= chunks >= most;
     p->pdl = call->launch.pdl != 0;
-    p->reserved = 0;
     return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
 
@@ -1547,44 +1437,39 @@ static void kvpc_join_rows(kvprim_move *m)
 static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
 {
     const kvprim_table *const x = &a->table, *const y = &b->table;
-    return a->index == b->index && a->index_type == b->index_type && a->index_base == b->index_base &&
-           a->index_stride == b->index_stride && (!a->index || x->rows == y->rows) && x->stride == y->stride &&
-           x->page_rows == y->page_rows && x->page_stride == y->page_stride && x->heads == y->heads &&
-           x->head_stride == y->head_stride;
+    return kvpc_is_same_naming(a, b) && x->stride == y->stride && x->page_rows == y->page_rows &&
+           x->page_stride == y->page_stride && x->heads == y->heads && x->head_stride == y->head_stride;
 }
 
-/* Whether a move differs from the one before it only in its memory, as V often does from K: then it is one more layer,
-   and spares a task. */
+/* Whether a move differs from the one before it only in its memory, as V often does from K: then its layers join
+   the task of the one before. */
 static bool kvpc_is_alike(const kvprim_move *a, const kvprim_move *b)
 {
     return a->row_bytes == b->row_bytes && a->count == b->count && a->zero == b->zero && !b->rejected &&
            kvpc_is_alike_side(&a->dst, &b->dst) && kvpc_is_alike_side(&a->src, &b->src);
 }
 
-/* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `before`:
-   the move that the batch's last task stands for, or NULL. */
+/* Adds layers of a move to a batch, from layer `first` on, and returns how many: none if the batch is full. `alike`:
+   the batch's last task does for them, too. */
 template <uint32_t most_tasks>
-static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, uint32_t *used, const kvprim_move *before,
-                               const kvprim_move *m, int32_t first, uint64_t *bits)
+static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvprim_move *m, int32_t first,
+                               uint64_t *bits)
 {
-    const uint32_t room = kvpc_batch<most_tasks>::most_layers - *used, left = (uint32_t)(m->layers - first);
+    const uint32_t room = kvpc_batch<most_tasks>::most_layers - p->layers, left = (uint32_t)(m->layers - first);
     const uint32_t layers = left < room ? left : room;
-    const bool alike = before && kvpc_is_alike(before, m);
     if (layers == 0 || (!alike && p->tasks == most_tasks))
         return 0;
     if (!alike) {
         kvpc_task *const task = &p->task[p->tasks++];
         kvpc_set_task(task, m, bits);
-        task->first_layer = *used;
+        task->first_layer = p->layers;
         task->layers = 0;
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    for (uint32_t l = 0; l < layers; l++) {
-        p->layer[*used + l].dst = (uint64_t)(uintptr_t)kvprim_side_layer(&m->dst, first + (int32_t)l);
-        p->layer[*used + l].src = (uint64_t)(uintptr_t)kvprim_side_layer(&m->src, first + (int32_t)l);
-    }
-    *used += layers;
+    for (const int32_t end = first + (int32_t)layers; first < end; first++)
+        p->layer[p->layers++] =
+            kvpc_layer{(uintptr_t)kvprim_side_layer(&m->dst, first), (uintptr_t)kvprim_side_layer(&m->src, first)};
     return (int32_t)layers;
 }
 
@@ -1597,15 +1482,14 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
         kvpc_batch<most_tasks> p;
         kvprim_move joined;
         const kvprim_move *before = NULL;
-        uint32_t used = 0;
         uint64_t bits = 0;
-        p.tasks = 0;
+        p.tasks = p.layers = 0;
         for (; k < n; k++, first = 0) {
             if (moves[k].count == 0)
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
-            first += kvpc_add_layers(&p, &used, before, &joined, first, &bits);
+            first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
             if (first < joined.layers)
                 break;
             before = &moves[k];
@@ -1616,499 +1500,358 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
     return KVPRIM_OK;
 }
 
-/* Runs checked moves; `moves` is not empty where a function checked them. */
-static kvprim_status kvpc_run(const char *function, const kvprim_move *moves, size_t n,
+/* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
+static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
 {
+    if (checked != KVPRIM_OK)
+        return kvpc_fail_check(checked);
     uint64_t bits = 0;
     while (n > 0 && moves[n - 1].count == 0) /* K only, say */
         n--;
     if (n == 0)
         return KVPRIM_OK;
-    kvpc_call call = {function, {}};
-    KVPRIM_TRY(kvpc_check_launch(function, launch));
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
-    if (launch)
-        call.launch = *launch;
-    call.launch.pdl = call.launch.pdl && kvpc_has_pdl();
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
-        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_pair(&moves[0], &moves[1]))))
+        (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
     if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
         return kvpc_run_batches<1>(&call, moves, n);
     return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
 }
 
-/* ---- unpack: host side ---- */
+/* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
-static const uint64_t kvpc_most_run = (uint64_t)1 << 30; /* bytes that move as one fragment: fits 32 bits */
+enum {
+    kvpc_host_chunk = 128,   /* fragments that are handed out at a time: they stay in the processor's first cache */
+    kvpc_sample_count = 256, /* fragments: see kvpc_is_mergeable */
+    kvpc_table_share = 16,   /* fragments for each entry of the table */
+    kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
+    kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
+};
 
-/* Goes through a batch's fragments. Merging, it puts adjacent ones together, leaves out empty ones and cuts long
-   ones. */
-typedef struct kvpc_cursor {
-    const kvprim_fragment *next, *end;
-    kvprim_fragment rest; /* what was cut off */
-} kvpc_cursor;
+/* One of the three numbers that make a fragment. Fragment i has first + i * step; where it has another number, the two
+   differ in bits of `differ`. */
+typedef struct kvpc_column {
+    uint64_t first, step, differ, base; /* base: the buffer's address */
+    uint32_t shift;                     /* the number is stored shifted right by so many bits */
+} kvpc_column;
 
-template <bool merge> static inline bool kvpc_next(kvpc_cursor *c, kvprim_fragment *run)
-{
-    if (!merge) {
-        if (c->next == c->end)
-            return false;
-        *run = *c->next++;
-        return true;
-    }
-    kvprim_fragment r = c->rest;
-    for (; c->next != c->end && r.bytes < kvpc_most_run; c->next++) {
-        const kvprim_fragment f = *c->next;
-        if (r.bytes == 0)
-            r = f;
-        else if (f.bytes == 0 || (f.src_offset - r.src_offset == r.bytes && f.dst_offset - r.dst_offset == r.bytes))
-            r.bytes += f.bytes;
-        else
-            break;
-    }
-    *run = r;
-    run->bytes = r.bytes < kvpc_most_run ? r.bytes : kvpc_most_run;
-    c->rest.src_offset = r.src_offset + run->bytes;
-    c->rest.dst_offset = r.dst_offset + run->bytes;
-    c->rest.bytes = r.bytes - run->bytes;
-    return run->bytes != 0;
-}
-
-/* How the fragments' offsets on one side go on from one to the next. */
-typedef struct kvpc_offsets {
-    uint64_t first, any; /* any: bits that are set in any of the steps; so if all are the same, the step */
-    bool regular;        /* all steps are the same */
-} kvpc_offsets;
-
-typedef struct kvpc_survey {
-    kvpc_offsets src, dst;
-    uint64_t count, bytes, last_bytes;
-    uint64_t any_bytes; /* bits that are set in any size */
-    uint64_t joins;     /* steps that are the same on both sides: no more fragments follow the one before at once */
-    bool same_bytes;    /* all have `bytes` bytes, or the last fewer */
-} kvpc_survey;
-
-/* Two sums more than a processor has registers for, and it takes half as long again: a bit is set in any size if it
-   is in the first, or where one differs from the first. */
-template <bool merge> static kvpc_survey kvpc_look(const kvprim_unpack_desc *d)
-{
-    kvpc_cursor cursor = {d->fragments, d->fragments + d->count, {0, 0, 0}};
-    kvprim_fragment first, last, next;
-    kvpc_survey s = {};
-    if (!kvpc_next<merge>(&cursor, &first))
-        return s;
-    kvpc_cursor ahead = cursor;
-    next = first;
-    (void)kvpc_next<merge>(&ahead, &next);
-    const uint64_t src_step = next.src_offset - first.src_offset, dst_step = next.dst_offset - first.dst_offset;
-    uint64_t src_differ = 0, dst_differ = 0, bytes_differ = 0, joins = 0, count = 1;
-    for (last = first; kvpc_next<merge>(&cursor, &next); last = next) {
-        const uint64_t from_src = next.src_offset - last.src_offset, from_dst = next.dst_offset - last.dst_offset;
-        src_differ |= from_src ^ src_step;
-        dst_differ |= from_dst ^ dst_step;
-        bytes_differ |= last.bytes ^ first.bytes;
-        joins += from_src == from_dst;
-        if (merge)
-            count++;
-    }
-    s.src = kvpc_offsets{first.src_offset, src_step | src_differ, src_differ == 0};
-    s.dst = kvpc_offsets{first.dst_offset, dst_step | dst_differ, dst_differ == 0};
-    s.count = merge ? count : d->count;
-    s.bytes = first.bytes;
-    s.last_bytes = last.bytes;
-    s.any_bytes = first.bytes | bytes_differ | last.bytes;
-    s.joins = joins;
-    s.same_bytes = bytes_differ == 0 && last.bytes > 0 && last.bytes <= first.bytes;
-    return s;
-}
-
-/* How far numbers for the offsets may be shifted right without loss. */
-static uint32_t kvpc_common_shift(const kvpc_offsets *o)
-{
-    uint32_t shift = 0;
-    while (shift < 31 && (o->any >> shift & 1) == 0)
-        shift++;
-    return shift;
-}
-
-/* Whether numbers for offsets in a buffer are at most `most`. */
-static bool kvpc_fits(const kvpc_offsets *o, uint64_t buffer_bytes, uint64_t most)
-{
-    return (buffer_bytes - 1) >> kvpc_common_shift(o) <= most;
-}
-
-/* A batch on its way: what is not launched yet, and where its words may go. */
 typedef struct kvpc_unpack_job {
+    const kvpc_call *call;
     const kvprim_unpack_desc *desc;
-    const kvprim_cuda_launch *launch;
-    kvpc_survey survey;
-    kvpc_cursor cursor;
-    kvpc_unpack head;
-    uint64_t left;                 /* fragments */
-    uint32_t dst_shift, src_shift; /* from an offset to its word */
-    uint32_t *space;
-    uint64_t space_words;
-    bool merge, even, small, aligned;
-    bool direct;           /* no fragment has more than one piece */
-    bool started, overlap; /* a launch is under way; the next ones may run beside it */
+    const kvprim_fragment *next; /* to hand out */
+    kvprim_fragment rest;        /* what was cut off, to hand out before *next */
+    uint64_t left, last_bytes;   /* fragments that are not launched yet, and bytes of the last of them */
+    uint64_t long_bit;           /* bit 63 is set if a fragment has more than kvpc_direct_bytes */
+    kvpc_column src, dst, bytes; /* step of bytes is 0, and its differ leaves the last fragment out */
+    kvpc_unpack head;            /* what all launches have in common */
+    uint32_t lead;               /* bytes, at most, between a 16-byte boundary of dst and a fragment's first byte */
+    bool merge, small, aligned, started, overlap;
+    kvprim_fragment merged[kvpc_host_chunk];
 } kvpc_unpack_job;
 
-/* Whether the fragments may be taken as an even batch. */
+/* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
+static uint64_t kvpc_merge(kvpc_unpack_job *job, uint64_t most)
+{
+    const kvprim_fragment *const end = job->desc->fragments + job->desc->count, *next = job->next;
+    kvprim_fragment run = job->rest;
+    uint64_t n = 0;
+    for (; n < most; n++) {
+        for (; next != end && run.bytes < kvpc_most_bytes; next++)
+            if (run.bytes == 0)
+                run = *next;
+            else if (next->bytes == 0 ||
+                     (next->src_offset - run.src_offset == run.bytes && next->dst_offset - run.dst_offset == run.bytes))
+                run.bytes += next->bytes;
+            else
+                break;
+        if (run.bytes == 0)
+            break;
+        const uint64_t bytes = run.bytes < kvpc_most_bytes ? run.bytes : (uint64_t)kvpc_most_bytes;
+        job->merged[n] = kvprim_fragment{run.src_offset, run.dst_offset, bytes};
+        run = kvprim_fragment{run.src_offset + bytes, run.dst_offset + bytes, run.bytes - bytes};
+    }
+    job->next = next, job->rest = run;
+    return n;
+}
+
+/* Hands out the next fragments, at most *count of them, and sets *count to their number: 0 at the end. */
+static const kvprim_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
+{
+    const uint64_t left = (uint64_t)(job->desc->fragments + job->desc->count - job->next);
+    if (job->merge) {
+        *count = kvpc_merge(job, *count < kvpc_host_chunk ? *count : (uint64_t)kvpc_host_chunk);
+        return job->merged;
+    }
+    *count = *count < left ? *count : left;
+    job->next += *count;
+    return job->next - *count;
+}
+
+/* Goes through all fragments and counts them. No branch and no comparison depends on the data: a comparison takes as
+   long as three of the other operations here. */
+static void kvpc_survey(kvpc_unpack_job *job, bool merge)
+{
+    kvpc_column src = {0, 0, 0, 0, 0}, dst = src, bytes = src;
+    uint64_t src_next = 0, dst_next = 0, last_bytes = 0, long_bit = 0, count = UINT64_MAX;
+    job->next = job->desc->fragments, job->rest = kvprim_fragment{0, 0, 0}, job->left = 0, job->merge = merge;
+    for (const kvprim_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
+        if (job->left == 0) {
+            src_next = src.first = f->src_offset, src.step = f[count > 1].src_offset - f->src_offset;
+            dst_next = dst.first = f->dst_offset, dst.step = f[count > 1].dst_offset - f->dst_offset;
+            last_bytes = bytes.first = f->bytes;
+        }
+        for (const kvprim_fragment *const end = f + count; f != end; f++) {
+            src.differ |= f->src_offset ^ src_next, src_next += src.step;
+            dst.differ |= f->dst_offset ^ dst_next, dst_next += dst.step;
+            bytes.differ |= last_bytes ^ bytes.first, last_bytes = f->bytes;
+            long_bit |= kvpc_direct_bytes - last_bytes;
+        }
+        job->left += count, count = UINT64_MAX;
+    }
+    job->src = src, job->dst = dst, job->bytes = bytes, job->last_bytes = last_bytes, job->long_bit = long_bit;
+    job->next = job->desc->fragments, job->rest.bytes = 0; /* for kvpc_encode */
+}
+
+/* Returns whether all fragments have the same size, except that the last may be shorter. */
 static bool kvpc_is_even(const kvpc_unpack_job *job)
 {
-    const kvpc_survey *const s = &job->survey;
-    return s->same_bytes && s->bytes <= kvpc_most_run &&
-           (s->src.regular || kvpc_fits(&s->src, job->desc->src_bytes, UINT32_MAX)) &&
-           (s->dst.regular || kvpc_fits(&s->dst, job->desc->dst_bytes, UINT32_MAX));
+    return job->bytes.differ == 0 && job->last_bytes - 1 < job->bytes.first;
 }
 
-enum { kvpc_most_pieces = 1 << 30, kvpc_table_share = 16 }; /* a word of the table for so many fragments */
-
-/* 16-byte words of a piece. */
-static uint64_t kvpc_piece_words(const kvpc_unpack_job *job)
+/* Returns whether enough of the first fragments begin where the one before ends; counting all of them would double the
+   time of the survey. Even fragments must halve in number: fewer joins could make them uneven. */
+static bool kvpc_is_mergeable(const kvpc_unpack_job *job)
 {
-    return (uint64_t)(job->aligned ? kvpc_piece<true>::loads : kvpc_piece<false>::loads) << job->head.lanes_shift;
+    const kvprim_fragment *const f = job->desc->fragments;
+    const uint64_t count = job->left < kvpc_sample_count ? job->left : (uint64_t)kvpc_sample_count;
+    uint64_t joins = 0;
+    for (uint64_t i = 1; i < count; i++)
+        joins += f[i].src_offset - f[i - 1].src_offset == f[i - 1].bytes &&
+                 f[i].dst_offset - f[i - 1].dst_offset == f[i - 1].bytes;
+    return joins > (kvpc_is_even(job) ? (count - 1) / 2 : count / 16);
 }
 
-/* Pieces of so many bytes, from a 16-byte boundary on. */
-static inline uint32_t kvpc_pieces_of(uint32_t bytes, uint32_t lanes_shift, bool aligned)
+/* Plans how to store a column whose numbers are not above `most`. A regular one is not stored: see kvpc_encode. */
+static kvpc_numbers kvpc_plan_numbers(kvpc_column *c, uint64_t most)
 {
-    const uint32_t words = (bytes - 1) >> (4 + lanes_shift); /* before the last, for each thread */
-    return (aligned ? words / kvpc_piece<true>::loads : words / kvpc_piece<false>::loads) + 1; /* constants */
+    if (c->differ == 0)
+        return kvpc_numbers{0, c->step, 0, 0};
+    while (((c->step | c->differ) >> c->shift & 1) == 0)
+        c->shift++;
+    const uint64_t step = (uint64_t)1 << c->shift, last = most >> c->shift;
+    return kvpc_numbers{c->base + c->first % step, step, last <= UINT16_MAX ? 2u : last <= UINT32_MAX ? 4u : 8u, 0};
 }
 
-/* Halves of words that describe one fragment. */
-static uint64_t kvpc_fragment_halves(const kvpc_unpack_job *job)
+static uint32_t kvpc_tile_bytes(const kvpc_unpack_job *job)
 {
-    if (job->even)
-        return (uint64_t)(job->head.src_words + job->head.dst_words) << (job->head.halves ? 0 : 1);
-    return job->head.distant ? 12 : 8;
+    return (16u * (job->aligned ? (uint32_t)kvpc_aligned_loads : (uint32_t)kvpc_bytes_loads)) << job->head.lanes_shift;
 }
 
-/* Words that describe `count` fragments. */
-static uint64_t kvpc_words_for(const kvpc_unpack_job *job, uint64_t count)
+/* As few threads copy a tile as can copy a fragment at once, at most a warp. */
+static void kvpc_plan_unpack(kvpc_unpack_job *job)
 {
-    const uint64_t table = job->even || job->direct ? 0 : count / kvpc_table_share + 2;
-    return (count * kvpc_fragment_halves(job) + 1) / 2 + table;
-}
-
-/* How many fragments so many words describe. */
-static uint64_t kvpc_fragments_in(const kvpc_unpack_job *job, uint64_t words)
-{
-    const uint64_t each = kvpc_fragment_halves(job), share = kvpc_table_share;
-    if (each == 0)
-        return job->left;
-    return job->even || job->direct ? 2 * words / each : (words - 2) * share / (each / 2 * share + 1);
-}
-
-/* Sets what an even batch's numbers on one side are multiplied by, and returns what is added to the side's address. */
-static uint64_t kvpc_plan_side(const kvpc_offsets *o, uint32_t *words, uint32_t *shift, uint64_t *step)
-{
-    *words = !o->regular;
-    *shift = *words ? kvpc_common_shift(o) : 0;
-    *step = *words ? (uint64_t)1 << *shift : o->any;
-    return *words ? o->first % *step : o->first;
-}
-
-static void kvpc_plan_offsets(kvpc_unpack_job *job)
-{
-    const kvprim_unpack_desc *const d = job->desc;
-    const kvpc_survey *const s = &job->survey;
+    const bool even = kvpc_is_even(job);
+    const uint64_t any_bytes = job->bytes.first | job->bytes.differ | job->last_bytes, direct = kvpc_direct_bytes;
+    const uint64_t most = even ? job->bytes.first : job->long_bit >> 63 || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
-    h->dst = (uint64_t)(uintptr_t)d->dst;
-    h->src = (uint64_t)(uintptr_t)d->src;
-    h->distant = d->dst_bytes > UINT32_MAX || d->src_bytes > UINT32_MAX;
-    if (!job->even)
-        return;
-    h->dst += kvpc_plan_side(&s->dst, &h->dst_words, &job->dst_shift, &h->dst_step);
-    h->src += kvpc_plan_side(&s->src, &h->src_words, &job->src_shift, &h->src_step);
-    h->halves = (!h->dst_words || kvpc_fits(&s->dst, d->dst_bytes, UINT16_MAX)) &&
-                (!h->src_words || kvpc_fits(&s->src, d->src_bytes, UINT16_MAX));
-    h->bytes = (uint32_t)s->bytes;
-}
-
-/* The fewest threads that can copy a fragment at once, or a warp. */
-static void kvpc_plan_pieces(kvpc_unpack_job *job)
-{
-    const kvpc_survey *const s = &job->survey;
-    kvpc_unpack *const h = &job->head;
-    const uint64_t dst_lead = ((uint64_t)(uintptr_t)job->desc->dst + s->dst.first) % 16;
-    const uint64_t src_lead = ((uint64_t)(uintptr_t)job->desc->src + s->src.first) % 16;
-    job->aligned = (dst_lead | src_lead | s->dst.any | s->src.any | s->any_bytes) % 16 == 0;
-    const uint64_t lead = s->dst.any % 16 ? 15 : dst_lead; /* the most that a fragment begins behind a word */
-    const uint64_t most = (lead + (job->even ? s->bytes : s->any_bytes) + 15) / 16;
-    job->small = job->even && job->aligned && most <= 32;
-    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_piece_words(job) < (job->small ? 4 * most : most);)
+    *h = kvpc_unpack{};
+    job->src.base = (uintptr_t)job->desc->src;
+    job->dst.base = (uintptr_t)job->desc->dst;
+    job->bytes.differ |= even ? 0 : job->last_bytes ^ job->bytes.first;
+    const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
+    const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
+    job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
+    job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
+    job->small = even && job->aligned && most <= kvpc_small_bytes;
+    /* Threads for a whole tile take kvpc_aligned_loads words each, those of a small fragment one. */
+    const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
+    for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_tile_bytes(job) < wanted;)
         h->lanes_shift++;
-    job->direct = most <= kvpc_piece_words(job);
-    h->parts = kvpc_pieces_of((uint32_t)(16 * most), h->lanes_shift, job->aligned);
+    const uint64_t tiles = (job->lead + most + kvpc_tile_bytes(job) - 1) / kvpc_tile_bytes(job);
+    h->first_tile = kvpc_numbers{0, even ? tiles : 1, even || tiles == 1 ? 0u : 4u, 0};
+    h->src = kvpc_plan_numbers(&job->src, job->desc->src_bytes - 1);
+    h->dst = kvpc_plan_numbers(&job->dst, job->desc->dst_bytes - 1);
+    h->bytes = kvpc_plan_numbers(&job->bytes, any_bytes);
 }
 
-/* Numbers of one side, two to a word. */
-template <bool merge>
-static void kvpc_encode_halves(kvpc_cursor *from, uint32_t *words, uint64_t count, uint64_t kvprim_fragment::*offset,
-                               uint32_t shift)
+/* Returns how many fragments fit parameters of params_bytes. */
+static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
 {
-    kvpc_cursor cursor = *from;
-    kvprim_fragment a, b;
-    for (uint32_t *const end = words + count / 2;
-         words != end && kvpc_next<merge>(&cursor, &a) && kvpc_next<merge>(&cursor, &b); words++)
-        *words = (uint32_t)(a.*offset >> shift) | (uint32_t)(b.*offset >> shift) << 16;
-    if (count % 2 && kvpc_next<merge>(&cursor, &a))
-        *words = (uint32_t)(a.*offset >> shift);
-    *from = cursor;
+    const uint64_t room = params_bytes - sizeof *h - 32; /* 22 of padding, 8 of the table's last two entries */
+    const uint64_t stored = h->src.width + h->dst.width + h->bytes.width + h->first_tile.width;
+    const uint64_t most = ((uint64_t)1 << 30) / h->first_tile.step;
+    const uint64_t fit = stored ? kvpc_table_share * room / (kvpc_table_share * stored + h->first_tile.width) : most;
+    return fit < most ? fit : most;
 }
 
-template <bool merge> static void kvpc_encode_even(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+template <class number>
+static void kvpc_store_numbers(number *to, uint32_t shift, const kvprim_fragment *f, uint64_t count,
+                               uint64_t kvprim_fragment::*member)
 {
-    kvpc_unpack *const h = &job->head;
-    const uint32_t src_shift = job->src_shift, dst_shift = job->dst_shift, halves = h->halves;
-    const uint64_t most = kvpc_most_pieces / h->parts;
-    kvprim_fragment run;
-    count = count < most ? count : most;
-    if (h->src_words && h->dst_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++) {
-            const uint32_t src = (uint32_t)(run.src_offset >> src_shift), dst = (uint32_t)(run.dst_offset >> dst_shift);
-            *words++ = halves ? src | dst << 16 : src;
-            if (!halves)
-                *words++ = dst;
-        }
-    else if (halves && h->src_words)
-        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::src_offset, src_shift);
-    else if (halves && h->dst_words)
-        kvpc_encode_halves<merge>(&job->cursor, words, count, &kvprim_fragment::dst_offset, dst_shift);
-    else if (h->src_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
-            words[i] = (uint32_t)(run.src_offset >> src_shift);
-    else if (h->dst_words)
-        for (uint64_t i = 0; i < count && kvpc_next<merge>(&job->cursor, &run); i++)
-            words[i] = (uint32_t)(run.dst_offset >> dst_shift);
-    h->count = (uint32_t)count;
-    h->pieces = (uint32_t)count * h->parts;
-    job->left -= count;
-    h->last_bytes = (uint32_t)(job->left ? job->survey.bytes : job->survey.last_bytes);
+    for (uint64_t i = 0; i < count; i++)
+        to[i] = (number)(f[i].*member >> shift);
 }
 
-/* Behind the words of an uneven batch its table. Without a branch on the data, whose sizes nobody foretells: each
-   fragment takes the first word that its pieces reach, then words that none took are filled. */
-static void kvpc_encode_table(kvpc_unpack *h, uint32_t *words, uint32_t each)
+/* Stores one column of `count` fragments, as numbers `at`, at + 1 ... */
+static void kvpc_store_column(const kvpc_column *c, kvpc_numbers *numbers, void *data, uint64_t at,
+                              const kvprim_fragment *f, uint64_t count, uint64_t kvprim_fragment::*member)
 {
-    const uint32_t count = h->count;
-    uint32_t *const table = words + count * each;
-    h->table = count * each;
-    h->table_shift = 0;
-    while (h->pieces >> h->table_shift > count / kvpc_table_share)
-        h->table_shift++;
-    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, places = (h->pieces + up) >> shift;
-    memset(table, 0, places * sizeof *table);
-    for (uint32_t i = 0; i < count; i++)
-        table[(words[i * each + 3] + up) >> shift] = i;
-    for (uint32_t k = 1; k < places; k++)
-        table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
-    table[places] = count - 1;
+    const uint64_t to = numbers->at + at;
+    if (numbers->width == 0 && at == 0)
+        numbers->base = c->base + f->*member;
+    if (numbers->width == 2)
+        kvpc_store_numbers((uint16_t *)data + to, c->shift, f, count, member);
+    if (numbers->width == 4)
+        kvpc_store_numbers((uint32_t *)data + to, c->shift, f, count, member);
+    if (numbers->width == 8)
+        kvpc_store_numbers((uint64_t *)data + to, c->shift, f, count, member);
 }
 
-template <bool merge> static void kvpc_encode_uneven(kvpc_unpack_job *job, uint32_t *words, uint64_t count)
+/* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
+template <uint32_t tile_bytes>
+static uint32_t kvpc_store_tiles(uint32_t *to, const kvprim_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
 {
-    kvpc_unpack *const h = &job->head;
-    const uint32_t each = h->distant ? 6 : 4, dst = (uint32_t)(uintptr_t)job->desc->dst;
-    const uint32_t lanes_shift = 5; /* a warp: what is not direct is long, see kvpc_plan_pieces */
-    const bool direct = job->direct, aligned = job->aligned;
-    kvpc_cursor cursor = job->cursor;
-    kvprim_fragment run;
-    uint32_t *w = words, pieces = 0;
-    for (uint64_t i = 0; i < count && pieces < kvpc_most_pieces && kvpc_next<merge>(&cursor, &run); i++, w += each) {
-        w[0] = (uint32_t)run.src_offset;
-        w[1] = (uint32_t)run.dst_offset;
-        w[2] = (uint32_t)run.bytes;
-        w[3] = pieces;
-        if (each == 6) {
-            w[4] = (uint32_t)(run.src_offset >> 32);
-            w[5] = (uint32_t)(run.dst_offset >> 32);
-        }
-        if (direct)
-            pieces++;
-        else if (run.bytes)
-            pieces += kvpc_pieces_of((dst + (uint32_t)run.dst_offset) % 16 + (uint32_t)run.bytes, lanes_shift, aligned);
+    for (uint64_t i = 0; i < count; i++) {
+        to[i] = tile;
+        tile += ((uint32_t)f[i].bytes + lead + tile_bytes - 1) / tile_bytes;
     }
-    job->cursor = cursor;
-    h->count = (uint32_t)((w - words) / each);
-    h->pieces = pieces;
-    job->left -= h->count;
-    if (!job->direct)
-        kvpc_encode_table(h, words, each);
+    return tile;
 }
 
-template <bool merge> static void kvpc_encode(kvpc_unpack_job *job, uint32_t *words, uint64_t room)
+/* Each fragment takes the first entry that its tiles reach, then the entries that none took are filled: a branch on the
+   sizes would be mispredicted. */
+static void kvpc_store_table(kvpc_unpack *h, uint32_t *data)
 {
-    const uint64_t most = kvpc_fragments_in(job, room), count = most < job->left ? most : job->left;
-    if (job->even)
-        kvpc_encode_even<merge>(job, words, count);
-    else
-        kvpc_encode_uneven<merge>(job, words, count);
+    const uint32_t *const first_tile = data + h->first_tile.at;
+    uint32_t *const table = data + h->table;
+    h->table_shift = 0;
+    while (h->tiles >> h->table_shift > h->count / kvpc_table_share)
+        h->table_shift++;
+    const uint32_t shift = h->table_shift, up = (1u << shift) - 1, entries = (h->tiles + up) >> shift;
+    memset(table, 0, entries * sizeof *table);
+    for (uint32_t i = 0; i < h->count; i++)
+        table[(first_tile[i] + up) >> shift] = i;
+    for (uint32_t k = 1; k < entries; k++)
+        table[k] = table[k] > table[k - 1] ? table[k] : table[k - 1];
+    table[entries] = h->count - 1;
 }
 
-template <uint32_t capacity> static void (*kvpc_pick_kernel(const kvpc_unpack_job *job))(kvpc_unpack_params<capacity>)
+/* Stores the next h->count fragments. */
+static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, void *data)
 {
-    if (job->small)
-        return kvpc_unpack_kernel<kvpc_small, true, capacity>;
-    if (job->even)
-        return job->aligned ? kvpc_unpack_kernel<kvpc_even, true, capacity>
-                            : kvpc_unpack_kernel<kvpc_even, false, capacity>;
-    return job->aligned ? kvpc_unpack_kernel<kvpc_uneven, true, capacity>
-                        : kvpc_unpack_kernel<kvpc_uneven, false, capacity>;
+    uint32_t bytes = 0, tiles = h->first_tile.width ? 0 : h->count * (uint32_t)h->first_tile.step;
+    kvpc_numbers *const all[] = {&h->src, &h->dst, &h->bytes, &h->first_tile};
+    for (kvpc_numbers *const numbers : all)
+        if (numbers->width) {
+            numbers->at = bytes / numbers->width;
+            bytes = (bytes + h->count * numbers->width + 7) / 8 * 8;
+        }
+    h->table = bytes / 4;
+    for (uint64_t at = 0, count; at < h->count; at += count) {
+        count = h->count - at < kvpc_host_chunk ? h->count - at : (uint64_t)kvpc_host_chunk;
+        const kvprim_fragment *const f = kvpc_take(job, &count);
+        uint32_t *const first_tile = (uint32_t *)data + h->first_tile.at + at;
+        kvpc_store_column(&job->src, &h->src, data, at, f, count, &kvprim_fragment::src_offset);
+        kvpc_store_column(&job->dst, &h->dst, data, at, f, count, &kvprim_fragment::dst_offset);
+        kvpc_store_column(&job->bytes, &h->bytes, data, at, f, count, &kvprim_fragment::bytes);
+        if (h->first_tile.width) /* then lanes_shift is 5 */
+            tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
+                                 : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
+        h->last_bytes = (uint32_t)f[count - 1].bytes;
+    }
+    h->tiles = tiles;
+    if (h->first_tile.width)
+        kvpc_store_table(h, (uint32_t *)data);
 }
 
-/* Sets how many pieces a block copies before it goes on, and returns how many blocks that makes. Of a workspace's words
-   a block takes a line: it waits for the bus once. */
-static uint32_t kvpc_plan_blocks(kvpc_unpack_job *job, uint32_t threads, bool lent, int32_t max_sms)
+/* One tile for each group of threads. If there are many, two: half as many blocks are started sooner. */
+static uint32_t kvpc_unpack_blocks(const kvpc_unpack_job *job, const kvpc_unpack *h, uint32_t threads, uint32_t max_sms)
 {
-    enum { many_blocks = 768, line_halves = 64 };
-    kvpc_unpack *const h = &job->head;
-    const uint32_t groups = threads >> h->lanes_shift, all = job->small ? h->count : h->pieces;
-    const uint64_t halves = kvpc_fragment_halves(job);
-    uint64_t span = job->small ? kvpc_small_fragments * groups : groups;
-    if (lent && line_halves / halves * h->parts > span)
-        span = line_halves / halves * h->parts;
-    h->span = (uint32_t)span;
-    const uint32_t blocks = all ? (uint32_t)((all + span - 1) / span) : 1; /* empty fragments: see kvpc_unpack_some */
+    enum { many_blocks = 768 };
+    const uint32_t groups = threads >> h->lanes_shift, each = job->small ? kvpc_small_fragments * groups : groups;
+    const uint32_t all = job->small ? h->count : h->tiles, blocks = all / each + (all % each != 0);
     if (max_sms > 0)
-        return blocks < (uint32_t)max_sms ? blocks : (uint32_t)max_sms;
-    return lent || job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2; /* fewer starts of blocks */
+        return blocks < max_sms ? blocks : max_sms;
+    return job->small || blocks < many_blocks ? blocks : (blocks + 1) / 2;
 }
 
-/* Launches as many fragments as `capacity` words describe. The launches of a batch do not depend on each other: from
-   the second on each starts when the one before it has, and ends after it. So what follows in the stream follows
-   all. One that lets the next begin early must have a next: a slice of empty fragments is launched too. */
-template <uint32_t capacity> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
+/* Launches as many fragments as fit the parameters. With `overlap` the launches of a batch run side by side (65,536
+   fragments of 256 bytes then take 11.1 us, not 19.8): (1) the first waits, if pdl asks for it, before it lets the next
+   one start, so all see the memory of what came before; (2) each later one waits for the one before it at its end, so
+   what follows in the stream follows all; (3) the last lets that start early only if pdl asks for it. */
+template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpack_job *job)
 {
-    kvpc_unpack_params<capacity> p;
-    kvpc_unpack *const h = &job->head;
-    const bool lent = capacity == kvpc_lent;
-    if (job->merge)
-        kvpc_encode<true>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
-    else
-        kvpc_encode<false>(job, lent ? job->space : p.words, lent ? job->space_words : capacity);
-    kvprim_cuda_launch launch = {};
-    if (job->launch)
-        launch = *job->launch;
+    kvpc_unpack_params<params_bytes> p;
+    kvpc_unpack *const h = &p.head;
+    kvpc_call call = *job->call;
+    kvprim_cuda_launch &launch = call.launch;
+    const uint64_t fit = kvpc_fragments_in(&job->head, params_bytes);
+    *h = job->head;
+    h->count = (uint32_t)(job->left < fit ? job->left : fit);
+    kvpc_encode(job, h, p.n16);
+    job->left -= h->count;
     h->wait = !job->started && launch.pdl;
     h->wait_last = job->started && job->overlap;
     h->trigger = job->left ? job->overlap : launch.pdl;
-    h->words = (uint64_t)(uintptr_t)job->space;
-    const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
-    const uint32_t blocks = kvpc_plan_blocks(job, threads, lent, launch.max_sms);
     launch.pdl = job->started ? job->overlap : launch.pdl;
-    p.head = *h;
-    if (job->even) { /* a step goes on from fragment to fragment */
-        h->dst += h->dst_words ? 0 : h->count * h->dst_step;
-        h->src += h->src_words ? 0 : h->count * h->src_step;
-    }
     job->started = true;
-    return kvpc_start("kvprim_cuda_unpack", kvpc_pick_kernel<capacity>(job), blocks, threads, p, &launch);
+    const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
+    return kvpc_start(&call,
+                      job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
+                      : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
+                                     : kvpc_unpack_kernel<false, false, params_bytes>,
+                      kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
-enum { /* words of parameters that cost nothing, that cost little, and that CUDA takes (before 12.1: 4,096 bytes) */
-       kvpc_few_words = (4000 - (int)sizeof(kvpc_unpack)) / 4,
-#if defined(KVPRIM_CUDA_EMULATE) || CUDART_VERSION >= 12010
-       kvpc_more_words = (16800 - (int)sizeof(kvpc_unpack)) / 4,
-       kvpc_most_words = (32760 - (int)sizeof(kvpc_unpack)) / 4,
-#else
-       kvpc_more_words = kvpc_few_words,
-       kvpc_most_words = kvpc_few_words,
-#endif
-       kvpc_lent_bytes = 4096
-};
-
-/* A workspace is for batches that need several launches otherwise, and whose words are read about once: the bus is
-   slow, and no cache of the GPU keeps what comes from there. */
-static bool kvpc_is_lent(const kvpc_unpack_job *job)
+static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, const kvprim_unpack_desc *d)
 {
-    const uint64_t words = kvpc_words_for(job, job->left);
-    return words > kvpc_most_words && words <= job->space_words && words <= kvpc_most_pieces &&
-           (job->even ? job->survey.bytes <= kvpc_lent_bytes : job->direct);
-}
-
-static kvprim_status kvpc_unpack_all(kvpc_unpack_job *job)
-{
-    kvprim_status status = KVPRIM_OK;
-    job->overlap = kvpc_has_pdl() && !(job->launch && job->launch->max_sms > 0);
-    if (kvpc_is_lent(job))
-        status = kvpc_unpack_some<kvpc_lent>(job);
-    while (status == KVPRIM_OK && job->left > 0) {
-        const uint64_t words = kvpc_words_for(job, job->left);
-        status = words <= kvpc_few_words    ? kvpc_unpack_some<kvpc_few_words>(job)
-                 : words <= kvpc_more_words ? kvpc_unpack_some<kvpc_more_words>(job)
-                                            : kvpc_unpack_some<kvpc_most_words>(job);
-    }
-    return status;
-}
-
-/* The workspace's whole lines. */
-static void kvpc_borrow(kvpc_unpack_job *job)
-{
-    const uint64_t line = 128, address = (uint64_t)(uintptr_t)job->desc->workspace,
-                   skip = (line - address % line) % line;
-    if (!job->desc->workspace || job->desc->workspace_bytes < skip)
-        return;
-    job->space = (uint32_t *)((char *)job->desc->workspace + skip);
-    job->space_words = (job->desc->workspace_bytes - skip) / line * (line / 4);
-}
-
-static kvprim_status kvpc_unpack_checked(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
-{
-    kvpc_unpack_job job = {};
-    job.desc = desc;
-    job.launch = launch;
-    job.survey = kvpc_look<false>(desc);
-    if (job.survey.any_bytes == 0)
+    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
+    job.call = call;
+    job.desc = d;
+    job.started = false;
+    job.overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
+    kvpc_survey(&job, false);
+    const uint64_t any_bytes = job.bytes.first | job.bytes.differ | job.last_bytes;
+    if (any_bytes == 0)
         return KVPRIM_OK;
-    job.even = kvpc_is_even(&job);
-    if (job.survey.any_bytes > kvpc_most_run || job.survey.joins > (job.even ? job.survey.count / 2 : 0)) {
-        const kvpc_survey merged = kvpc_look<true>(desc);
-        job.merge = !job.even || merged.count <= job.survey.count / 2; /* fewer joins could make even ones uneven */
-        job.survey = job.merge ? merged : job.survey;
-        job.even = kvpc_is_even(&job);
-    }
-    job.left = job.survey.count;
-    job.cursor.next = desc->fragments;
-    job.cursor.end = desc->fragments + desc->count;
-    kvpc_borrow(&job);
-    kvpc_plan_offsets(&job);
-    kvpc_plan_pieces(&job);
-    return kvpc_unpack_all(&job);
+    if (any_bytes > kvpc_most_bytes || kvpc_is_mergeable(&job))
+        kvpc_survey(&job, true);
+    kvpc_plan_unpack(&job);
+    while (job.left > 0)
+        if (job.left <= kvpc_fragments_in(&job.head, kvpc_few_params))
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_few_params>(&job));
+        else if (job.left <= kvpc_fragments_in(&job.head, kvpc_more_params))
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_more_params>(&job));
+        else
+            KVPRIM_TRY(kvpc_unpack_some<kvpc_most_params>(&job));
+    return KVPRIM_OK;
 }
 
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_gather");
     kvprim_move move;
-    const kvprim_status status = kvprim_gather_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_gather", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_gather", kvprim_gather_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_store");
     kvprim_move moves[2];
-    const kvprim_status status = kvprim_store_moves(desc, moves);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_store", moves, 2, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_store", kvprim_store_moves(desc, moves), moves, 2, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_transfer");
     kvprim_move move;
-    const kvprim_status status = kvprim_transfer_moves(desc, &move);
-    return status == KVPRIM_OK ? kvpc_run("kvprim_cuda_transfer", &move, 1, launch) : kvpc_fail_check(status);
+    return kvpc_run("kvprim_cuda_transfer", kvprim_transfer_moves(desc, &move), &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)
@@ -2116,21 +1859,25 @@ KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, co
     KVPRIM_RANGE("kvprim_cuda_move");
     if (!moves && n)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_cuda_move: moves is NULL");
-    return kvpc_run("kvprim_cuda_move", moves, n, launch);
+    return kvpc_run("kvprim_cuda_move", KVPRIM_OK, moves, n, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, const kvprim_cuda_launch *launch)
 {
     KVPRIM_RANGE("kvprim_cuda_unpack");
-    kvprim_status status = kvprim_unpack_check(desc);
-    if (status == KVPRIM_OK)
-        status = kvpc_check_launch("kvprim_cuda_unpack", launch);
-    return status != KVPRIM_OK || desc->count == 0 ? status : kvpc_unpack_checked(desc, launch);
+    const kvprim_status status = kvprim_unpack_check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    const kvprim_unpack_desc d = *desc;
+    kvpc_call call;
+    if (d.count == 0)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
+    return kvpc_unpack_fragments(&call, &d);
 }
 
-#ifdef __cplusplus
-}
-#endif
 #undef KVPRIM_TRY
 #endif /* implementation */
 

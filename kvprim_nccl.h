@@ -35,7 +35,7 @@
        Kernels
        >>impl_protocol    how ranks exchange data: slots, turns, stops
        >>impl_device      parameters of a kernel; loads and stores of slots
-       >>impl_turn        which slots a block uses in this call
+       >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums, and which packs and ranks they take
@@ -316,7 +316,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); gather_many alternates between the two
        page    4,096 bytes before the slots: turns, why the rank stopped, nonces
-       part    what a tensor has of one rank or for one rank
+       part    the piece of a tensor that one rank sends or receives
        slice   what one rank sums: of the tensor, in two shots; otherwise all of it
        way     how a kernel does a collective: one shot, two shots, ... */
 

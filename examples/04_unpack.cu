@@ -1,9 +1,10 @@
-/* A receive buffer of 8 chunks of 512 KB, each of 128 fragments of 4 KB out of order, is unpacked in the ways that one
-   finds: from a stream and an allocation per chunk to all chunks in one launch. The program checks every byte.
+/* SPDX-License-Identifier: MIT */
+/* Unpacks a receive buffer of 8 chunks of 512 KB, each with 128 fragments of 4 KB out of order, in six ways: from a
+   stream and an allocation per chunk to all chunks in one launch. The program checks every byte.
 
        nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack
 
-   The first columns are the figures of the report on a slow unpack kernel that this example retraces. */
+   The columns "the report" are the figures of a report on a slow unpack kernel, which this example retraces. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include <chrono>
@@ -18,7 +19,7 @@ enum { all_fragments = chunks * in_chunk, all_bytes = chunks * chunk_bytes, roun
 static kvprim_fragment fragments[all_fragments]; /* offsets from the start of both buffers */
 static char *src, *dst;
 static cudaStream_t stream;
-static void *descriptors; /* device memory for the kernel that the report began with */
+static void *descriptors; /* device memory, for the report's first kernel */
 
 static void cuda(cudaError_t error, const char *what)
 {
@@ -36,7 +37,7 @@ static void kvprim(kvprim_status status)
     exit(1);
 }
 
-/* A block copies a fragment. */
+/* Each block copies a fragment. Each thread copies every 256th of its 16-byte words. */
 __global__ static void unpack_kernel(char *to, const char *from, const kvprim_fragment *f)
 {
     const kvprim_fragment one = f[blockIdx.x];
@@ -129,7 +130,7 @@ static double now_ms(void)
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/* The fastest of some rounds; the first is not among them, and its result is looked at. */
+/* Reports the fastest of some rounds. The first round is not timed; its result is checked. */
 static int run(const char *stage, const char *change, double reported_ms, void (*unpack)(void),
                const unsigned char *received)
 {

@@ -1,16 +1,19 @@
-/* kvprim_cuda_unpack against other ways of copying fragments, on one GPU, ratios within one run.
+/* SPDX-License-Identifier: MIT */
+/* kvprim_cuda_unpack against other ways to copy fragments, on one GPU. Ratios compare times of one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench_unpack.cu -o build/bench_unpack
        build/bench_unpack [--quick] [--only batches|shifts|case|host]
 
-   Sources lie in random order in slots of a receive buffer, destinations follow each other. GB/s counts bytes read plus
-   bytes written. Times are microseconds per call inside a replayed CUDA graph of several over rotating buffers, medians
-   of repetitions in which the contenders take turns; what the last call wrote is compared with its source before.
+   Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
+   bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
+   rotating buffers, and is the median of repetitions in which the contenders take turns. Before, the benchmark compares
+   what the last call wrote with its source.
 
-   lent      kvprim_cuda_unpack with a workspace      params    without one
-   cub       cub::DeviceMemcpy::Batched               warp      one warp per descriptor, descriptors in device memory
-   each      cudaMemcpyAsync per fragment             batch     cudaMemcpyBatchAsync; both from a stream: a graph would
-                                                                need a node for each fragment */
+   kvprim    kvprim_cuda_unpack
+   cub       cub::DeviceMemcpy::Batched
+   warp      one warp per descriptor, descriptors in device memory
+   each      cudaMemcpyAsync per fragment
+   batch     cudaMemcpyBatchAsync; this and `each` from a stream, as a graph would need a node for each fragment */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -20,10 +23,10 @@
 
 constexpr int64_t MiB = 1 << 20, GiB = 1 << 30;
 constexpr int64_t side_bytes = 6 * GiB; /* of all sources, and of all destinations */
-constexpr int rotations = 64; /* as many as launches: none finds its bytes in the cache, or another's workspace */
+constexpr int rotations = 64;           /* as many as launches: none finds its bytes in the cache */
 
-static char *src_memory, *dst_memory, *cub_memory, *lent_memory;
-constexpr size_t cub_memory_bytes = 256 * MiB, most_workspace = 4 * MiB;
+static char *src_memory, *dst_memory, *cub_memory;
+constexpr size_t cub_memory_bytes = 256 * MiB;
 static unsigned long long *wrong_on_device;
 
 __global__ static void fill(uint64_t *words, uint64_t count)
@@ -50,7 +53,7 @@ struct batch {
     std::vector<kvprim_fragment> fragments;
     int64_t total = 0, src_bytes = 0, dst_bytes = 0;
     kvprim_fragment *on_device = nullptr;
-    const void **srcs = nullptr; /* device arrays for CUB: of each rotation */
+    const void **srcs = nullptr; /* device arrays for CUB, one part for each rotation */
     void **dsts = nullptr;
     size_t *sizes = nullptr;
 
@@ -125,7 +128,7 @@ static std::vector<uint64_t> equal(uint64_t bytes, int64_t total)
     return std::vector<uint64_t>(size_t(total) / bytes, bytes);
 }
 
-/* 64 B to 128 KB, logarithmically, of 96 MB in all. */
+/* 96 MB of fragments of 64 B to 128 KB; their logarithms are evenly distributed. */
 static std::vector<uint64_t> mixed()
 {
     std::mt19937 random(7);
@@ -160,17 +163,13 @@ static kvprim_cuda_launch on_stream()
     return launch;
 }
 
-static void unpack(const batch &b, int i, bool lent)
+static void unpack(const batch &b, int i)
 {
     const kvprim_cuda_launch launch = on_stream();
     kvprim_unpack_desc d = {};
     d.src = b.src(i), d.src_bytes = uint64_t(b.src_bytes);
     d.dst = b.dst(i), d.dst_bytes = uint64_t(b.dst_bytes);
     d.fragments = b.fragments.data(), d.count = b.fragments.size();
-    if (lent) {
-        d.workspace = lent_memory + size_t(i % rotations) * most_workspace;
-        d.workspace_bytes = most_workspace;
-    }
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
 
@@ -266,7 +265,7 @@ static contender contend(const char *name, const batch &b, std::function<void(in
     return c;
 }
 
-/* Of calls that take milliseconds: no need to keep the GPU busy until they are enqueued. */
+/* Times calls that take milliseconds: the GPU need not be kept busy until they are enqueued. */
 static double time_plainly(const contender &c)
 {
     std::vector<double> us;
@@ -289,34 +288,33 @@ static double time_plainly(const contender &c)
 
 struct result {
     std::string name;
-    int64_t size; /* the typical one; 0: mixed */
+    int64_t size; /* bytes of a fragment; 0: mixed */
     size_t count;
     int64_t total;
     int shift;
-    double lent, params, cub, warp, each, batch, plain;
+    double us, cub, warp, each, batch, plain; /* plain: kvprim from a stream */
 };
 static std::vector<result> results;
 
-static double gb_of(const result &r, double us)
+static double gb_of(const result &r)
 {
-    return 2e-3 * double(r.total) / us;
+    return 2e-3 * double(r.total) / r.us;
 }
 
 static void measure_batch(const char *name, int64_t size, const std::vector<uint64_t> &bytes, int shift, bool others)
 {
     const batch b(name, bytes, shift);
-    std::vector<contender> all = {contend("lent", b, [&b](int i) { unpack(b, i, true); }),
-                                  contend("params", b, [&b](int i) { unpack(b, i, false); })};
+    std::vector<contender> all = {contend("kvprim", b, [&b](int i) { unpack(b, i); })};
     if (others) {
         all.push_back(contend("cub", b, [&b](int i) { enqueue_cub(b, i); }));
         all.push_back(contend("warp", b, [&b](int i) { enqueue_warps(b, i); }));
-        all[3].launches = std::min(all[3].launches, 1 + int(40 * MiB / int64_t(b.fragments.size()) / 4096));
+        all[2].launches = std::min(all[2].launches, 1 + int(40 * MiB / int64_t(b.fragments.size()) / 4096));
     }
     measure(all);
-    result r = {b.name, size, b.fragments.size(), b.total, shift, all[0].us, all[1].us, 0, 0, 0, 0, 0};
+    result r = {b.name, size, b.fragments.size(), b.total, shift, all[0].us, 0, 0, 0, 0, 0};
     if (others) {
-        r.cub = all[2].us;
-        r.warp = all[3].us;
+        r.cub = all[1].us;
+        r.warp = all[2].us;
         r.plain = time_plainly(all[0]);
         r.each = time_plainly(contend("each", b, [&b](int i) { enqueue_each(b, i); }));
 #if CUDART_VERSION >= 12080
@@ -324,15 +322,15 @@ static void measure_batch(const char *name, int64_t size, const std::vector<uint
 #endif
     }
     results.push_back(r);
-    printf("%-26s %2d %8.2f %6.0f %8.2f %6.0f %9.2f %9.2f %10.0f %10.0f\n", name, shift, r.lent, gb_of(r, r.lent),
-           r.params, gb_of(r, r.params), r.cub, r.warp, r.each, r.batch);
+    printf("%-26s %2d %9.2f %6.0f %9.2f %9.2f %10.0f %10.0f\n", name, shift, r.us, gb_of(r), r.cub, r.warp, r.each,
+           r.batch);
     fflush(stdout);
 }
 
 static void print_header()
 {
-    printf("\n%-26s %2s %8s %6s %8s %6s %9s %9s %10s %10s\n", "fragments", "+", "lent us", "GB/s", "params us", "GB/s",
-           "cub", "warp", "each", "batch");
+    printf("\n%-26s %2s %9s %6s %9s %9s %10s %10s\n", "fragments", "+", "kvprim us", "GB/s", "cub", "warp", "each",
+           "batch");
 }
 
 static void batches()
@@ -364,10 +362,10 @@ static void shifts()
     }
 }
 
-/* ---- the document's case: 8 chunks of 512 KB, of 4 KB fragments, descriptors made for each call ---- */
+/* ---- the document's case: 8 chunks of 512 KB in fragments of 4 KB, described anew for each call ---- */
 
 constexpr size_t chunks = 8, chunk_bytes = 512 << 10, fragment_bytes = 4096, in_chunk = chunk_bytes / fragment_bytes;
-static double pipelined_us = 0, synchronised_us = 0; /* per chunk */
+static double pipelined_us, synchronised_us; /* per chunk */
 
 static void unpack_chunks(const std::vector<size_t> &slot, int turn)
 {
@@ -384,7 +382,7 @@ static void unpack_chunks(const std::vector<size_t> &slot, int turn)
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
 
-/* The bytes of a call, after it. */
+/* Compares what a call wrote. */
 static void verify_chunks(const std::vector<size_t> &slot, int turn)
 {
     constexpr size_t bytes = chunks * chunk_bytes;
@@ -458,22 +456,29 @@ static void time_host_calls()
     CUDA(cudaStreamSynchronize(stream));
 }
 
+/* Sizes from 512 to 1,511 bytes. */
+static std::vector<uint64_t> uneven(size_t count)
+{
+    std::vector<uint64_t> sizes(count);
+    for (size_t i = 0; i < count; i++)
+        sizes[i] = 512 + i * 7 % 1000;
+    return sizes;
+}
+
 static void host()
 {
-    const batch even("", equal(1024, MiB), 0), packed("", equal(512, MiB / 2), 3);
-    std::vector<uint64_t> sizes(1024);
-    for (size_t i = 0; i < sizes.size(); i++)
-        sizes[i] = 512 + i * 7 % 1000;
-    const batch uneven("", sizes, 0);
+    const batch even("", equal(1024, MiB), 0), packed("", equal(512, MiB / 2), 3), few("", uneven(1024), 0),
+        many("", uneven(8192), 0);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
     kvprim_unpack_desc d = {};
     d.src = even.src(0), d.src_bytes = uint64_t(even.src_bytes);
     d.dst = even.dst(0), d.dst_bytes = uint64_t(even.dst_bytes);
     d.fragments = even.fragments.data(), d.count = even.fragments.size();
     host_calls = {{"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, 128, nullptr, 0, stream)); }, {}},
-                  {"kvprim_cuda_unpack, even", [&] { unpack(even, 0, false); }, {}},
-                  {"misaligned", [&] { unpack(packed, 0, false); }, {}},
-                  {"uneven", [&] { unpack(uneven, 0, false); }, {}},
+                  {"kvprim_cuda_unpack, even", [&] { unpack(even, 0); }, {}},
+                  {"misaligned", [&] { unpack(packed, 0); }, {}},
+                  {"uneven", [&] { unpack(few, 0); }, {}},
+                  {"8,192 uneven", [&] { unpack(many, 0); }, {}},
                   {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }, {}}};
     time_host_calls();
     printf("\nhost time of a call with 1,024 fragments, us\n");
@@ -493,40 +498,31 @@ static void judge_opponents()
     std::vector<figure> small, large, each, batched;
     for (const result &r : results) {
         if (r.cub > 0)
-            (r.size <= 4096 ? small : large).push_back({std::max(r.lent, r.params) / r.cub, where(r)});
+            (r.size <= 4096 ? small : large).push_back({r.us / r.cub, where(r)});
         if (r.each > 0 && r.size == 4096)
             each.push_back({r.plain / r.each, where(r)}); /* both with the host's time */
         if (r.batch > 0 && r.size == 4096)
             batched.push_back({r.plain / r.batch, where(r)});
     }
-    judge_worst("time / CUB's, <= 4 KB and mixed, the worse of lent, params", small, '<', 0.25);
-    judge_worst("time / CUB's, larger fragments, likewise", large, '<', 0.80);
+    judge_worst("time / CUB's, <= 4 KB and mixed", small, '<', 0.25);
+    judge_worst("time / CUB's, larger fragments", large, '<', 0.80);
     judge_worst("time / cudaMemcpyAsync's, 4 KB fragments", each, '<', 0.01);
     judge_worst("time / cudaMemcpyBatchAsync's, 4 KB fragments", batched, '<', 0.01);
 }
 
 static void judge_rates()
 {
-    std::vector<figure> lent, few, shifted;
+    std::vector<figure> large, shifted;
     for (const result &r : results) {
-        if (r.shift == 0 && r.total >= 64 * MiB) {
-            lent.push_back({gb_of(r, r.lent), where(r)});
-            if (r.count <= 2048)
-                few.push_back({gb_of(r, r.params), where(r)});
-        }
+        if (r.shift == 0 && r.total >= 64 * MiB)
+            large.push_back({gb_of(r), where(r)});
         if (r.shift == 0 && r.size == 256)
-            judge("GB/s with a workspace, 65,536 x 256 B", gb_of(r, r.lent), '>', 2800, "");
-        if (r.shift == 0 && r.size == 1024)
-            judge("GB/s without a workspace, 65,536 x 1 KB", gb_of(r, r.params), '>', 1800, "");
+            judge("GB/s, 65,536 x 256 B", gb_of(r), '>', 2800, "");
         for (const result &aligned : results)
-            if (aligned.shift == 0 && r.shift && r.name == aligned.name && r.total >= 64 * MiB) {
-                shifted.push_back({aligned.lent / r.lent, where(r)});
-                if (r.count <= 2048)
-                    shifted.push_back({aligned.params / r.params, where(r) + ", params"});
-            }
+            if (aligned.shift == 0 && r.shift && r.name == aligned.name && r.total >= 64 * MiB)
+                shifted.push_back({aligned.us / r.us, where(r)});
     }
-    judge_worst("GB/s with a workspace, >= 1 KB, mixed, skewed; >= 64 MB", lent, '>', 3300);
-    judge_worst("GB/s without a workspace, up to 2,048 fragments", few, '>', 3300);
+    judge_worst("GB/s, >= 1 KB, mixed, skewed; >= 64 MB", large, '>', 3300);
     judge_worst("GB/s / aligned GB/s, misaligned", shifted, '>', 0.8);
 }
 
@@ -536,7 +532,7 @@ static void judge_calls()
         judge("the document's case, us per chunk, pipelined", pipelined_us, '<', 1.3, "");
         judge("the document's case, us per chunk, synchronised", synchronised_us, '<', 3, "");
     }
-    for (size_t k = 1; k + 1 < host_calls.size(); k++)
+    for (size_t k = 1; k < 4 && k < host_calls.size(); k++)
         judge(std::string("host: call with 1,024 / bare launch, ") + host_calls[k].name,
               median(host_calls[k].us) / median(host_calls[0].us), '<', 3, "");
 }
@@ -559,13 +555,11 @@ static void open_machine()
     dst_memory = allocate(side_bytes + MiB);
     CUDA(cudaMalloc(&cub_memory, cub_memory_bytes));
     CUDA(cudaMalloc(&wrong_on_device, sizeof *wrong_on_device));
-    CUDA(cudaMallocHost(&lent_memory, rotations * most_workspace));
     CUDA(cudaStreamSynchronize(stream));
 }
 
 static void close_machine()
 {
-    CUDA(cudaFreeHost(lent_memory));
     for (void *p : {static_cast<void *>(wrong_on_device), static_cast<void *>(cub_memory),
                     static_cast<void *>(dst_memory), static_cast<void *>(src_memory)})
         CUDA(cudaFree(p));

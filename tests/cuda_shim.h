@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include "../kvprim.h"
 
 #define __global__
 #define __device__
@@ -15,6 +16,7 @@
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define KVPRIM_UNROLL
 
 struct dim3 {
     unsigned x, y, z;
@@ -90,6 +92,58 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
                         static_cast<unsigned>(block / grid.x / grid.y));
         kvprim_emulate_block(kernel, threads, params);
     }
+}
+
+/* What kvprim_cuda.cuh leaves to PTX and to CUDA's runtime. */
+static inline void kvpc_pdl_wait()
+{
+    kvprim_emulate_waits++;
+}
+
+static inline void kvpc_pdl_trigger()
+{
+}
+
+static inline uint4 kvpc_load16(uint64_t address)
+{
+    return *reinterpret_cast<const uint4 *>(static_cast<uintptr_t>(address));
+}
+
+static inline void kvpc_store16(uint64_t address, uint4 v)
+{
+    *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
+}
+
+static inline int32_t kvpc_load_i32(uint64_t address)
+{
+    return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
+}
+
+static inline char *kvpc_global(uint64_t address)
+{
+    return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
+}
+
+static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
+{
+    return base + static_cast<uint64_t>(row) * stride;
+}
+
+static inline void kvpc_fetch_edges(uint64_t, uint32_t)
+{
+}
+
+static inline bool kvpc_has_pdl()
+{
+    return kvprim_emulate_pdl;
+}
+
+template <class Call, class Params>
+static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
+{
+    kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
+    return KVPRIM_OK;
 }
 
 #endif /* CUDA_SHIM_H */

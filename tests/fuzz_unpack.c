@@ -1,4 +1,6 @@
-/* kvprim_unpack against a loop over bytes: fragments anywhere, wild offsets and sizes, src and dst in one block. */
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_unpack with a loop over bytes. Fragments lie anywhere, offsets and sizes may be wild, and src and dst
+   may share a block. */
 #define KVPRIM_IMPLEMENTATION
 #include "../kvprim.h"
 #include <stdlib.h>
@@ -27,7 +29,7 @@ static void require(int condition, const char *what)
     abort();
 }
 
-/* Of exactly this size, so that the sanitizer sees what lies beyond. */
+/* A block of exactly this size, so that the sanitizer sees accesses beyond it. */
 static uint8_t *block(size_t bytes, uint32_t x)
 {
     uint8_t *const p = malloc(bytes ? bytes : 1);
@@ -37,7 +39,7 @@ static uint8_t *block(size_t bytes, uint32_t x)
     return p;
 }
 
-/* Mostly a number up to `limit`; now and then one near the ends of 64 bits. */
+/* Returns mostly a number up to `limit`, and sometimes one near 2^64 or a power of two. */
 static uint64_t take_offset(struct input *in, uint64_t limit)
 {
     const uint64_t kind = take(in, 1);
@@ -71,7 +73,7 @@ static size_t take_fragments(struct input *in, kvprim_fragment *fragments, size_
     return count;
 }
 
-/* Every byte of dst that no fragment covers is as it was, every other one comes from one of those that cover it. */
+/* A byte of dst that no fragment covers must be as it was. Every other byte must come from a fragment that covers it. */
 static void compare(const kvprim_unpack_desc *desc, const uint8_t *before)
 {
     const uint8_t *const src = desc->src, *const dst = desc->dst;
@@ -111,7 +113,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     desc.dst_bytes = dst_bytes;
     desc.count = take_fragments(&in, fragments, src_bytes, dst_bytes);
     desc.fragments = fragments;
-    const uint64_t missing = take(&in, 1); /* at times a pointer is missing */
+    const uint64_t missing = take(&in, 1); /* sometimes a pointer is missing */
     desc.src = missing == 1 ? NULL : desc.src;
     desc.dst = missing == 2 ? NULL : desc.dst;
     desc.fragments = missing == 3 ? NULL : desc.fragments;

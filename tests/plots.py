@@ -100,7 +100,7 @@ LARGE = gpu.table('large moves, PDL off, against a device-to-device cudaMemcpyAs
                   'and stream', 'row B rows us GB/s copy GB/s ratio', r'(?:gather|store) +' + SIZES, 4)
 ODD = gpu.table('multiple of 128; ratio of the second to the last', 'row B rows packed 16 128 wide ratio',
                 r'(?:gather|store) +' + SIZES, 5)
-UNPACK = gpu.table('', 'fragments + lent us GB/s params us GB/s cub warp each batch', r'\w.*\w +\d+', 8)
+UNPACK = gpu.table('', 'fragments + kvprim us GB/s cub warp each batch', r'\w.*\w +\d+', 6)
 OFFLOAD = gpu.table('the call to the end of its work',
                     'row 4 SMs 8 SMs 16 SMs all copy batch each / copy / batch called', r'to \w+ +\d+ KB', 10)
 LAYERS = gpu.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
@@ -291,9 +291,9 @@ def unpack():
         rows = sorted((size(m.group(2)), UNPACK[key]) for key, m in matches.items()
                       if m and int(m.group(1).replace(',', '')) * size(m.group(2)) >= 16 << 20)
         panels.append((heading, [('limit: device-to-device copy', 'limit', [(b, COPY) for b, _ in rows])] + [
-            (name, style, [(b, v[2] * v[3] / v[at]) for b, v in rows]) for name, style, at in (
-                ('cudaMemcpyAsync per fragment', 'third', 6), ('cudaMemcpyBatchAsync', 'fourth', 7),
-                ('warp per fragment', 'second', 5), (BATCHED, 'first', 4), ('kvprim', 'ours', 2))]))
+            (name, style, [(b, v[0] * v[1] / v[at]) for b, v in rows]) for name, style, at in (
+                ('cudaMemcpyAsync per fragment', 'third', 4), ('cudaMemcpyBatchAsync', 'fourth', 5),
+                ('warp per fragment', 'second', 3), (BATCHED, 'first', 2), ('kvprim', 'ours', 0))]))
     return picture('Unpack: 16 to 128 MB of equal fragments in one call', 'GB/s, read and written; higher is better',
                    'bytes of a fragment', BYTES, panels, ON_H200, linear=True)
 
@@ -385,10 +385,10 @@ def on_gpu():
         ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table, speed',
          slashes(PAGED['gather 64'][2:4])),
         ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`, time',
-         slashes(UNPACK[key][2] / UNPACK[key][4] for key in (
+         slashes(UNPACK[key][0] / UNPACK[key][2] for key in (
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
         ('8 chunks of 512 KB in 4 KB fragments, us per chunk',
-         f"a `cudaMemcpyAsync` each: {UNPACK['128 x 4 KB 0'][6]:.0f}", gpu.find(r'us per chunk: ([\d.]+) pipelined')),
+         f"a `cudaMemcpyAsync` each: {UNPACK['128 x 4 KB 0'][4]:.0f}", gpu.find(r'us per chunk: ([\d.]+) pipelined')),
         ('transfer, pinned host memory to GPU / back, 4 KB rows, 8 SMs', 'the copy engine, GB/s',
          slashes(OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
         ('transfer, 64 layers of pages in one launch, 256 MiB / 1 GiB', 'device-to-device copy, GB/s',

@@ -209,6 +209,7 @@ static void test_moves()
         main_launch.max_sms = max_sms[n / 2];
         usual_moves(&memory);
         random_moves(&memory, quick ? 40 : 300);
+        repointed_moves(&memory);
     }
     main_launch.pdl = main_launch.max_sms = 0;
 }
@@ -276,6 +277,7 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {1023, 2100, 9000, 100000};
     large_batches(&memory, counts, quick ? 2 : 4);
+    last_fragments(&memory);
     for (const launches_case &c : launches_cases)
         one_batch(&memory, &c.batch);
 }

@@ -145,7 +145,7 @@ static void test_transfer()
 static void test_layers()
 {
     layer_matrix(&memory);
-    for (const int32_t layers : {1, 128, 216, 217, 433}) {
+    for (const int32_t layers : {1, 128, 231, 232, 433}) {
         std::vector<unsigned char> dst(433), src(433);
         kvprim_transfer_desc d = {};
         d.dst = table_of(dst.data(), 1);
@@ -155,7 +155,7 @@ static void test_layers()
         fill(src.data(), src.size());
         const unsigned before_it = kvprim_emulate_launches;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
-        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 215) / 216);
+        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 230) / 231);
         CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
         static const int32_t past[1] = {1};
         uint32_t rejected = 0;
@@ -164,11 +164,37 @@ static void test_layers()
     }
 }
 
+/* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
+   layers, are one launch. */
+static void test_launches_of_moves()
+{
+    unsigned char bytes[4096] = {0};
+    const int32_t index[4] = {0, 1, 2, 3};
+    kvprim_move m[5];
+    for (size_t n = 1; n <= 5; n++)
+        for (int kind = 0; kind < 4; kind++) {
+            for (size_t k = 0; k < n; k++) {
+                kvprim_transfer_desc d = {};
+                d.dst = table_of(bytes + 256 * k, 4);
+                d.src = table_of(bytes + 2048 + 256 * k, 4);
+                d.row_bytes = kind % 2 ? static_cast<int64_t>(16 + 16 * k) : 16;
+                d.count = 4;
+                if (kind < 2)
+                    d.dst_index = d.src_index = index, d.index_type = KVPRIM_I32;
+                CHECK(kvprim_transfer_moves(&d, &m[k]) == KVPRIM_OK);
+            }
+            const unsigned first = kvprim_emulate_launches;
+            CHECK(kvprim_cuda_move(m, n, nullptr) == KVPRIM_OK);
+            CHECK(kvprim_emulate_launches - first == (n == 5 && kind % 2 ? 2u : 1u));
+        }
+}
+
 static void test_moves()
 {
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
     random_moves(&memory, 200);
+    repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
         random_moves(&memory, 40);
@@ -379,15 +405,6 @@ static void test_fuzzed_store()
     fuzz(&memory, 6000, random_store);
 }
 
-/* Of exactly this size, rounded up to lines: the sanitizer sees what lies beyond. */
-static void *lend(size_t bytes)
-{
-    static unsigned char *block;
-    free(block);
-    block = static_cast<unsigned char *>(malloc(bytes));
-    return block;
-}
-
 static void test_unpack()
 {
     batch_matrix(&memory, 700000);
@@ -403,21 +420,16 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {243, 244, 1023, 2100};
     large_batches(&memory, counts, sizeof counts / sizeof *counts);
+    last_fragments(&memory);
 }
 
-static unsigned launches_of(batch_case c, bool workspace)
+static void test_unpack_launches()
 {
-    const unsigned first = kvprim_emulate_launches;
-    c.workspace = workspace;
-    one_batch(&memory, &c);
-    return kvprim_emulate_launches - first;
-}
-
-static void test_unpack_workspace()
-{
-    for (const batch_case &c : lent_cases) {
-        CHECK(launches_of(c, true) == 1);
-        CHECK(launches_of(c, false) > 1);
+    for (const launches_case &c : launches_cases) {
+        const unsigned first = kvprim_emulate_launches, wanted = c.launches;
+        one_batch(&memory, &c.batch);
+        if (kvprim_emulate_launches - first != wanted)
+            fail("%s: %u launches, not %u", current, kvprim_emulate_launches - first, wanted);
     }
 }
 
@@ -476,15 +488,15 @@ static void test_warps()
     }
 }
 
-/* Launches of one unpack that may overlap: one that lets the next begin early has a next, which ends after it. */
+/* The launches of one unpack may overlap. One that lets the next begin early must have a next, which ends after it. */
 static std::vector<kvpc_unpack> noted;
 
-template <uint32_t capacity> static void kvprim_emulate_note(const kvpc_unpack_params<capacity> &p)
+template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_unpack_params<bytes> &p)
 {
     noted.push_back(p.head);
 }
 
-static void one_chain(size_t count, bool empty, int32_t pdl)
+static void one_chain(size_t count, bool empty, int32_t pdl, int32_t max_sms)
 {
     std::vector<kvprim_fragment> f;
     for (size_t i = 0; i < count; i++) /* steps that differ: nothing merges, and the sizes are uneven */
@@ -499,6 +511,7 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     d.fragments = f.data(), d.count = f.size();
     kvprim_cuda_launch launch = {};
     launch.pdl = pdl;
+    launch.max_sms = max_sms;
     d.dst = want.data();
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     d.dst = got.data();
@@ -506,64 +519,111 @@ static void one_chain(size_t count, bool empty, int32_t pdl)
     CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
     CHECK(got == want);
     CHECK(noted.size() > 1);
+    const bool overlap = kvprim_emulate_pdl && max_sms == 0, waits = kvprim_emulate_pdl && pdl;
     for (size_t k = 0; k < noted.size(); k++) {
         const bool last = k + 1 == noted.size();
-        CHECK(noted[k].wait == (k == 0 ? pdl : 0));
-        CHECK(noted[k].wait_last == (k > 0));
-        CHECK(noted[k].trigger == (last ? pdl : 1));
+        CHECK(noted[k].wait == (k == 0 && waits));
+        CHECK(noted[k].wait_last == (k > 0 && overlap));
+        CHECK(noted[k].trigger == (last ? waits : overlap));
     }
 }
 
 static void test_chains_of_launches()
 {
-    kvprim_emulate_pdl = true;
-    for (int32_t pdl = 0; pdl < 2; pdl++) {
-        one_chain(5000, false, pdl);
-        one_chain(5000, true, pdl); /* a whole launch of empty fragments */
-    }
+    for (const bool has_pdl : {false, true})
+        for (int32_t pdl = 0; pdl < 2; pdl++)
+            for (int32_t max_sms = 0; max_sms < 5; max_sms += 4) {
+                kvprim_emulate_pdl = has_pdl;
+                one_chain(5000, false, pdl, max_sms);
+                one_chain(5000, true, pdl, max_sms); /* a whole launch of empty fragments */
+            }
     kvprim_emulate_pdl = false;
 }
 
-/* Fragments of so many pieces each, and the table of them, in as much memory as kvpc_words_for gives it. */
-static void one_table(const std::vector<uint32_t> &pieces, uint32_t each)
+/* As many fragments as parameters of each size hold, and one more: the sanitizer sees what lies beyond. */
+static void test_full_launches()
 {
-    const uint32_t count = static_cast<uint32_t>(pieces.size());
-    const size_t room = pieces.size() * each + pieces.size() / kvpc_table_share + 2;
-    uint32_t *const words = static_cast<uint32_t *>(malloc(room * sizeof *words));
-    kvpc_unpack h = {};
-    h.count = count;
-    for (uint32_t i = 0; words && i < count; h.pieces += pieces[i++])
-        words[i * each + 3] = h.pieces;
-    kvpc_encode_table(&h, words, each);
-    const uint32_t places = static_cast<uint32_t>((h.pieces + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
-    CHECK(h.table == count * each && h.table + places < room && words[h.table + places] == count - 1);
-    for (uint32_t k = 0, i = 0; k < places; k++) {
-        while (i + 1 < count && words[(i + 1) * each + 3] <= k << h.table_shift)
-            i++;
-        if (words[h.table + k] != i)
-            fail("table of %u fragments, %u pieces: word %u is %u, not %u", count, h.pieces, k, words[h.table + k], i);
-    }
-    free(words);
+    static const batch_case cases[] = {{300, 16, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1},
+                                       {300, 400, EVEN, SHUFFLED, SHUFFLED, 1, 3, 0, 1},
+                                       {300, 900, LOGARITHMIC, SHUFFLED, SHUFFLED, 1, 0, 0, 1},
+                                       {300, 2000, LOGARITHMIC, SHUFFLED, SHUFFLED, 1, 0, 0, 1}};
+    for (batch_case c : cases)
+        for (const uint32_t bytes : {kvpc_few_params, kvpc_more_params, kvpc_most_params}) {
+            for (int again = 0; again < 3; again++) { /* with more of them a number may take more bytes */
+                noted.clear();
+                one_batch(&memory, &c);
+                c.count = kvpc_fragments_in(&noted[0], bytes);
+            }
+            for (const bool more : {false, true}) {
+                noted.clear();
+                one_batch(&memory, &c);
+                CHECK(noted.size() == (more && bytes == kvpc_most_params ? 2 : 1));
+                CHECK(noted[0].count == c.count - (noted.size() - 1));
+                c.count++;
+            }
+        }
 }
 
-/* Empty fragments at every place; as many pieces as there may be. */
+/* Long fragments are cut, and what is handed out follows on without a gap. No memory is touched. */
+static void test_long_fragments()
+{
+    const uint64_t large = uint64_t(5) << 30;
+    const kvprim_fragment f[] = {{7, 9, large + 3}, {large + 10, large + 12, 10}, {0, 0, 0}, {2 * large, 3 * large, 1}};
+    kvprim_unpack_desc d = {};
+    kvpc_unpack_job job = {};
+    d.fragments = f, d.count = 4;
+    job.desc = &d;
+    kvpc_survey(&job, true);
+    CHECK(job.left == (large + 13 + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 1);
+    uint64_t at = 0, pieces = 0, count = 2;
+    for (const kvprim_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+        for (uint64_t i = 0; i < count; i++, pieces++) {
+            CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
+            if (at < large + 13)
+                CHECK(one[i].src_offset == at + 7 && one[i].dst_offset == at + 9);
+            at += one[i].bytes;
+        }
+    CHECK(at == large + 14 && pieces == job.left);
+}
+
+/* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
+static void one_table(const std::vector<uint32_t> &tiles)
+{
+    const uint32_t count = static_cast<uint32_t>(tiles.size());
+    const size_t room = count + count / kvpc_table_share + 2;
+    uint32_t *const data = static_cast<uint32_t *>(malloc(room * sizeof *data));
+    kvpc_unpack h = {};
+    h.count = h.table = count;
+    for (uint32_t i = 0; data && i < count; h.tiles += tiles[i++])
+        data[i] = h.tiles;
+    kvpc_store_table(&h, data);
+    const uint32_t places = static_cast<uint32_t>((h.tiles + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
+    CHECK(h.table + places < room && data[h.table + places] == count - 1);
+    for (uint32_t k = 0, i = 0; k < places; k++) {
+        while (i + 1 < count && data[i + 1] <= k << h.table_shift)
+            i++;
+        if (data[h.table + k] != i)
+            fail("table of %u fragments, %u tiles: number %u is %u, not %u", count, h.tiles, k, data[h.table + k], i);
+    }
+    free(data);
+}
+
+/* Empty fragments at every place, and as many tiles as there may be. */
 static void test_unpack_tables()
 {
-    const uint32_t most = kvpc_most_pieces - 1;
-    for (const uint32_t each : {4u, 6u}) {
-        for (uint32_t bits = 0; bits < 1 << 17; bits++) {
-            std::vector<uint32_t> pieces(1 + bits % 17);
-            for (size_t i = 0; i < pieces.size(); i++)
-                pieces[i] = (bits >> i & 1) * (1 + bits % 3 * 40);
-            one_table(pieces, each);
-        }
-        for (unsigned n = 0; n < 2000; n++) {
-            std::vector<uint32_t> pieces(1 + below(n % 20 ? 60 : 5000));
-            for (uint32_t &p : pieces)
-                p = n % 4 == 0 ? most / static_cast<uint32_t>(pieces.size()) : chance(3) ? 0 : uint32_t(below(200));
-            pieces[below(pieces.size())] += n % 8 == 0 ? 1u << 23 : 0; /* the last one may go beyond */
-            one_table(pieces, each);
-        }
+    const uint32_t most = (1u << 30) - 1;
+    for (uint32_t bits = 0; bits < 1 << 17; bits++) {
+        std::vector<uint32_t> tiles(1 + bits % 17);
+        for (size_t i = 0; i < tiles.size(); i++)
+            tiles[i] = (bits >> i & 1) * (1 + bits % 3 * 40);
+        one_table(tiles);
+    }
+    for (unsigned n = 0; n < 2000; n++) {
+        std::vector<uint32_t> tiles(1 + below(n % 20 ? 60 : 5000));
+        for (uint32_t &t : tiles)
+            t = n % 4 == 0 ? most / static_cast<uint32_t>(tiles.size()) : chance(3) ? 0 : uint32_t(below(200));
+        tiles[below(tiles.size())] += n % 8 == 0 ? 1u << 23 : 0;
+        one_table(tiles);
     }
 }
 
@@ -699,7 +759,7 @@ static void test_many_pages()
 }
 
 /* The bytes around a fragment are zero before and after. */
-static void one_far_batch(const far_case *c, bool workspace)
+static void one_far_batch(const far_case *c)
 {
     const std::vector<kvprim_fragment> f = far_fragments(c);
     unsigned char *const src = reserve_addresses(far_bytes), *const dst = reserve_addresses(far_bytes);
@@ -707,7 +767,7 @@ static void one_far_batch(const far_case *c, bool workspace)
         return;
     for (const kvprim_fragment &one : f)
         fill(src + one.src_offset, one.bytes);
-    unpack_far(c, f, dst, src, workspace, nullptr);
+    unpack_far(c, f, dst, src, nullptr);
     for (const kvprim_fragment &one : f)
         if (memcmp(dst + one.dst_offset, src + one.src_offset, one.bytes) != 0 || dst[one.dst_offset + one.bytes] ||
             (one.dst_offset && dst[one.dst_offset - 1]))
@@ -719,10 +779,8 @@ static void one_far_batch(const far_case *c, bool workspace)
 static void test_far_fragments()
 {
     for (const far_case &c : far_cases)
-        if (c.bytes < 1 << 20) { /* longer ones are for a GPU */
-            one_far_batch(&c, false);
-            one_far_batch(&c, true);
-        }
+        if (c.bytes < 1 << 20) /* longer ones are for a GPU */
+            one_far_batch(&c);
 }
 #endif
 
@@ -757,18 +815,21 @@ int main(int argc, char **argv)
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer inside one cache", test_copies_on_write);
     run("emulated: several moves at once", test_moves);
+    run("emulated: moves, number of launches", test_launches_of_moves);
     run("emulated: two moves that differ in one thing", test_unlike_moves);
     run("emulated: random transfers", test_fuzzed_transfer);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
-    run("emulated: unpack, counts, with and without a workspace", test_unpack_counts);
-    run("emulated: unpack, one launch with a workspace", test_unpack_workspace);
+    run("emulated: unpack, counts", test_unpack_counts);
+    run("emulated: unpack, numbers of launches", test_unpack_launches);
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
     run("emulated: unpack, bad descriptors", test_bad_unpacks);
     run("emulated: random unpacks", test_random_unpacks);
     run("emulated: warp copy and zero", test_warps);
     run("emulated: unpack, tables of uneven batches", test_unpack_tables);
     run("emulated: unpack, chains of launches", test_chains_of_launches);
+    run("emulated: unpack, full launches", test_full_launches);
+    run("emulated: unpack, long fragments", test_long_fragments);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);

@@ -1,18 +1,16 @@
-/* What test_cuda.cu and test_cuda_emulated.cpp share for kvprim_cuda_unpack: batches of fragments in the memory of
-   test_rows.h, unpacked once by kvprim_unpack and once on the GPU, and compared byte by byte. Included after
-   test_rows.h; the includer defines lend. */
+/* SPDX-License-Identifier: MIT */
+/* What test_cuda.cu and test_cuda_emulated.cpp share for kvprim_cuda_unpack. They unpack batches of fragments in the
+   memory of test_rows.h, once by kvprim_unpack and once on the GPU, and compare every byte. Include it after
+   test_rows.h. */
 #ifndef TEST_FRAGMENTS_H
 #define TEST_FRAGMENTS_H
 
 #include <algorithm>
 
-/* Memory for a batch's workspace: some that a GPU can read, at least this much. */
-static void *lend(size_t bytes);
-
 /* ---- one batch, by the host function and by the code under test ---- */
 
-/* Allows access to a batch's bytes, as the contract states it. False where they lie outside the memory, or where
-   destinations overlap: their bytes are unspecified. */
+/* Allows access to a batch's bytes, as the contract states it. Returns false if they lie outside the memory, or if
+   destinations overlap: then their bytes are unspecified. */
 static bool visit_unpack(arena *a, const kvprim_unpack_desc *d)
 {
     a->allowed.clear();
@@ -42,7 +40,8 @@ static bool any_bytes(const kvprim_unpack_desc *d)
     return false;
 }
 
-/* As try_gather. The code under test gets a copy of the fragments, which is gone before it can have run. */
+/* As try_gather. The code under test gets copies of the descriptor and the fragments, which are overwritten before it
+   can have run. */
 static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *what)
 {
     std::vector<kvprim_fragment> fragments;
@@ -72,6 +71,7 @@ static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *
     const kvprim_status got = kvprim_cuda_unpack(&on, a->launch);
     if (!fragments.empty())
         memset(fragments.data(), 0xff, fragments.size() * sizeof fragments[0]);
+    memset(&on, 0xff, sizeof on);
     after(a, runs && any_bytes(desc));
     check_status(current, got, want, kvprim_last_error(), want_text);
     if (memcmp(a->expected, a->got, a->used) != 0) {
@@ -88,7 +88,7 @@ static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *
 
 enum sizes { EVEN, SHORT_LAST, LOGARITHMIC, ONE_LARGE, SOME_EMPTY, n_sizes };
 static const char *const sizes_names[] = {"even", "short last", "64-fold", "one large", "some empty"};
-enum order { IN_ORDER, SPACED, REVERSED, SHUFFLED, ANYWHERE, n_orders }; /* ANYWHERE: sources alone, they may overlap */
+enum order { IN_ORDER, SPACED, REVERSED, SHUFFLED, ANYWHERE, n_orders }; /* ANYWHERE: only sources, which may overlap */
 static const char *const order_names[] = {"in order", "spaced", "reversed", "shuffled", "anywhere"};
 
 struct batch_case {
@@ -99,7 +99,6 @@ struct batch_case {
     uint64_t unit; /* what offsets are multiples of, where they are not packed */
     size_t dst_align, src_align;
     size_t run; /* so many fragments at a time keep together */
-    bool workspace;
 };
 
 static uint64_t size_of(const batch_case *c, size_t i)
@@ -157,22 +156,17 @@ static void one_batch(arena *a, const batch_case *c)
     d.src = reserve(a, d.src_bytes, c->src_align);
     d.fragments = f.data();
     d.count = c->count;
-    if (c->workspace) {
-        d.workspace_bytes = kvprim_unpack_workspace_bytes(c->count);
-        d.workspace = lend(d.workspace_bytes);
-    }
     snprintf(what, sizeof what,
-             "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu%s", c->count,
+             "%zu fragments of %llu bytes, %s, %s <- %s, unit %llu, alignments %zu and %zu, runs of %zu", c->count,
              static_cast<unsigned long long>(c->bytes), sizes_names[c->kind], order_names[c->dst], order_names[c->src],
-             static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run,
-             c->workspace ? ", workspace" : "");
+             static_cast<unsigned long long>(c->unit), c->dst_align, c->src_align, c->run);
     CHECK(try_unpack(a, &d, what) == RAN);
 }
 
 static const uint64_t fragment_sizes[] = {1,   2,   8,   15,  16,   17,   48,   64,   100,  127,  128,  256,   257,
                                           383, 512, 513, 576, 1000, 1024, 1152, 1536, 2048, 2049, 4096, 10007, 65536};
 
-/* Every size, kind and order; alignments, runs and counts as they come. */
+/* Every size, kind and order. Alignments, runs and counts vary with them. */
 static void batch_matrix(arena *a, uint64_t most_bytes)
 {
     static const size_t counts[] = {1, 2, 3, 7, 33, 100, 330}, runs[] = {1, 1, 1, 2, 5};
@@ -194,13 +188,12 @@ static void batch_matrix(arena *a, uint64_t most_bytes)
                                           units[n / 2 % 5],
                                           odd ? n / 6 % 16 : 0,
                                           odd ? n / 96 % 16 : 0,
-                                          runs[n / 4 % 5],
-                                          n / 5 % 2 != 0};
+                                          runs[n / 4 % 5]};
                     one_batch(a, &c);
                 }
 }
 
-/* More fragments than fit the parameters of a launch, with and without a workspace. */
+/* More fragments than fit the parameters of a launch, or just as many. */
 static void large_batches(arena *a, const size_t *counts, size_t n_counts)
 {
     unsigned n = 0;
@@ -210,24 +203,32 @@ static void large_batches(arena *a, const size_t *counts, size_t n_counts)
                 static const order dst[] = {IN_ORDER, SHUFFLED, SHUFFLED, REVERSED};
                 static const order src[] = {SHUFFLED, IN_ORDER, ANYWHERE, SPACED};
                 const uint64_t bytes = kind == EVEN ? 64 : 40;
-                batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of], 16,
-                                n % 2 * 3, n % 2 * 8, n % 3 ? 1u : 2u,          false};
-                one_batch(a, &c);
-                c.workspace = true;
+                const batch_case c = {counts[i], bytes,     static_cast<sizes>(kind), dst[order_of], src[order_of], 16,
+                                      n % 2 * 3, n % 2 * 8, n % 3 ? 1u : 2u};
                 one_batch(a, &c);
             }
 }
 
-/* Batches that go out in one launch with a workspace, and in several without. */
-static const batch_case lent_cases[] = {{20000, 64, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1, true},
-                                        {20000, 320, SHORT_LAST, IN_ORDER, SHUFFLED, 16, 0, 0, 1, true},
-                                        {20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1, true},
-                                        {20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1, true},
-                                        {9000, 100, SHORT_LAST, REVERSED, SHUFFLED, 1, 5, 5, 1, true},
-                                        {4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1, true},
-                                        {4200, 1024, EVEN, SHUFFLED, SHUFFLED, 16, 0, 0, 1, true},
-                                        {5000, 40, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1, true},
-                                        {5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1, true}};
+/* How many launches a batch takes: fragments per launch follow from the bytes that are stored of each. */
+struct launches_case {
+    batch_case batch;
+    unsigned launches;
+};
+
+static const launches_case launches_cases[] = {
+    {{20000, 64, EVEN, IN_ORDER, IN_ORDER, 16, 0, 0, 1}, 1},         /* they all join */
+    {{60000, 16, EVEN, SPACED, REVERSED, 32, 0, 0, 1}, 1},           /* nothing is stored */
+    {{16000, 64, EVEN, IN_ORDER, SHUFFLED, 64, 0, 0, 1}, 1},         /* 2 bytes each */
+    {{20000, 256, SHORT_LAST, IN_ORDER, SHUFFLED, 256, 0, 0, 1}, 2}, /* 2 bytes */
+    {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 3},          /* 4 bytes */
+    {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 3},          /* 4 bytes */
+    {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 2 bytes for either side */
+    {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 2},        /* 4 bytes for either side */
+    {{5000, 200, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 2},   /* 4, 4 and 2 for sizes */
+    {{5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1}, 2},    /* the same */
+    {{5000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 3},  /* 4, 4, 2, 4 for tiles, and the table */
+    {{32, 4096, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1}, 1},
+};
 
 /* Fragments of one length at all 16 x 16 alignments; in every other round the lengths differ a little. */
 static void one_length(arena *a, size_t bytes, bool vary)
@@ -248,6 +249,33 @@ static void one_length(arena *a, size_t bytes, bool vary)
     CHECK(try_unpack(a, &d, what) == RAN);
 }
 
+/* Three fragments, the last of which is a byte longer than a tile, or lies as far as 2 bytes count. */
+static void last_fragments(arena *a)
+{
+    const kvprim_fragment tiles[] = {{0, 1600, 1536}, {3200, 0, 1536}, {1600, 3200, 1537}};
+    empty(a);
+    kvprim_unpack_desc t = {};
+    t.src_bytes = t.dst_bytes = 4800;
+    t.dst = reserve(a, 4800, 0), t.src = reserve(a, 4800, 0);
+    t.fragments = tiles, t.count = 3;
+    CHECK(try_unpack(a, &t, "three fragments, the last one longer than a tile") == RAN);
+    for (const uint64_t far : {65535u, 65536u, 65537u})
+        for (uint64_t longer = 0; longer < 2; longer++) {
+            const kvprim_fragment f[] = {{0, 200, 100}, {far, 100, 100}, {far - 200, far, 100 + longer}};
+            kvprim_unpack_desc d = {};
+            empty(a);
+            d.src_bytes = far + 100, d.dst_bytes = far + 100 + longer;
+            d.dst = reserve(a, d.dst_bytes, 0);
+            d.src = reserve(a, d.src_bytes, 0);
+            d.fragments = f, d.count = 3;
+            CHECK(try_unpack(a, &d, "three fragments, the last one far") == RAN);
+            d.count = longer ? 3 : 2, d.src_bytes = d.dst_bytes = far + 1;
+            const kvprim_fragment bytes[] = {{0, 2, 1}, {1, far, 1}, {far, 0, 1}};
+            d.fragments = bytes;
+            CHECK(try_unpack(a, &d, "single bytes, the last one far") == RAN);
+        }
+}
+
 /* A few of everything, for the options of a launch. */
 static void small_batches(arena *a)
 {
@@ -255,16 +283,9 @@ static void small_batches(arena *a)
     unsigned n = 0;
     for (const uint64_t bytes : sizes_of)
         for (int kind = 0; kind < n_sizes; kind++, n++) {
-            const batch_case c = {bytes < 1000 ? 2500u : 150u,
-                                  bytes,
-                                  static_cast<sizes>(kind),
-                                  n % 2 ? SHUFFLED : IN_ORDER,
-                                  SHUFFLED,
-                                  16,
-                                  n % 3 == 2 ? size_t(n % 16) : 0,
-                                  0,
-                                  1,
-                                  n % 5 == 0};
+            const batch_case c = {bytes < 1000 ? 2500u : 150u,     bytes,    static_cast<sizes>(kind),
+                                  n % 2 ? SHUFFLED : IN_ORDER,     SHUFFLED, 16,
+                                  n % 3 == 2 ? size_t(n % 16) : 0, 0,        1};
             one_batch(a, &c);
         }
 }
@@ -323,6 +344,8 @@ static void bad_unpacks(arena *a)
             g.f[i].bytes = 8; /* their sum wraps */
             refuse(a, &g, KVPRIM_ERROR_BOUNDS, text);
         }
+    g.d.reserved = 1;
+    refuse(a, &g, KVPRIM_ERROR_ARGUMENT, "reserved is 1");
     g.d.src_bytes = 2999;
     refuse(a, &g, KVPRIM_ERROR_BOUNDS, "src_bytes 2999");
     g.d.dst_bytes = 2999;
@@ -345,7 +368,7 @@ static void bad_unpacks(arena *a)
         f.bytes = 0;
     CHECK(try_unpack(a, &g.d, "empty fragments") == RAN);
     make_good(a, &g);
-    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0}, {nullptr, 0, -1}};
+    const kvprim_cuda_launch bad[] = {{nullptr, 2, 0, 0}, {nullptr, 0, -1, 0}, {nullptr, 0, 0, 1}};
     for (const kvprim_cuda_launch &launch : bad)
         CHECK(kvprim_cuda_unpack(&g.d, &launch) == KVPRIM_ERROR_ARGUMENT);
 #ifdef KVPRIM_DEBUG
@@ -396,10 +419,6 @@ static outcome random_unpack(arena *a, unsigned round)
         d.src_bytes = random_offset(room);
     if (chance(50))
         d.dst_bytes = random_offset(room);
-    if (chance(3)) { /* some have too little room */
-        d.workspace_bytes = below(kvprim_unpack_workspace_bytes(d.count) + 1);
-        d.workspace = lend(d.workspace_bytes);
-    }
     char what[40];
     snprintf(what, sizeof what, "random batch %u", round);
     return try_unpack(a, &d, what);
@@ -415,7 +434,8 @@ struct far_case {
     bool vary;            /* every third fragment is a byte longer */
 };
 
-/* Words hold the first's offsets, and not the second's. The others have more words than a launch's parameters. */
+/* Offsets of the first are stored in 4 bytes each, those of the second in 8. The next ones need several launches. The
+   last one is cut. */
 static const far_case far_cases[] = {{300, 1000, 16, false}, {300, 1000, 1, false}, {300, 1000, 16, true},
                                      {9000, 100, 4, false},  {9000, 100, 1, true},  {2, uint64_t(5) << 29, 1, true}};
 
@@ -434,13 +454,9 @@ static std::vector<kvprim_fragment> far_fragments(const far_case *c)
 }
 
 static void unpack_far(const far_case *c, const std::vector<kvprim_fragment> &f, void *dst, const void *src,
-                       bool workspace, const kvprim_cuda_launch *launch)
+                       const kvprim_cuda_launch *launch)
 {
-    kvprim_unpack_desc d = {src, far_bytes, dst, far_bytes, f.data(), f.size(), nullptr, 0};
-    if (workspace) {
-        d.workspace_bytes = kvprim_unpack_workspace_bytes(c->count);
-        d.workspace = lend(d.workspace_bytes);
-    }
+    const kvprim_unpack_desc d = {src, far_bytes, dst, far_bytes, f.data(), f.size(), 0};
     snprintf(current, sizeof current, "unpack: %zu fragments of %llu bytes in 5 GiB, unit %llu", c->count,
              static_cast<unsigned long long>(c->bytes), static_cast<unsigned long long>(c->unit));
     if (kvprim_cuda_unpack(&d, launch) != KVPRIM_OK)

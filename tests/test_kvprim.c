@@ -819,6 +819,23 @@ static void test_unpack(void)
     free(want);
 }
 
+/* The descriptor itself may lie in dst. */
+static void test_unpack_over_descriptor(void)
+{
+    unsigned char src[2 * sizeof(kvprim_unpack_desc)];
+    union {
+        kvprim_unpack_desc d;
+        unsigned char bytes[sizeof src];
+    } dst;
+    const size_t half = sizeof(kvprim_unpack_desc);
+    const kvprim_fragment f[2] = {{half, 0, half}, {0, half, half}};
+    fill(src, sizeof src);
+    dst.d = (kvprim_unpack_desc){
+        .src = src, .src_bytes = sizeof src, .dst = &dst, .dst_bytes = sizeof dst, .fragments = f, .count = 2};
+    CHECK(kvprim_unpack(&dst.d) == KVPRIM_OK);
+    CHECK(memcmp(dst.bytes, src + half, half) == 0 && memcmp(dst.bytes + half, src, half) == 0);
+}
+
 static void test_unpack_errors(void)
 {
     unsigned char src[64], dst[64], want[64];
@@ -848,6 +865,9 @@ static void test_unpack_errors(void)
     f[0].dst_offset = 15;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 #endif
+    d.reserved = 1;
+    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
+    d.reserved = 0;
     d.dst = src + 63;
     EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
     d.dst = f;
@@ -957,6 +977,11 @@ static void test_gather_errors(void)
     d.src.head_stride = 100;
     EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE,
                  "src.head_stride is 100, but what lies inside that step takes bytes: 512");
+    d = good; /* the last of the indices, which lie apart, is in dst */
+    d.index = dst + 1024;
+    d.dst.data = dst + 1024 + 4 * 90;
+    d.index_stride = 30;
+    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     memset(&d, 0, sizeof d);
     d.reserved = d.row_bytes = d.src.rows = -1;
@@ -1086,6 +1111,12 @@ static void test_transfer_errors(void)
     EXPECT_ERROR(kvprim_transfer(&d), status, words)
     BAD(layers = -1, KVPRIM_ERROR_SIZE, "layers is -1");
     BAD(src_layers = null_layers, KVPRIM_ERROR_NULL, "src_layers[1] is NULL");
+    BAD(count = INT64_MAX, KVPRIM_ERROR_SIZE, "kvprim_transfer: count is 9223372036854775807, which makes dst_index");
+    BAD(count = (int64_t)1 << 60, KVPRIM_ERROR_SIZE, "count is 1152921504606846976, which makes dst_index");
+    BAD(dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
+        d.src_index_stride = 1 << 28, KVPRIM_ERROR_SIZE, "which makes src_index");
+    BAD(dst.heads = 2; d.dst.head_stride = 32; d.dst.page_rows = 4;
+        d.dst.page_stride = 31, KVPRIM_ERROR_SIZE, "dst.page_stride is 31, less than the bytes of one head, 32");
     BAD(src_layers = mixed, KVPRIM_ERROR_OVERLAP, "overlaps");
     BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
@@ -1211,36 +1242,46 @@ static int64_t reach_of(const kvprim_table *t, int64_t row_bytes)
     return reach;
 }
 
+enum { bytes_rows = 21, bytes_of_row = 48 };
+
 /* A table may claim exactly the bytes that it reaches, or more, but not one byte less, even if fewer rows are used. */
+static void one_bytes(const kvprim_table *t, unsigned char *other, int64_t step)
+{
+    static const int32_t index[1] = {0};
+    const int64_t reach = reach_of(t, bytes_of_row);
+    for (int n = 0; n < 12; n++) {
+        const int dst = n % 2, missing = n / 2 % 3 - 1, layers = n < 6 ? 1 : 3;
+        kvprim_transfer_desc d = {.dst = table_of(other, bytes_rows),
+                                  .src = table_of(other, bytes_rows),
+                                  .layers = layers,
+                                  .row_bytes = bytes_of_row,
+                                  .src_index = index,
+                                  .index_type = KVPRIM_I32,
+                                  .count = 1};
+        kvprim_table *const told = dst ? &d.dst : &d.src;
+        *told = *t;
+        told->bytes = reach + (layers - 1) * step - missing;
+        *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
+        if (missing > 0)
+            EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+        else
+            CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    }
+}
+
 static void test_bytes(void)
 {
-    enum { rows = 21, row_bytes = 48 };
-    static _Alignas(16) unsigned char memory_of[8][4096];
-    const int32_t index[1] = {0};
+    static _Alignas(16) unsigned char block[32768];
+    size_t span;
+    kvprim_table t;
     for (int l = 0; l < n_layouts; l++) {
-        size_t span;
-        kvprim_table t = lay_out(&layouts[l], rows, row_bytes, &span);
-        t.data = memory_of[0];
-        const int64_t reach = reach_of(&t, row_bytes), step = (int64_t)span + 8;
-        for (int64_t layers = 1; layers <= 3; layers += 2)
-            for (int64_t missing = -1; missing <= 1; missing++)
-                for (int dst = 0; dst < 2; dst++) {
-                    kvprim_transfer_desc d = {.dst = table_of(memory_of[4], rows),
-                                              .src = table_of(memory_of[4], rows),
-                                              .layers = (int32_t)layers,
-                                              .row_bytes = row_bytes,
-                                              .src_index = index,
-                                              .index_type = KVPRIM_I32,
-                                              .count = 1};
-                    *(dst ? &d.dst : &d.src) = t;
-                    (dst ? &d.dst : &d.src)->bytes = reach + (layers - 1) * step - missing;
-                    *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
-                    if (missing > 0)
-                        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
-                    else
-                        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-                }
+        t = lay_out(&layouts[l], bytes_rows, bytes_of_row, &span);
+        t.data = block;
+        one_bytes(&t, block + 16384, (int64_t)span + 8);
     }
+    t = paged(block, bytes_rows, 4, 64); /* the rows of all pages in turn: the first page ends last */
+    t.stride = 512;
+    one_bytes(&t, block + 16384, 2048);
 }
 
 /* What a table reaches and how far apart its layers are, if its last page is not full. */
@@ -1310,6 +1351,11 @@ static void one_layer_order(unsigned char *memory_of, void **dst, void **src, in
     dst[most_layers - 1] = first;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
     dst[most_layers - 1] = last;
+    const size_t later = last == memory_of ? 0 : most_layers - 1; /* has a layer of src before it */
+    void *const was = dst[later];
+    dst[later] = (unsigned char *)was - 1;
+    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer");
+    dst[later] = was;
     void *const some = src[most_layers / 3];
     src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
     EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
@@ -1335,6 +1381,33 @@ static void test_many_layers(void)
     free(memory_of);
     free(dst);
     free(src);
+}
+
+/* A layer that is written twice is found wherever its two places in the array are. */
+static void test_repeated_layers(void)
+{
+    enum { n = 5000 };
+    static const int places[] = {0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, n - 1};
+    static unsigned char dst[n], src[n];
+    static void *layers[n];
+    kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
+                              .src = table_of(src, 1),
+                              .dst_layers = layers,
+                              .layers = n,
+                              .row_bytes = 1,
+                              .count = 1};
+    for (int order = 0; order < 2; order++) {
+        for (int l = 0; l < n; l++)
+            layers[l] = dst + (order ? n - 1 - l : l);
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        for (int k = 0; k < 100; k++) {
+            void **const place = &layers[places[k % 10]], *const was = *place;
+            *place = layers[places[k / 10]];
+            if (k % 10 != k / 10)
+                EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "layer of dst");
+            *place = was;
+        }
+    }
 }
 
 /* If a side has no rows, the call counts the indices past it, once whatever the layers are, and does nothing else. */
@@ -1389,6 +1462,7 @@ static const pair_case pair_cases[] = {
     {"V and K of a row in turn, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"K and V of a row, a byte too near", 4, 64, 64, 128, 0, 0, 0, 0, 63, 0},
     {"K and V of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, 65, 0},
+    {"V and K of a row, a byte too far", 4, 64, 64, 128, 0, 0, 0, 0, -65, 0},
     {"a wide K, a small V", 4, 192, 128, 320, 0, 0, 0, 0, 192, 1},
     {"a wide K, a small V, a byte too near", 4, 192, 128, 320, 0, 0, 0, 0, 191, 0},
     {"K and V of a page in turn", 11, 32, 32, 32, 4, 256, 0, 0, 128, 1},
@@ -1400,6 +1474,13 @@ static const pair_case pair_cases[] = {
     {"V's first head on K's second", 4, 64, 64, 32, 0, 0, 2, 256, 256, 0},
     {"K and V of a row's heads in turn", 4, 64, 64, 128, 0, 0, 2, 64, 32, 1},
     {"the same, a byte too near", 4, 64, 64, 128, 0, 0, 2, 64, 31, 0},
+    {"V's second row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 120, 0},
+    {"V's first row where K's last page has none", 3, 16, 16, 8, 2, 120, 2, 60, 128, 1},
+    {"the same, a byte too near", 3, 16, 16, 8, 2, 120, 2, 60, 127, 0},
+    {"K where V's last page has no row", 3, 16, 16, 8, 2, 120, 2, 60, -128, 1},
+    {"the same, a byte too near to K", 3, 16, 16, 8, 2, 120, 2, 60, -127, 0},
+    {"both last pages on each other's gaps", 5, 8, 8, 32, 4, 8, 0, 0, 40, 1},
+    {"pages inside rows, V on K", 5, 8, 8, 32, 4, 8, 0, 0, 32, 0},
     {"heads of pages in turn", 10, 64, 64, 32, 4, 512, 2, 256, 128, 1},
     {"heads of pages, V a row too early", 10, 64, 64, 32, 4, 512, 2, 256, 96, 0},
 };
@@ -1578,9 +1659,14 @@ static void one_rule(int operation)
                                      .src_index_stride = src.stride,
                                      .count = ruled_count,
                                      .rejected = &rejected};
-    if (dst.type == src.type) { /* one type for both */
+    if (dst.type == src.type || random_u64() % 2) { /* dst's type, and src's only if it is another one */
         transfer.index_type = dst.type;
-        transfer.dst_index_type = transfer.src_index_type = (kvprim_index_type)0;
+        transfer.dst_index_type = (kvprim_index_type)0;
+        if (dst.type == src.type)
+            transfer.src_index_type = (kvprim_index_type)0;
+    } else if (random_u64() % 2) { /* src's type, and dst's own one */
+        transfer.index_type = src.type;
+        transfer.src_index_type = (kvprim_index_type)0;
     }
     const kvprim_status status = operation == 0   ? kvprim_gather(&gather)
                                  : operation == 1 ? kvprim_store(&store)
@@ -1874,9 +1960,11 @@ int main(void)
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
     run("transfer: 65,536 layers in any order", test_many_layers);
+    run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
+    run("unpack: over its descriptor", test_unpack_over_descriptor);
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */

@@ -89,6 +89,7 @@ static void host_calls(void)
     CALL(kvprim_store, NULL);
     CALL(kvprim_transfer, NULL);
     CALL(kvprim_unpack, NULL);
+    CALL(kvprim_cpu_move, NULL, 1);
 }
 
 #ifdef __CUDACC__

@@ -584,6 +584,61 @@ static void random_moves(arena *a, unsigned rounds)
     }
 }
 
+/* n: bit 0 two layers, not one; bit 1 arrays of layers; bit 2 rows of any alignment; bit 3 no index of src. */
+static kvprim_transfer_desc place_move(arena *a, unsigned n, int64_t count, void **dst_layers, void **src_layers)
+{
+    kvprim_transfer_desc d = {};
+    d.row_bytes = n & 4 ? 61 : 64;
+    d.layers = 1 + static_cast<int32_t>(n & 1);
+    for (int32_t l = 0; l < d.layers; l++) {
+        dst_layers[l] = reserve(a, 8 * 64, 0);
+        src_layers[l] = reserve(a, 16 * 64, 0);
+    }
+    const bool arrays = (n & 2) != 0;
+    d.dst = table_of(arrays ? nullptr : reserve(a, 2 * 8 * 64, 0), 8);
+    d.src = table_of(arrays ? nullptr : reserve(a, 2 * 16 * 64, 0), 16);
+    d.dst_layers = arrays ? dst_layers : nullptr;
+    d.src_layers = arrays ? src_layers : nullptr;
+    d.index_type = KVPRIM_I32;
+    d.dst_index = place_index(a, d.index_type, count, 0, 8, true);
+    d.src_index = n & 8 ? nullptr : place_index(a, d.index_type, count, 0, 16, false);
+    d.rejected = reserve_counter(a);
+    d.count = count;
+    return d;
+}
+
+/* Checks a move once. Before it runs, tables, layers, indices and the counter become others, and count falls. */
+static void repointed_moves(arena *a)
+{
+    for (unsigned n = 0; n < 16; n++) {
+        void *layers[4][2];
+        kvprim_transfer_desc resolved;
+        kvprim_move m;
+        empty(a);
+        snprintf(current, sizeof current, "a move that is pointed at other memory, %u", n);
+        const device_transfer before_it(a, place_move(a, n, 6, layers[0], layers[1]));
+        const kvprim_transfer_desc d = place_move(a, n, 4, layers[2], layers[3]);
+        const device_transfer after_it(a, d);
+        CHECK(kvprim_transfer_moves(&before_it.d, &m) == KVPRIM_OK);
+        m.dst.table.data = after_it.d.dst.data, m.src.table.data = after_it.d.src.data;
+        m.dst.layers = after_it.d.dst_layers, m.src.layers = after_it.d.src_layers;
+        m.dst.index = after_it.d.dst_index, m.src.index = after_it.d.src_index;
+        m.rejected = after_it.d.rejected, m.count = after_it.d.count;
+        memcpy(a->got, a->expected, a->used);
+        start_visit(a);
+        CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && visit_transfer(a, &resolved));
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+        before_source(a);
+        before(a);
+        for (const std::pair<size_t, size_t> &bytes : a->allowed)
+            allow(a, bytes.first, bytes.second);
+        CHECK(kvprim_cuda_move(&m, 1, a->launch) == KVPRIM_OK);
+        after(a, true);
+        after_source(a);
+        compare(a, current, nullptr, 0);
+    }
+}
+
 static void bad_moves(arena *a)
 {
     const kvprim_gather_desc on = on_device(a, good_gather(a));
@@ -646,6 +701,8 @@ static void bad_transfers(arena *a)
     BAD(row_bytes = 0);
     BAD(row_bytes = INT64_MAX);
     BAD(count = -1);
+    BAD(count = INT64_MAX);
+    BAD(count = int64_t(1) << 62; d.layers = 4);
     BAD(dst_index = static_cast<const char *>(good.dst_index) + 1);
     BAD(src_index = static_cast<const char *>(good.src_index) + 2);
     BAD(dst_index = dst + 1024 + 512);

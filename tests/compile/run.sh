@@ -294,7 +294,8 @@ warns_of_all()
     source=$build/$1.c
     shift
     "$@" -I. -Wunused-result -c "$source" -o "$build/unit.o" >"$build/warned" 2>&1
-    [ "$(grep -c 'warning: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] && return
+    [ "$(grep -c 'warning: ignoring return value' "$build/warned")" -eq "$(grep -c '^kvprim_.*;$' "$source")" ] &&
+        return
     cat "$build/warned"
     return 1
 }
