@@ -1786,6 +1786,9 @@ static void test_moves(void)
         }
     }
     EXPECT_ERROR(kvprim_cpu_move(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    EXPECT_ERROR(kvprim_gather_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
+    EXPECT_ERROR(kvprim_store_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
+    EXPECT_ERROR(kvprim_transfer_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
     CHECK(kvprim_cpu_move(NULL, 0) == KVPRIM_OK);
     free(got);
     free(want);

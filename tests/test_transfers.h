@@ -259,7 +259,7 @@ static void transfer_matrix(arena *a)
 /* Runs 1 to 128 layers, and counts around and above what one launch takes. */
 static void layer_matrix(arena *a)
 {
-    static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 215, 216, 217, 300};
+    static const int32_t counts[] = {1, 2, 3, 7, 32, 61, 64, 100, 127, 128, 230, 231, 232, 300};
     static const int64_t sizes[] = {16, 100, 576, 2048};
     unsigned n = 0;
     for (const int32_t layers : counts)
