@@ -372,13 +372,13 @@ def on_gpu():
     gathers, stores = list(GATHER.values()), list(STORE.values())
     return [
         (f'gather, {len(gathers)} sizes: mean; worst; mean with dependent launch, up to 1,024 rows',
-         'a kernel compiled for the row size, time',
+         'a stand-in for kernels of engines, weaker than the real ones, time',
          slashes((mean(v[2] for v in gathers), max(v[2] for v in gathers), mean(few)), by='; ')),
-        ('gather of 65,536 rows of 128 / 256 bytes', 'that kernel, time',
+        ('gather of 65,536 rows of 128 / 256 bytes', 'that stand-in, time',
          slashes(GATHER[f'{row} 65536'][2] for row in (128, 256))),
         ('gather of 2,097,152 rows of 1,024 bytes', 'device-to-device copy, GB/s',
          rounded(LARGE['gather 1024 2097152'][3])),
-        (f'store, {len(stores)} sizes: mean; worst; mean with dependent launch', 'the better of two such kernels, time',
+        (f'store, {len(stores)} sizes: mean; worst; mean with dependent launch', 'the better of two stand-ins, time',
          slashes((mean(v[3] for v in stores), max(v[3] for v in stores), mean(v[7] for v in stores)), by='; ')),
         ('gather / store of rows of odd sizes; at misaligned addresses: the worst',
          'the next multiple of 128 bytes; aligned ones, GB/s', f'{slashes(odd)}; {slashes(off)}'),
