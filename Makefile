@@ -33,7 +33,7 @@ CUDA_ARCH ?= native
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
     -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(CPPFLAGS) -I.
 
-TRACE ?= examples/trace_small.jsonl
+TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=
 FUZZ_SECONDS ?= 10
 DEVICE ?=
@@ -48,7 +48,7 @@ NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/i
 NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \
     lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
 
-HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*.h tests/*.h)
+HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
 EXAMPLES = build/01_prefix build/02_kv_replay
 TESTS = build/test_kvprim build/test_kvprim_no_simd
 
@@ -103,27 +103,27 @@ test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 	    'test build/test_kvprim_no_simd' \
 	    'exits 01_prefix build/01_prefix' \
 	    'test sh "build/a folder/tests/test_replay.sh" build/02_kv_replay build/test_replay' \
-	    'test sh tests/compile/run.sh readme build/readme' \
-	    'test sh tests/compile/run.sh callers build/callers' \
-	    'test sh tests/compile/run.sh emulated build/emulated' \
-	    'test sh tests/compile/run.sh nccl build/nccl' \
-	    'test sh tests/compile/run.sh nccl_cuda build/nccl_cuda' \
-	    'test sh tests/compile/run.sh profile build/profile'
+	    'test sh tests/build/parts.sh readme build/readme' \
+	    'test sh tests/build/parts.sh callers build/callers' \
+	    'test sh tests/build/parts.sh emulated build/emulated' \
+	    'test sh tests/build/parts.sh nccl build/nccl' \
+	    'test sh tests/build/parts.sh nccl_cuda build/nccl_cuda' \
+	    'test sh tests/build/parts.sh profile build/profile'
 
 check: $$(if $$(NVCC),build/libkvprim_cuda.so)
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    $(foreach part,kernels programs matrix fuzzers sanitizers systems symbols pictures format, \
-	    'test sh tests/compile/run.sh $(part) build/$(part)')
+	    'test sh tests/build/parts.sh $(part) build/$(part)')
 
 fuzz:
-	@$(ENVIRONMENT) sh tests/compile/run.sh fuzzers build/fuzzers
+	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
 	$(call keep,bench,build/bench_prefix || failed=1; build/bench_host || failed=1)
 
 plots:
 	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
-	python3 tests/plots.py
+	python3 tests/bench/plots.py
 
 # ---- on a machine with a GPU ----
 
@@ -160,20 +160,20 @@ sanitize: gpu-here
 cuda-test: gpu-here $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 	$(call keep,gpu_test,$(CHECKSUMS)$(GPU_EXAMPLES:%=; % || failed=1); build/test_cuda || failed=1; \
 	    build/test_cuda_debug quick || failed=1; \
-	    sh tests/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
+	    sh tests/core/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
 	    $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json || failed=1,$(NO_TRACE)))
 
 cuda-bench: gpu-here $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
 
 nccl-test nccl-bench nccl-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/nccl.sh $(@:nccl-%=%) $(QUICK)
+	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
 bandwidth: gpu-here build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
 
-# Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu.sh.
+# Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine: gpu-here
 	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD=../../build/07_engine
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
@@ -181,17 +181,17 @@ engine: gpu-here
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
 cuda-sanitize: gpu-here build/test_cuda
 sass cfg ncu cuda-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/profile.sh $(@:cuda-%=%)
+	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh $(@:cuda-%=%)
 
 ncu-compare:
-	@$(CUDA_ENVIRONMENT) sh tests/profile.sh compare '$(A)' '$(B)'
+	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh compare '$(A)' '$(B)'
 
 # ---- programs and libraries ----
 
-build/09_bandwidth: examples/09_bandwidth.cu examples/bandwidth_kernels.cuh examples/bandwidth_plot.h build/flags
+build/09_bandwidth: examples/09_bandwidth/bandwidth.cu examples/09_bandwidth/bandwidth_kernels.cuh examples/09_bandwidth/bandwidth_plot.h build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-build/10_trace: examples/10_trace.cu $(HEADERS) build/flags
+build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
 
 $(GPU_EXAMPLES): build/%: examples/%.cu $(HEADERS) build/flags
@@ -202,14 +202,17 @@ build/kvprim_cuda.o: kvprim.h kvprim_cuda.cuh build/flags
 	$(COMPILE_CUDA) -DKVPRIM_CUDA_IMPLEMENTATION -c build/kvprim_cuda.cu -o $@
 
 # This program is C, except for that object; nvcc links it, for the libraries of the object.
-build/02_kv_replay_cuda: examples/02_kv_replay.c build/kvprim_cuda.o $(HEADERS) build/flags
+build/02_kv_replay_cuda: examples/02_kv_replay/kv_replay.c build/kvprim_cuda.o $(HEADERS) build/flags
 	$(COMPILE_C) $(CUDA_INCLUDE:%=-isystem %) -DKV_REPLAY_CUDA -c $< -o $@.o
 	$(NVCC) $@.o build/kvprim_cuda.o -o $@ $(LDFLAGS)
 
-build/test_cuda_debug: tests/test_cuda.cu $(HEADERS) build/flags
+build/test_cuda_debug: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) -DKVPRIM_DEBUG $< -o $@
 
-build/test_cuda $(GPU_BENCHES): build/%: tests/%.cu $(HEADERS) build/flags
+build/test_cuda: tests/gpu/test_cuda.cu $(HEADERS) build/flags
+	$(COMPILE_CUDA) $< -o $@
+
+$(GPU_BENCHES): build/%: tests/bench/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It
@@ -237,19 +240,25 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-$(EXAMPLES): build/%: examples/%.c $(HEADERS) build/flags
+build/01_prefix: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/test_kvprim build/bench_host: build/%: tests/%.c $(HEADERS) build/flags
+build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/test_kvprim_no_simd: tests/test_kvprim.c $(HEADERS) build/flags
+build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags
+	$(COMPILE_C) $< -o $@ $(LDFLAGS)
+
+build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
+	$(COMPILE_C) $< -o $@ $(LDFLAGS)
+
+build/test_kvprim_no_simd: tests/core/test_kvprim.c $(HEADERS) build/flags
 	$(COMPILE_C) -DKVPRIM_NO_SIMD -DKVPRIM_DEBUG $< -o $@ $(LDFLAGS)
 
-build/bench_prefix: tests/bench_prefix.c build/bench_mismatch.o $(HEADERS) build/flags
+build/bench_prefix: tests/bench/bench_prefix.c build/bench_mismatch.o $(HEADERS) build/flags
 	$(COMPILE_C) $< build/bench_mismatch.o -o $@ $(LDFLAGS)
 
-build/bench_mismatch.o: tests/bench_mismatch.cpp build/flags
+build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 	$(if $(CXX),,$(error make bench compares with std::mismatch and needs a C++ compiler))$(COMPILE_CXX) -c $< -o $@
 
 clean:

@@ -250,7 +250,7 @@ enum {
     kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
 };
 
-#ifndef KVPRIM_CUDA_EMULATE             /* see tests/cuda_shim.h */
+#ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* What the engine needs of CUDA besides kvprim's functions, without CUDA's headers. kvprim_impl.cu implements it with
-   CUDA's runtime, tests/engine_host.c on the CPU. Each function returns NULL, or what went wrong. */
+   CUDA's runtime, tests/build/engine_host.c on the CPU. Each function returns NULL, or what went wrong. */
 #ifndef ENGINE_DEVICE_H
 #define ENGINE_DEVICE_H
 

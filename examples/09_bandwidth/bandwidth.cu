@@ -1,0 +1,462 @@
+/* SPDX-License-Identifier: MIT */
+/* Measures how fast memory moves and what that takes: HBM to shared memory and HBM to HBM, against the datasheet. It
+   uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
+   blocks and bytes in flight, from HBM (cold) and from L2 (warm). The program sums everything it reads and compares
+   everything it copies. The kernels are in bandwidth_kernels.cuh, the plot is in bandwidth_plot.h.
+
+       nvcc -arch=native -O3 examples/09_bandwidth/bandwidth.cu -o 09_bandwidth && ./09_bandwidth
+
+   With --svg FILE it draws the plot. */
+#include "bandwidth_kernels.cuh"
+#include "bandwidth_plot.h"
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
+   product of the three is the number of bytes in flight per SM. */
+enum { sizes = 5, threads_min = 64, numbers = 5, points = sizes + numbers + depths - 2, bytes_min = 16 * threads_min };
+enum { cold, warm, temperatures };
+enum { copy = methods, regions = 4, rounds = 3 };
+
+static const char *const method_names[] = {"16-byte loads", "cp.async", "cp.async.bulk", "cudaMemcpyAsync"};
+static const char *const destination_names[] = {"HBM to shared memory", "HBM to HBM"};
+static const char *const unit_names[] = {"read", "read and written"};
+
+typedef struct run {
+    int method, to, temperature;
+    int threads, depth; /* per block; 16 << depth bytes in flight per thread */
+    int blocks, sms;    /* blocks per SM, and number of SMs */
+    double gbs;         /* 1e9 bytes per second, read; for HBM to HBM, read and written */
+} run;
+
+static run runs[methods * destinations * temperatures * sizes * numbers * depths];
+static int runs_count;
+
+static struct {
+    cudaDeviceProp device;
+    double peak, copied; /* GB/s: by memory clock and bus width (0 if unknown); of cudaMemcpyAsync */
+    int has[methods];
+    uint64_t l2, region, warm_set; /* bytes */
+    char *src, *dst;               /* `regions` regions each */
+    size_t sums_count;             /* one per warp that the GPU can run at once */
+    uint32_t *sums, *found;        /* the sums, on the device and copied to the host */
+    unsigned long long *wrong;
+    cudaStream_t stream;
+    cudaEvent_t begin, end;
+} g;
+
+static void cuda(cudaError_t error, const char *what)
+{
+    if (error == cudaSuccess)
+        return;
+    printf("%s: %s\n", what, cudaGetErrorString(error));
+    exit(1);
+}
+
+/* ---- measuring --------------------------------------------------------------------------------------------------- */
+
+static uint64_t in_flight(const run *r) /* per SM */
+{
+    return (uint64_t)r->blocks * (uint64_t)r->threads * (16u << r->depth);
+}
+
+/* Returns one of two static buffers: the text lasts until the second call after this one. */
+static const char *described(const run *r)
+{
+    static char texts[2][32];
+    static int n;
+    snprintf(texts[n ^= 1], sizeof texts[n], "%2d x %4d x %3d", r->blocks, r->threads, 16 << r->depth);
+    return texts[n];
+}
+
+static size_t shared_bytes(const run *r)
+{
+    return r->method == loads && r->to == to_hbm ? 0 : (size_t)r->threads * (16u << r->depth);
+}
+
+/* Returns whether all blocks can run at once. */
+static int fits(const run *r)
+{
+    int blocks = 0;
+    if (shared_bytes(r) + bulk_stages * sizeof(uint64_t) > g.device.sharedMemPerBlockOptin)
+        return 0;
+    cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernels[r->method][r->to][r->depth], r->threads,
+                                                       shared_bytes(r)),
+         "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
+    return blocks >= r->blocks;
+}
+
+/* Reads as many bytes as a region has: the region itself, or a smaller set at the start of memory several times. */
+static void launch(const run *r, uint64_t set, int region)
+{
+    const uint64_t offset = set == g.region ? (uint64_t)region * g.region : 0;
+    job j = {};
+    if (r->method == copy) {
+        cuda(cudaMemcpyAsync(g.dst + offset, g.src + offset, g.region, cudaMemcpyDeviceToDevice, g.stream), "copy");
+        return;
+    }
+    j.src = (const uint4 *)(g.src + offset);
+    j.dst = (uint4 *)(g.dst + offset);
+    j.words = g.region / 16;
+    j.mask = set / 16 - 1;
+    j.stage = (uint32_t)((r->threads << r->depth) / bulk_stages);
+    j.sums = g.sums;
+    kernels[r->method][r->to][r->depth]<<<r->blocks * r->sms, r->threads, shared_bytes(r), g.stream>>>(j);
+    cuda(cudaGetLastError(), method_names[r->method]);
+}
+
+/* Checks the sums of what was read, or one region of what was copied. Ends the program if they are wrong. */
+static void verify(const run *r, uint64_t set, int rounds_measured)
+{
+    const uint64_t first = set == g.region ? (regions - 1) * g.region / 4 : 0, all = regions * g.region;
+    uint32_t expected = set == g.region ? sum_of_words(all / 4) : (uint32_t)(all / set) * sum_of_words(set / 4),
+             sum = 0;
+    unsigned long long wrong;
+    find_wrong<<<1024, 256, 0, g.stream>>>((const uint32_t *)g.dst, first, r->to == to_hbm ? set / 4 : 0, g.wrong);
+    cuda(cudaGetLastError(), "find_wrong");
+    cuda(cudaMemcpyAsync(&wrong, g.wrong, sizeof wrong, cudaMemcpyDeviceToHost, g.stream), "cudaMemcpyAsync");
+    cuda(cudaMemcpyAsync(g.found, g.sums, g.sums_count * sizeof *g.sums, cudaMemcpyDeviceToHost, g.stream),
+         "cudaMemcpyAsync");
+    cuda(cudaStreamSynchronize(g.stream), method_names[r->method]);
+    for (size_t i = 0; i < g.sums_count; i++)
+        sum += g.found[i];
+    expected *= r->to == to_shared ? (uint32_t)rounds_measured : 0;
+    if (wrong == ~0ull && sum == expected)
+        return;
+    printf("WRONG: %s, %s, %s, set of %llu bytes: sum of the words %08x, expected %08x", destination_names[r->to],
+           method_names[r->method], described(r), (unsigned long long)set, sum, expected);
+    wrong == ~0ull ? printf("\n") : printf("; the first wrong word of the copy is %llu\n", wrong);
+    exit(1);
+}
+
+static int ascending(const void *a, const void *b)
+{
+    const float x = *(const float *)a, y = *(const float *)b;
+    return (x > y) - (x < y);
+}
+
+/* Returns GB/s, the median of some rounds. Each round launches over all regions in turn. The first launch is not timed,
+   so that the GPU is busy while the host enqueues the others. */
+static double measure(const run *r, uint64_t set)
+{
+    const uint64_t poisoned = set == g.region ? (regions - 1) * g.region : 0;
+    float ms[rounds], all_ms = 0;
+    int n = 0;
+    cuda(cudaMemsetAsync(g.sums, 0, g.sums_count * sizeof *g.sums, g.stream), "cudaMemsetAsync");
+    cuda(cudaMemsetAsync(g.wrong, 0xff, sizeof *g.wrong, g.stream), "cudaMemsetAsync");
+    if (r->to == to_hbm)
+        cuda(cudaMemsetAsync(g.dst + poisoned, 0xee, set, g.stream), "cudaMemsetAsync");
+    while (n < rounds && all_ms < 10) { /* slow runs take fewer rounds */
+        launch(r, set, regions - 1);
+        cuda(cudaEventRecord(g.begin, g.stream), "cudaEventRecord");
+        for (int region = 0; region < regions - 1; region++)
+            launch(r, set, region);
+        cuda(cudaEventRecord(g.end, g.stream), "cudaEventRecord");
+        cuda(cudaEventSynchronize(g.end), method_names[r->method]);
+        cuda(cudaEventElapsedTime(&ms[n], g.begin, g.end), "cudaEventElapsedTime");
+        all_ms += ms[n++];
+    }
+    verify(r, set, n);
+    qsort(ms, (size_t)n, sizeof *ms, ascending);
+    return 1e-6 * (r->to == to_hbm ? 2 : 1) * (double)((regions - 1) * g.region) / ms[n / 2];
+}
+
+static void sweep(void)
+{
+    for (int k = 0; k < methods * destinations * temperatures * sizes * numbers * depths; k++) {
+        const int number = k / sizes % numbers, depth = k / sizes / numbers % depths;
+        const int rest = k / sizes / numbers / depths, temperature = rest % temperatures;
+        const int to = rest / temperatures % destinations, method = rest / temperatures / destinations;
+        run r = {method, to, temperature, threads_min << k % sizes, depth, 1 << number, g.device.multiProcessorCount,
+                 0};
+        if (!g.has[method] || !fits(&r))
+            continue;
+        r.gbs = measure(&r, temperature == cold ? g.region : g.warm_set);
+        runs[runs_count++] = r;
+    }
+}
+
+/* Returns the fastest run (for sign -1, the slowest) of this method, threads per block, blocks per SM and bytes in
+   flight per SM. A method of -1 and numbers of 0 mean any. Returns NULL if there is no such run. */
+static const run *extreme(int sign, int to, int temperature, int method, int threads, int blocks, uint64_t bytes)
+{
+    const run *found = NULL;
+    for (const run *r = runs; r < runs + runs_count; r++)
+        if (r->to == to && r->temperature == temperature && (method < 0 || r->method == method) &&
+            (threads == 0 || r->threads == threads) && (blocks == 0 || r->blocks == blocks) &&
+            (bytes == 0 || in_flight(r) == bytes) && (!found || sign * r->gbs > sign * found->gbs))
+            found = r;
+    return found;
+}
+
+static const run *best(int to, int temperature, int method, uint64_t bytes)
+{
+    return extreme(1, to, temperature, method, 0, 0, bytes);
+}
+
+/* Returns the number of bytes in flight per SM that reaches `gbs` cold, interpolated linearly between measured points;
+   0 if no point reaches it. */
+static double bytes_for(int to, int method, double gbs)
+{
+    const run *below = NULL;
+    for (int p = 0; p < points; p++) {
+        const run *const r = best(to, cold, method, (uint64_t)bytes_min << p);
+        if (r && r->gbs >= gbs && below)
+            return (double)in_flight(below) +
+                   (double)(in_flight(r) - in_flight(below)) * (gbs - below->gbs) / (r->gbs - below->gbs);
+        if (r && r->gbs >= gbs)
+            return (double)in_flight(r);
+        below = r ? r : below;
+    }
+    return 0;
+}
+
+/* ---- the answers ------------------------------------------------------------------------------------------------- */
+
+static void print_best(int to)
+{
+    printf("\n%s, GB/s %s: the best number and size of blocks by KB in flight per SM\n", destination_names[to],
+           unit_names[to]);
+    printf("      cold                                        L2-warm\n    KB");
+    for (int t = cold; t <= warm; t++)
+        printf("  %14s%14s%14s", method_names[loads], method_names[cp_async], method_names[bulk]);
+    for (int p = 0; p < points && best(to, cold, -1, (uint64_t)bytes_min << p); p++) {
+        printf("\n%6d", 1 << p);
+        for (int k = 0; k < temperatures * methods; k++) {
+            const run *const r = best(to, k / methods, k % methods, (uint64_t)bytes_min << p);
+            r ? printf("%*.0f", k % methods ? 14 : 16, r->gbs) : printf("%*s", k % methods ? 14 : 16, "-");
+        }
+    }
+    printf("\n  best (blocks per SM x threads per block x bytes in flight per thread):\n");
+    for (int k = 0; k < temperatures * methods; k++) {
+        const run *const r = best(to, k / methods, k % methods, 0);
+        if (!r)
+            continue;
+        printf("  %s %-13s  %s  %6.0f GB/s, %.2f of cudaMemcpyAsync", k / methods == cold ? "cold" : "warm",
+               method_names[k % methods], described(r), r->gbs, r->gbs / g.copied);
+        g.peak > 0 ? printf(", %5.1f %% of the datasheet\n", 100 * r->gbs / g.peak) : printf("\n");
+    }
+}
+
+static void print_cache(void)
+{
+    const run *const r = best(to_shared, cold, -1, 0);
+    printf("\nHow does the benchmark exclude the cache?\n"
+           "  Launches read %d regions of %llu MiB in turn, each byte once: %.1f times the L2 (%.4g MiB) is read\n"
+           "  before a byte is read again. Loads bypass L1. A smaller set, read repeatedly, shows the cache (%s):\n",
+           regions, (unsigned long long)g.region >> 20, (double)(regions - 1) * (double)g.region / (double)g.l2,
+           (double)g.l2 / 1048576, method_names[r->method]);
+    for (uint64_t set = g.warm_set; set < g.region; set *= 2)
+        printf("    %8.4g MiB  %6.0f GB/s\n", (double)set / 1048576, measure(r, set));
+    printf("    cold          %6.0f GB/s", r->gbs);
+    if (g.peak > 0)
+        printf(", %.1f %% of the datasheet%s", 100 * r->gbs / g.peak,
+               r->gbs > g.peak ? ": MORE THAN THE MEMORY HAS, so a cache helped" : ", which only a cache could exceed");
+    printf("\n");
+}
+
+static void print_blocks_of(int method)
+{
+    enum { depth = 2 };
+    printf("  %-14s", method_names[method]);
+    for (int blocks = 1; blocks < 1 << numbers; blocks *= 2)
+        printf("%5d per SM", blocks);
+    for (int threads = threads_min; threads < threads_min << sizes; threads *= 2) {
+        printf("\n%8d threads", threads);
+        for (int blocks = 1; blocks < 1 << numbers; blocks *= 2) {
+            const uint64_t bytes = (uint64_t)blocks * (uint64_t)threads * (16u << depth);
+            const run *const r = extreme(1, to_shared, cold, method, threads, blocks, bytes);
+            r ? printf("%12.0f", r->gbs) : printf("%12s", "-");
+        }
+    }
+    printf("\n");
+}
+
+static void print_same_bytes(int method, uint64_t bytes)
+{
+    const run *const fast = best(to_shared, cold, method, bytes);
+    const run *const slow = extreme(-1, to_shared, cold, method, 0, 0, bytes);
+    if (fast)
+        printf("    %-13s  %s  %6.0f GB/s at best, %s  %6.0f at worst: %.2f\n", method_names[method], described(fast),
+               fast->gbs, described(slow), slow->gbs, slow->gbs / fast->gbs);
+}
+
+static void print_few_blocks(int method)
+{
+    const run *const alone = extreme(1, to_shared, cold, method, 0, 1, 0);
+    const int sms = g.device.multiProcessorCount;
+    if (!alone)
+        return;
+    printf("    %-13s", method_names[method]);
+    for (int part = 8; part > 1; part /= 2) {
+        run r = *alone;
+        r.sms = sms / part > 0 ? sms / part : 1;
+        printf("  %4d: %5.0f", r.sms, measure(&r, g.region));
+    }
+    printf("  %4d: %5.0f\n", sms, alone->gbs);
+}
+
+static void print_blocks(void)
+{
+    const double enough = bytes_for(to_shared, -1, 0.9 * best(to_shared, cold, -1, 0)->gbs);
+    uint64_t bytes = bytes_min;
+    while ((double)bytes < enough)
+        bytes *= 2;
+    printf("\nHow do the number and the size of blocks matter?\n"
+           "  HBM to shared memory, cold, 64 bytes in flight per thread, GB/s:\n");
+    for (int m = 0; m < methods; m++)
+        if (g.has[m])
+            print_blocks_of(m);
+    printf("  The same %llu KB in flight per SM, with different numbers, sizes and depths:\n",
+           (unsigned long long)bytes >> 10);
+    for (int m = 0; m < methods; m++)
+        print_same_bytes(m, bytes);
+    printf("  If the ratio is near 1, only the product counts: bytes in flight per SM.\n"
+           "  Fewer blocks than SMs, each method's fastest with one block per SM (blocks: GB/s):\n");
+    for (int m = 0; m < methods; m++)
+        print_few_blocks(m);
+}
+
+/* Little's law: bytes in flight = bandwidth x latency. */
+static void print_in_flight(void)
+{
+    printf("\nHow many KB in flight per SM reach 90 %% of the best cold bandwidth, and how long is each in flight?\n");
+    for (int k = 0; k < destinations * methods; k++) {
+        const int to = k / methods, method = k % methods;
+        const double gbs = 0.9 * best(to, cold, -1, 0)->gbs, bytes = bytes_for(to, method, gbs);
+        const double ns = bytes * g.device.multiProcessorCount / (to == to_hbm ? gbs / 2 : gbs);
+        if (bytes > 0)
+            printf("  %-20s  %-13s %6.1f KB %6.0f ns\n", destination_names[to], method_names[method], bytes / 1024, ns);
+        else if (g.has[method])
+            printf("  %-20s  %-13s  never reached\n", destination_names[to], method_names[method]);
+    }
+    printf("  (Upper limits for 16-byte loads: a thread uses all of them before it starts the next.)\n");
+}
+
+static void draw(const char *path)
+{
+    bandwidth_plot p = {};
+    p.title = g.device.name;
+    p.copied = g.copied;
+    p.peak = g.peak;
+    for (int k = 0; k < plot_panels; k++) {
+        const int to = k / temperatures, temperature = k % temperatures;
+        snprintf(p.panels[k], sizeof p.panels[k], "%s, %s (GB/s %s)", destination_names[to],
+                 temperature == cold ? "cold" : "L2-warm", unit_names[to]);
+        for (int i = 0; i < methods * points; i++) {
+            const int method = i / points, point = i % points;
+            const run *const r = best(to, temperature, method, (uint64_t)bytes_min << point);
+            p.gbs[k][method][point] = r ? r->gbs : 0;
+            p.points = r && point >= p.points ? point + 1 : p.points;
+            p.lines[method] = g.has[method] ? method_names[method] : NULL;
+        }
+    }
+    if (!bandwidth_plot_write(&p, path)) {
+        printf("%s: %s\n", path, strerror(errno));
+        exit(1);
+    }
+    printf("\nplot in %s\n", path);
+}
+
+/* ---- setting up -------------------------------------------------------------------------------------------------- */
+
+/* Prints the GPU, and its peak by the datasheet: memory clock x 2 (double data rate) x bus width. */
+static void open_gpu(void)
+{
+    int devices = 0, khz, bits;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("this program needs a CUDA device, and there is none\n");
+        exit(1);
+    }
+    cuda(cudaGetDeviceProperties(&g.device, 0), "cudaGetDeviceProperties");
+    cuda(cudaDeviceGetAttribute(&khz, cudaDevAttrMemoryClockRate, 0), "cudaDeviceGetAttribute");
+    cuda(cudaDeviceGetAttribute(&bits, cudaDevAttrGlobalMemoryBusWidth, 0), "cudaDeviceGetAttribute");
+    printf("%s, %d SMs, compute capability %d.%d, %.4g MiB of L2\n", g.device.name, g.device.multiProcessorCount,
+           g.device.major, g.device.minor, g.device.l2CacheSize / 1048576.0);
+    g.peak = 1e-6 * khz * 2 * bits / 8;
+    if (g.peak > 0)
+        printf("datasheet: %.0f MHz x 2 (double data rate) x %d bits = %.0f GB/s\n", 1e-3 * khz, bits, g.peak);
+    else
+        printf("datasheet: the driver does not report the memory's clock or bus width, so there is no comparison\n");
+    cuda(cudaStreamCreateWithFlags(&g.stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    cuda(cudaEventCreate(&g.begin), "cudaEventCreate");
+    cuda(cudaEventCreate(&g.end), "cudaEventCreate");
+}
+
+/* A method needs a GPU that has it, and a program compiled for such a GPU. */
+static void open_methods(void)
+{
+    static const int needed[methods] = {0, 80, 90};
+    for (int k = 0; k < methods * destinations * depths; k++) {
+        const int m = k / destinations / depths, capability = 10 * g.device.major + g.device.minor;
+        const void *const code = (const void *)kernels[m][k / depths % destinations][k % depths];
+        cudaFuncAttributes a;
+        cuda(cudaFuncGetAttributes(&a, code), "cudaFuncGetAttributes");
+        g.has[m] = capability >= needed[m] && a.ptxVersion >= needed[m];
+        if (!g.has[m] && k % (destinations * depths) == 0)
+            printf("skipped: %s, which needs compute capability %.1f (the GPU has %.1f, the program is for %.1f)\n",
+                   method_names[m], needed[m] / 10.0, capability / 10.0, a.ptxVersion / 10.0);
+        cuda(cudaFuncSetAttribute(code, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  (int)(g.device.sharedMemPerBlockOptin - a.sharedSizeBytes)),
+             "cudaFuncSetAttribute");
+        cuda(cudaFuncSetAttribute(code, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared),
+             "cudaFuncSetAttribute");
+    }
+}
+
+/* A region is a power of two, at least 128 MiB and 8 times the L2. If 4 regions to read and 4 to write would take more
+   than half of the free memory, the region is halved until they fit. The warm set is the largest power of two up to a
+   quarter of the L2, but at least the largest tile. */
+static void open_memory(void)
+{
+    enum { tile_max = 16 * 16 * 1024 };
+    size_t free_bytes, total_bytes;
+    g.l2 = g.device.l2CacheSize > 0 ? (uint64_t)g.device.l2CacheSize : 1 << 20;
+    for (g.region = 128 << 20; g.region < 8 * g.l2;)
+        g.region *= 2;
+    cuda(cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+    while (2 * regions * g.region > free_bytes / 2 && g.region > tile_max)
+        g.region /= 2;
+    for (g.warm_set = tile_max; 2 * g.warm_set <= g.l2 / 4 && 2 * g.warm_set < g.region;)
+        g.warm_set *= 2;
+    if (g.region < 2 * g.l2 || g.region <= g.warm_set) {
+        printf("only %zu MiB of GPU memory are free: the cache would be measured\n", free_bytes >> 20);
+        exit(1);
+    }
+    printf("cold: %d regions of %llu MiB in turn; warm: %.4g MiB, repeatedly\n", regions,
+           (unsigned long long)g.region >> 20, (double)g.warm_set / 1048576);
+    cuda(cudaMalloc(&g.src, regions * g.region), "cudaMalloc");
+    cuda(cudaMalloc(&g.dst, regions * g.region), "cudaMalloc");
+    g.sums_count = (size_t)g.device.multiProcessorCount * (size_t)g.device.maxThreadsPerMultiProcessor / 32;
+    cuda(cudaMalloc(&g.sums, g.sums_count * sizeof *g.sums), "cudaMalloc");
+    cuda(cudaMallocHost(&g.found, g.sums_count * sizeof *g.found), "cudaMallocHost");
+    cuda(cudaMalloc(&g.wrong, sizeof *g.wrong), "cudaMalloc");
+    fill<<<1024, 256, 0, g.stream>>>((uint32_t *)g.src, regions * g.region / 4);
+    cuda(cudaGetLastError(), "fill");
+    cuda(cudaStreamSynchronize(g.stream), "fill");
+}
+
+int main(int argc, char **argv)
+{
+    const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
+    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--svg"))) {
+        fprintf(stderr, "usage: %s [--svg FILE]\n", argv[0]);
+        return 2;
+    }
+    open_gpu();
+    open_methods();
+    open_memory();
+    g.copied = measure(&copying, g.region);
+    printf("cudaMemcpyAsync, device to device: %.0f GB/s read and written", g.copied);
+    g.peak > 0 ? printf(", %.1f %% of the datasheet\n", 100 * g.copied / g.peak) : printf("\n");
+    sweep();
+    print_best(to_shared);
+    print_best(to_hbm);
+    print_cache();
+    print_blocks();
+    print_in_flight();
+    if (argc == 3)
+        draw(argv[2]);
+    return 0;
+}

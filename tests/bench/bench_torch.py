@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: MIT
+"""Times torch's ways to move rows on one GPU, and kvprim's: microseconds per launch in replayed CUDA graphs.
+
+    python3 tests/bench/bench_torch.py [LIBRARY]
+
+LIBRARY is what `make lib` builds, build/libkvprim.so. With it, ratios are from one run. The calls and the clock come
+from examples/08_torch.py.
+
+Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
+of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
+indices; index_put_ and index_copy_ get the int64 ones that they require. embedding writes where torch's allocator says.
+A store is K and V: two calls of torch, one of kvprim. Before a contender is timed, everything that its last launch
+moved is compared with what it should have moved.
+"""
+import importlib
+import os
+import sys
+
+try:
+    import torch
+except ImportError as error:
+    print(f"skip bench_torch: {error}")
+    sys.exit(0)
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../examples"))
+by_ctypes = importlib.import_module("08_torch")
+measure, random_rows, rows_of, same_bits = (getattr(by_ctypes, name) for name in
+                                            ("measure", "random_rows", "rows_of", "same_bits"))
+
+TABLE_BYTES = 8 << 30
+SETS = 8
+
+
+def random_sets(table_rows, rows):
+    """Returns SETS lists of distinct rows, as int32 and as int64."""
+    sets = [torch.randperm(table_rows, device="cuda")[:rows].clone() for _ in range(SETS)]
+    return [s.to(torch.int32) for s in sets], sets
+
+
+def print_row(row_bytes, rows, us, columns):
+    print(f"{row_bytes:6} {rows:7}" + "".join(f" {us[name]:12.3f}" for name in columns), end="")
+    if "kvprim" in us:
+        best = min(us[name] for name in columns if not name.startswith("kvprim"))
+        print(f" {us['kvprim'] / best:8.3f}", end="")
+    print(flush=True)
+
+
+def launches_for(bytes_moved):
+    return 24 if bytes_moved > 64e6 else 64
+
+
+def dense_buffers(make, rows, row_bytes, launches):
+    """Returns enough buffers that a small launch does not find those of the last one in the caches; at most 1 GiB."""
+    return [make() for _ in range(max(2, min(launches, (1 << 30) // (rows * row_bytes))))]
+
+
+def gather_point(kvprim, table, row_bytes, rows, columns):
+    launches = launches_for(2 * rows * row_bytes)
+    int32, int64 = random_sets(table.shape[0], rows)
+    empty = lambda: torch.zeros((rows, row_bytes // 2), dtype=torch.bfloat16, device="cuda")
+    outs = dense_buffers(empty, rows, row_bytes, launches)
+    out_of = lambda i: outs[i % len(outs)]
+
+    def select(i, _):
+        return torch.index_select(table, 0, int32[i % SETS], out=out_of(i))
+
+    def ours(pdl):
+        prepared = [by_ctypes.prepare_gather(kvprim, out_of(i), rows_of(table), int32[i % SETS], pdl=pdl)
+                    for i in range(launches)]
+
+        def call(i, stream):
+            prepared[i](stream)
+            return out_of(i)
+        return call
+
+    def verify(name, got):
+        if not same_bits(got, table[int64[(launches - 1) % SETS]]):
+            sys.exit(f"bench_torch: FAIL {name}: wrong rows")
+        got.zero_()
+
+    calls = {"index_select": select,
+             "embedding": lambda i, _: torch.nn.functional.embedding(int32[i % SETS], table)}
+    if kvprim:
+        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    print_row(row_bytes, rows, measure(calls, launches, verify), columns)
+
+
+def store_point(kvprim, caches, row_bytes, rows, columns):
+    launches = launches_for(4 * rows * row_bytes)
+    int32, int64 = random_sets(caches[0].shape[0], rows)
+    pair = lambda: (random_rows(rows, row_bytes), random_rows(rows, row_bytes))
+    inputs = dense_buffers(pair, rows, 2 * row_bytes, launches)
+    inputs_of = lambda i: inputs[i % len(inputs)]
+
+    def put(i, _):
+        for cache, rows_in in zip(caches, inputs_of(i)):
+            cache.index_put_((int64[i % SETS],), rows_in)
+
+    def copy(i, _):
+        for cache, rows_in in zip(caches, inputs_of(i)):
+            cache.index_copy_(0, int64[i % SETS], rows_in)
+
+    def verify(name, _):
+        last = int64[(launches - 1) % SETS]
+        for cache, rows_in in zip(caches, inputs_of(launches - 1)):
+            if not same_bits(cache[last], rows_in):
+                sys.exit(f"bench_torch: FAIL {name}: wrong rows")
+            cache.zero_()
+
+    def ours(pdl):
+        tables = [rows_of(cache) for cache in caches]
+        prepared = [by_ctypes.prepare_store(kvprim, *tables, *inputs_of(i), int32[i % SETS], pdl=pdl)
+                    for i in range(launches)]
+        return lambda i, stream: prepared[i](stream)
+
+    calls = {"index_put_": put, "index_copy_": copy}
+    if kvprim:
+        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    print_row(row_bytes, rows, measure(calls, launches, verify), columns)
+
+
+def run(title, point, kvprim, theirs, tables):
+    columns = theirs + (["kvprim", "kvprim+PDL"] if kvprim else [])
+    ratio = "  kvprim / best of torch" if kvprim else ""
+    print(f"\n{title}: us per launch\n{'row B':>6} {'rows':>7}" + "".join(f" {name:>12}" for name in columns) + ratio)
+    for row_bytes in (128, 256, 1024, 2048):
+        memory = tables(row_bytes)
+        for rows in (64, 1024, 65536):
+            point(kvprim, memory, row_bytes, rows, columns)
+        del memory
+        torch.cuda.empty_cache()
+
+
+def main():
+    if not torch.cuda.is_available():
+        print(f"skip bench_torch: torch {torch.__version__} finds no CUDA device")
+        return
+    kvprim = by_ctypes.load(sys.argv[1]) if len(sys.argv) > 1 else None
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
+    table = lambda row_bytes: random_rows(TABLE_BYTES // row_bytes, row_bytes)
+    run("gather", gather_point, kvprim, ["index_select", "embedding"], table)
+    run("store", store_point, kvprim, ["index_put_", "index_copy_"], lambda b: (table(b), table(b)))
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main()

@@ -1,0 +1,447 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and README.md's tables.
+
+    python3 tests/bench/plots.py            writes them, from the top folder; `make plots` calls it
+    python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check` calls it
+
+Tables are found by title and column headings, so if a benchmark prints another table, this fails and draws nothing
+wrong. The same results give the same bytes. Needs Python 3.6 and nothing else.
+"""
+import math
+import re
+import sys
+
+README, RESULTS = 'README.md', 'tests/results/'
+BEGIN, END = '<!-- figures: written by `make plots` -->\n', '<!-- end of figures -->\n'
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """The lines of a file under tests/results/, or some of them."""
+
+    def __init__(self, name, lines=None):
+        self.name = name
+        if lines is None:
+            try:
+                with open(RESULTS + name, encoding='utf-8') as file:
+                    lines = file.read().split('\n')
+            except OSError as error:
+                sys.exit(f'{RESULTS}{name}: {error.strerror}')
+        self.lines = lines
+
+    def fail(self, what):
+        sys.exit(f'{RESULTS}{self.name}: {what} (what prints it and tests/bench/plots.py must agree)')
+
+    def find(self, pattern):
+        """Returns what the first group matches in the first line that contains the pattern."""
+        for line in self.lines:
+            match = re.search(pattern, line)
+            if match:
+                return match.group(1)
+        return self.fail(f"no line like '{pattern}'")
+
+    def parts(self, pattern):
+        """Returns [(what the group matches, Results)] for the parts whose first line begins with == and matches."""
+        starts = [i for i, line in enumerate(self.lines) if line.startswith('==')] + [len(self.lines)]
+        parts = [(re.fullmatch(pattern, self.lines[a]), self.lines[a:b]) for a, b in zip(starts, starts[1:])]
+        return ([(match.group(1), Results(self.name, lines)) for match, lines in parts if match]
+                or self.fail(f"no part like '{pattern}'"))
+
+    def table(self, title, columns, key, *counts):
+        """Returns {key: numbers} from the table after these two lines, up to an empty line. `key` is a pattern for the
+        start of a row. As many numbers follow it as one of `counts`. Verdicts and remarks in between are skipped."""
+        heads = [line.split() for line in self.lines]
+        at = [i for i in range(len(heads) - 1) if heads[i] == title.split() and heads[i + 1] == columns.split()]
+        if not at:
+            self.fail(f"no table '{title}' with columns '{columns}'")
+        rows = Table(self, title or columns)
+        for line in self.lines[at[0] + 2:]:
+            if not line.strip():
+                break
+            if re.match(r' *(ok |MISSED |\()', line):
+                continue
+            text = line.replace('|', ' ')
+            row = [m for m in (re.fullmatch(rf' *({key})((?: +[\d.]+){{{n}}}) *', text) for n in counts) if m]
+            if not row:
+                self.fail(f"table '{title}', row '{line.strip()}'")
+            rows[' '.join(row[0].group(1).split())] = [float(number) for number in row[0].group(2).split()]
+        return rows or self.fail(f"table '{title}' is empty")
+
+
+class Table(dict):
+    """Names the file and the table if what is looked up is not there."""
+
+    def __init__(self, results, title):
+        dict.__init__(self)
+        self.results, self.title = results, title
+
+    def __missing__(self, key):
+        self.results.fail(f"table '{self.title}' has no row '{key}'")
+
+
+def size(text):
+    """Returns the bytes of '64 KB', say."""
+    number, unit = text.split()
+    return int(number) << {'B': 0, 'KB': 10, 'MB': 20}[unit]
+
+
+gpu, cpu, nccl, replay = (Results(name + '.txt') for name in ('gpu_bench', 'bench', 'nccl_bench', 'replay'))
+COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  # counts bytes read and bytes written
+EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
+SIZES = r'\d+ +\d+'
+GATHER = gpu.table("gather: us per launch, and kvprim's time as a part of the best opponent's",
+                   'row B rows kvprim warp ratio | PDL warp ratio | PDL/off GB/s', SIZES, 8)
+STORE = gpu.table("store: us per launch, and kvprim's time as a part of the best opponent's",
+                  'row B rows kvprim warp split ratio | PDL warp split ratio | PDL/off GB/s', SIZES, 10)
+OTHERS = gpu.table("gather by other means: us, and times kvprim's", 'row B rows kvprim CUB memcpy each', SIZES, 3, 5)
+LARGE = gpu.table('large moves, PDL off, against a device-to-device cudaMemcpyAsync of 256 MiB, the faster of graph '
+                  'and stream', 'row B rows us GB/s copy GB/s ratio', r'(?:gather|store) +' + SIZES, 4)
+ODD = gpu.table('multiple of 128; ratio of the second to the last', 'row B rows packed 16 128 wide ratio',
+                r'(?:gather|store) +' + SIZES, 5)
+UNPACK = gpu.table('', 'fragments + kvprim us GB/s cub warp each batch', r'\w.*\w +\d+', 6)
+OFFLOAD = gpu.table('the call to the end of its work',
+                    'row 4 SMs 8 SMs 16 SMs all copy batch each / copy / batch called', r'to \w+ +\d+ KB', 10)
+LAYERS = gpu.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
+                   'row MiB us all 8 SMs 16 SMs 32 SMs 64 SMs / copy', r'\w.*B +[\d.]+', 7)
+PAGED = gpu.table('and in plain tables on some SMs, as parts of that', 'rows us GB/s NHD HND 8 SMs 32 SMs 64 SMs',
+                  r'(?:gather|store) +\d+', 7)
+PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx512 avx2 scalar memcmp std fast std '
+                          'slow x fast x slow bytes/cycle', r'\d+', 10)
+          for name in ('both aligned to 64 bytes', 'mutually misaligned')}
+HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
+                        'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
+NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
+BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
+COLLECTIVES = {  # "to raw" is the sixth number of each
+    name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
+    for name, title, columns, count in (
+        ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)', 8),
+        ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
+        ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
+ALL_REDUCE = COLLECTIVES['all-reduce']
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT, LEFT, RIGHT, GAP, BOTTOM = 720, 400, 58, 704, 22, 334
+# Okabe and Ito's colours, which colour-blind readers can tell apart, each with a dash and a marker for print in grey.
+STYLES = {
+    'ours': ('#0072b2', 3, '', 'circle'),
+    'ours too': ('#56b4e9', 2, '', 'circle'),
+    'ours thin': ('#002b45', 1, '', 'circle'),
+    'ours wide': ('#7fc0ea', 6, '', ''),
+    'ours widest': ('#c4e1f6', 10, '', ''),
+    'first': ('#d55e00', 1.8, '', 'square'),
+    'second': ('#009e73', 1.8, '6 3', 'triangle'),
+    'third': ('#b0578d', 1.8, '2 2', 'diamond'),
+    'fourth': ('#a37500', 1.8, '8 3 2 3', 'cross'),
+    'limit': ('#57606a', 1.5, '5 4', ''),
+}
+
+
+def text(x, y, what, attributes=''):
+    for plain, escaped in (('&', '&amp;'), ('<', '&lt;'), ('>', '&gt;')):
+        what = what.replace(plain, escaped)
+    return f'<text x="{x:.1f}" y="{y:.1f}"{attributes}>{what}</text>'
+
+
+def marker(shape, x, y, colour):
+    paths = {'square': 'm-3-3h6v6h-6z', 'triangle': 'm0-4l4 7h-8z', 'diamond': 'm0-4.2l4.2 4.2l-4.2 4.2l-4.2-4.2z'}
+    at = f'M{x:.1f} {y:.1f}'
+    if shape == 'circle':
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>'
+    if shape == 'cross':
+        return f'<path d="{at}m-3-3l6 6m0-6l-6 6" stroke="{colour}" stroke-width="1.8" fill="none"/>'
+    return f'<path d="{at}{paths[shape]}" fill="{colour}"/>' if shape else ''
+
+
+def line(points, style):
+    colour, width, dash, shape = STYLES[style]
+    path = ' '.join(f'{x:.1f},{y:.1f}' for x, y in points)
+    dash = f' stroke-dasharray="{dash}"' if dash else ''
+    return [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-linejoin="round"'
+            f'{dash}/>'] + [marker(shape, x, y, colour) for x, y in points if shape]
+
+
+def legend(series, top):
+    """Draws line and name of each series, as many per row as fit, with letters as wide as in a wide font."""
+    parts, x, y = [], 16, top
+    for name, style in series:
+        width = 52 + 7 * len(name)
+        if x + width > WIDTH and x > 16:
+            x, y = 16, y + 18
+        parts += line([(x, y - 4), (x + 26, y - 4)], style)[:1]
+        parts += [marker(STYLES[style][3], x + 13, y - 4, STYLES[style][0]), text(x + 32, y, name)]
+        x += width
+    return parts, y
+
+
+STEPS = [s * 10 ** p if p >= 0 else s / 10 ** -p for p in range(-3, 8) for s in (1, 2, 5)]
+
+
+def y_range(values, linear):
+    """Returns the axis's smallest and largest value, and the values to mark."""
+    if linear:
+        step = min(s for s in STEPS if max(values) / s <= 6)
+        return 0, step * math.ceil(max(values) / step), [step * i for i in range(math.ceil(max(values) / step) + 1)]
+    low, high = max(s for s in STEPS if s <= min(values)), min(s for s in STEPS if s >= max(values))
+    return low, high, [s for s in (STEPS if high / low < 300 else STEPS[::3]) if low <= s <= high]
+
+
+def panel(heading, series, left, right, top, x_labels, y_axis):
+    """`x_labels`: {value: label} from the smallest x to the largest, on a logarithmic axis; `y_axis`: from y_range."""
+    low, high, marks = y_axis
+    first, last = min(x_labels), max(x_labels)
+
+    def x_of(x):
+        return left + 0.05 * (right - left) + 0.9 * (right - left) * math.log(x / first) / math.log(last / first)
+
+    def y_of(y):
+        return BOTTOM - (BOTTOM - top) * (math.log(y / low) / math.log(high / low) if low else y / high)
+
+    parts = [text(left, top - 10, heading, ' font-weight="600"')]
+    for y in marks:
+        parts.append(f'<path d="M{left:.1f} {y_of(y):.1f}H{right:.1f}" stroke="#d8dee4"/>')
+        if left == LEFT:
+            parts.append(text(left - 7, y_of(y) + 4, f'{y:,g}', ' text-anchor="end" class="s"'))
+    parts.append(f'<path d="M{left:.1f} {BOTTOM}H{right:.1f}" stroke="#57606a"/>')
+    for x, label in x_labels.items():
+        if label:
+            parts.append(f'<path d="M{x_of(x):.1f} {BOTTOM}v4" stroke="#57606a"/>')
+            parts.append(text(x_of(x), BOTTOM + 17, label, ' text-anchor="middle" class="s"'))
+    for _, style, points in series:
+        parts += line([(x_of(x), y_of(y)) for x, y in points], style)
+    return parts
+
+
+def picture(title, subtitle, x_title, x_labels, panels, source, linear=False):
+    """Returns an SVG of panels [(heading, [(name, style, [(x, y)])])] side by side with the same axes. A panel's last
+    series lies on top. The picture has its own background, so that it is readable on light and on dark pages."""
+    names = {name: style for _, series in panels for name, style, _ in series[::-1]}
+    names = sorted(names.items(), key=lambda item: not item[1].startswith('ours'))
+    points = [point for _, series in panels for _, _, some in series for point in some]
+    ends = {min(x for x, _ in points): '', max(x for x, _ in points): ''}
+    labels = {**ends, **{x: label for x, label in x_labels.items() if min(ends) <= x <= max(ends)}}
+    key, top = legend(names, 70)
+    width = (RIGHT - LEFT - GAP * (len(panels) - 1)) / len(panels)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
+             f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="12" fill="#1f2328" '
+             'font-family="system-ui, \'Segoe UI\', Helvetica, Arial, sans-serif">',
+             '<style>.s{font-size:11px;fill:#57606a}</style>', f'<title>{title}</title>',
+             f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="6" fill="#fff" stroke="#d0d7de"/>',
+             text(16, 27, title, ' font-size="16" font-weight="600"'), text(16, 47, subtitle, ' fill="#57606a"')] + key
+    for i, (heading, series) in enumerate(panels):
+        left = LEFT + i * (width + GAP)
+        parts += panel(heading, series, left, left + width, top + 38, labels, y_range([y for _, y in points], linear))
+    parts += [text((LEFT + RIGHT) / 2, BOTTOM + 35, x_title, ' text-anchor="middle"'),
+              text(16, HEIGHT - 11, source, ' class="s"'), '</svg>\n']
+    return '\n'.join(part for part in parts if part)
+
+
+# ---- the pictures ----------------------------------------------------------------------------------------------------
+
+ON_H200 = gpu.find('^(NVIDIA .*)') + '; tests/results/gpu_bench.txt'
+BATCHED = 'cub::DeviceMemcpy::Batched'
+COUNTS = {10 ** p: ('1', '10', '100', '1k', '10k', '100k', '1M')[p] for p in range(7)}
+BYTES = {size(label): label for label in ('256 B', '1 KB', '4 KB', '16 KB', '64 KB', '256 KB', '1 MB')}
+
+
+def column(table, row_bytes, at):
+    """Returns [(rows, us)] for rows of that many bytes, where the column has a number."""
+    rows = [(key.split(), values) for key, values in table.items()]
+    return [(int(key[1]), values[at]) for key, values in rows if int(key[0]) == row_bytes and at < len(values)]
+
+
+def limit(row_bytes, most):
+    """Returns [(rows, us)] of an empty kernel, or of a device-to-device copy of as many bytes if that takes longer."""
+    us_per_row = 2 * row_bytes / (COPY * 1e3)
+    return [(1, EMPTY), (EMPTY / us_per_row, EMPTY), (most, us_per_row * most)]
+
+
+def over_rows(title, subtitle, of, lines):
+    """Draws time over the number of rows, for three row sizes. `of` is how many rows a token has."""
+    panels = []
+    for row_bytes in (128, 2048, 14336):
+        series = [(name, style, column(table, row_bytes, at)) for name, style, table, at in lines]
+        bound = limit(of * row_bytes, max(rows for rows, _ in series[-1][2]))
+        panels.append((f'{row_bytes:,} bytes', [('limit: empty kernel, copy', 'limit', bound)] + series))
+    return picture(title, f'us per launch; lower is better. {subtitle}', 'rows', COUNTS, panels, ON_H200)
+
+
+def gather():
+    return over_rows('Gather: time by number and size of rows', 'The warp kernel is compiled for its row size', 1, (
+        ('cudaMemcpyAsync per row', 'third', OTHERS, 3), (BATCHED, 'second', OTHERS, 1),
+        ('warp per part of a row', 'first', GATHER, 1), ('kvprim, dependent launch', 'ours too', GATHER, 3),
+        ('kvprim', 'ours', GATHER, 0)))
+
+
+def store():
+    return over_rows('Store: time by number and size of rows of K, and of V', 'The warp kernels are compiled for their '
+                     'row size', 2, (
+        ('warp per row, K then V', 'second', STORE, 1), ('warp per part of a row', 'first', STORE, 2),
+        ('kvprim, dependent launch', 'ours too', STORE, 4), ('kvprim', 'ours', STORE, 0)))
+
+
+def unpack():
+    """Draws batches of equal fragments of at least 16 MB. A row's microseconds times its GB/s give its bytes."""
+    panels = []
+    for heading, offset in (('aligned to 16 bytes', 0), ('sources 3 bytes off', 3)):
+        matches = {key: re.fullmatch(rf'([\d,]+) x (\d+ [KM]?B) {offset}', key) for key in UNPACK}
+        rows = sorted((size(m.group(2)), UNPACK[key]) for key, m in matches.items()
+                      if m and int(m.group(1).replace(',', '')) * size(m.group(2)) >= 16 << 20)
+        panels.append((heading, [('limit: device-to-device copy', 'limit', [(b, COPY) for b, _ in rows])] + [
+            (name, style, [(b, v[0] * v[1] / v[at]) for b, v in rows]) for name, style, at in (
+                ('cudaMemcpyAsync per fragment', 'third', 4), ('cudaMemcpyBatchAsync', 'fourth', 5),
+                ('warp per fragment', 'second', 3), (BATCHED, 'first', 2), ('kvprim', 'ours', 0))]))
+    return picture('Unpack: 16 to 128 MB of equal fragments in one call', 'GB/s, read and written; higher is better',
+                   'bytes of a fragment', BYTES, panels, ON_H200, linear=True)
+
+
+def offload():
+    panels = []
+    for way, heading in (('to GPU', 'from the host to the GPU'), ('to host', 'from the GPU to the host')):
+        rows = [(size(key[len(way):]), values) for key, values in OFFLOAD.items() if key.startswith(way)]
+        panels.append((heading, [(name, style, [(b, v[at]) for b, v in rows]) for name, style, at in (
+            ('limit: copy engine, 256 MiB at once', 'limit', 4), ('all', 'ours widest', 3), ('16', 'ours wide', 2),
+            ('8', 'ours', 1), ('kvprim on 4 SMs', 'ours thin', 0), ('cudaMemcpyAsync per row', 'third', 6),
+            ('cudaMemcpyBatchAsync', 'first', 5))]))
+    return picture('Offload: rows between pinned host memory and the GPU', 'GB/s; higher is better', 'bytes of a row',
+                   BYTES, panels, ON_H200, linear=True)
+
+
+def all_reduce():
+    panels = [(f'{gpus} GPUs', [(name, style, [(size(key), values[at]) for key, values in table.items()])
+                                for name, style, at in (
+                                    ('NCCL in a window, copied in and out', 'third', 2),
+                                    ('NCCL in a window', 'second', 1), ('NCCL', 'first', 0), ('kvprim', 'ours', 3))])
+              for gpus, table in sorted(ALL_REDUCE.items())]
+    labels = {size(label): label for label in ('2 KB', '32 KB', '512 KB', '8 MB', '64 MB')}
+    return picture('All-reduce: sums of bf16', 'us per call; lower is better', 'bytes of the tensor', labels, panels,
+                   nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
+
+
+def prefix():
+    panels = []
+    for heading, table in zip(('both arrays aligned to 64 bytes', 'misaligned to each other'), PREFIX.values()):
+        rows = [(int(tokens), values) for tokens, values in table.items()]
+        panels.append((heading, [('limit: two 64-byte loads per cycle', 'limit', [(n, 128) for n, _ in rows])] + [
+            (name, style, [(n, 8 * n / values[at]) for n, values in rows]) for name, style, at in (
+                ('std::mismatch', 'first', 5), ('plain loop', 'third', 3), ('memcmp', 'second', 4),
+                ('kvprim', 'ours', 0))]))
+    processor = f"{cpu.find('processor: (.*)')}, {cpu.find('runs on (.*)')}, one core; tests/results/bench.txt"
+    return picture('Prefix: equal leading int32 tokens of two arrays', 'bytes of both arrays per core cycle; higher is '
+                   'better', 'tokens', COUNTS, panels, processor)
+
+
+# ---- the figures -----------------------------------------------------------------------------------------------------
+
+
+def rounded(number, form='.2f'):
+    return format(number + 1e-9, form)  # so that a printed 0.815 becomes 0.82
+
+
+def slashes(numbers, form='.2f', by=' / '):
+    return by.join(rounded(number, form) for number in numbers)
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
+
+
+def on_cpu():
+    aligned, misaligned = PREFIX.values()
+    gathers, stores = ([HOST[name][row][4] for row in ('256', '1024')] for name in ('gather', 'store'))
+    return [
+        ('prefix compare, 16 / 64 / 256 / 1,024 / 4,096 int32', '`std::mismatch`, g++ -O3',
+         slashes((aligned[n][7] for n in ('16', '64', '256', '1024', '4096')), '.1f') + ' times as fast'),
+        ('the same, misaligned to each other, 16 / 256 / 4,096', 'the same',
+         slashes((misaligned[n][7] for n in ('16', '256', '4096')), '.1f') + ' times as fast'),
+        ('gather; store: rows of 256 / 1,024 bytes, random in 1 GB', 'a `memcpy` per row',
+         f'{slashes(gathers, ".1f")}; {slashes(stores, ".1f")} times as fast'),
+        ("the main job on Mooncake's production trace, rows of 64 bytes",
+         f"{replay.find('^requests +([0-9,]+)')} requests, {replay.find('([0-9.]+) % hit')} % of their tokens cached",
+         replay.find('^tokens .* ([0-9.]+) M/s') + ' million tokens per second')]
+
+
+def on_gpu():
+    few = [values[5] for key, values in GATHER.items() if int(key.split()[1]) <= 1024]
+    odd = [min(values[4] for key, values in ODD.items() if key.startswith(name)) for name in ('gather', 'store')]
+    off = [float(gpu.find(rf'{name}, misaligned / aligned GB/s +([\d.]+), target')) for name in ('gather', 'store')]
+    gathers, stores = list(GATHER.values()), list(STORE.values())
+    return [
+        (f'gather, {len(gathers)} sizes: mean; worst; mean with dependent launch, up to 1,024 rows',
+         'a stand-in for kernels of engines, weaker than the real ones, time',
+         slashes((mean(v[2] for v in gathers), max(v[2] for v in gathers), mean(few)), by='; ')),
+        ('gather of 65,536 rows of 128 / 256 bytes', 'that stand-in, time',
+         slashes(GATHER[f'{row} 65536'][2] for row in (128, 256))),
+        ('gather of 2,097,152 rows of 1,024 bytes', 'device-to-device copy, GB/s',
+         rounded(LARGE['gather 1024 2097152'][3])),
+        (f'store, {len(stores)} sizes: mean; worst; mean with dependent launch', 'the better of two stand-ins, time',
+         slashes((mean(v[3] for v in stores), max(v[3] for v in stores), mean(v[7] for v in stores)), by='; ')),
+        ('gather / store of rows of odd sizes; at misaligned addresses: the worst',
+         'the next multiple of 128 bytes; aligned ones, GB/s', f'{slashes(odd)}; {slashes(off)}'),
+        ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table, speed',
+         slashes(PAGED['gather 64'][2:4])),
+        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`, time',
+         slashes(UNPACK[key][0] / UNPACK[key][2] for key in (
+             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
+        ('8 chunks of 512 KB in 4 KB fragments, us per chunk',
+         f"a `cudaMemcpyAsync` each: {UNPACK['128 x 4 KB 0'][4]:.0f}", gpu.find(r'us per chunk: ([\d.]+) pipelined')),
+        ('transfer, pinned host memory to GPU / back, 4 KB rows, 8 SMs', 'the copy engine, GB/s',
+         slashes(OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
+        ('transfer, 64 layers of pages in one launch, 256 MiB / 1 GiB', 'device-to-device copy, GB/s',
+         slashes(LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0')))]
+
+
+def on_gpus():
+    rows = []
+    for gpus, table in sorted(ALL_REDUCE.items()):
+        ratios = [[values[5] for values in tables[gpus].values()] for tables in COLLECTIVES.values()]
+        rows.append((f'{"; ".join(COLLECTIVES)} of {min(table, key=size)} to {max(table, key=size)}, bf16, {gpus} GPUs',
+                     'NCCL, the better of two ways, time',
+                     '; '.join(slashes((min(some), max(some)), by=' to ') for some in ratios)))
+    return rows
+
+
+def figures():
+    """The tables of README.md."""
+    processor = f"One core of an {cpu.find('processor: (.*)').replace('(R)', '')} with {cpu.find('runs on (.*)')}"
+    tables = ((processor, (cpu, replay), on_cpu()),
+              (gpu.find('^(NVIDIA [^,]*),'), (gpu, nccl), on_gpu() + on_gpus()))
+    texts = []
+    for name, sources, rows in tables:
+        links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
+        texts.append(f'| {name}: {links} | against | |\n|---|---|---|\n'
+                     + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
+    return '\n'.join(texts)
+
+
+def read(path):
+    try:
+        with open(path, encoding='utf-8', newline='') as file:
+            return file.read()
+    except FileNotFoundError:
+        return ''
+
+
+def main():
+    if sys.argv[1:] not in ([], ['--check']):
+        sys.exit(__doc__)
+    before, begin, rest = read(README).partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f'{README}: no lines {BEGIN}{END}')
+    files = {RESULTS + draw.__name__ + '.svg': draw() for draw in (gather, store, unpack, offload, all_reduce, prefix)}
+    files[README] = before + BEGIN + figures() + END + after
+    stale = [path for path, content in files.items() if read(path) != content]
+    if sys.argv[1:]:
+        sys.exit(f"{', '.join(stale)}: not what tests/results/ says: make plots" if stale else 0)
+    for path in stale:
+        with open(path, 'w', encoding='utf-8', newline='') as file:
+            file.write(files[path])
+        print(path)
+
+
+main()

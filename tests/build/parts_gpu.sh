@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: MIT
+# The parts of tests/build/parts.sh for kernels and collectives. run.sh reads this file and defines cell, group, program
+# and skip.
+
+# ---- what several parts use ----
+
+# frugal ARCH: compiles the kernels; none of them may use the stack.
+frugal()
+{
+    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v $strict -I. $nccl_headers -cubin "$build/kernels.cu" \
+        -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
+    grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
+    ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
+}
+
+# kernels_for ARCH...: compiles those of $build/kernels.cu, and sets newest to the last one that this nvcc knows.
+kernels_for()
+{
+    newest=75
+    for arch; do
+        if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+            newest=$arch
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
+    done
+}
+
+# sass CUBIN: checks it as `make sass` does.
+sass()
+{
+    if tool cuobjdump '' >/dev/null 2>&1; then
+        cell "SASS of $1" sh tests/profile/profile.sh sass "$1"
+        group "SASS: $(tail -n 1 "$build/log")"
+    else
+        skip "SASS of $1: no cuobjdump"
+    fi
+}
+
+# ---- nccl ----
+
+nccl_emulated()
+{
+    tested=no
+    for checks in "$address" "$thread"; do
+        has "$CXX" && starts "$CXX" -x c++ $checks || continue
+        cell "test_nccl_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
+            tests/nccl/test_nccl_emulated.cpp -pthread -o "$build/test_nccl_emulated"
+        group "test_nccl_emulated compiled, $CXX $checks"
+        program 'test_nccl_emulated' $launcher "$build/test_nccl_emulated" 300
+        tested=yes
+    done
+    [ $tested = yes ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
+}
+
+# Runs a communicator's life over fakes of CUDA and NCCL.
+nccl_life()
+{
+    tested=no
+    for checks in "$address" "$thread"; do
+        compiler_with $checks || continue
+        cell "test_nccl_life, $cc $checks" $cc -std=c11 $warnings $checks -I. $system tests/nccl/test_nccl_life.c -pthread \
+            -o "$build/test_nccl_life"
+        group "test_nccl_life compiled, $cc $checks"
+        program 'test_nccl_life' env TSAN_OPTIONS=history_size=7 $launcher "$build/test_nccl_life"
+        tested=yes
+    done
+    [ $tested = yes ] || skip "a communicator's life: no C compiler with sanitizers"
+}
+
+# Prints how to link with NCCL_LIBRARY and CUDA's runtime, from their folders.
+nccl_libraries()
+{
+    runtime=
+    for folder in "$CUDA_INCLUDE/../lib64" "$CUDA_INCLUDE/../lib" /usr/lib/x86_64-linux-gnu \
+        /usr/lib/aarch64-linux-gnu; do
+        [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
+    done
+    [ -n "$runtime" ] || return 1
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+}
+
+# Compiles where compilers warn as they do for the other headers.
+nccl_implemented()
+{
+    unit implemented_nccl "$implement" '#include "kvprim_nccl.h"'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++11' 'g++ -x c++ -std=c++20' \
+        'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        for flag in -DKVPRIM_OTHER -DKVPRIM_STATIC; do
+            cell "implementation, $compiler $flag" $compiler $warnings $flag -I. $system \
+                -c "$build/implemented_nccl.c" -o "$build/unit.o"
+        done
+        case $compiler in *c++*) continue ;; esac # in C++ CUDA's own headers leave symbols
+        has nm || continue
+        cell "exports only kvprim_*, $compiler" exports_only '^kvprim_' "$build/implemented_nccl.c" \
+            $compiler $system
+    done
+    group 'implementation of kvprim_nccl.h'
+}
+
+# Compiles with NCCL's headers of other versions. nvcc only takes the oldest, as the kernels need nothing of NCCL.
+nccl_versions()
+{
+    versions='2.19 2.21 2.24 2.27 2.28 2.29 2.30'
+    if ! has python3 || ! python3 tests/nccl/nccl_headers.py build/nccl_headers $versions >"$build/folders"; then
+        skip "kvprim_nccl.h with the headers of NCCL $versions: no python3, or PyPI is out of reach"
+        return
+    fi
+    unit nccl_version "$implement" '#include "kvprim_nccl.h"' '#if NCCL_MINOR != MINOR' '#error another nccl.h' '#endif'
+    while read -r folder; do
+        for compiler in "$CC -std=c11" "$CXX -x c++ -std=c++11"; do
+            ! has "${compiler%% *}" || cell "$compiler, $folder" $compiler $warnings -DMINOR="${folder##*.}" -I. \
+                -isystem "$folder" $(system_headers "$CUDA_INCLUDE") -c "$build/nccl_version.c" -o "$build/unit.o"
+        done
+    done <"$build/folders"
+    folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" "$NVCC" -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
+        -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
+    group "kvprim_nccl.h with the headers of NCCL $versions"
+}
+
+nccl_programs()
+{
+    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -o "$build/test_nccl"
+    cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
+        -o "$build/06_allreduce"
+    if has mpicc; then
+        cell 'example 06 for MPI' mpicc -std=c11 $warnings -I. $system examples/06_allreduce_mpi.c $libraries \
+            -o "$build/06_allreduce_mpi"
+    else
+        skip 'example 06 for MPI: no mpicc'
+    fi
+    group "test_nccl and examples compiled, $CC"
+    program 'test_nccl' "$build/test_nccl"
+}
+
+nccl_cuda()
+{
+    if [ -z "$NVCC" ] || ! has "$CXX" || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
+        skip "kvprim_nccl.h as CUDA: no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)"
+        return
+    fi
+    for source in tests/nccl/test_nccl.c tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu \
+        tests/profile/profile.cu examples/06_allreduce.c; do
+        cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. $nccl_headers -DPROFILE_NCCL "$source" $nccl_link \
+            -o "$build/$(basename "${source%.*}")_cuda"
+    done
+    group "test_nccl and what runs on GPUs compiled, $NVCC"
+    unit kernels "$implement" '#include "kvprim_nccl.h"'
+    mv "$build/kernels.c" "$build/kernels.cu"
+    kernels_for 75 80 90 100 120
+    group 'kernels of kvprim_nccl.h for five architectures'
+    sass "$build/kernels_sm_90.cubin"
+    program 'test_nccl, CUDA' "$build/test_nccl_cuda"
+}
+
+nccl()
+{
+    nccl_emulated
+    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
+        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
+        return
+    fi
+    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+    nccl_implemented
+    nccl_versions
+    nccl_life
+    nccl_programs
+}
+
+# ---- profile ----
+
+counters()
+{
+    awk -v what=table -f tests/profile/profile.awk "$1"
+}
+
+# judged LINE SED_SCRIPT: with the counters so changed this line is NOT as it should be, and no other.
+judged()
+{
+    sed "$2" tests/profile/profile.csv >"$build/altered.csv"
+    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
+    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# compared LONELY PATTERN SED_SCRIPT: compares counters with changed ones, of which LONELY operations are in one only.
+compared()
+{
+    sed "$3" tests/profile/profile.csv >"$build/altered.csv"
+    sh tests/profile/profile.sh compare tests/profile/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
+        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
+}
+
+# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels with these instructions; `ok` means no fault.
+sass_judged()
+{
+    fault=$1 wanted=1
+    shift
+    [ "$fault" != ok ] || wanted=0
+    for way in 13kvpn_one_shot 12kvpn_scatter 16kvpn_gather_many; do
+        kernel=_Z11kvpn_kernelI${way}9kvpn_bf16Li2ELb1EEv11kvpn_params
+        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
+        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
+    done >"$build/altered.sass"
+    awk -v what=sass -f tests/profile/profile.awk "$build/altered.sass" >"$build/table"
+    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
+        "$build/table" || { cat "$build/table"; return 1; }
+}
+
+# A graph as nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
+drawn()
+{
+    {
+        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
+        for edge in a:b b:c c:c c:b c:d x:x; do
+            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
+            last=${edge%:*}
+            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
+        done
+        printf '%s\n' '"d"' '}' '}'
+    } >"$build/graph"
+    awk -v what=cfg -v into="$build" -f tests/profile/profile.awk "$build/graph" >"$build/table"
+    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
+        { cat "$build/table"; return 1; }
+}
+
+profile()
+{
+    cell 'as it should be' counters tests/profile/profile.csv
+    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
+    cell 'a kernel too few' judged phases '$d'
+    cell 'a kernel too many' judged phases '$p'
+    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
+    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
+    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
+    cell 'spills' judged spills '$s/"0"$/"1,024"/'
+    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
+    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
+    group 'table of counters and its checklist'
+    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
+    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
+    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
+    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
+    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
+    group 'counters compared'
+    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
+    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
+    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
+    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
+    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
+    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E STG.E.64 STG.E.U16
+    group 'table of SASS'
+    cell 'two loops' drawn
+    group 'control-flow graph'
+}
+
+# ---- kernels ----
+
+# What a GPU printed is committed with checksums of the headers that it ran. Says which have changed since then.
+results()
+{
+    if ! has sha256sum; then
+        skip 'what headers the results are of: no sha256sum'
+        return
+    fi
+    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
+        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
+        file=tests/results/${result%:*}.txt target=${result#*:}
+        if [ ! -f "$file" ]; then
+            skip "$file: none (make $target on a GPU)"
+        elif grep "^[0-9a-f]\{64\}  kvprim" "$file" | sha256sum -c --status 2>/dev/null; then
+            cell "$file is of these headers" true
+        else
+            skip "$file: of other headers than these (make $target on a GPU)"
+        fi
+    done
+    group 'results of the GPU are of these headers'
+}
+
+kernels_of_all()
+{
+    printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
+    kernels_for 75 80 86 89 90 100 120
+    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 \
+        -gencode "arch=compute_$newest,code=compute_$newest" -I. -c "$build/kernels.cu" -o "$build/unit.o"
+    group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+}
+
+kernels()
+{
+    results
+    if [ -z "$NVCC" ]; then
+        skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        return
+    fi
+    kernels_of_all
+    if has nm; then
+        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
+            kvprim_cuda_gather kvprim_cuda_unpack
+        group 'build/libkvprim_cuda.so'
+    else
+        skip 'what build/libkvprim_cuda.so exports: no nm'
+    fi
+    sass "$build/kernels_sm_90.cubin"
+}
+
+# ---- programs ----
+
+# Compiles what runs on a GPU, as programs or objects.
+gpu_programs()
+{
+    cu="$NVCC -std=c++17 -arch=sm_90 -I." sources=tests/profile/profile.cu
+    [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
+    for source in examples/0[345]_*.cu examples/09_bandwidth/bandwidth.cu tests/bench/bench_[ctu]*.cu $sources; do
+        cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
+    done
+    # At -O1 gcc warns that CUB, which is used here, may use what it has not set.
+    cell 'examples/11_compact.cu' $cu -O3 $strict -c examples/11_compact.cu -o "$build/unit.o"
+    cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
+    if [ -n "$cupti" ]; then
+        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -I"${cupti%/*}" -c examples/10_trace/trace.cu -o "$build/unit.o"
+    else
+        skip 'examples/10_trace/trace.cu: no cupti.h'
+    fi
+    cell 'test_cuda' $cu -O1 tests/gpu/test_cuda.cu -o "$build/test_cuda"
+    cell 'test_cuda with KVPRIM_DEBUG' $cu -O1 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
+    cell 'test_nvtx' $cu -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_headers tests/build/test_nvtx.c $nccl_link \
+        -o "$build/test_nvtx"
+    cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
+        -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
+    group "examples, tests and benchmarks for a GPU, $NVCC"
+}
+
+# Builds it as its two builds do.
+engine_built()
+{
+    for nccl in no ${NCCL_LIBRARY:+yes}; do
+        cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
+            NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="../../$build/engine"
+    done
+    if has cmake; then
+        rm -rf "$build/cmake" # CMake remembers where the sources were
+        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
+            -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
+    else
+        skip 'examples/07_engine by CMake: no cmake'
+    fi
+    group "examples/07_engine, $NVCC"
+}
+
+# leaves_results TARGET: fails here, and leaves tests/results/ as it was.
+leaves_results()
+{
+    cat tests/results/* | cksum >"$build/results"
+    ! MAKEFLAGS= make -s "$1" NVCC="$NVCC" >"$build/said" 2>&1 && grep 'no GPU here' "$build/said" &&
+        cat tests/results/* | cksum | cmp - "$build/results"
+}
+
+programs()
+{
+    if [ "$gpus" -eq 0 ]; then
+        for target in gpu-test gpu-bench bandwidth sanitize engine ncu; do
+            cell "make $target without a GPU" leaves_results $target
+        done
+        group 'targets for a GPU say that there is none'
+    fi
+    if [ -z "$NVCC" ]; then
+        skip 'programs for a GPU: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        return
+    fi
+    gpu_programs
+    engine_built
+    program 'test_cuda, here or without a GPU' "$build/test_cuda"
+    program 'test_nvtx, CUDA' "$build/test_nvtx"
+}

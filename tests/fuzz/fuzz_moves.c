@@ -1,0 +1,821 @@
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_gather, _store and _transfer with a byte-by-byte reading of their contracts: tables with pages and
+   heads in any order of strides, tables that share memory, wild sizes and indices. The reference follows only the text
+   in kvprim.h and calculates in 128 bits. kvprim must accept some descriptors that reach outside the memory they have
+   here, because it cannot know that. Those are only checked and not run. */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim.h"
+#include <stdlib.h>
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+
+enum { MAX_COUNT = 80, MAX_ROW = 300, MAX_LAYERS = 3, MAX_BYTES = 1 << 15, MAX_BLOCKS = 4 * MAX_LAYERS };
+
+__extension__ typedef __int128 wide;
+static const wide too_much = (wide)1 << 63;      /* saturates, so that the product of two fits */
+static const wide address_space = (wide)1 << 57; /* a table that exceeds it may be refused for that */
+
+static wide least(wide a, wide b)
+{
+    return a < b ? a : b;
+}
+
+static wide most(wide a, wide b)
+{
+    return a > b ? a : b;
+}
+
+static wide times(wide a, wide b) /* of two that are not negative */
+{
+    return least(least(a, too_much) * least(b, too_much), too_much);
+}
+
+static void require(int condition, const char *what)
+{
+    if (condition)
+        return;
+    fprintf(stderr, "%s; kvprim_last_error(): '%s'\n", what, kvprim_last_error());
+    abort();
+}
+
+/* ---- input ---- */
+
+struct input {
+    const uint8_t *next, *end;
+};
+
+static uint64_t take(struct input *in, size_t bytes)
+{
+    uint64_t value = 0;
+    while (bytes-- && in->next < in->end)
+        value = value << 8 | *in->next++;
+    return value;
+}
+
+static int chance(struct input *in, unsigned one_in)
+{
+    return take(in, 1) % one_in == one_in - 1;
+}
+
+static int64_t take_wild(struct input *in)
+{
+    const uint64_t kind = take(in, 1) % 4, power = (uint64_t)1 << take(in, 1) % 64, near = take(in, 1) % 5;
+    if (kind == 0)
+        return (int64_t)take(in, 8);
+    return (int64_t)((kind == 1   ? 0
+                      : kind == 2 ? power
+                                  : (uint64_t)INT64_MAX) +
+                     near - 2); /* wraps to the most negative */
+}
+
+/* ---- memory: blocks of exactly the bytes that a table may touch, and what they should hold afterwards ---- */
+
+static struct block {
+    uint8_t *now, *expected;
+    size_t bytes;
+} blocks[MAX_BLOCKS];
+static size_t blocks_count;
+
+/* What the reference wrote: several values for one byte if destinations repeat. */
+static struct write {
+    uint8_t *at, value;
+} writes[MAX_COUNT * MAX_ROW * MAX_LAYERS * 2];
+static size_t writes_count;
+
+static uint8_t *new_block(size_t bytes)
+{
+    static uint32_t x = 1;
+    require(blocks_count < MAX_BLOCKS, "too few blocks");
+    struct block *const b = &blocks[blocks_count++];
+    b->now = malloc(bytes ? bytes : 1);
+    b->expected = malloc(bytes ? bytes : 1);
+    b->bytes = bytes;
+    require(b->now && b->expected, "out of memory");
+    for (size_t i = 0; i < bytes; i++)
+        b->now[i] = b->expected[i] = (uint8_t)((x = x * 1664525u + 1013904223u) >> 24);
+    return b->now;
+}
+
+static void free_blocks(void)
+{
+    for (size_t i = 0; i < blocks_count; i++) {
+        free(blocks[i].now);
+        free(blocks[i].expected);
+    }
+    blocks_count = writes_count = 0;
+}
+
+static void expect_byte(uint8_t *at, uint8_t value)
+{
+    for (size_t i = 0; i < blocks_count; i++) {
+        const uintptr_t offset = (uintptr_t)at - (uintptr_t)blocks[i].now;
+        if (offset < blocks[i].bytes) {
+            blocks[i].expected[offset] = value;
+            writes[writes_count].at = at;
+            writes[writes_count++].value = value;
+            return;
+        }
+    }
+    require(0, "the reference writes outside of the blocks");
+}
+
+static int was_written(const uint8_t *at)
+{
+    for (size_t i = 0; i < writes_count; i++)
+        if (writes[i].at == at && writes[i].value == *at)
+            return 1;
+    return 0;
+}
+
+static void compare_blocks(void)
+{
+    for (size_t i = 0; i < blocks_count; i++)
+        for (size_t j = 0; j < blocks[i].bytes; j++)
+            require(blocks[i].now[j] == blocks[i].expected[j] || was_written(&blocks[i].now[j]), "a byte is wrong");
+}
+
+/* ---- the reference ---- */
+
+/* One bit per status with which a descriptor must, or may, be refused. `may` is for what the contract leaves open. */
+struct verdict {
+    unsigned must, may;
+    int outside; /* valid, but it would leave the memory that it has here */
+};
+
+#define BIT(status) (1u << (status))
+
+static void must(struct verdict *v, int wrong, kvprim_status status)
+{
+    v->must |= wrong ? BIT(status) : 0;
+}
+
+static void may(struct verdict *v, int doubtful, kvprim_status status)
+{
+    v->may |= doubtful ? BIT(status) : 0;
+}
+
+/* A table with its defaults filled in, and its layers. */
+struct layout {
+    kvprim_table table;
+    wide piece, stride, page_rows, page_stride, heads, head_stride, layers, layer_stride;
+    wide used;   /* rows that may be touched: count, if no index leads to others */
+    wide extent; /* bytes from a layer's start to the end of what is touched; 0 if the geometry is wrong */
+    wide reach;  /* of all rows and layers, from table.data on */
+    void *const *bases;
+};
+
+struct dimension {
+    wide stride, count;
+};
+
+/* From the innermost dimension out, each step must be at least as large as what it steps over. */
+static int overlaps_itself(struct dimension *dims, size_t count, wide extent)
+{
+    for (; count; count--) {
+        size_t inner = 0;
+        for (size_t i = 1; i < count; i++)
+            if (dims[i].stride < dims[inner].stride)
+                inner = i;
+        if (dims[inner].stride < extent)
+            return 1;
+        extent = least(extent + times(dims[inner].stride, dims[inner].count - 1), too_much);
+        dims[inner] = dims[count - 1];
+    }
+    return 0;
+}
+
+static int rows_overlap(const struct layout *t, wide rows, wide rows_in_page)
+{
+    const wide pages = t->page_rows ? (rows + t->page_rows - 1) / t->page_rows : 1;
+    const struct dimension all[] = {
+        {t->stride, rows_in_page}, {t->page_stride, pages}, {t->head_stride, t->heads}, {t->layer_stride, t->layers}};
+    struct dimension dims[4];
+    size_t count = 0;
+    for (size_t i = 0; rows > 0 && i < 4; i++)
+        if (all[i].count > 1 && !(i == 3 && t->bases))
+            dims[count++] = all[i];
+    return overlaps_itself(dims, count, t->piece);
+}
+
+static wide offset_of(const struct layout *t, wide row)
+{
+    return t->page_rows ? times(row / t->page_rows, t->page_stride) + times(row % t->page_rows, t->stride)
+                        : times(row, t->stride);
+}
+
+/* Returns where the first `rows` rows end: in the last page, or in the one before if that reaches further. */
+static wide extent_of(const struct layout *t, wide rows)
+{
+    if (rows == 0)
+        return 0;
+    wide last = offset_of(t, rows - 1);
+    if (t->page_rows && rows > t->page_rows)
+        last = most(last, offset_of(t, rows / t->page_rows * t->page_rows - 1));
+    else if (t->page_rows == 0)
+        last = times(rows - 1, t->stride);
+    return least(last + times(t->heads - 1, t->head_stride) + t->piece, too_much);
+}
+
+static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t row_bytes, wide used, int32_t layers,
+                                 int64_t layer_stride, void *const *bases)
+{
+    const int negative = table.rows < 0 || table.stride < 0 || table.page_rows < 0 || table.heads < 0 || layers < 0 ||
+                         (table.page_rows > 0 && table.page_stride < 0) || (table.heads > 1 && table.head_stride < 0) ||
+                         (layers > 1 && !bases && layer_stride < 0);
+    struct layout t;
+    memset(&t, 0, sizeof t);
+    t.table = table;
+    t.bases = bases;
+    t.layers = most(layers, 1);
+    const int wrong =
+        negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
+    must(v, wrong, KVPRIM_ERROR_SIZE);
+    must(v, table.reserved[0] != 0 || table.reserved[1] != 0, KVPRIM_ERROR_ARGUMENT);
+    may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
+    if (wrong)
+        return t;
+
+    t.heads = most(table.heads, 1);
+    t.piece = row_bytes / t.heads;
+    t.stride = table.stride ? table.stride : table.head_stride > t.piece ? t.piece : row_bytes;
+    t.page_rows = table.page_rows;
+    const wide in_page = t.page_rows ? t.page_rows : table.rows;
+    t.head_stride = t.heads > 1 ? table.head_stride : t.piece;
+    const wide page_packed = most(times(t.page_rows, t.stride), t.heads > 1 ? times(t.heads, t.head_stride) : 0);
+    t.page_stride = table.page_stride > 0 ? table.page_stride : page_packed;
+    const wide whole = t.page_rows ? (table.rows + t.page_rows - 1) / t.page_rows * t.page_rows : table.rows;
+    /* packed layers: whole pages and rows, padding included */
+    const wide rows_packed = times(least(in_page, most(table.rows, 0)), t.stride);
+    const wide pages_packed = t.page_rows ? times(whole / t.page_rows, t.page_stride) : 0;
+    const wide heads_packed = t.heads > 1 ? times(t.heads, t.head_stride) : 0;
+    const wide layer_packed = most(rows_packed, most(pages_packed, heads_packed));
+    t.layer_stride = layer_stride > 0 ? layer_stride : layer_packed;
+    t.used = most(least(used, table.rows), 0);
+
+    const int bad = row_bytes % t.heads != 0 || t.stride < t.piece;
+    const int overlap = rows_overlap(&t, t.used, least(in_page, t.used));
+    must(v, bad || overlap, KVPRIM_ERROR_SIZE);
+    /* rows that exist but are not used may be judged too, and so may strides that no row needs */
+    may(v, rows_overlap(&t, most(table.rows, 1), most(in_page, 1)) || t.page_stride < t.piece, KVPRIM_ERROR_SIZE);
+    const wide stack = bases ? 0 : times(t.layers - 1, t.layer_stride), all = extent_of(&t, whole) + stack;
+    may(v, most(all, most(page_packed, t.head_stride)) >= address_space, KVPRIM_ERROR_SIZE);
+    if (!bad && !overlap)
+        t.extent = extent_of(&t, t.used);
+    t.reach = table.rows > 0 ? extent_of(&t, table.rows) + stack : 0;
+    must(v, table.bytes > 0 && t.reach > table.bytes, KVPRIM_ERROR_SIZE);
+    v->outside |= t.extent > MAX_BYTES || stack > MAX_BYTES || t.layers > MAX_LAYERS || row_bytes > MAX_ROW;
+    return t;
+}
+
+static uint8_t *layer_of(const struct layout *t, wide layer)
+{
+    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL if there are no rows: no pointer to add to */
+    return t->bases ? t->bases[layer] : (uint8_t *)(layers + (uintptr_t)(layer * t->layer_stride));
+}
+
+static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
+{
+    return layer_of(t, layer) + (int64_t)(offset_of(t, row) + byte / t->piece * t->head_stride + byte % t->piece);
+}
+
+static void judge_memory(struct verdict *v, const struct layout *t)
+{
+    must(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
+    for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no array has more than MAX_LAYERS */
+        const void *const base = t->bases ? t->bases[layer] : t->table.data;
+        must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
+        may(v, !base, KVPRIM_ERROR_NULL);
+        v->outside |= !base;
+    }
+}
+
+static void judge_overlap(struct verdict *v, const struct layout *a, const struct layout *b)
+{
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    if (v->outside || !a->extent || !b->extent)
+        return;
+    for (wide i = 0; i < a->layers; i++)
+        for (wide j = 0; j < b->layers; j++) {
+            const wide x = (wide)(uintptr_t)layer_of(a, i), y = (wide)(uintptr_t)layer_of(b, j);
+            must(v, x < y + b->extent && y < x + a->extent, KVPRIM_ERROR_OVERLAP);
+        }
+    /* layers by stride may be judged as one range, including the gaps between them */
+    may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
+}
+
+/* Whether a row of one layer overlaps a row of another. */
+static int rows_meet(const struct layout *a, const struct layout *b)
+{
+    for (wide i = 0; i < a->used * a->heads; i++)
+        for (wide j = 0; j < b->used * b->heads; j++) {
+            const wide x = (wide)(uintptr_t)byte_of(a, 0, i / a->heads, i % a->heads * a->piece);
+            const wide y = (wide)(uintptr_t)byte_of(b, 0, j / b->heads, j % b->heads * b->piece);
+            if (x < y + b->piece && y < x + a->piece)
+                return 1;
+        }
+    return 0;
+}
+
+/* K and V may interleave. If their strides differ, an overlap of rows need not be noticed. */
+static void judge_pair(struct verdict *v, const struct layout *k, const struct layout *v_cache)
+{
+    const int equal = k->stride == v_cache->stride && k->page_rows == v_cache->page_rows &&
+                      k->heads == v_cache->heads && (k->page_rows == 0 || k->page_stride == v_cache->page_stride) &&
+                      (k->heads == 1 || k->head_stride == v_cache->head_stride);
+    struct verdict shared = {0, 0, v->outside};
+    judge_overlap(&shared, k, v_cache);
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    if (!shared.must || !rows_meet(k, v_cache))
+        return;
+    if (equal)
+        must(v, 1, KVPRIM_ERROR_OVERLAP);
+    else
+        may(v, 1, KVPRIM_ERROR_OVERLAP);
+}
+
+/* How a side names its rows. `data` NULL: row i. */
+struct index_list {
+    const void *data;
+    kvprim_index_type type;
+    int64_t base, stride;
+};
+
+/* Returns the row of index i exactly: it may exceed 64 bits. */
+static wide row_of(const struct index_list *x, int64_t i)
+{
+    const int64_t at = i * (x->stride ? x->stride : 1);
+    if (!x->data)
+        return i;
+    return (x->type == KVPRIM_I64 ? (wide)((const int64_t *)x->data)[at] : (wide)((const int32_t *)x->data)[at]) -
+           x->base;
+}
+
+static void expect_row(const struct layout *dst, wide dst_row, const struct layout *src, wide src_row,
+                       int64_t row_bytes)
+{
+    for (wide layer = 0; layer < dst->layers; layer++)
+        for (wide byte = 0; byte < row_bytes; byte++)
+            expect_byte(byte_of(dst, layer, dst_row, byte), src ? *byte_of(src, layer, src_row, byte) : 0);
+}
+
+/* ---- descriptors from input ---- */
+
+/* Makes strides of dimensions that enclose each other in any order, some with padding; or a packed table. */
+static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.rows = rows;
+    t.heads = chance(in, 2) ? (int32_t)(take(in, 1) % 5) : 0;
+    if (t.heads > 1 && row_bytes % t.heads != 0 && !chance(in, 16))
+        t.heads = 1;
+    t.page_rows = chance(in, 2) ? (int64_t)(take(in, 1) % 6) : 0;
+    const int64_t in_page = t.page_rows ? t.page_rows : rows, pages = t.page_rows ? (rows + in_page - 1) / in_page : 1;
+    if (t.heads > 1)
+        t.head_stride = (in_page > 1 ? in_page : 1) * (row_bytes / t.heads);
+    if (chance(in, 2))
+        return t;
+    int64_t *const strides[] = {&t.stride, &t.page_stride, &t.head_stride};
+    const int64_t counts[] = {in_page, pages, t.heads > 1 ? t.heads : 1};
+    int64_t extent = t.heads > 1 ? row_bytes / t.heads : row_bytes;
+    const size_t first = take(in, 1) % 3, step = 1 + take(in, 1) % 2;
+    for (size_t i = 0; i < 3; i++) {
+        const size_t k = (first + i * step) % 3;
+        *strides[k] = extent + (chance(in, 2) ? (int64_t)(take(in, 1) % 20) : 0) - chance(in, 64);
+        extent += *strides[k] * (counts[k] > 1 ? counts[k] - 1 : 0);
+    }
+    return t;
+}
+
+/* Sets `bytes` to exactly what the table reaches, or to a byte more or less. */
+static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, int32_t layers, int64_t layer_stride,
+                       void *const *bases)
+{
+    struct verdict ignored = {0, 0, 0};
+    if (!chance(in, 4))
+        return;
+    const struct layout l = judge_table(&ignored, *t, row_bytes, t->rows, layers, layer_stride, bases);
+    t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(l.reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
+}
+
+static void spoil_table(struct input *in, kvprim_table *t)
+{
+    t->reserved[take(in, 1) % 2] = chance(in, 200);
+    if (!chance(in, 16))
+        return;
+    int64_t *const fields[] = {&t->rows, &t->stride, &t->page_rows, &t->page_stride, &t->head_stride};
+    const uint64_t field = take(in, 1) % 6;
+    const int64_t value = take_wild(in);
+    if (field < 5)
+        *fields[field] = value;
+    else
+        t->heads = (int32_t)(uint64_t)value;
+}
+
+/* Makes `count` indices around [0, rows) + base, some of them wild, in a block of exactly their size. They are `stride`
+   elements apart. */
+static void *take_index(struct input *in, struct index_list *x, int64_t count, int64_t rows)
+{
+    const size_t width = x->type == KVPRIM_I64 ? 8 : 4, step = (size_t)(x->stride ? x->stride : 1);
+    const size_t elements = count > 0 ? ((size_t)count - 1) * step + 1 : 0;
+    const int64_t base = x->base;
+    uint8_t *const index = malloc(elements * width + 1);
+    require(index != NULL, "out of memory");
+    x->data = index;
+    memset(index, 0x55, elements * width);
+    const uint64_t range = (uint64_t)(rows < 0 || rows > 64 ? 64 : rows) + 4;
+    for (int64_t i = 0; i < count; i++) {
+        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* may wrap: only the value counts */
+        const int64_t value = chance(in, 16) ? take_wild(in) : (int64_t)row;
+        const int32_t narrow = (int32_t)(uint32_t)(uint64_t)value;
+        memcpy(index + (size_t)i * step * width, width == 8 ? (const void *)&value : (const void *)&narrow, width);
+    }
+    return index;
+}
+
+/* Gives a table its memory: its own blocks, or a place in the previous table's block. */
+static void place(struct input *in, struct layout *t, void **bases)
+{
+    const wide layers = least(most(t->layers, 1), MAX_LAYERS);
+    const wide stack = t->bases ? 0 : least(times(layers - 1, t->layer_stride), MAX_BYTES);
+    const size_t bytes = (size_t)(least(t->extent, MAX_BYTES) + stack), shift = take(in, 1) % 17;
+    const struct block *const before = blocks_count ? &blocks[blocks_count - 1] : NULL;
+    for (wide layer = 0; t->bases && layer < layers; layer++)
+        bases[layer] = chance(in, 64) ? NULL : layer && chance(in, 64) ? bases[0] : new_block(bytes + shift) + shift;
+    if (t->bases)
+        return;
+    if (before && bytes <= before->bytes && chance(in, 4))
+        t->table.data = before->now + take(in, 2) % (before->bytes - bytes + 1);
+    else
+        t->table.data = new_block(shift + bytes + (chance(in, 4) ? take(in, 2) % 2000 : 0)) + shift;
+    if ((t->table.rows == 0 && !chance(in, 8)) || chance(in, 64))
+        t->table.data = NULL;
+}
+
+/* ---- the three operations ---- */
+
+/* All three operations begin with this: the number of rows to move, their bytes, and the rows of the indexed side. */
+struct shape {
+    int64_t count, row_bytes, rows;
+};
+
+static int64_t take_row_bytes(struct input *in)
+{
+    return 1 + (int64_t)(chance(in, 4) ? take(in, 2) % MAX_ROW : take(in, 1) % 70);
+}
+
+static struct shape take_shape(struct input *in)
+{
+    struct shape s;
+    const int many = chance(in, 4); /* more rows than kvprim prefetches ahead */
+    s.row_bytes = take_row_bytes(in);
+    s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
+    s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
+    return s;
+}
+
+static struct index_list take_list(struct input *in)
+{
+    struct index_list x = {NULL, KVPRIM_I32, 0, 0};
+    x.base = chance(in, 8) ? take_wild(in) : chance(in, 4) ? (int64_t)(take(in, 1) % 3) : 0;
+    x.stride = chance(in, 4) ? (int64_t)(take(in, 1) % 4) : 0;
+    x.type = chance(in, 64) ? (kvprim_index_type)(chance(in, 2) ? 3 : 0) : chance(in, 2) ? KVPRIM_I64 : KVPRIM_I32;
+    return x;
+}
+
+/* Rows of a side without an index: at least count, or sometimes one too few. */
+static int64_t rows_for(struct input *in, int64_t count)
+{
+    return count + (chance(in, 2) ? (int64_t)(take(in, 1) % 4) : 0) - chance(in, 32);
+}
+
+static void spoil(struct input *in, int64_t *size)
+{
+    if (chance(in, 48))
+        *size = take_wild(in);
+}
+
+/* `stride` is the descriptor's, which may be spoilt. */
+static void judge_index(struct verdict *v, const struct index_list *x, int64_t stride, int64_t count)
+{
+    must(v, stride < 0, KVPRIM_ERROR_SIZE);
+    may(v, stride > 1 << 20, KVPRIM_ERROR_SIZE); /* there may be a limit */
+    may(v, times(times(most(count, 0), 8), most(stride, 1)) >= address_space, KVPRIM_ERROR_SIZE);
+    must(v, !x->data, KVPRIM_ERROR_NULL);
+    must(v, x->type != KVPRIM_I32 && x->type != KVPRIM_I64, KVPRIM_ERROR_ARGUMENT);
+    v->outside |= stride != x->stride;
+}
+
+static uint32_t rejected; /* descriptors point at it */
+
+static uint32_t *take_rejected(struct input *in)
+{
+    rejected = chance(in, 8) ? UINT32_MAX : (uint32_t)take(in, 1);
+    (void)kvprim_fail(KVPRIM_OK, "%s", ""); /* so that an error's text must be its own */
+    return chance(in, 4) ? NULL : &rejected;
+}
+
+/* Compares the check's status with the verdict. Returns whether the operation is to succeed. If not, it may still be
+   called if the check refused it. */
+static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
+{
+    if (count == 0)
+        v->must = v->may = 0;
+    require(!v->must || checked != KVPRIM_OK, "a bad descriptor is accepted");
+    require(checked == KVPRIM_OK || ((v->must | v->may) & BIT(checked)), "refused with a status that does not fit");
+    require((checked == KVPRIM_OK) == (*kvprim_last_error() == 0), "status and text do not go together");
+    return checked == KVPRIM_OK && (count == 0 || !v->outside);
+}
+
+/* Ends a call that has run, or must not run. Compares *rejected and all memory. */
+static void end_call(kvprim_status checked, kvprim_status status, uint32_t rejected_expected)
+{
+    require(checked == status, "the check and the operation differ");
+    require(rejected == rejected_expected, "rejected is wrong");
+    compare_blocks();
+}
+
+static void fuzz_gather(struct input *in)
+{
+    const struct shape s = take_shape(in);
+    struct verdict v = {0, 0, 0};
+    kvprim_gather_desc d, resolved;
+    memset(&d, 0, sizeof d);
+    struct index_list x = take_list(in);
+    d.index_type = x.type;
+    d.index_base = x.base;
+    d.index_stride = x.stride;
+    d.row_bytes = s.row_bytes;
+    d.count = s.count;
+    d.src = take_table(in, s.rows, s.row_bytes);
+    d.dst = take_table(in, rows_for(in, s.count), s.row_bytes);
+    void *const index = take_index(in, &x, s.count, s.rows);
+    x.data = d.index = chance(in, 64) ? NULL : index;
+    spoil(in, &d.index_stride);
+    spoil_table(in, &d.src);
+    spoil_table(in, &d.dst);
+    spoil(in, &d.row_bytes);
+    spoil(in, &d.count);
+    d.rejected = take_rejected(in);
+
+    take_bytes(in, &d.src, d.row_bytes, 0, 0, NULL);
+    take_bytes(in, &d.dst, d.row_bytes, 0, 0, NULL);
+    struct layout src = judge_table(&v, d.src, d.row_bytes, d.src.rows, 0, 0, NULL);
+    struct layout dst = judge_table(&v, d.dst, d.row_bytes, d.count, 0, 0, NULL);
+    place(in, &src, NULL);
+    place(in, &dst, NULL);
+    d.src = src.table;
+    d.dst = dst.table;
+    must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
+    v.outside |= d.count > s.count;
+    judge_index(&v, &x, d.index_stride, d.count);
+    judge_memory(&v, &src);
+    judge_memory(&v, &dst);
+    judge_overlap(&v, &dst, &src);
+
+    const kvprim_status checked = kvprim_gather_check(&d, &resolved);
+    const int good = succeeds(&v, d.count, checked);
+    uint32_t expected = rejected;
+    for (int64_t i = 0; good && i < d.count; i++) {
+        const wide row = row_of(&x, i);
+        expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row, d.row_bytes);
+        expected += d.rejected && row >= d.src.rows;
+    }
+    end_call(checked, good || checked != KVPRIM_OK ? kvprim_gather(&d) : checked, expected);
+    require(!good || kvprim_gather_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
+    free(index);
+}
+
+static void fuzz_store(struct input *in)
+{
+    const struct shape s = take_shape(in);
+    struct verdict v = {0, 0, 0};
+    kvprim_store_desc d, resolved;
+    memset(&d, 0, sizeof d);
+    struct index_list x = take_list(in);
+    d.slot_type = x.type;
+    d.slot_base = x.base;
+    d.slot_stride = x.stride;
+    d.k_bytes = s.row_bytes;
+    d.v_bytes = chance(in, 2) ? take_row_bytes(in) : s.row_bytes;
+    d.count = s.count;
+    d.k_cache = take_table(in, s.rows, d.k_bytes);
+    d.v_cache = take_table(in, s.rows, d.v_bytes);
+    d.k = take_table(in, rows_for(in, s.count), d.k_bytes);
+    d.v = take_table(in, rows_for(in, s.count), d.v_bytes);
+    void *const slot = take_index(in, &x, s.count, s.rows);
+    x.data = d.slot = chance(in, 64) ? NULL : slot;
+    spoil(in, &d.slot_stride);
+    kvprim_table *const tables[] = {&d.k_cache, &d.v_cache, &d.k, &d.v};
+    spoil_table(in, tables[take(in, 1) % 4]);
+    spoil_table(in, tables[take(in, 1) % 4]);
+    spoil(in, chance(in, 2) ? &d.k_bytes : &d.v_bytes);
+    spoil(in, &d.count);
+    d.rejected = take_rejected(in);
+
+    const int k_only = chance(in, 4);
+    struct verdict v_half = {0, 0, 0};
+    take_bytes(in, &d.k_cache, d.k_bytes, 0, 0, NULL);
+    take_bytes(in, &d.v, d.v_bytes, 0, 0, NULL);
+    struct layout k_cache = judge_table(&v, d.k_cache, d.k_bytes, d.k_cache.rows, 0, 0, NULL);
+    struct layout k = judge_table(&v, d.k, d.k_bytes, d.count, 0, 0, NULL);
+    struct layout v_cache = judge_table(&v_half, d.v_cache, d.v_bytes, d.v_cache.rows, 0, 0, NULL);
+    struct layout v_in = judge_table(&v_half, d.v, d.v_bytes, d.count, 0, 0, NULL);
+    place(in, &k_cache, NULL);
+    place(in, &v_cache, NULL);
+    place(in, &k, NULL);
+    place(in, &v_in, NULL);
+    if (k_only) {
+        memset(&v_cache.table, 0, sizeof v_cache.table);
+        memset(&v_in.table, 0, sizeof v_in.table);
+        d.v_bytes = 0;
+    }
+    d.k_cache = k_cache.table;
+    d.v_cache = v_cache.table;
+    d.k = k.table;
+    d.v = v_in.table;
+    must(&v, d.count < 0 || d.k.rows < d.count, KVPRIM_ERROR_SIZE);
+    v.outside |= d.count > s.count;
+    judge_index(&v, &x, d.slot_stride, d.count);
+    judge_memory(&v, &k_cache);
+    judge_memory(&v, &k);
+    judge_overlap(&v, &k_cache, &k);
+    if (d.v_cache.data) {
+        v.must |= v_half.must;
+        v.may |= v_half.may;
+        v.outside |= v_half.outside;
+        must(&v, d.v.rows < d.count || d.k_cache.rows != d.v_cache.rows, KVPRIM_ERROR_SIZE);
+        judge_memory(&v, &v_cache);
+        judge_memory(&v, &v_in);
+        judge_overlap(&v, &v_cache, &v_in);
+        judge_overlap(&v, &v_cache, &k);
+        judge_overlap(&v, &k_cache, &v_in);
+        judge_pair(&v, &k_cache, &v_cache);
+    } else {
+        must(&v, d.k_cache.rows != 0 && (d.v.data || d.v_bytes), KVPRIM_ERROR_NULL);
+    }
+
+    const kvprim_status checked = kvprim_store_check(&d, &resolved);
+    const int good = succeeds(&v, d.count, checked);
+    uint32_t expected = rejected;
+    for (int64_t i = 0; good && i < d.count; i++) {
+        const wide row = row_of(&x, i);
+        expected += d.rejected && row >= d.k_cache.rows;
+        if (row < 0 || row >= d.k_cache.rows)
+            continue;
+        expect_row(&k_cache, row, &k, i, d.k_bytes);
+        if (d.v_cache.data)
+            expect_row(&v_cache, row, &v_in, i, d.v_bytes);
+    }
+    end_call(checked, good || checked != KVPRIM_OK ? kvprim_store(&d) : checked, expected);
+    require(!good || kvprim_store_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
+    free(slot);
+}
+
+/* No layer is written twice. */
+static void judge_layers(struct verdict *v, const struct layout *dst)
+{
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP);
+    for (wide i = 0; dst->bases && !v->outside && i < dst->layers; i++)
+        for (wide j = 0; j < i; j++)
+            must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
+}
+
+/* dst and src are one cache. A row that is both written and read in one call has no bytes to expect. */
+static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
+                             const struct layout *src, const struct index_list *to, const struct index_list *from,
+                             int same)
+{
+    must(v, d->same_cache != 0 && d->same_cache != 1, KVPRIM_ERROR_ARGUMENT);
+    if (!d->same_cache) {
+        judge_overlap(v, dst, src);
+        return;
+    }
+    may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* for the cache and the indices, if count is wild */
+    if (!same) {                              /* two caches that may lie in one place */
+        must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
+        may(v, 1, KVPRIM_ERROR_ARGUMENT);
+        v->outside = 1;
+    }
+    for (int64_t i = 0; !v->outside && i < d->count; i++)
+        for (int64_t j = 0; j < d->count; j++)
+            v->outside |= row_of(to, i) == row_of(from, j);
+}
+
+/* If both sides have the same type, only index_type says so; otherwise src has its own. */
+static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, const struct index_list *from)
+{
+    d->index_type = to->type;
+    d->src_index_type = from->type == to->type ? (kvprim_index_type)0 : from->type;
+    if (from->type == (kvprim_index_type)0) { /* not set, so the common type must not be set either */
+        d->index_type = (kvprim_index_type)0;
+        d->dst_index_type = to->type;
+    }
+    d->dst_index_base = to->base;
+    d->src_index_base = from->base;
+    d->dst_index_stride = to->stride;
+    d->src_index_stride = from->stride;
+}
+
+static void fuzz_transfer(struct input *in)
+{
+    const struct shape s = take_shape(in);
+    struct verdict v = {0, 0, 0};
+    kvprim_transfer_desc d, resolved;
+    memset(&d, 0, sizeof d);
+    struct index_list to_list = take_list(in), from_list = take_list(in);
+    d.row_bytes = s.row_bytes;
+    d.count = s.count;
+    d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
+    const int dst_indexed = !chance(in, 3), src_indexed = !chance(in, 3), same = chance(in, 4);
+    const int64_t dst_rows = dst_indexed ? (int64_t)(take(in, 1) % 20) : rows_for(in, s.count);
+    const int64_t src_rows = src_indexed ? s.rows : rows_for(in, s.count);
+    d.dst = take_table(in, dst_rows, s.row_bytes);
+    d.src = take_table(in, src_rows, s.row_bytes);
+    void *const dst_index = take_index(in, &to_list, s.count, dst_rows);
+    void *const src_index = take_index(in, &from_list, s.count, src_rows);
+    to_list.data = d.dst_index = dst_indexed ? dst_index : NULL;
+    from_list.data = d.src_index = src_indexed ? src_index : NULL;
+    set_lists(&d, &to_list, &from_list);
+    void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
+    d.dst_layers = chance(in, 3) ? dst_bases : NULL;
+    d.src_layers = chance(in, 3) ? src_bases : NULL;
+    d.dst_layer_stride = (!d.dst_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    d.src_layer_stride = (!d.src_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+    spoil_table(in, &d.src);
+    spoil_table(in, &d.dst);
+    if (same) {
+        d.src = d.dst;
+        d.src_layers = d.dst_layers;
+        d.src_layer_stride = d.dst_layer_stride;
+    }
+    d.same_cache = chance(in, 32) ? (int32_t)(uint64_t)take_wild(in) : same;
+    spoil(in, &d.row_bytes);
+    spoil(in, &d.count);
+    const int of_dst = chance(in, 2);
+    if (!same && !(of_dst ? d.dst_layers : d.src_layers))
+        spoil(in, of_dst ? &d.dst_layer_stride : &d.src_layer_stride);
+    if (!d.dst_layers && !d.src_layers && chance(in, 48))
+        d.layers = (int32_t)(uint64_t)take_wild(in);
+    d.rejected = take_rejected(in);
+
+    const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
+    take_bytes(in, &d.dst, d.row_bytes, d.layers, d.dst_layer_stride, d.dst_layers);
+    if (!same)
+        take_bytes(in, &d.src, d.row_bytes, d.layers, d.src_layer_stride, d.src_layers);
+    struct layout src = judge_table(&v, d.src, d.row_bytes, src_used, d.layers, d.src_layer_stride, d.src_layers);
+    struct layout dst = judge_table(&v, d.dst, d.row_bytes, dst_used, d.layers, d.dst_layer_stride, d.dst_layers);
+    if (same) {
+        struct layout *const larger = dst.extent > src.extent ? &dst : &src;
+        place(in, larger, dst_bases);
+        dst.table.data = src.table.data = larger->table.data;
+    } else {
+        place(in, &src, src_bases);
+        place(in, &dst, dst_bases);
+    }
+    d.src = src.table;
+    d.dst = dst.table;
+    must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
+    must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
+         KVPRIM_ERROR_SIZE);
+    v.outside |= d.count > s.count;
+    if (d.dst_index)
+        judge_index(&v, &to_list, d.dst_index_stride, d.count);
+    if (d.src_index)
+        judge_index(&v, &from_list, d.src_index_stride, d.count);
+    judge_memory(&v, &src);
+    judge_memory(&v, &dst);
+    judge_layers(&v, &dst);
+    judge_same_cache(&v, &d, &dst, &src, &to_list, &from_list, same);
+
+    const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
+    const int good = succeeds(&v, d.count, checked);
+    uint32_t expected = rejected;
+    for (int64_t i = 0; good && i < d.count; i++) {
+        const wide to = row_of(&to_list, i), from = row_of(&from_list, i);
+        expected += d.rejected && (to >= d.dst.rows || from >= d.src.rows);
+        if (to >= 0 && to < d.dst.rows && from >= 0 && from < d.src.rows)
+            expect_row(&dst, to, &src, from, d.row_bytes);
+    }
+    end_call(checked, good || checked != KVPRIM_OK ? kvprim_transfer(&d) : checked, expected);
+    require(!good || kvprim_transfer_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
+    free(dst_index);
+    free(src_index);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    struct input in = {data, data + size};
+    switch (take(&in, 1) % 3) {
+    case 0:
+        fuzz_gather(&in);
+        break;
+    case 1:
+        fuzz_store(&in);
+        break;
+    default:
+        fuzz_transfer(&in);
+    }
+    free_blocks();
+    return 0;
+}

@@ -1,0 +1,149 @@
+/* SPDX-License-Identifier: MIT */
+/* The part of CUDA's C++ that the kernels of kvprim_cuda.cuh use, on the CPU, one thread after another. Kernels that
+   shuffle, synchronise or share memory cannot run this way. Include it before kvprim_cuda.cuh, and define
+   KVPRIM_CUDA_EMULATE. */
+#ifndef CUDA_SHIM_H
+#define CUDA_SHIM_H
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include "../../kvprim.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define KVPRIM_UNROLL
+
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_)
+    {
+    }
+};
+
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+static inline uint32_t __funnelshift_r(uint32_t lo, uint32_t hi, uint32_t shift)
+{
+    return static_cast<uint32_t>((static_cast<uint64_t>(hi) << 32 | lo) >> (shift & 31));
+}
+
+static inline uint32_t __umulhi(uint32_t a, uint32_t b)
+{
+    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
+static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
+{
+    const uint32_t before = *at;
+    *at = before + value;
+    return before;
+}
+
+[[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
+static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
+static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
+static unsigned kvprim_emulate_launches;         /* so far */
+static unsigned kvprim_emulate_waits;            /* threads that waited for the kernel before, so far */
+
+template <class Kernel, class Params>
+static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
+{
+    for (unsigned i = 0; i < threads; i++) {
+        threadIdx = dim3(kvprim_emulate_last_first ? threads - 1 - i : i, 0, 0);
+        kernel(params);
+    }
+}
+
+/* Tests that look at parameters overload it. */
+template <class Params> static void kvprim_emulate_note(const Params &)
+{
+}
+
+template <class Kernel, class Params>
+static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
+{
+    const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
+    if (blocks == 0 || grid.x > INT32_MAX || threads == 0 || threads > 1024) {
+        printf("FAIL no GPU takes a launch of %llu blocks of %u threads\n", static_cast<unsigned long long>(blocks),
+               threads);
+        fflush(stdout);
+        abort();
+    }
+    kvprim_emulate_note(params);
+    gridDim = grid;
+    blockDim = dim3(threads, 1, 1);
+    kvprim_emulate_launches++;
+    for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
+        const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;
+        blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),
+                        static_cast<unsigned>(block / grid.x / grid.y));
+        kvprim_emulate_block(kernel, threads, params);
+    }
+}
+
+/* What kvprim_cuda.cuh leaves to PTX and to CUDA's runtime. */
+static inline void kvpc_pdl_wait()
+{
+    kvprim_emulate_waits++;
+}
+
+static inline void kvpc_pdl_trigger()
+{
+}
+
+static inline uint4 kvpc_load16(uint64_t address)
+{
+    return *reinterpret_cast<const uint4 *>(static_cast<uintptr_t>(address));
+}
+
+static inline void kvpc_store16(uint64_t address, uint4 v)
+{
+    *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
+}
+
+static inline int32_t kvpc_load_i32(uint64_t address)
+{
+    return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
+}
+
+static inline char *kvpc_global(uint64_t address)
+{
+    return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
+}
+
+static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
+{
+    return base + static_cast<uint64_t>(row) * stride;
+}
+
+static inline void kvpc_fetch_edges(uint64_t, uint32_t)
+{
+}
+
+static inline bool kvpc_has_pdl()
+{
+    return kvprim_emulate_pdl;
+}
+
+template <class Call, class Params>
+static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+                                const Params &params)
+{
+    kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
+    return KVPRIM_OK;
+}
+
+#endif /* CUDA_SHIM_H */

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: MIT
+# Shared by the scripts about GPUs, which read it with `. tests/gpu/environment.sh` in the top folder. CUDA_HOME, NVCC, CUDA_ARCH,
+# CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
+#
+# NVLink multicast stays off unless NCCL_NVLS_ENABLE says otherwise.
+
+: "${CUDA_HOME=}" "${NVCC=}" "${CUDA_ARCH=native}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}"
+: "${NCCL_NVLS_ENABLE=0}"
+export NCCL_NVLS_ENABLE
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+
+# system_headers FOLDER...: prints the flags for them, except for /usr/include, which C++'s own headers must find last.
+system_headers()
+{
+    for folder; do
+        [ -z "$folder" ] || [ "$folder" = /usr/include ] || printf ' -isystem %s' "$folder"
+    done
+}
+
+# nvcc's flags to compile with NCCL, and to link with that very library, whose only name may be libnccl.so.2.
+nccl_headers=$(system_headers "$NCCL_INCLUDE")
+nccl_link=
+[ -z "$NCCL_LIBRARY" ] ||
+    nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker -rpath -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
+
+# tool NAME PACKAGE: prints where one of NVIDIA's tools is, or says what to install.
+tool()
+{
+    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "${NVCC%/*}/$1" /usr/local/cuda/bin/"$1" /opt/cuda/bin/"$1" \
+        /opt/nvidia/nsight-compute/*/"$1"; do
+        [ ! -x "$place" ] || [ -d "$place" ] || { echo "$place"; return; }
+    done
+    echo "no $1 on PATH, under CUDA_HOME or beside nvcc: it is in $2" >&2
+    return 1
+}
+
+# recorded FILE HEADERS COMMAND...: prints the headers' checksums and the command's output, and keeps both in
+# tests/results/FILE.
+recorded()
+{
+    result=tests/results/$1 checked=$2
+    shift 2
+    mkdir -p build tests/results
+    { sha256sum $checked && "$@"; echo $? >build/recorded_code; } >"$result" 2>&1
+    cat "$result"
+    return "$(cat build/recorded_code)"
+}

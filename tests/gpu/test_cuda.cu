@@ -1,0 +1,1609 @@
+/* SPDX-License-Identifier: MIT */
+/* Compares kvprim_cuda_gather, _store, _transfer, _unpack, _move and the device functions on a GPU with the host
+   functions, byte by byte.
+
+       nvcc -arch=native -std=c++17 -O2 -I. tests/gpu/test_cuda.cu -o test_cuda && ./test_cuda
+
+   The argument `quick` runs about a tenth of the cases, for compute-sanitizer. `brief` runs each kernel a few times,
+   for those of its tools that look for shared memory and barriers, which no kernel here has. */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_cuda.cuh"
+#include "test_rows.h"
+#include "test_transfers.h"
+#include "test_fragments.h"
+#include <cuda_runtime.h>
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+static bool quick;
+
+/* ---- CUDA ---- */
+
+static void check_cuda(cudaError_t error, const char *call, int line)
+{
+    if (error == cudaSuccess)
+        return;
+    printf("FAIL line %d: %s: %s\n", line, call, cudaGetErrorString(error));
+    failed++;
+    exit(finish());
+}
+#define CUDA(call) check_cuda(call, #call, __LINE__)
+
+template <class T> static T *device_memory(size_t count)
+{
+    void *p;
+    CUDA(cudaMalloc(&p, count * sizeof(T)));
+    return static_cast<T *>(p);
+}
+
+/* Returns NULL and skips the test if there is not that much. */
+static unsigned char *much_device_memory(size_t bytes)
+{
+    void *p = nullptr;
+    const cudaError_t error = cudaMalloc(&p, bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        snprintf(skip_reason, sizeof skip_reason, "%.1f GB of device memory are not free",
+                 static_cast<double>(bytes) / 1e9);
+        return nullptr;
+    }
+    CUDA(error);
+    return static_cast<unsigned char *>(p);
+}
+
+static arena memory; /* of the main thread */
+static kvprim_cuda_launch main_launch;
+
+static cudaStream_t stream_of(const arena *a)
+{
+    return a->launch ? a->launch->stream : nullptr;
+}
+
+static void upload(const arena *a)
+{
+    CUDA(cudaMemcpyAsync(a->device, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
+}
+
+static void download(const arena *a)
+{
+    CUDA(cudaMemcpyAsync(a->got, a->device, a->used, cudaMemcpyDefault, stream_of(a)));
+    CUDA(cudaStreamSynchronize(stream_of(a)));
+}
+
+static void before(arena *a)
+{
+    upload(a);
+}
+
+static void allow(arena *, size_t, size_t)
+{
+}
+
+static void after(arena *a, bool)
+{
+    const cudaError_t left = cudaGetLastError();
+    if (left != cudaSuccess)
+        fail("%s: left behind the error %s", current, cudaGetErrorString(left));
+    download(a);
+}
+
+/* The memory of transfers' sources, or NULL: the arena. Its contents must not change. */
+static thread_local unsigned char *other_memory;
+static thread_local std::vector<unsigned char> other_contents;
+
+static void before_source(arena *a)
+{
+    if (!other_memory)
+        return;
+    other_contents.assign(a->got, a->got + a->used);
+    CUDA(cudaMemcpyAsync(other_memory, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
+}
+
+static unsigned char *source_of(const arena *a)
+{
+    return other_memory ? other_memory : a->device;
+}
+
+static void after_source(arena *)
+{
+    if (!other_memory)
+        return;
+    std::vector<unsigned char> left(other_contents.size());
+    CUDA(cudaMemcpy(left.data(), other_memory, left.size(), cudaMemcpyDefault));
+    if (left != other_contents)
+        fail("%s: the memory of the source has changed", current);
+}
+
+/* Gives an arena its own memory. Its descriptors run as `launch` says. */
+static void open_arena(arena *a, size_t capacity, const kvprim_cuda_launch *launch)
+{
+    void *pinned[2];
+    for (void *&p : pinned)
+        CUDA(cudaMallocHost(&p, capacity));
+    a->expected = static_cast<unsigned char *>(pinned[0]);
+    a->got = static_cast<unsigned char *>(pinned[1]);
+    a->device = device_memory<unsigned char>(capacity);
+    a->capacity = capacity;
+    a->launch = launch;
+}
+
+static void close_arena(arena *a)
+{
+    CUDA(cudaFreeHost(a->expected));
+    CUDA(cudaFreeHost(a->got));
+    CUDA(cudaFree(a->device));
+}
+
+/* ---- the same as in emulation ---- */
+
+static void test_gather()
+{
+    gather_matrix(&memory);
+}
+
+static void test_store()
+{
+    store_matrix(&memory);
+}
+
+static void test_counts()
+{
+    static const int64_t counts[] = {0, 1, 31, 32, 33, 1000, 20000, 100000};
+    count_matrix(&memory, quick ? 2 << 20 : 60 << 20, counts, sizeof counts / sizeof *counts);
+}
+
+static void test_options()
+{
+    static const int32_t max_sms[] = {0, 1, 8, 10000};
+    for (int n = 0; n < 8; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        small_matrix(&memory);
+        small_transfers(&memory);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
+static void test_null_launch()
+{
+    memory.launch = nullptr;
+    small_matrix(&memory);
+    memory.launch = &main_launch;
+}
+
+static void test_uses()
+{
+    vocabulary_shard(&memory);
+    padding_alone(&memory);
+    row_tails(&memory);
+    row_parts(&memory);
+}
+
+static void test_refused()
+{
+    bad_gathers(&memory);
+    bad_stores(&memory);
+    bad_transfers(&memory);
+    bad_launches(&memory);
+    bad_moves(&memory);
+}
+
+static void test_transfer()
+{
+    transfer_matrix(&memory);
+    transfer_heads_apart(&memory);
+    transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
+}
+
+static void test_layers()
+{
+    layer_matrix(&memory);
+}
+
+static void test_moves()
+{
+    static const int32_t max_sms[] = {0, 4};
+    for (int n = 0; n < 4; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        usual_moves(&memory);
+        random_moves(&memory, quick ? 40 : 300);
+        repointed_moves(&memory);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
+static void test_copies_on_write()
+{
+    copies_on_write(&memory);
+}
+
+static void test_random_transfers()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_transfer);
+}
+
+/* Makes an index type that only a C caller can pass. */
+static kvprim_index_type type_numbered(int number)
+{
+    kvprim_index_type type;
+    memcpy(&type, &number, sizeof type);
+    return type;
+}
+
+static void test_bad_types()
+{
+    for (const int number : {-1, 0, 3, 256}) {
+        kvprim_gather_desc gather = good_gather(&memory);
+        gather.index_type = type_numbered(number);
+        CHECK(try_gather(&memory, &gather, "index_type") == REFUSED);
+        kvprim_store_desc store = good_store(&memory);
+        store.slot_type = type_numbered(number);
+        CHECK(try_store(&memory, &store, "slot_type") == REFUSED);
+        kvprim_transfer_desc transfer = good_transfer(&memory);
+        transfer.index_type = type_numbered(number);
+        CHECK(try_transfer(&memory, &transfer, "index_type") == REFUSED);
+    }
+}
+
+static void test_random_gathers()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_gather);
+}
+
+static void test_random_stores()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_store);
+}
+
+/* ---- unpack ---- */
+
+static void test_unpack()
+{
+    batch_matrix(&memory, quick ? 1 << 20 : 8 << 20);
+}
+
+static void test_unpack_lengths()
+{
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 37 : 1) {
+        one_length(&memory, bytes, false);
+        if (bytes % 3 == 0)
+            one_length(&memory, bytes, true);
+    }
+}
+
+static void test_unpack_counts()
+{
+    static const size_t counts[] = {1023, 2100, 9000, 100000};
+    large_batches(&memory, counts, quick ? 2 : 4);
+    last_fragments(&memory);
+    for (const launches_case &c : launches_cases)
+        one_batch(&memory, &c.batch);
+}
+
+static void test_unpack_options()
+{
+    static const int32_t max_sms[] = {0, 1, 8, 10000};
+    for (int n = 0; n < 8; n++) {
+        main_launch.pdl = n % 2;
+        main_launch.max_sms = max_sms[n / 2];
+        small_batches(&memory);
+    }
+    main_launch.pdl = main_launch.max_sms = 0;
+    memory.launch = nullptr;
+    small_batches(&memory);
+    memory.launch = &main_launch;
+}
+
+static void test_bad_unpacks()
+{
+    bad_unpacks(&memory);
+}
+
+static void test_random_unpacks()
+{
+    fuzz(&memory, quick ? 300 : 5000, random_unpack);
+}
+
+/* ---- memory ---- */
+
+/* All memory of a move is pinned host memory, including indices and counter; then all is managed memory. */
+static void test_other_memory()
+{
+    unsigned char *const device = memory.device;
+    const size_t bytes = size_t(24) << 20;
+    void *pinned, *mapped, *managed;
+    CUDA(cudaHostAlloc(&pinned, bytes, cudaHostAllocMapped));
+    CUDA(cudaHostGetDevicePointer(&mapped, pinned, 0));
+    memory.device = static_cast<unsigned char *>(mapped);
+    small_matrix(&memory);
+    small_batches(&memory);
+    CUDA(cudaMallocManaged(&managed, bytes));
+    memory.device = static_cast<unsigned char *>(managed);
+    small_matrix(&memory);
+    small_batches(&memory);
+    memory.device = device;
+    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaFree(managed));
+}
+
+/* Memory of each kind, as the current device addresses it. */
+enum memory_kind { DEVICE, PINNED, MANAGED, PEER };
+static const char *const kind_names[] = {"device", "pinned", "managed", "peer"};
+
+static unsigned char *open_memory(memory_kind kind, size_t bytes)
+{
+    void *p, *mapped;
+    if (kind == PEER)
+        CUDA(cudaSetDevice(1));
+    if (kind == PINNED)
+        CUDA(cudaHostAlloc(&p, bytes, cudaHostAllocMapped | cudaHostAllocPortable));
+    else
+        CUDA(kind == MANAGED ? cudaMallocManaged(&p, bytes) : cudaMalloc(&p, bytes));
+    CUDA(cudaSetDevice(0));
+    if (kind != PINNED)
+        return static_cast<unsigned char *>(p);
+    CUDA(cudaHostGetDevicePointer(&mapped, p, 0));
+    return static_cast<unsigned char *>(mapped);
+}
+
+static void close_memory(memory_kind kind, unsigned char *p)
+{
+    CUDA(kind == PINNED ? cudaFreeHost(p) : cudaFree(p));
+}
+
+/* Transfers to memory of one kind from that of another, first with the whole GPU, then with a part of it. */
+static void transfers_between(memory_kind dst, memory_kind src)
+{
+    const size_t bytes = size_t(24) << 20;
+    unsigned char *const device = memory.device;
+    const int before_it = failures;
+    memory.device = open_memory(dst, bytes);
+    other_memory = open_memory(src, bytes);
+    for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
+        small_transfers(&memory);
+    main_launch.max_sms = 0;
+    close_memory(src, other_memory);
+    close_memory(dst, memory.device);
+    other_memory = nullptr;
+    memory.device = device;
+    if (failures != before_it)
+        fail("these were transfers to %s from %s memory", kind_names[dst], kind_names[src]);
+}
+
+static void test_transfer_memory()
+{
+    for (const memory_kind dst : {DEVICE, PINNED, MANAGED})
+        for (const memory_kind src : {DEVICE, PINNED, MANAGED})
+            transfers_between(dst, src);
+}
+
+static void test_peer_memory()
+{
+    int devices = 0, can = 0;
+    CUDA(cudaGetDeviceCount(&devices));
+    if (devices > 1)
+        CUDA(cudaDeviceCanAccessPeer(&can, 0, 1));
+    if (!can) {
+        snprintf(skip_reason, sizeof skip_reason, "none of %d devices can access another one's memory", devices);
+        return;
+    }
+    CUDA(cudaDeviceEnablePeerAccess(1, 0));
+    for (const memory_kind kind : {DEVICE, PINNED, MANAGED, PEER}) {
+        transfers_between(PEER, kind);
+        transfers_between(kind, PEER);
+    }
+    unsigned char *const device = memory.device;
+    memory.device = open_memory(PEER, size_t(24) << 20);
+    small_matrix(&memory);
+    small_batches(&memory);
+    close_memory(PEER, memory.device);
+    memory.device = device;
+    CUDA(cudaDeviceDisablePeerAccess(1));
+}
+
+/* Compares device memory with what it should hold, row by row. */
+static void check_rows(const char *what, const unsigned char *on_device, const std::vector<unsigned char> &want,
+                       int64_t row_bytes)
+{
+    std::vector<unsigned char> got(want.size());
+    CUDA(cudaMemcpy(got.data(), on_device, got.size(), cudaMemcpyDeviceToHost));
+    for (size_t i = 0; i < got.size(); i++)
+        if (got[i] != want[i]) {
+            fail("%s of %lld bytes: row %zu byte %zu: expected %02x, got %02x", what, static_cast<long long>(row_bytes),
+                 i / static_cast<size_t>(row_bytes), i % static_cast<size_t>(row_bytes), want[i], got[i]);
+            return;
+        }
+}
+
+/* A gather, and a store of its source over its output. Each table's allocation ends with the table's last byte; a
+   source's ends with the aligned 16-byte word that holds it. compute-sanitizer knows where allocations end. */
+static void exact_moves(int64_t row_bytes, const kvprim_cuda_launch *launch)
+{
+    enum { rows = 6, count = 9 };
+    static const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1}, slots[rows] = {8, 0, -1, 9, 3, 1};
+    const size_t src_bytes = static_cast<size_t>(rows * row_bytes), src_room = (src_bytes + 15) / 16 * 16;
+    std::vector<unsigned char> src(src_bytes), want(static_cast<size_t>(count * row_bytes));
+    unsigned char *const src_on = device_memory<unsigned char>(src_room);
+    unsigned char *const dst_on = device_memory<unsigned char>(want.size());
+    int32_t *const index_on = device_memory<int32_t>(count), *const slots_on = device_memory<int32_t>(rows);
+    fill(src.data(), src_bytes);
+    CUDA(cudaMemset(src_on, 0, src_room));
+    CUDA(cudaMemset(dst_on, 0xa5, want.size()));
+    CUDA(cudaMemcpy(src_on, src.data(), src_bytes, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(index_on, index, sizeof index, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(slots_on, slots, sizeof slots, cudaMemcpyHostToDevice));
+    const kvprim_table src_host = table_of(src.data(), rows), src_table = table_of(src_on, rows);
+    const kvprim_table dst_host = table_of(want.data(), count), dst_table = table_of(dst_on, count);
+    const kvprim_gather_desc gather_host =
+        gather_of(dst_host, src_host, row_bytes, index, KVPRIM_I32, 0, count, nullptr);
+    const kvprim_gather_desc gather =
+        gather_of(dst_table, src_table, row_bytes, index_on, KVPRIM_I32, 0, count, nullptr);
+    CHECK(kvprim_gather(&gather_host) == KVPRIM_OK && kvprim_cuda_gather(&gather, launch) == KVPRIM_OK);
+    check_rows("gather", dst_on, want, row_bytes);
+    const kvprim_store_desc store_host = store_of(dst_host, src_host, row_bytes, slots, KVPRIM_I32, rows, nullptr);
+    const kvprim_store_desc store = store_of(dst_table, src_table, row_bytes, slots_on, KVPRIM_I32, rows, nullptr);
+    CHECK(kvprim_store(&store_host) == KVPRIM_OK && kvprim_cuda_store(&store, launch) == KVPRIM_OK);
+    check_rows("store", dst_on, want, row_bytes);
+    CUDA(cudaFree(src_on));
+    CUDA(cudaFree(dst_on));
+    CUDA(cudaFree(index_on));
+    CUDA(cudaFree(slots_on));
+}
+
+static void test_exact_memory()
+{
+    kvprim_cuda_launch few = {}; /* other kernels */
+    few.max_sms = 4;
+    for (const int64_t row_bytes : row_sizes) {
+        exact_moves(row_bytes, nullptr);
+        exact_moves(row_bytes, &few);
+    }
+}
+
+/* ---- large ---- */
+
+static __global__ void count_others(const unsigned char *p, size_t bytes, unsigned char usual,
+                                    unsigned long long *count)
+{
+    unsigned long long n = 0;
+    for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < bytes; i += size_t(gridDim.x) * blockDim.x)
+        n += p[i] != usual;
+    if (n)
+        atomicAdd(count, n);
+}
+
+static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, size_t bytes)
+{
+    unsigned long long *const on = device_memory<unsigned long long>(1), count;
+    CUDA(cudaMemset(on, 0, sizeof *on));
+    count_others<<<2048, 256>>>(p, bytes, usual, on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&count, on, sizeof count, cudaMemcpyDeviceToHost));
+    CUDA(cudaFree(on));
+    return count;
+}
+
+/* No byte outside the rows may have changed. */
+static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
+{
+    const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
+    unsigned char input[small], output[small], stored[large_row_most];
+    uint32_t rejected;
+    large_move m;
+    m.table = much_device_memory(bytes);
+    if (!m.table)
+        return;
+    m.input = device_memory<unsigned char>(small);
+    m.output = device_memory<unsigned char>(small);
+    m.slots = device_memory<int64_t>(large_count);
+    m.rejected = device_memory<uint32_t>(1);
+    for (size_t i = 0; i < small; i++)
+        input[i] = static_cast<unsigned char>(1 + i); /* never the poison, nor 0 */
+    CUDA(cudaMemset(m.table, 0xa5, bytes));
+    CUDA(cudaMemset(m.output, 0, small));
+    CUDA(cudaMemset(m.rejected, 0, sizeof rejected));
+    CUDA(cudaMemcpy(m.input, input, small, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy(m.slots, large_slots, sizeof large_slots, cudaMemcpyHostToDevice));
+    move(&m, row_bytes);
+    CUDA(cudaMemcpy(output, m.output, small, cudaMemcpyDeviceToHost));
+    CUDA(cudaMemcpy(&rejected, m.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
+    CHECK(rejected == 2 * large_past);
+    for (int i = 0; i < large_count; i++) {
+        if (in_large_table(i))
+            CUDA(cudaMemcpy(stored, m.table + large_slots[i] * row_bytes, static_cast<size_t>(row_bytes),
+                            cudaMemcpyDeviceToHost));
+        check_large_row(i, row_bytes, input, output, in_large_table(i) ? stored : nullptr);
+    }
+    CHECK(bytes_other_than(0xa5, m.table, bytes) == static_cast<uint64_t>(large_stored * row_bytes));
+    CUDA(cudaFree(m.table));
+    CUDA(cudaFree(m.input));
+    CUDA(cudaFree(m.output));
+    CUDA(cudaFree(m.slots));
+    CUDA(cudaFree(m.rejected));
+}
+
+static void test_large_table()
+{
+    for (const int64_t row_bytes : {3, 16}) {
+        one_large_table(row_bytes, large_store_and_gather);
+        one_large_table(row_bytes, large_transfers);
+    }
+}
+
+enum { many_rows = 1000 };
+
+/* Index i of a gather of more than 2^31 rows. One in 1,000 is padding and one is past the end. */
+static __device__ int32_t many_index(uint64_t i)
+{
+    return i % 1000 == 0 ? -1 : i % 1000 == 1 ? many_rows : static_cast<int32_t>((i * 2654435761u >> 7) % many_rows);
+}
+
+static __global__ void fill_many(int32_t *index, uint64_t count)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count; i += uint64_t(gridDim.x) * blockDim.x)
+        index[i] = many_index(i);
+}
+
+static __global__ void check_many(const unsigned char *dst, const unsigned char *src, uint64_t count,
+                                  unsigned long long *wrong)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count;
+         i += uint64_t(gridDim.x) * blockDim.x) {
+        const int32_t row = many_index(i);
+        if (dst[i] != (row >= 0 && row < many_rows ? src[row] : 0))
+            atomicAdd(wrong, 1ull);
+    }
+}
+
+static void test_many_rows()
+{
+    const uint64_t count = (uint64_t(1) << 31) + 77, past = (count - 2) / 1000 + 1;
+    unsigned char *const block = much_device_memory(count * 5 + 4096);
+    if (!block)
+        return;
+    int32_t *const index = reinterpret_cast<int32_t *>(block);
+    unsigned char *const dst = block + count * 4, *const src = device_memory<unsigned char>(many_rows + 8);
+    unsigned char table[many_rows];
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    uint32_t *const rejected_on = device_memory<uint32_t>(1), rejected;
+    fill(table, many_rows);
+    CUDA(cudaMemset(dst, 0xa5, count + 4096));
+    CUDA(cudaMemset(src, 0, many_rows + 8));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    CUDA(cudaMemset(rejected_on, 0, sizeof rejected));
+    CUDA(cudaMemcpy(src, table, many_rows, cudaMemcpyHostToDevice));
+    fill_many<<<2048, 256>>>(index, count);
+    CUDA(cudaGetLastError());
+    const int64_t rows = static_cast<int64_t>(count);
+    const kvprim_gather_desc d =
+        gather_of(table_of(dst, rows), table_of(src, many_rows), 1, index, KVPRIM_I32, 0, rows, rejected_on);
+    kvprim_transfer_desc t = {};
+    t.dst = d.dst, t.src = d.src, t.row_bytes = 1, t.src_index = index, t.index_type = KVPRIM_I32;
+    t.count = rows, t.rejected = rejected_on;
+    for (uint64_t moves = 1; moves <= 2; moves++) {
+        if ((moves == 1 ? kvprim_cuda_gather(&d, nullptr) : kvprim_cuda_transfer(&t, nullptr)) != KVPRIM_OK)
+            fail("%s", kvprim_last_error());
+        check_many<<<2048, 256>>>(dst, src, count, wrong_on);
+        CUDA(cudaGetLastError());
+        CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+        CUDA(cudaMemcpy(&rejected, rejected_on, sizeof rejected, cudaMemcpyDeviceToHost));
+        if (wrong != 0 || rejected != moves * past)
+            fail("move %d: %llu of %llu rows are wrong, %u indices rejected, expected %llu", static_cast<int>(moves),
+                 wrong, static_cast<unsigned long long>(count), rejected,
+                 static_cast<unsigned long long>(moves * past));
+        CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
+        CUDA(cudaMemset(dst, 0, count)); /* a transfer skips the rows of padding */
+    }
+    CUDA(cudaFree(block));
+    CUDA(cudaFree(src));
+    CUDA(cudaFree(wrong_on));
+    CUDA(cudaFree(rejected_on));
+}
+
+/* Row i of a store of more than 2^31 rows goes to the cache's row count - 1 - i. Slots start at INT32_MIN. */
+static __device__ unsigned char many_byte(uint64_t i)
+{
+    return static_cast<unsigned char>(i * 2654435761u >> 13);
+}
+
+static __global__ void fill_store(int32_t *slot, unsigned char *input, uint64_t count)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count;
+         i += uint64_t(gridDim.x) * blockDim.x) {
+        slot[i] = static_cast<int32_t>(static_cast<int64_t>(count - 1 - i) + INT32_MIN);
+        input[i] = many_byte(i);
+    }
+}
+
+static __global__ void check_store(const unsigned char *cache, uint64_t count, unsigned long long *wrong)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < count; i += uint64_t(gridDim.x) * blockDim.x)
+        if (cache[i] != many_byte(count - 1 - i))
+            atomicAdd(wrong, 1ull);
+}
+
+static void test_many_slots()
+{
+    const uint64_t count = (uint64_t(1) << 31) + 77;
+    unsigned char *const block = much_device_memory(count * 6 + 4096);
+    if (!block)
+        return;
+    int32_t *const slot = reinterpret_cast<int32_t *>(block);
+    unsigned char *const input = block + count * 4, *const cache = input + count;
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    CUDA(cudaMemset(cache, 0xa5, count + 4096));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    fill_store<<<2048, 256>>>(slot, input, count);
+    CUDA(cudaGetLastError());
+    kvprim_store_desc d = {};
+    d.k_cache.data = cache, d.k.data = input;
+    d.k_cache.rows = d.k.rows = d.count = static_cast<int64_t>(count);
+    d.k_bytes = 1, d.slot = slot, d.slot_type = KVPRIM_I32, d.slot_base = INT32_MIN;
+    if (kvprim_cuda_store(&d, nullptr) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+    check_store<<<2048, 256>>>(cache, count, wrong_on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+    if (wrong != 0)
+        fail("%llu of %llu rows are wrong", wrong, static_cast<unsigned long long>(count));
+    CHECK(bytes_other_than(0xa5, cache + count, 4096) == 0);
+    CUDA(cudaFree(block));
+    CUDA(cudaFree(wrong_on));
+}
+
+/* ---- graphs, chains, streams ---- */
+
+static cudaGraphExec_t end_capture(size_t want_nodes)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    size_t n = 0;
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, nullptr, &n));
+    if (n != want_nodes)
+        fail("the graph has %zu nodes, expected %zu", n, want_nodes);
+    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return exec;
+}
+
+static void begin_capture()
+{
+    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+}
+
+/* Stores and gathers that follow each other in one arena. */
+struct chain {
+    std::vector<kvprim_store_desc> stores;
+    std::vector<kvprim_gather_desc> gathers; /* gather i follows store i */
+};
+
+static void chain_on_host(const chain *c)
+{
+    for (size_t i = 0; i < c->stores.size(); i++)
+        CHECK(kvprim_store(&c->stores[i]) == KVPRIM_OK && kvprim_gather(&c->gathers[i]) == KVPRIM_OK);
+}
+
+static void enqueue_chain(const chain *c)
+{
+    for (size_t i = 0; i < c->stores.size(); i++) {
+        const kvprim_store_desc store = on_device(&memory, c->stores[i]);
+        const kvprim_gather_desc gather = on_device(&memory, c->gathers[i]);
+        if (kvprim_cuda_store(&store, &main_launch) != KVPRIM_OK ||
+            kvprim_cuda_gather(&gather, &main_launch) != KVPRIM_OK)
+            fail("link %zu: %s", i, kvprim_last_error());
+    }
+}
+
+static void compare_chain(const chain *c, const char *what)
+{
+    std::vector<named_table> tables;
+    std::vector<kvprim_table> resolved(c->gathers.size() * 3);
+    for (size_t i = 0; i < c->gathers.size(); i++) {
+        const kvprim_gather_desc *const g = &c->gathers[i];
+        const kvprim_store_desc *const s = &c->stores[i];
+        resolved[3 * i] = kvprim_table_resolve(g->dst, g->row_bytes);
+        resolved[3 * i + 1] = kvprim_table_resolve(s->k_cache, s->k_bytes);
+        resolved[3 * i + 2] = kvprim_table_resolve(s->v_cache, s->v_bytes);
+        tables.push_back({"gathered", &resolved[3 * i], g->row_bytes, g->count});
+        tables.push_back({"k_cache", &resolved[3 * i + 1], s->k_bytes, s->k_cache.rows});
+        tables.push_back({"v_cache", &resolved[3 * i + 2], s->v_bytes, s->v_cache.rows});
+    }
+    compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
+}
+
+/* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from that V. The
+   second pair's V has the layout `last`: if it has heads, another kernel moves that pair. */
+static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, int depth)
+{
+    const int64_t rows = count + count / 2 + 1;
+    chain c;
+    empty(&memory);
+    kvprim_table cache[4], x = place(&memory, &layouts[0], count, row_bytes, 0);
+    for (int k = 0; k < 4; k++)
+        cache[k] = place(&memory, k == 3 ? last : &layouts[0], rows, row_bytes, 0);
+    for (int i = 0; i < depth; i++) {
+        kvprim_store_desc store = {};
+        store.k_cache = cache[i % 2 * 2];
+        store.v_cache = cache[i % 2 * 2 + 1];
+        store.k = store.v = x;
+        store.k_bytes = store.v_bytes = row_bytes;
+        store.slot_type = type_of(static_cast<unsigned>(i));
+        store.slot = place_index(&memory, store.slot_type, count, 0, rows, true);
+        store.count = count;
+        store.rejected = reserve_counter(&memory);
+        kvprim_gather_desc gather = {};
+        gather.dst = x = place(&memory, &layouts[0], count, row_bytes, 0);
+        gather.src = store.v_cache;
+        gather.row_bytes = row_bytes;
+        gather.index = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
+        gather.index_type = KVPRIM_I32;
+        gather.count = count;
+        c.stores.push_back(store);
+        c.gathers.push_back(gather);
+    }
+    return c;
+}
+
+/* Runs a chain from a stream, and from a graph, where the launches follow each other without a gap. */
+static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
+{
+    const int depth = 50;
+    const chain c = make_chain(count, row_bytes, last, depth);
+    const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    char what[120];
+    chain_on_host(&c);
+    memcpy(memory.got, start.data(), memory.used);
+    upload(&memory);
+    enqueue_chain(&c);
+    download(&memory);
+    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes, pdl %d", static_cast<long long>(count),
+             static_cast<long long>(row_bytes), main_launch.pdl);
+    compare_chain(&c, what);
+    begin_capture();
+    enqueue_chain(&c);
+    const cudaGraphExec_t exec = end_capture(2 * depth);
+    for (int replay = 0; replay < (quick ? 2 : 10); replay++) {
+        memcpy(memory.got, start.data(), memory.used);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        snprintf(what, sizeof what, "chain in a graph, replay %d: %lld rows of %lld bytes, pdl %d", replay,
+                 static_cast<long long>(count), static_cast<long long>(row_bytes), main_launch.pdl);
+        compare_chain(&c, what);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_chains()
+{
+    static const int64_t counts[] = {1, 8, 64, 64, 1000, 5000, 40}, sizes[] = {4096, 4096, 128, 1024, 256, 100, 20001};
+    for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--)
+        for (int i = 0; i < 14; i++)
+            one_chain(counts[i / 2], sizes[i / 2], &layouts[i % 2 * 8]);
+    main_launch.pdl = 0;
+}
+
+/* Indices change between replays, and everything else too. */
+static void one_graph(int64_t count, int64_t row_bytes)
+{
+    const chain c = make_chain(count, row_bytes, &layouts[4], 2);
+    begin_capture();
+    enqueue_chain(&c);
+    const cudaGraphExec_t exec = end_capture(4);
+    for (int replay = 0; replay < 6; replay++) {
+        fill(memory.expected, memory.used);
+        for (size_t i = 0; i < 2; i++) {
+            const kvprim_store_desc *const s = &c.stores[i];
+            const kvprim_gather_desc *const g = &c.gathers[i];
+            fill_index(const_cast<void *>(s->slot), s->slot_type, count, 0, s->k_cache.rows, true);
+            fill_index(const_cast<void *>(g->index), g->index_type, count, 0, g->src.rows, false);
+        }
+        memcpy(memory.got, memory.expected, memory.used);
+        chain_on_host(&c);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare_chain(&c, "replay with other indices");
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_graphs()
+{
+    static const int64_t counts[] = {1, 8, 300, 3000}, sizes[] = {64, 100, 1024, 4096};
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (int i = 0; i < 16; i++)
+            one_graph(counts[i % 4], sizes[i / 4]);
+    main_launch.pdl = 0;
+    kvprim_gather_desc nothing = good_gather(&memory), refused = on_device(&memory, nothing);
+    nothing.count = 0;
+    refused.index = nullptr;
+    begin_capture();
+    CHECK(kvprim_cuda_gather(&nothing, &main_launch) == KVPRIM_OK);
+    CHECK(kvprim_cuda_gather(&refused, &main_launch) == KVPRIM_ERROR_NULL);
+    const kvprim_transfer_desc no_transfer = {};
+    CHECK(kvprim_cuda_transfer(&no_transfer, &main_launch) == KVPRIM_OK);
+    CUDA(cudaGraphExecDestroy(end_capture(0)));
+}
+
+/* Captures an offload and a restore. The arrays of layers are gone when the graph runs, and the contents change. */
+static void one_transfer_graph(int32_t layers, int64_t row_bytes)
+{
+    const int64_t rows = 60, count = 40;
+    std::vector<void *> cache(static_cast<size_t>(layers)), store(cache.size());
+    empty(&memory);
+    kvprim_transfer_desc out = {};
+    out.src = place_layers(&memory, &layouts[8], rows, row_bytes, 0, layers, true, cache.data(), &out.src_layer_stride);
+    out.dst = place_layers(&memory, &layouts[0], rows, row_bytes, 0, layers, true, store.data(), &out.dst_layer_stride);
+    out.src_layers = cache.data();
+    out.dst_layers = store.data();
+    out.layers = layers;
+    out.row_bytes = row_bytes;
+    out.src_index = place_index(&memory, KVPRIM_I32, count, 0, rows, true);
+    out.index_type = KVPRIM_I32;
+    out.count = count;
+    out.rejected = reserve_counter(&memory);
+    kvprim_transfer_desc back = out;
+    std::swap(back.dst, back.src);
+    std::swap(back.dst_layers, back.src_layers);
+    std::swap(back.dst_index, back.src_index);
+    begin_capture();
+    {
+        device_transfer on(&memory, out), on_back(&memory, back);
+        CHECK(kvprim_cuda_transfer(&on.d, &main_launch) == KVPRIM_OK);
+        CHECK(kvprim_cuda_transfer(&on_back.d, &main_launch) == KVPRIM_OK);
+        for (device_transfer *const gone : {&on, &on_back})
+            memset(static_cast<void *>(gone), 0xa5, sizeof *gone);
+    }
+    const cudaGraphExec_t exec = end_capture(layers > 231 ? 4 : 2);
+    for (int replay = 0; replay < 4; replay++) {
+        fill(memory.expected, memory.used);
+        fill_index(const_cast<void *>(out.src_index), KVPRIM_I32, count, 0, rows, true);
+        memcpy(memory.got, memory.expected, memory.used);
+        CHECK(kvprim_transfer(&out) == KVPRIM_OK && kvprim_transfer(&back) == KVPRIM_OK);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare(&memory, "replayed transfers", nullptr, 0);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+static void test_transfer_graphs()
+{
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (const int32_t layers : {1, 64, 231, 300})
+            for (const int64_t row_bytes : {100, 2048})
+                one_transfer_graph(layers, row_bytes);
+    main_launch.pdl = 0;
+}
+
+/* ---- max_sms ---- */
+
+/* Each block takes half of an SM's threads, says where it runs, and stays until `stop`. */
+static __global__ void __launch_bounds__(1024) crowd(volatile unsigned *sm_of_block, const volatile unsigned *stop)
+{
+    unsigned sm;
+    asm("mov.u32 %0, %%smid;" : "=r"(sm));
+    if (threadIdx.x > 0)
+        return;
+    sm_of_block[blockIdx.x] = 1 + sm;
+    while (!*stop)
+        ;
+}
+
+/* Returns how many SMs a transfer with this max_sms runs on: those that a crowd as large as the GPU cannot fill. Every
+   layer has the same source in host memory, so the transfer takes long. Returns 0 and skips the test if there is no
+   device memory for the layers' copies. */
+static int sms_of_transfer(int32_t max_sms, int sms)
+{
+    enum { rows = 4096, row_bytes = 4096, layers = 128 }; /* 40 ms; the test looks at the crowd after 10 ms */
+    unsigned char *const on = much_device_memory(size_t(rows) * row_bytes * layers);
+    if (!on)
+        return 0;
+    unsigned char *const host = open_memory(PINNED, size_t(rows) * row_bytes);
+    const size_t blocks = 2 * static_cast<size_t>(sms);
+    volatile unsigned *seen;
+    void *pinned;
+    cudaStream_t beside;
+    cudaEvent_t done;
+    CUDA(cudaHostAlloc(&pinned, (blocks + 1) * sizeof *seen, cudaHostAllocMapped));
+    memset(pinned, 0, (blocks + 1) * sizeof *seen);
+    seen = static_cast<unsigned *>(pinned); /* the last one is `stop` */
+    CUDA(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking));
+    CUDA(cudaEventCreateWithFlags(&done, cudaEventDisableTiming));
+    void *from[layers];
+    std::fill_n(from, layers, host);
+    kvprim_transfer_desc d = {};
+    d.dst.rows = d.src.rows = d.count = rows;
+    d.dst.data = on;
+    d.src_layers = from;
+    d.layers = layers;
+    d.row_bytes = row_bytes;
+    const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
+    CHECK(kvprim_cuda_transfer(&d, &limited) == KVPRIM_OK);
+    CUDA(cudaEventRecord(done, main_launch.stream));
+    crowd<<<unsigned(blocks), 1024, 0, beside>>>(seen, seen + blocks);
+    CUDA(cudaGetLastError());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    std::vector<int> on_sm(static_cast<size_t>(sms));
+    for (size_t b = 0; b < blocks; b++)
+        if (seen[b])
+            on_sm[seen[b] - 1]++;
+    if (cudaEventQuery(done) != cudaErrorNotReady)
+        fail("max_sms %d: the transfer was too short to be seen", max_sms);
+    seen[blocks] = 1;
+    CUDA(cudaDeviceSynchronize());
+    (void)cudaGetLastError(); /* not ready */
+    CUDA(cudaEventDestroy(done));
+    CUDA(cudaStreamDestroy(beside));
+    CUDA(cudaFree(on));
+    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaFreeHost(host));
+    return sms - static_cast<int>(std::count(on_sm.begin(), on_sm.end(), 2));
+}
+
+static void test_crowds()
+{
+    cudaDeviceProp device;
+    CUDA(cudaGetDeviceProperties(&device, 0));
+    if (device.maxThreadsPerMultiProcessor != 2048) {
+        snprintf(skip_reason, sizeof skip_reason, "an SM of this GPU holds %d threads, not 2,048",
+                 device.maxThreadsPerMultiProcessor);
+        return;
+    }
+    cudaFuncAttributes loaded;
+    CUDA(cudaFuncGetAttributes(&loaded, crowd)); /* load it before it is to run beside something */
+    for (const int32_t max_sms : {1, 4, 8, 32}) {
+        const int got = sms_of_transfer(max_sms, device.multiProcessorCount);
+        if (!skip_reason[0] && (got < 1 || got > max_sms))
+            fail("max_sms %d: a transfer is seen on %d SMs", max_sms, got);
+    }
+}
+
+/* Returns the number of blocks of the kernel that one captured call launches. */
+static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), const kvprim_cuda_launch *launch)
+{
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    cudaKernelNodeParams kernel;
+    size_t n = 1;
+    begin_capture();
+    CHECK(call(launch) == KVPRIM_OK);
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, nullptr, &n));
+    CHECK(n == 1);
+    n = 1;
+    CUDA(cudaGraphGetNodes(graph, &node, &n));
+    CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
+    CUDA(cudaGraphDestroy(graph));
+    return kernel.gridDim.x * kernel.gridDim.y * kernel.gridDim.z;
+}
+
+static kvprim_status call_gather(const kvprim_cuda_launch *launch)
+{
+    const gather_case c = {1024, &layouts[0], &layouts[8], 0, 0, 5000, 6000, 0, KVPRIM_I32, false};
+    const int64_t bytes = 12 << 20; /* nothing is moved, only captured */
+    kvprim_gather_desc d = {};
+    size_t span;
+    d.dst = lay_out(c.dst_layout, c.count, c.row_bytes, &span);
+    d.src = lay_out(c.src_layout, c.src_rows, c.row_bytes, &span);
+    d.dst.data = memory.device;
+    d.src.data = memory.device + bytes;
+    d.row_bytes = c.row_bytes;
+    d.index = memory.device + 3 * bytes;
+    d.index_type = c.type;
+    d.count = c.count;
+    return kvprim_cuda_gather(&d, launch);
+}
+
+static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
+{
+    kvprim_transfer_desc d = {};
+    d.dst = table_of(memory.device, 100);
+    d.src = table_of(memory.device + (16 << 20), 100);
+    d.layers = 64;
+    d.row_bytes = 2048;
+    d.count = 100;
+    return kvprim_cuda_transfer(&d, launch);
+}
+
+static kvprim_status call_store(const kvprim_cuda_launch *launch)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = table_of(memory.device, 4000);
+    d.k = table_of(memory.device + (16 << 20), 4000);
+    d.k_bytes = 2048;
+    d.slot = memory.device + (32 << 20);
+    d.slot_type = KVPRIM_I32;
+    d.count = 4000;
+    return kvprim_cuda_store(&d, launch);
+}
+
+static kvprim_status call_unpack(const kvprim_cuda_launch *launch)
+{
+    static kvprim_fragment f[1000];
+    for (uint64_t i = 0; i < 1000; i++)
+        f[i] = {i * 7001, i * 8192, 7000};
+    kvprim_unpack_desc d = {};
+    d.src = memory.device, d.dst = memory.device + (16 << 20);
+    d.src_bytes = d.dst_bytes = 8 << 20;
+    d.fragments = f, d.count = 1000;
+    return kvprim_cuda_unpack(&d, launch);
+}
+
+/* A limited launch has as many blocks as SMs are allowed: no block runs on more than one SM. */
+static void test_blocks()
+{
+    for (const auto call : {call_gather, call_store, call_transfer, call_unpack}) {
+        for (const int32_t max_sms : {1, 3, 8, 100}) {
+            const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
+            CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
+        }
+        CHECK(blocks_of(call, &main_launch) > 132);
+    }
+}
+
+/* Unpacks that follow each other between two buffers. Each moves what the one before it left. */
+struct relay {
+    std::vector<std::vector<kvprim_fragment>> batches;
+    unsigned char *side[2];
+    size_t bytes;
+};
+
+static relay make_relay(size_t count, uint64_t bytes, sizes kind, size_t steps)
+{
+    relay r;
+    for (size_t s = 0; s < steps; s++) {
+        const batch_case c = {count, bytes, kind, SHUFFLED, ANYWHERE, s % 2 ? 16u : 1u, 0, 0, 1};
+        std::vector<kvprim_fragment> f(count);
+        for (size_t i = 0; i < count; i++)
+            f[i].bytes = size_of(&c, i);
+        const uint64_t dst_bytes = place_side(&c, c.dst, &f, &kvprim_fragment::dst_offset);
+        const uint64_t src_bytes = place_side(&c, c.src, &f, &kvprim_fragment::src_offset);
+        r.bytes = std::max({s ? r.bytes : 0, size_t(dst_bytes), size_t(src_bytes)});
+        r.batches.push_back(f);
+    }
+    empty(&memory);
+    for (unsigned char *&side : r.side)
+        side = static_cast<unsigned char *>(reserve(&memory, r.bytes, 0));
+    return r;
+}
+
+static kvprim_unpack_desc step_of(const relay *r, size_t s)
+{
+    kvprim_unpack_desc d = {};
+    d.src = r->side[s % 2], d.dst = r->side[1 - s % 2];
+    d.src_bytes = d.dst_bytes = r->bytes;
+    d.fragments = r->batches[s].data(), d.count = r->batches[s].size();
+    return d;
+}
+
+static void enqueue_relay(const relay *r)
+{
+    for (size_t s = 0; s < r->batches.size(); s++) {
+        kvprim_unpack_desc d = step_of(r, s);
+        d.src = on_device(&memory, d.src);
+        d.dst = on_device(&memory, d.dst);
+        if (kvprim_cuda_unpack(&d, &main_launch) != KVPRIM_OK)
+            fail("step %zu: %s", s, kvprim_last_error());
+    }
+}
+
+static void compare_relay(const char *what, size_t count, uint64_t bytes, int round)
+{
+    snprintf(current, sizeof current, "%s: %zu fragments of %llu bytes, pdl %d, round %d", what, count,
+             static_cast<unsigned long long>(bytes), main_launch.pdl, round);
+    compare(&memory, current, nullptr, 0);
+}
+
+static void one_relay(size_t count, uint64_t bytes, sizes kind)
+{
+    relay r = make_relay(count, bytes, kind, 8);
+    const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    for (size_t s = 0; s < r.batches.size(); s++) {
+        const kvprim_unpack_desc d = step_of(&r, s);
+        CHECK(kvprim_unpack(&d) == KVPRIM_OK);
+    }
+    memcpy(memory.got, start.data(), memory.used);
+    upload(&memory);
+    enqueue_relay(&r);
+    download(&memory);
+    compare_relay("relay", count, bytes, 0);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    begin_capture();
+    enqueue_relay(&r);
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    for (std::vector<kvprim_fragment> &f : r.batches)
+        memset(f.data(), 0xff, f.size() * sizeof f[0]);
+    for (int replay = 1; replay < (quick ? 3 : 6); replay++) {
+        memcpy(memory.got, start.data(), memory.used);
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        compare_relay("relay in a graph", count, bytes, replay);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+/* Batches of one launch, and of several that overlap. */
+static void test_unpack_relays()
+{
+    for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--) {
+        one_relay(100, 4096, EVEN);
+        one_relay(20000, 64, EVEN);
+        one_relay(20000, 1000, EVEN);
+        one_relay(6000, 300, LOGARITHMIC);
+        one_relay(3000, 100, ONE_LARGE);
+    }
+    main_launch.pdl = 0;
+}
+
+/* Returns a source byte, never the poison. */
+static __device__ unsigned char far_byte(uint64_t at)
+{
+    return static_cast<unsigned char>(1 + (at * 0x9e3779b97f4a7c15u >> 40) % 100);
+}
+
+static __global__ void fill_far(unsigned char *src)
+{
+    for (uint64_t i = blockIdx.x * uint64_t(blockDim.x) + threadIdx.x; i < far_bytes;
+         i += uint64_t(gridDim.x) * blockDim.x)
+        src[i] = far_byte(i);
+}
+
+static __global__ void check_far(const unsigned char *dst, const kvprim_fragment *f, unsigned long long *wrong)
+{
+    const kvprim_fragment one = f[blockIdx.x];
+    for (uint64_t b = blockIdx.y * uint64_t(blockDim.x) + threadIdx.x; b < one.bytes; b += gridDim.y * blockDim.x)
+        if (dst[one.dst_offset + b] != far_byte(one.src_offset + b))
+            atomicAdd(wrong, 1ull);
+}
+
+static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned char *src)
+{
+    const std::vector<kvprim_fragment> f = far_fragments(c);
+    kvprim_fragment *const on = device_memory<kvprim_fragment>(f.size());
+    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    uint64_t total = 0;
+    for (const kvprim_fragment &one : f)
+        total += one.bytes;
+    CUDA(cudaMemset(dst, 0xa5, far_bytes));
+    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
+    CUDA(cudaMemcpy(on, f.data(), f.size() * sizeof f[0], cudaMemcpyHostToDevice));
+    unpack_far(c, f, dst, src, nullptr);
+    check_far<<<dim3(unsigned(f.size()), c->count < 10 ? 1024 : 1), 256>>>(dst, on, wrong_on);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
+    if (wrong != 0 || bytes_other_than(0xa5, dst, far_bytes) != total)
+        fail("%s: %llu bytes are wrong, or others were written", current, wrong);
+    CUDA(cudaFree(on));
+    CUDA(cudaFree(wrong_on));
+}
+
+/* The last case's fragments are cut and have more than 4 GiB together; then comes one fragment of 4 GiB. */
+static void test_far_fragments()
+{
+    static const far_case whole = {1, uint64_t(1) << 32, 1, true};
+    unsigned char *const both = much_device_memory(2 * far_bytes);
+    if (!both)
+        return;
+    fill_far<<<2048, 256>>>(both);
+    CUDA(cudaGetLastError());
+    for (const far_case &c : far_cases)
+        one_far_batch(&c, both + far_bytes, both);
+    one_far_batch(&whole, both + far_bytes, both);
+    CUDA(cudaFree(both));
+}
+
+static void thread_main(unsigned seed)
+{
+    arena a = {};
+    kvprim_cuda_launch launch = {};
+    random_state = seed;
+    CUDA(cudaStreamCreateWithFlags(&launch.stream, cudaStreamNonBlocking));
+    open_arena(&a, size_t(24) << 20, &launch);
+    for (int round = 0; round < (quick ? 1 : 4); round++) {
+        launch.pdl = round % 2;
+        small_matrix(&a);
+        small_transfers(&a);
+        bad_gathers(&a);
+        bad_stores(&a);
+        bad_transfers(&a);
+        small_batches(&a);
+        bad_unpacks(&a);
+    }
+    close_arena(&a);
+    CUDA(cudaStreamDestroy(launch.stream));
+}
+
+static void test_threads()
+{
+    std::thread first(thread_main, 1000u), second(thread_main, 2000u);
+    first.join();
+    second.join();
+}
+
+/* ---- duplicate slots ---- */
+
+/* Whether the bytes at `offset` of a cache row come from one of the rows that were stored there. */
+static bool is_from_a_token(const kvprim_store_desc *d, const kvprim_table *input, const unsigned char *bytes,
+                            int64_t offset, size_t n, int64_t row)
+{
+    for (int64_t i = 0; i < d->count; i++)
+        if (index_at(d->slot, d->slot_type, i) == row &&
+            memcmp(static_cast<const char *>(input->data) + i * input->stride + offset, bytes, n) == 0)
+            return true;
+    return false;
+}
+
+/* Checks a cache's rows by aligned 16-byte blocks, and by bytes at unaligned ends; then accepts them. */
+static void check_duplicates(const kvprim_store_desc *d, const char *name, const kvprim_table *cache,
+                             const kvprim_table *input, int64_t row_bytes)
+{
+    for (int64_t row = 0; row < cache->rows; row++) {
+        const size_t start = offset_of(&memory, cache->data) + static_cast<size_t>(row * cache->stride);
+        for (int64_t b = 0; b < row_bytes;) {
+            const size_t here = start + static_cast<size_t>(b);
+            const size_t n = here % 16 == 0 && b + 16 <= row_bytes ? 16 : 1;
+            if (!is_from_a_token(d, input, memory.got + here, b, n, row))
+                fail("%s row %lld of %lld bytes: %zu bytes at %lld are of no token", name, static_cast<long long>(row),
+                     static_cast<long long>(row_bytes), n, static_cast<long long>(b));
+            b += static_cast<int64_t>(n);
+        }
+        memcpy(memory.expected + start, memory.got + start, static_cast<size_t>(row_bytes));
+    }
+}
+
+static void one_duplicates(int64_t row_bytes, size_t cache_align, size_t input_align)
+{
+    const int64_t count = 3000, rows = 7;
+    empty(&memory);
+    kvprim_store_desc d = {};
+    d.k_cache = place(&memory, &layouts[0], rows, row_bytes, cache_align);
+    d.v_cache = place(&memory, &layouts[0], rows, row_bytes, 0);
+    d.k = place(&memory, &layouts[0], count, row_bytes, input_align);
+    d.v = place(&memory, &layouts[0], count, row_bytes, input_align);
+    d.k_bytes = d.v_bytes = row_bytes;
+    void *const slot = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
+    for (int64_t i = 0; i < count; i++)
+        set_index(slot, KVPRIM_I32, i, i < rows ? i : static_cast<int64_t>(below(uint64_t(rows))));
+    d.slot = slot;
+    d.slot_type = KVPRIM_I32;
+    d.count = count;
+    memcpy(memory.got, memory.expected, memory.used);
+    upload(&memory);
+    const kvprim_store_desc on = on_device(&memory, d);
+    CHECK(kvprim_cuda_store(&on, &main_launch) == KVPRIM_OK);
+    download(&memory);
+    check_duplicates(&d, "k_cache", &d.k_cache, &d.k, row_bytes);
+    check_duplicates(&d, "v_cache", &d.v_cache, &d.v, row_bytes);
+    compare(&memory, "duplicate slots", nullptr, 0);
+}
+
+static void test_duplicates()
+{
+    main_launch.max_sms = 16; /* another kernel */
+    one_duplicates(100, 3, 5);
+    one_duplicates(1152, 0, 0);
+    one_duplicates(5000, 7, 4);
+    main_launch.max_sms = 0;
+    static const int64_t sizes[] = {16, 64, 100, 128, 256, 1000, 1152, 2048, 4096};
+    for (const int64_t row_bytes : sizes)
+        for (int round = 0; round < 4; round++) {
+            static const size_t cache[] = {0, 0, 8, 3}, input[] = {0, 5, 8, 12};
+            one_duplicates(row_bytes, cache[round], input[round]);
+        }
+}
+
+/* ---- kvprim_warp_copy and kvprim_warp_zero ---- */
+
+static void one_warp_length(unsigned char *src, unsigned char *src_on, size_t bytes, bool zero, dim3 block)
+{
+    const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
+    const warp_cases c = {memory.device, src_on, slot, bytes, zero};
+    memset(memory.expected, 0xc3, all);
+    memcpy(memory.got, memory.expected, all);
+    expect_warps(memory.expected, src, bytes, zero);
+    memory.used = all;
+    upload(&memory);
+    move_by_warps<<<warp_alignments * 32 / (block.x * block.y), block, 0, main_launch.stream>>>(c);
+    CUDA(cudaGetLastError());
+    download(&memory);
+    compare_warps(memory.got, memory.expected, bytes, zero);
+}
+
+static void test_warps()
+{
+    const size_t most = warp_alignments * warp_slot(longest_warp_copy);
+    std::vector<unsigned char> src(most);
+    unsigned char *const src_on = device_memory<unsigned char>(most);
+    static const dim3 blocks[] = {dim3(128), dim3(32), dim3(256), dim3(32, 4)};
+    fill(src.data(), most);
+    CUDA(cudaMemcpy(src_on, src.data(), most, cudaMemcpyHostToDevice));
+    CUDA(cudaDeviceSynchronize());
+    empty(&memory);
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 17 : 1) {
+        one_warp_length(src.data(), src_on, bytes, false, blocks[bytes % 4]);
+        if (bytes % 3 == 0 || bytes < 300)
+            one_warp_length(src.data(), src_on, bytes, true, blocks[bytes / 3 % 4]);
+    }
+    CUDA(cudaFree(src_on));
+}
+
+/* ---- errors of others ---- */
+
+/* An earlier CUDA error of the caller is neither taken for an error of this call nor cleared. */
+static void test_earlier_error()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    memcpy(memory.got, memory.expected, memory.used);
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    upload(&memory);
+    void *p;
+    const cudaError_t earlier = cudaMalloc(&p, SIZE_MAX / 2);
+    CHECK(earlier != cudaSuccess);
+    if (kvprim_cuda_gather(&on, &main_launch) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
+    CHECK(cudaGetLastError() == earlier);
+    download(&memory);
+    compare(&memory, "after an earlier error", nullptr, 0);
+}
+
+/* CUDA refuses an implicit synchronisation with a stream that is being captured. The error says so. */
+static void test_legacy_capture()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    cudaStream_t blocking;
+    cudaGraph_t graph = nullptr;
+    CUDA(cudaStreamCreate(&blocking));
+    CUDA(cudaStreamBeginCapture(blocking, cudaStreamCaptureModeGlobal));
+    CHECK(kvprim_cuda_gather(&on, nullptr) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "cudaErrorStreamCaptureImplicit"))
+        fail("a launch on the legacy stream beside a capture: %s", kvprim_last_error());
+    CHECK(cudaGetLastError() == cudaSuccess);
+    CHECK(cudaStreamEndCapture(blocking, &graph) == cudaErrorStreamCaptureInvalidated);
+    (void)cudaGetLastError();
+    CHECK(graph == nullptr);
+    CUDA(cudaStreamDestroy(blocking));
+}
+
+#ifdef KVPRIM_DEBUG
+static bool named(kvprim_status status, const char *field)
+{
+    return status == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), field) &&
+           strstr(kvprim_last_error(), "which the GPU cannot");
+}
+
+static void unreachable_gathers(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    kvprim_gather_desc g = gather;
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
+    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
+    g = gather, g.dst.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
+    g = gather, g.src.data = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.src.rows = int64_t(1) << 44; /* after everything else, which it would overlap */
+    g.src.data = on_device(&memory, memory.expected + memory.used);
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
+    g = gather, g.index = host;
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
+    g = gather, g.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
+}
+
+static void unreachable_stores(void *host)
+{
+    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
+    kvprim_store_desc s = store;
+    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
+    s.k_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
+    s = store, s.v_cache.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
+    s = store, s.k.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
+    s = store, s.v.data = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v reaches"));
+    s = store, s.slot = host;
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
+    s = store, s.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_store(&s, &main_launch), "rejected"));
+}
+
+static void unreachable_transfers(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    kvprim_transfer_desc transfer = {};
+    transfer.dst = gather.dst, transfer.src = gather.src, transfer.row_bytes = gather.row_bytes;
+    transfer.src_index = gather.index, transfer.index_type = gather.index_type, transfer.count = gather.count;
+    kvprim_transfer_desc t = transfer;
+    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
+    t.dst.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+    t = transfer, t.src.data = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src"));
+    t = transfer, t.src_index = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src_index"));
+    t = transfer, t.dst_index = host;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst_index"));
+    t = transfer, t.rejected = static_cast<uint32_t *>(host);
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "rejected"));
+    void *layers[] = {transfer.dst.data, host};
+    t = transfer, t.layers = 2, t.dst_layers = layers, t.src.rows /= 2;
+    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+}
+
+static void unreachable_unpacks(void *host)
+{
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    const kvprim_fragment f = {0, 0, 16};
+    kvprim_unpack_desc u = {};
+    u.src = gather.src.data, u.dst = gather.dst.data;
+    u.src_bytes = u.dst_bytes = 16;
+    u.fragments = &f, u.count = 1;
+    CHECK(kvprim_cuda_unpack(&u, &main_launch) == KVPRIM_OK);
+    u.src = host;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
+    u.dst = static_cast<char *>(host) + 16;
+    CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
+}
+
+/* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
+static void test_unreachable()
+{
+    int pageable;
+    CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+    if (pageable) {
+        snprintf(skip_reason, sizeof skip_reason, "this GPU reaches all of the host's memory");
+        return;
+    }
+    void *const host = calloc(1, 1 << 20);
+    unreachable_gathers(host);
+    unreachable_stores(host);
+    unreachable_transfers(host);
+    unreachable_unpacks(host);
+    CUDA(cudaStreamSynchronize(main_launch.stream));
+    free(host);
+}
+#endif
+
+static __global__ void trap()
+{
+    asm volatile("trap;");
+}
+
+/* Afterwards nothing works in this process. */
+static void test_earlier_work()
+{
+    const kvprim_gather_desc d = good_gather(&memory), on = on_device(&memory, d);
+    trap<<<1, 1, 0, main_launch.stream>>>();
+    CHECK(cudaStreamSynchronize(main_launch.stream) == cudaErrorLaunchFailure);
+    CHECK(kvprim_cuda_gather(&on, &main_launch) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "work before it failed: cudaErrorLaunchFailure"))
+        fail("after a kernel that trapped: %s", kvprim_last_error());
+}
+
+static void test_no_device()
+{
+    alignas(16) static char bytes[64];
+    static const int32_t index[1] = {0};
+    kvprim_gather_desc d = {};
+    d.dst.data = bytes, d.dst.rows = 1;
+    d.src.data = bytes + 32, d.src.rows = 1;
+    d.row_bytes = 16, d.index = index, d.index_type = KVPRIM_I32, d.count = 1;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_ERROR_CUDA);
+    if (!strstr(kvprim_last_error(), "kvprim_cuda_gather: cudaError"))
+        fail("without a device: %s", kvprim_last_error());
+}
+
+static bool find_device()
+{
+    int n = 0;
+    const cudaError_t error = cudaGetDeviceCount(&n);
+    cudaDeviceProp device;
+    if (error != cudaSuccess || n == 0) {
+        run("cuda: a call without a device", test_no_device);
+        printf("skip cuda: no CUDA device (%s)\n", error != cudaSuccess ? cudaGetErrorString(error) : "0 devices");
+        skipped++;
+        return false;
+    }
+    CUDA(cudaGetDeviceProperties(&device, 0));
+    printf("device %s, sm_%d%d%s\n", device.name, device.major, device.minor, quick ? ", quick" : "");
+    return true;
+}
+
+static void run_brief()
+{
+    run("cuda: max_sms, pdl", test_options);
+    run("cuda: transfers in graphs", test_transfer_graphs);
+    run("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run("cuda: graphs replayed with other indices", test_graphs);
+    run("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run("cuda: two threads, two streams", test_threads);
+}
+
+static void run_quick()
+{
+    run("cuda: gather, sizes x layouts, sizes x alignments", test_gather);
+    run("cuda: store, sizes x layouts, sizes x alignments", test_store);
+    run("cuda: counts", test_counts);
+    run("cuda: max_sms, pdl", test_options);
+    run("cuda: no launch options", test_null_launch);
+    run("cuda: vocabulary shard, padding alone", test_uses);
+    run("cuda: bad descriptors", test_refused);
+    run("cuda: bad index types", test_bad_types);
+    run("cuda: random gathers", test_random_gathers);
+    run("cuda: random stores", test_random_stores);
+    run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run("cuda: transfer, layers", test_layers);
+    run("cuda: transfer inside one cache", test_copies_on_write);
+    run("cuda: several moves at once", test_moves);
+    run("cuda: random transfers", test_random_transfers);
+    run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
+    run("cuda: transfers to and from another GPU's memory", test_peer_memory);
+    run("cuda: transfers in graphs", test_transfer_graphs);
+    run("cuda: max_sms, blocks", test_blocks);
+    run("cuda: duplicate slots", test_duplicates);
+    run("cuda: pinned and managed memory", test_other_memory);
+    run("cuda: allocations that end with the table", test_exact_memory);
+    run("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run("cuda: graphs replayed with other indices", test_graphs);
+    run("cuda: chains of stores and gathers", test_chains);
+    run("cuda: unpack, sizes x kinds x orders", test_unpack);
+    run("cuda: unpack, lengths x alignments", test_unpack_lengths);
+    run("cuda: unpack, counts", test_unpack_counts);
+    run("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run("cuda: unpack, bad descriptors", test_bad_unpacks);
+    run("cuda: random unpacks", test_random_unpacks);
+    run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
+    run("cuda: two threads, two streams", test_threads);
+#ifdef KVPRIM_DEBUG
+    run("cuda: memory out of the GPU's reach", test_unreachable);
+#endif
+}
+
+/* Not under compute-sanitizer, which would report the error that is made here, and take minutes for 2^31 rows. */
+static void run_long()
+{
+    run("cuda: max_sms, what runs beside", test_crowds);
+    run("cuda: past 4 GiB and 2^31", test_large_table);
+    run("cuda: an earlier error of the caller's", test_earlier_error);
+    run("cuda: more than 2^31 rows", test_many_rows);
+    run("cuda: more than 2^31 slots", test_many_slots);
+    run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
+    run("cuda: the legacy stream beside a capture", test_legacy_capture);
+    run("cuda: earlier work that failed", test_earlier_work);
+}
+
+int main(int argc, char **argv)
+{
+    const bool brief = argc == 2 && strcmp(argv[1], "brief") == 0;
+    quick = brief || (argc == 2 && strcmp(argv[1], "quick") == 0);
+    if (argc > 2 || (argc == 2 && !quick)) {
+        fprintf(stderr, "usage: %s [quick|brief]\n", argv[0]);
+        return 2;
+    }
+    if (!find_device())
+        return finish();
+    thin = quick ? 13 : 1;
+    CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
+    open_arena(&memory, size_t(288) << 20, &main_launch);
+    brief ? run_brief() : run_quick();
+    if (!quick) {
+        run_long();
+        return finish(); /* nothing can be freed after a trap */
+    }
+    close_arena(&memory);
+    CUDA(cudaStreamDestroy(main_launch.stream));
+    return finish();
+}

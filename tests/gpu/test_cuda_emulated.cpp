@@ -1,0 +1,841 @@
+/* SPDX-License-Identifier: MIT */
+/* Runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, without a GPU or CUDA. With AddressSanitizer
+   all bytes that a contract does not name are out of bounds.
+
+       c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/gpu/test_cuda_emulated.cpp && ./a.out
+
+   With the argument `all` it runs three times as many cases. */
+#define KVPRIM_CUDA_EMULATE
+#define KVPRIM_DEBUG
+#include "cuda_shim.h"
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_cuda.cuh"
+#include "test_rows.h"
+#include "test_transfers.h"
+#include "test_fragments.h"
+#if !defined(_WIN32)
+#include <sys/mman.h>
+#endif
+
+#if defined(__SANITIZE_ADDRESS__)
+#define WITH_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define WITH_ASAN 1
+#endif
+#endif
+
+#ifdef WITH_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+
+static void say_where()
+{
+    fprintf(stderr, "in %s\n", current);
+}
+#else
+#define ASAN_POISON_MEMORY_REGION(p, bytes) ((void)(p), (void)(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(p, bytes) ((void)(p), (void)(bytes))
+#endif
+
+/* ---- memory ---- */
+
+static arena memory;
+static unsigned launches_before;
+
+static void before(arena *a)
+{
+    launches_before = kvprim_emulate_launches;
+    kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
+    ASAN_POISON_MEMORY_REGION(a->got, a->used);
+}
+
+static void allow(arena *a, size_t offset, size_t bytes)
+{
+    ASAN_UNPOISON_MEMORY_REGION(a->got + offset, bytes);
+}
+
+static void after(arena *a, bool enqueued)
+{
+    ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
+    if ((kvprim_emulate_launches != launches_before) != enqueued)
+        fail("%s: %u kernels were launched", current, kvprim_emulate_launches - launches_before);
+    if (enqueued && a->launch && a->launch->max_sms > 0 && gridDim.x > static_cast<unsigned>(a->launch->max_sms))
+        fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
+}
+
+static void before_source(arena *)
+{
+}
+
+static unsigned char *source_of(const arena *a)
+{
+    return a->device;
+}
+
+static void after_source(arena *)
+{
+}
+
+static unsigned char *allocate(size_t bytes)
+{
+    unsigned char *const p = static_cast<unsigned char *>(malloc(bytes + 64));
+    if (!p) {
+        printf("FAIL out of memory\n0 passed, 1 failed, 0 skipped\n");
+        exit(1);
+    }
+    return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64;
+}
+
+/* ---- tests ---- */
+
+static void test_gather()
+{
+    gather_matrix(&memory);
+}
+
+static void test_store()
+{
+    store_matrix(&memory);
+}
+
+static void test_counts()
+{
+    static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 2048, 2049, 4096, 4097, 20000};
+    count_matrix(&memory, 1 << 21, counts, sizeof counts / sizeof *counts);
+}
+
+static void test_max_sms()
+{
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
+        launch.pdl = launch.max_sms % 2;
+        small_matrix(&memory);
+        small_transfers(&memory);
+    }
+    memory.launch = nullptr;
+}
+
+static void test_uses()
+{
+    vocabulary_shard(&memory);
+    padding_alone(&memory);
+    row_tails(&memory);
+    row_parts(&memory);
+}
+
+static void test_refused()
+{
+    bad_gathers(&memory);
+    bad_stores(&memory);
+    bad_transfers(&memory);
+    bad_launches(&memory);
+    bad_moves(&memory);
+}
+
+static void test_transfer()
+{
+    transfer_matrix(&memory);
+    transfer_heads_apart(&memory);
+    transfer_counts(&memory, 4 << 20);
+}
+
+/* A launch takes at least as many layers as the header says. */
+static void test_layers()
+{
+    layer_matrix(&memory);
+    for (const int32_t layers : {1, 128, 231, 232, 433}) {
+        std::vector<unsigned char> dst(433), src(433);
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(dst.data(), 1);
+        d.src = table_of(src.data(), 1);
+        d.row_bytes = d.count = 1;
+        d.layers = layers;
+        fill(src.data(), src.size());
+        const unsigned before_it = kvprim_emulate_launches;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+        CHECK(kvprim_emulate_launches - before_it <= static_cast<unsigned>(layers + 230) / 231);
+        CHECK(memcmp(dst.data(), src.data(), static_cast<size_t>(layers)) == 0);
+        static const int32_t past[1] = {1};
+        uint32_t rejected = 0;
+        d.src_index = past, d.index_type = KVPRIM_I32, d.rejected = &rejected;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 1); /* however many launches */
+    }
+}
+
+/* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
+   layers, are one launch. */
+static void test_launches_of_moves()
+{
+    unsigned char bytes[4096] = {0};
+    const int32_t index[4] = {0, 1, 2, 3};
+    kvprim_move m[5];
+    for (size_t n = 1; n <= 5; n++)
+        for (int kind = 0; kind < 4; kind++) {
+            for (size_t k = 0; k < n; k++) {
+                kvprim_transfer_desc d = {};
+                d.dst = table_of(bytes + 256 * k, 4);
+                d.src = table_of(bytes + 2048 + 256 * k, 4);
+                d.row_bytes = kind % 2 ? static_cast<int64_t>(16 + 16 * k) : 16;
+                d.count = 4;
+                if (kind < 2)
+                    d.dst_index = d.src_index = index, d.index_type = KVPRIM_I32;
+                CHECK(kvprim_transfer_moves(&d, &m[k]) == KVPRIM_OK);
+            }
+            const unsigned first = kvprim_emulate_launches;
+            CHECK(kvprim_cuda_move(m, n, nullptr) == KVPRIM_OK);
+            CHECK(kvprim_emulate_launches - first == (n == 5 && kind % 2 ? 2u : 1u));
+        }
+}
+
+static void test_moves()
+{
+    kvprim_cuda_launch launch = {};
+    usual_moves(&memory);
+    random_moves(&memory, 200);
+    repointed_moves(&memory);
+    memory.launch = &launch;
+    for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
+        random_moves(&memory, 40);
+    memory.launch = nullptr;
+}
+
+/* The threads that move something wait for the kernel before if, and only if, the launch is a dependent one. */
+static void expect_waits(const char *what, bool dependent, kvprim_status status)
+{
+    CHECK(status == KVPRIM_OK);
+    if ((kvprim_emulate_waits > 0) != dependent)
+        fail("%s: %u threads waited", what, kvprim_emulate_waits);
+    kvprim_emulate_waits = 0;
+}
+
+static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int64_t row_bytes, kvprim_index_type type)
+{
+    alignas(16) static unsigned char dst[2][8192], src[2][8192];
+    const int64_t index[4] = {}; /* zeros of either type */
+    const kvprim_table to = table_of(dst[0], 1), from = table_of(src[0], 2);
+    const kvprim_gather_desc gather =
+        gather_of(table_of(dst[1], 2), table_of(src[1], 2), row_bytes, index, type, 0, 2, nullptr);
+    kvprim_store_desc store = store_of(to, from, row_bytes, index, type, 2, nullptr);
+    kvprim_transfer_desc transfer = {};
+    transfer.dst = to, transfer.src = from, transfer.row_bytes = row_bytes, transfer.count = 1;
+    kvprim_move moves[2];
+    CHECK(kvprim_gather_moves(&gather, &moves[0]) == KVPRIM_OK);
+    CHECK(kvprim_transfer_moves(&transfer, &moves[1]) == KVPRIM_OK);
+    store.v_cache = table_of(dst[1], 1), store.v = table_of(src[1], 2), store.v_bytes = row_bytes;
+    expect_waits("gather", dependent, kvprim_cuda_gather(&gather, launch));
+    expect_waits("store of K and V", dependent, kvprim_cuda_store(&store, launch));
+    drop_v(&store);
+    expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
+    expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
+    expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
+}
+
+static void test_dependent_launches()
+{
+    for (int device = 0; device < 2; device++)
+        for (int32_t pdl = 0; pdl < 2; pdl++)
+            for (const int64_t row_bytes : {24, 64, 100, 128, 192, 256, 512, 1024, 4096})
+                for (const int32_t max_sms : {0, 1}) {
+                    const kvprim_cuda_launch launch = launch_like(&memory, pdl, max_sms);
+                    kvprim_emulate_pdl = device != 0;
+                    kvprim_emulate_waits = 0;
+                    one_dependent(&launch, device && pdl, row_bytes, row_bytes % 3 ? KVPRIM_I32 : KVPRIM_I64);
+                }
+    kvprim_emulate_pdl = false;
+}
+
+/* Up to which sizes the kernels of plain rows take a gather: their arithmetic has 32 bits. Nothing is moved. */
+static void test_plain_limits()
+{
+    static const struct {
+        int64_t row_bytes, count, base, rows, stride;
+        bool plain;
+    } cases[] = {
+        {1 << 20, 1, 0, 8, 0, true},
+        {(1 << 20) + 16, 1, 0, 8, 0, false},
+        {16, 1 << 24, 0, 8, 0, true},
+        {16, (1 << 24) + 1, 0, 8, 0, false},
+        {512, 1 << 23, 0, 8, 0, true},
+        {512, (1 << 23) + 1, 0, 8, 0, false},
+        {16, 4, -1, 8, 0, false},
+        {16, 4, 0, int64_t(1) << 31, 0, true},
+        {16, 4, 0, (int64_t(1) << 31) + 1, 0, false},
+        {16, 4, INT32_MAX, 1, 0, true},
+        {16, 4, INT32_MAX, 2, 0, false},
+        {16, 4, int64_t(1) << 31, 0, 0, false},
+        {16, 4, 0, 8, UINT32_MAX, true},
+        {16, 4, 0, 8, int64_t(UINT32_MAX) + 1, false},
+    };
+    for (const auto &c : cases) {
+        void *const far[] = {reinterpret_cast<void *>(uintptr_t(1) << 44), reinterpret_cast<void *>(uintptr_t(1) << 45),
+                             reinterpret_cast<void *>(uintptr_t(1) << 46)};
+        kvprim_move move;
+        uint64_t bits = 0;
+        const kvprim_gather_desc d =
+            gather_of(table_of(far[0], c.count), table_of(c.rows ? far[1] : nullptr, c.rows, c.stride), c.row_bytes,
+                      far[2], KVPRIM_I64, c.base, c.count, nullptr);
+        CHECK(kvprim_gather_moves(&d, &move) == KVPRIM_OK);
+        if (kvpc_is_plain(&move, &bits) != c.plain)
+            fail("case %d", static_cast<int>(&c - cases));
+    }
+}
+
+/* Division by a multiplication is exact up to 2^31. */
+static void test_divisors()
+{
+    std::vector<uint32_t> all = {1u << 31};
+    for (uint32_t by = 1; by < 1000; by++)
+        all.push_back(by);
+    for (int n = 0; n < 3000; n++)
+        all.push_back(1 + static_cast<uint32_t>(below(1u << (1 + n % 31))));
+    for (const uint32_t by : all) {
+        const kvpc_divisor d = kvpc_divisor_of(by);
+        for (int n = 0; n < 40; n++) {
+            const uint32_t most = (1u << 31) - 1, times = most / by;
+            const uint32_t multiple = by * (n < 2 ? times : static_cast<uint32_t>(below(uint64_t(times) + 1)));
+            const uint32_t number = n % 2 && multiple ? multiple - 1 : n == 2 ? most : multiple;
+            if (number <= most &&
+                (kvpc_divide(number, d) != number / by || kvpc_divide(uint64_t(number), d) != number / by))
+                fail("%u / %u", number, by);
+        }
+    }
+}
+
+/* ---- two moves that differ in one thing ---- */
+
+struct two_moves {
+    alignas(16) unsigned char dst[2][4096], src[2][4096];
+    int32_t index[2][32];
+    uint32_t rejected[2];
+};
+
+enum { differ_least, differ_most = 12 }; /* 0: only in memory */
+
+/* Makes move `which`. Gathers have operation 0; transfers have the bits 1 if dst, 2 if src is indexed. */
+static kvprim_move one_of_two(two_moves *m, int which, int operation, int form, int change)
+{
+    const int is = which ? change : 0;
+    kvprim_transfer_desc d = {};
+    kvprim_move move;
+    d.dst = table_of(m->dst[which], 12, 96);
+    d.src = table_of(m->src[which], 12, 96);
+    for (int side = 0; side < 2; side++) {
+        kvprim_table *const t = side ? &d.src : &d.dst;
+        const int in_side = form / 4 % 2 == side ? is : 0;
+        t->rows = is == 1 ? 11 : 12;
+        t->stride = in_side == 2 ? 112 : 96;
+        t->page_rows = form % 2 ? in_side == 3 ? 2 : 4 : 0;
+        t->page_stride = form % 2 ? in_side == 4 ? 544 : 512 : 0;
+        t->heads = form / 2 % 2 || in_side == 5 ? 2 : 0;
+        t->head_stride = in_side == 6 ? 48 : 40; /* not looked at without heads */
+    }
+    d.row_bytes = is == 7 ? 48 : 64;
+    d.count = is == 8 ? 7 : 9;
+    d.index_type = is == 9 ? KVPRIM_I64 : KVPRIM_I32;
+    d.dst_index = operation & 1 ? m->index[is == 10] : nullptr;
+    d.src_index = operation & 2 ? m->index[is == 10] : nullptr;
+    d.dst_index_base = d.src_index_base = is == 11;
+    d.dst_index_stride = d.src_index_stride = 1 + (is == 12);
+    d.rejected = which ? nullptr : &m->rejected[0];
+    kvprim_gather_desc gather =
+        gather_of(d.dst, d.src, d.row_bytes, m->index[is == 10], d.index_type, d.src_index_base, d.count, d.rejected);
+    gather.index_stride = d.src_index_stride;
+    const kvprim_status status = operation ? kvprim_transfer_moves(&d, &move) : kvprim_gather_moves(&gather, &move);
+    if (status != KVPRIM_OK)
+        fail("operation %d, form %d, change %d: %s", operation, form, change, kvprim_last_error());
+    return move;
+}
+
+/* In one launch they do what they do one after the other. */
+static void both_at_once(const int *operations, int form, int change, bool counted)
+{
+    static two_moves got, want;
+    fill(reinterpret_cast<unsigned char *>(&got), sizeof got);
+    for (int32_t i = 0; i < 64; i++) /* distinct; the first is 11, half are past 12 rows */
+        got.index[i / 32][i % 32] = (i % 32 * 7 + i / 32 * 3 + 11) % 25 + i % 32 / 25 * 25;
+    memset(got.rejected, 0, sizeof got.rejected);
+    want = got;
+    for (int k = 0; k < 2; k++) {
+        kvprim_move move = one_of_two(&want, k, operations[k], form, change);
+        if (k && counted)
+            move.rejected = &want.rejected[1];
+        CHECK(kvprim_cpu_move(&move, 1) == KVPRIM_OK);
+    }
+    kvprim_move moves[2] = {one_of_two(&got, 0, operations[0], form, change),
+                            one_of_two(&got, 1, operations[1], form, change)};
+    if (counted)
+        moves[1].rejected = &got.rejected[1];
+    const unsigned launches = kvprim_emulate_launches;
+    CHECK(kvprim_cuda_move(moves, 2, nullptr) == KVPRIM_OK);
+    CHECK(kvprim_emulate_launches - launches == 1);
+    if (memcmp(&got, &want, sizeof got) != 0)
+        fail("operations %d and %d, form %d, change %d, counted %d: not as one by one", operations[0], operations[1],
+             form, change, counted);
+}
+
+static void test_unlike_moves()
+{
+    static const int operations[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 2}, {2, 0}};
+    for (const int(&both)[2] : operations)
+        for (int form = 0; form < 8; form++) /* pages, heads, and which side differs */
+            for (int change = differ_least; change <= differ_most; change++)
+                for (const bool counted : {false, true})
+                    both_at_once(both, form, change, counted);
+}
+
+static void test_copies_on_write()
+{
+    copies_on_write(&memory);
+}
+
+static void test_fuzzed_transfer()
+{
+    fuzz(&memory, 6000, random_transfer);
+}
+
+static void test_fuzzed_gather()
+{
+    fuzz(&memory, 6000, random_gather);
+}
+
+static void test_fuzzed_store()
+{
+    fuzz(&memory, 6000, random_store);
+}
+
+static void test_unpack()
+{
+    batch_matrix(&memory, 700000);
+}
+
+static void test_unpack_lengths()
+{
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61)
+        one_length(&memory, bytes, bytes % 2 != 0);
+}
+
+static void test_unpack_counts()
+{
+    static const size_t counts[] = {243, 244, 1023, 2100};
+    large_batches(&memory, counts, sizeof counts / sizeof *counts);
+    last_fragments(&memory);
+}
+
+static void test_unpack_launches()
+{
+    for (const launches_case &c : launches_cases) {
+        const unsigned first = kvprim_emulate_launches, wanted = c.launches;
+        one_batch(&memory, &c.batch);
+        if (kvprim_emulate_launches - first != wanted)
+            fail("%s: %u launches, not %u", current, kvprim_emulate_launches - first, wanted);
+    }
+}
+
+static void test_unpack_options()
+{
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
+        launch.pdl = launch.max_sms % 2;
+        small_batches(&memory);
+    }
+    memory.launch = nullptr;
+}
+
+static void test_bad_unpacks()
+{
+    bad_unpacks(&memory);
+}
+
+static void test_random_unpacks()
+{
+    fuzz(&memory, 6000, random_unpack);
+}
+
+static void one_warp_length(unsigned char *src, unsigned char *got, unsigned char *want, size_t bytes, bool zero)
+{
+    const size_t slot = warp_slot(bytes), all = warp_alignments * slot;
+    const warp_cases c = {got, src, slot, bytes, zero};
+    fill(want, all);
+    memcpy(got, want, all);
+    expect_warps(want, src, bytes, zero);
+    snprintf(current, sizeof current, "warp %s of %zu bytes", zero ? "zeros" : "copy", bytes);
+    ASAN_POISON_MEMORY_REGION(got, all);
+    ASAN_POISON_MEMORY_REGION(src, all);
+    for (size_t w = 0; w < warp_alignments && bytes > 0; w++) {
+        ASAN_UNPOISON_MEMORY_REGION(got + w * slot + 16 + w % 16, bytes);
+        if (!zero)
+            ASAN_UNPOISON_MEMORY_REGION(src + w * slot + 16, (w / 16 + bytes + 15) / 16 * 16);
+    }
+    kvprim_emulate_last_first = !kvprim_emulate_last_first;
+    kvprim_emulate_launch(move_by_warps, dim3(warp_alignments * 32 / warp_threads), warp_threads, c);
+    ASAN_UNPOISON_MEMORY_REGION(got, all);
+    ASAN_UNPOISON_MEMORY_REGION(src, all);
+    compare_warps(got, want, bytes, zero);
+}
+
+/* Runs all pairs of alignments, all short lengths and some longer ones. */
+static void test_warps()
+{
+    const size_t most = warp_alignments * warp_slot(longest_warp_copy);
+    unsigned char *const src = memory.expected + most;
+    fill(src, most);
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61) {
+        one_warp_length(src, memory.got, memory.expected, bytes, false);
+        one_warp_length(src, memory.got, memory.expected, bytes, true);
+    }
+}
+
+/* The launches of one unpack may overlap. One that lets the next begin early must have a next, which ends after it. */
+static std::vector<kvpc_unpack> noted;
+
+template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_unpack_params<bytes> &p)
+{
+    noted.push_back(p.head);
+}
+
+static void one_chain(size_t count, bool empty, int32_t pdl, int32_t max_sms)
+{
+    std::vector<kvprim_fragment> f;
+    for (size_t i = 0; i < count; i++) /* steps that differ: nothing merges, and the sizes are uneven */
+        f.push_back({2 * i, i, empty ? 0u : 1u});
+    f.push_back({2 * count + 100, count + 7, 100000});
+    const uint64_t src_bytes = 2 * count + 100 + 100000, dst_bytes = count + 7 + 100000;
+    std::vector<unsigned char> src(src_bytes + 16); /* whole words are read */
+    std::vector<unsigned char> got(dst_bytes, 0xee), want(dst_bytes, 0xee);
+    fill(src.data(), src_bytes);
+    kvprim_unpack_desc d = {};
+    d.src = src.data(), d.src_bytes = src_bytes, d.dst_bytes = dst_bytes;
+    d.fragments = f.data(), d.count = f.size();
+    kvprim_cuda_launch launch = {};
+    launch.pdl = pdl;
+    launch.max_sms = max_sms;
+    d.dst = want.data();
+    CHECK(kvprim_unpack(&d) == KVPRIM_OK);
+    d.dst = got.data();
+    noted.clear();
+    CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
+    CHECK(got == want);
+    CHECK(noted.size() > 1);
+    const bool overlap = kvprim_emulate_pdl && max_sms == 0, waits = kvprim_emulate_pdl && pdl;
+    for (size_t k = 0; k < noted.size(); k++) {
+        const bool last = k + 1 == noted.size();
+        CHECK(noted[k].wait == (k == 0 && waits));
+        CHECK(noted[k].wait_last == (k > 0 && overlap));
+        CHECK(noted[k].trigger == (last ? waits : overlap));
+    }
+}
+
+static void test_chains_of_launches()
+{
+    for (const bool has_pdl : {false, true})
+        for (int32_t pdl = 0; pdl < 2; pdl++)
+            for (int32_t max_sms = 0; max_sms < 5; max_sms += 4) {
+                kvprim_emulate_pdl = has_pdl;
+                one_chain(5000, false, pdl, max_sms);
+                one_chain(5000, true, pdl, max_sms); /* a whole launch of empty fragments */
+            }
+    kvprim_emulate_pdl = false;
+}
+
+/* As many fragments as parameters of each size hold, and one more: the sanitizer sees what lies beyond. */
+static void test_full_launches()
+{
+    static const batch_case cases[] = {{300, 16, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1},
+                                       {300, 400, EVEN, SHUFFLED, SHUFFLED, 1, 3, 0, 1},
+                                       {300, 900, LOGARITHMIC, SHUFFLED, SHUFFLED, 1, 0, 0, 1},
+                                       {300, 2000, LOGARITHMIC, SHUFFLED, SHUFFLED, 1, 0, 0, 1}};
+    for (batch_case c : cases)
+        for (const uint32_t bytes : {kvpc_few_params, kvpc_more_params, kvpc_most_params}) {
+            for (int again = 0; again < 3; again++) { /* with more of them a number may take more bytes */
+                noted.clear();
+                one_batch(&memory, &c);
+                c.count = kvpc_fragments_in(&noted[0], bytes);
+            }
+            for (const bool more : {false, true}) {
+                noted.clear();
+                one_batch(&memory, &c);
+                CHECK(noted.size() == (more && bytes == kvpc_most_params ? 2 : 1));
+                CHECK(noted[0].count == c.count - (noted.size() - 1));
+                c.count++;
+            }
+        }
+}
+
+/* Long fragments are cut, and what is handed out follows on without a gap. No memory is touched. */
+static void test_long_fragments()
+{
+    const uint64_t large = uint64_t(5) << 30;
+    const kvprim_fragment f[] = {{7, 9, large + 3}, {large + 10, large + 12, 10}, {0, 0, 0}, {2 * large, 3 * large, 1}};
+    kvprim_unpack_desc d = {};
+    kvpc_unpack_job job = {};
+    d.fragments = f, d.count = 4;
+    job.desc = &d;
+    kvpc_survey(&job, true);
+    CHECK(job.left == (large + 13 + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 1);
+    uint64_t at = 0, pieces = 0, count = 2;
+    for (const kvprim_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+        for (uint64_t i = 0; i < count; i++, pieces++) {
+            CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
+            if (at < large + 13)
+                CHECK(one[i].src_offset == at + 7 && one[i].dst_offset == at + 9);
+            at += one[i].bytes;
+        }
+    CHECK(at == large + 14 && pieces == job.left);
+}
+
+/* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
+static void one_table(const std::vector<uint32_t> &tiles)
+{
+    const uint32_t count = static_cast<uint32_t>(tiles.size());
+    const size_t room = count + count / kvpc_table_share + 2;
+    uint32_t *const data = static_cast<uint32_t *>(malloc(room * sizeof *data));
+    kvpc_unpack h = {};
+    h.count = h.table = count;
+    for (uint32_t i = 0; data && i < count; h.tiles += tiles[i++])
+        data[i] = h.tiles;
+    kvpc_store_table(&h, data);
+    const uint32_t places = static_cast<uint32_t>((h.tiles + (uint64_t(1) << h.table_shift) - 1) >> h.table_shift);
+    CHECK(h.table + places < room && data[h.table + places] == count - 1);
+    for (uint32_t k = 0, i = 0; k < places; k++) {
+        while (i + 1 < count && data[i + 1] <= k << h.table_shift)
+            i++;
+        if (data[h.table + k] != i)
+            fail("table of %u fragments, %u tiles: number %u is %u, not %u", count, h.tiles, k, data[h.table + k], i);
+    }
+    free(data);
+}
+
+/* Empty fragments at every place, and as many tiles as there may be. */
+static void test_unpack_tables()
+{
+    const uint32_t most = (1u << 30) - 1;
+    for (uint32_t bits = 0; bits < 1 << 17; bits++) {
+        std::vector<uint32_t> tiles(1 + bits % 17);
+        for (size_t i = 0; i < tiles.size(); i++)
+            tiles[i] = (bits >> i & 1) * (1 + bits % 3 * 40);
+        one_table(tiles);
+    }
+    for (unsigned n = 0; n < 2000; n++) {
+        std::vector<uint32_t> tiles(1 + below(n % 20 ? 60 : 5000));
+        for (uint32_t &t : tiles)
+            t = n % 4 == 0 ? most / static_cast<uint32_t>(tiles.size()) : chance(3) ? 0 : uint32_t(below(200));
+        tiles[below(tiles.size())] += n % 8 == 0 ? 1u << 23 : 0;
+        one_table(tiles);
+    }
+}
+
+#if !defined(_WIN32)
+/* The table lies in memory that is reserved but hardly touched. */
+static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
+{
+    const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
+    void *const table =
+        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (table == MAP_FAILED) {
+        snprintf(skip_reason, sizeof skip_reason, "%zu bytes of addresses cannot be reserved", bytes);
+        return;
+    }
+    alignas(16) unsigned char input[large_count * large_row_most], output[large_count * large_row_most];
+    int64_t slots[large_count];
+    uint32_t rejected = 0;
+    fill(input, sizeof input);
+    memset(output, 0, sizeof output);
+    memcpy(slots, large_slots, sizeof slots);
+    const large_move m = {static_cast<unsigned char *>(table), input, output, slots, &rejected};
+    move(&m, row_bytes);
+    CHECK(rejected == 2 * large_past);
+    for (int i = 0; i < large_count; i++)
+        check_large_row(i, row_bytes, input, output,
+                        in_large_table(i) ? m.table + large_slots[i] * row_bytes : nullptr);
+    munmap(table, bytes);
+}
+
+static void test_large_table()
+{
+    for (const int64_t row_bytes : {3, 16}) {
+        one_large_table(row_bytes, large_store_and_gather);
+        one_large_table(row_bytes, large_transfers);
+    }
+}
+
+static unsigned char *reserve_addresses(uint64_t bytes)
+{
+    void *const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p != MAP_FAILED)
+        return static_cast<unsigned char *>(p);
+    snprintf(skip_reason, sizeof skip_reason, "%llu bytes of addresses cannot be reserved",
+             static_cast<unsigned long long>(bytes));
+    return nullptr;
+}
+
+/* Takes more than 2^32 threads, of which only the last block runs. All indices are 0. */
+static void one_long_gather(int64_t row_bytes)
+{
+    const int64_t count = (int64_t(1) << 29) + 1;
+    const uint64_t dst_bytes = static_cast<uint64_t>(count * row_bytes), index_bytes = static_cast<uint64_t>(count) * 4;
+    unsigned char *const dst = reserve_addresses(dst_bytes), *const index = reserve_addresses(index_bytes);
+    if (!dst || !index)
+        return;
+    alignas(16) unsigned char row[16];
+    fill(row, sizeof row);
+    kvprim_gather_desc d = {};
+    d.dst.data = dst, d.dst.rows = count;
+    d.src.data = row, d.src.rows = 1;
+    d.row_bytes = row_bytes, d.index = index, d.index_type = KVPRIM_I32, d.count = count;
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(dst + (count - 1) * row_bytes, row, static_cast<size_t>(row_bytes)) == 0);
+    munmap(dst, dst_bytes);
+    munmap(index, index_bytes);
+}
+
+static void test_long_gathers()
+{
+    one_long_gather(4);
+    one_long_gather(16);
+}
+
+/* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block
+   runs. */
+static void test_long_moves()
+{
+    enum { moves = 4, layers = 32 };
+    const int64_t count = 1 << 25;
+    const uint64_t index_bytes = static_cast<uint64_t>(count) * 4;
+    unsigned char *const index = reserve_addresses(index_bytes), *dst[moves];
+    unsigned char row[moves];
+    void *same[layers]; /* of all sources */
+    kvprim_move all[moves];
+    fill(row, sizeof row);
+    for (void *&layer : same)
+        layer = row;
+    for (int64_t n = 0; n < moves && index; n++) {
+        kvprim_transfer_desc d = {};
+        dst[n] = reserve_addresses(static_cast<uint64_t>((n + 1) * count * layers));
+        if (!dst[n])
+            return;
+        d.dst = table_of(dst[n], count), d.src = table_of(nullptr, 1);
+        d.src_layers = same, d.layers = layers;
+        d.row_bytes = n + 1;
+        d.src_index = index, d.index_type = KVPRIM_I32, d.count = count;
+        CHECK(kvprim_transfer_moves(&d, &all[n]) == KVPRIM_OK);
+    }
+    if (!index)
+        return;
+    kvprim_emulate_last_only = true;
+    const unsigned launches = kvprim_emulate_launches;
+    CHECK(kvprim_cuda_move(all, moves, nullptr) == KVPRIM_OK && kvprim_emulate_launches - launches == 1);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(dst[moves - 1] + moves * (count * layers - 1), row, moves) == 0);
+    for (int64_t n = 0; n < moves; n++)
+        munmap(dst[n], static_cast<uint64_t>((n + 1) * count * layers));
+    munmap(index, index_bytes);
+}
+
+/* More than 2^31 rows in pages: rows are divided in 64 bits. */
+static void test_many_pages()
+{
+    const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
+    const uint64_t bytes = static_cast<uint64_t>(rows) * 4 / 3 + 8;
+    unsigned char *const table = reserve_addresses(bytes);
+    unsigned char input[4], output[4];
+    if (!table)
+        return;
+    fill(input, sizeof input);
+    kvprim_table cache = pages_of(table, rows, 3, 4);
+    cache.stride = 1;
+    const kvprim_store_desc store = store_of(cache, table_of(input, 4), 1, index, KVPRIM_I64, 4, nullptr);
+    const kvprim_gather_desc gather = gather_of(table_of(output, 4), cache, 1, index, KVPRIM_I64, 0, 4, nullptr);
+    CHECK(kvprim_cuda_store(&store, nullptr) == KVPRIM_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK(*static_cast<unsigned char *>(kvprim_table_row(&cache, index[i])) == input[i]);
+    CHECK(kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK);
+    CHECK(memcmp(input, output, 3) == 0 && output[3] == 0);
+    munmap(table, bytes);
+}
+
+/* The bytes around a fragment are zero before and after. */
+static void one_far_batch(const far_case *c)
+{
+    const std::vector<kvprim_fragment> f = far_fragments(c);
+    unsigned char *const src = reserve_addresses(far_bytes), *const dst = reserve_addresses(far_bytes);
+    if (!src || !dst)
+        return;
+    for (const kvprim_fragment &one : f)
+        fill(src + one.src_offset, one.bytes);
+    unpack_far(c, f, dst, src, nullptr);
+    for (const kvprim_fragment &one : f)
+        if (memcmp(dst + one.dst_offset, src + one.src_offset, one.bytes) != 0 || dst[one.dst_offset + one.bytes] ||
+            (one.dst_offset && dst[one.dst_offset - 1]))
+            fail("%s: fragment %zu is wrong", current, static_cast<size_t>(&one - f.data()));
+    munmap(src, far_bytes);
+    munmap(dst, far_bytes);
+}
+
+static void test_far_fragments()
+{
+    for (const far_case &c : far_cases)
+        if (c.bytes < 1 << 20) /* longer ones are for a GPU */
+            one_far_batch(&c);
+}
+#endif
+
+int main(int argc, char **argv)
+{
+#ifdef WITH_ASAN
+    __sanitizer_set_death_callback(say_where);
+#else
+    printf("built without AddressSanitizer: accesses out of bounds that change nothing go unseen\n");
+#endif
+    const bool all = argc == 2 && strcmp(argv[1], "all") == 0;
+    if (argc > 2 || (argc == 2 && !all)) {
+        fprintf(stderr, "usage: %s [all]\n", argv[0]);
+        return 2;
+    }
+    thin = all ? 1 : 3;
+    memory.capacity = 24 << 20;
+    memory.expected = allocate(memory.capacity);
+    memory.got = memory.device = allocate(memory.capacity);
+    run("emulated: gather, sizes x layouts, sizes x alignments", test_gather);
+    run("emulated: store, sizes x layouts, sizes x alignments", test_store);
+    run("emulated: counts", test_counts);
+    run("emulated: max_sms, pdl", test_max_sms);
+    run("emulated: dependent launches", test_dependent_launches);
+    run("emulated: limits of plain rows", test_plain_limits);
+    run("emulated: divisors", test_divisors);
+    run("emulated: vocabulary shard, padding alone", test_uses);
+    run("emulated: bad descriptors", test_refused);
+    run("emulated: random gathers", test_fuzzed_gather);
+    run("emulated: random stores", test_fuzzed_store);
+    run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run("emulated: transfer, layers", test_layers);
+    run("emulated: transfer inside one cache", test_copies_on_write);
+    run("emulated: several moves at once", test_moves);
+    run("emulated: moves, number of launches", test_launches_of_moves);
+    run("emulated: two moves that differ in one thing", test_unlike_moves);
+    run("emulated: random transfers", test_fuzzed_transfer);
+    run("emulated: unpack, sizes x kinds x orders", test_unpack);
+    run("emulated: unpack, lengths x alignments", test_unpack_lengths);
+    run("emulated: unpack, counts", test_unpack_counts);
+    run("emulated: unpack, numbers of launches", test_unpack_launches);
+    run("emulated: unpack, max_sms, pdl", test_unpack_options);
+    run("emulated: unpack, bad descriptors", test_bad_unpacks);
+    run("emulated: random unpacks", test_random_unpacks);
+    run("emulated: warp copy and zero", test_warps);
+    run("emulated: unpack, tables of uneven batches", test_unpack_tables);
+    run("emulated: unpack, chains of launches", test_chains_of_launches);
+    run("emulated: unpack, full launches", test_full_launches);
+    run("emulated: unpack, long fragments", test_long_fragments);
+#if !defined(_WIN32)
+    run("emulated: past 4 GiB and 2^31", test_large_table);
+    run("emulated: past 2^32 threads", test_long_gathers);
+    run("emulated: 2^32 chunks", test_long_moves);
+    run("emulated: past 2^31 rows in pages", test_many_pages);
+    run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
+#endif
+    return finish();
+}

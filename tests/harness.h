@@ -1,0 +1,148 @@
+/* SPDX-License-Identifier: MIT */
+/* What every test shares: counting, random numbers, memory. C11 and C++11, gcc, clang and nvcc. Include it after the
+   header under test. */
+#ifndef HARNESS_H
+#define HARNESS_H
+
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- counting ---- */
+
+typedef struct harness {
+    int passed, failed, skipped;
+    int faults;     /* in the test that runs now; any thread adds to it */
+    char skip[200]; /* why the test that runs now cannot run here */
+} harness;
+
+/* Tests of several processes point this to memory that they share. */
+static harness own_counts;
+static harness *counts = &own_counts;
+
+#ifdef __MINGW32__
+#define HARNESS_PRINTF __attribute__((format(gnu_printf, 1, 2)))
+#else
+#define HARNESS_PRINTF __attribute__((format(printf, 1, 2)))
+#endif
+
+/* Fails the test. Only a test's first few faults are printed. */
+HARNESS_PRINTF static inline void fail(const char *format, ...)
+{
+    char text[700];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (__atomic_fetch_add(&counts->faults, 1, __ATOMIC_RELAXED) < 5)
+        printf("  %s\n", text);
+}
+#define CHECK(condition) ((condition) ? (void)0 : fail("line %d: false: %s", __LINE__, #condition))
+
+/* The call returns this status, and its error text contains `words`. The text is cleared first, so that an older one
+   cannot pass for this call's. */
+#define CHECK_ERROR(call, status, words) ((void)kvprim_fail(KVPRIM_OK, "-"), check_error(__LINE__, call, status, words))
+#ifdef KVPRIM_H
+static inline void check_error(int line, kvprim_status got, kvprim_status want, const char *words)
+{
+    if (got != want)
+        fail("line %d: status %s, expected %s (%s)", line, kvprim_status_name(got), kvprim_status_name(want),
+             kvprim_last_error());
+    if (!strstr(kvprim_last_error(), words))
+        fail("line %d: the error \"%s\" does not say \"%s\"", line, kvprim_last_error(), words);
+}
+#endif
+
+/* Says that the test that runs now cannot run here. */
+HARNESS_PRINTF static inline void skip(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(counts->skip, sizeof counts->skip, format, args);
+    va_end(args);
+}
+
+/* Ends the test `name`: prints a line about it, and counts it. */
+static inline void finish_test(const char *name)
+{
+    const int faults = counts->faults;
+    if (faults)
+        printf("FAIL %s: %d faults\n", name, faults);
+    else if (counts->skip[0])
+        printf("skip %s: %s\n", name, counts->skip);
+    else
+        printf("ok %s\n", name);
+    fflush(stdout);
+    *(faults ? &counts->failed : counts->skip[0] ? &counts->skipped : &counts->passed) += 1;
+    counts->faults = 0;
+    counts->skip[0] = 0;
+}
+
+static inline void run(const char *name, void (*test)(void))
+{
+    test();
+    finish_test(name);
+}
+
+/* Returns the program's exit code. tests/run.sh reads the line. */
+static inline int finish(void)
+{
+    printf("%d passed, %d failed, %d skipped\n", counts->passed, counts->failed, counts->skipped);
+    return counts->failed != 0 || counts->passed == 0;
+}
+
+/* ---- random numbers ---- */
+
+#ifdef __CUDACC__
+#define HARNESS_DEVICE __host__ __device__
+#else
+#define HARNESS_DEVICE
+#endif
+
+/* Returns the n-th of splitmix64's numbers. */
+HARNESS_DEVICE static inline uint64_t hash_u64(uint64_t n)
+{
+    uint64_t z = (n + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+static __thread uint64_t random_state;
+
+static inline uint64_t random_u64(void)
+{
+    return hash_u64(random_state++);
+}
+
+static inline uint64_t below(uint64_t n)
+{
+    return random_u64() % n;
+}
+
+static inline void fill(void *p, size_t bytes)
+{
+    unsigned char *to = (unsigned char *)p;
+    for (uint64_t word; bytes > 0; to += sizeof word) {
+        word = random_u64();
+        const size_t n = bytes < sizeof word ? bytes : sizeof word;
+        memcpy(to, &word, n);
+        bytes -= n;
+    }
+}
+
+/* ---- memory ---- */
+
+static inline void *allocate(size_t bytes)
+{
+    void *const p = malloc(bytes ? bytes : 1);
+    if (!p) {
+        printf("FAIL out of memory: %zu bytes\n0 passed, 1 failed, 0 skipped\n", bytes);
+        exit(1);
+    }
+    return p;
+}
+
+#endif

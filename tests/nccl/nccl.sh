@@ -1,0 +1,140 @@
+#!/bin/sh
+# SPDX-License-Identifier: MIT
+# usage: tests/nccl/nccl.sh test [quick]|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize
+# call it; quick: fewer sizes and environments
+#
+# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
+# collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's memcheck on 2. With one GPU,
+# tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
+# also goes to tests/results/, after the checksums of the headers.
+#
+# Tests run as threads and as processes; on two GPUs also in the environments that engines set, and with each
+# libnccl.so.2 that NCCL_OTHERS lists (files of other versions than the one they were built with).
+
+: "${NCCL_OTHERS=}"
+quick=$2
+. tests/gpu/environment.sh
+least=2
+[ "$1" != test ] || least=1
+if [ "$gpus" -lt $least ]; then
+    echo "skip collectives: $gpus GPUs here, at least $least needed"
+    exit 0
+fi
+if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
+    echo 'skip collectives: no nvcc, no nccl.h or no libnccl.so.2 (under NCCL_HOME or in the usual places)'
+    exit 0
+fi
+
+# build SOURCE [FLAG...]: compiles it as CUDA into build/. If that fails, no program of an older run is left.
+build()
+{
+    source=$1 output=build/$(basename "${1%.*}")
+    shift
+    rm -f "$output"
+    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. $nccl_headers "$@" "$source" -o "$output" $nccl_link
+}
+
+# run GPUS COMMAND...: runs it on these GPUs, if there are so many.
+code=0
+run()
+{
+    some=$1
+    shift
+    [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || return 0
+    echo "== $*, GPUs $some"
+    CUDA_VISIBLE_DEVICES=$some timeout -k 10 600 "$@" || code=1
+}
+
+# run_with LIBRARY COMMAND...: runs it with another libnccl.so.2. LD_PRELOAD would only skip a file that is missing.
+run_with()
+{
+    library=$1
+    shift
+    if [ -f "$library" ]; then
+        run 0,1 env LD_PRELOAD="$library" "$@"
+    else
+        echo "FAIL NCCL_OTHERS: no file $library"
+        code=1
+    fi
+}
+
+# Runs the tests with what engines and users set, and with other versions of NCCL. Own kernels must be on, except where
+# GPUs may not write to each other.
+environments()
+{
+    for setting in NCCL_CUMEM_ENABLE=0 NCCL_WIN_ENABLE=0 NCCL_COMM_BLOCKING=0 NCCL_P2P_DISABLE=1; do
+        own=on
+        [ $setting != NCCL_P2P_DISABLE=1 ] || own=off
+        run 0,1 env $setting build/test_nccl_gpu $1 quick $own
+    done
+    for library in $NCCL_OTHERS; do
+        run_with "$library" build/test_nccl_gpu $1 quick on
+    done
+}
+
+# Runs the tests of faults where NCCL itself behaves differently.
+faults_elsewhere()
+{
+    run 0,1 env NCCL_CUMEM_ENABLE=0 build/test_nccl_faults quick on
+    for library in $NCCL_OTHERS; do
+        run_with "$library" build/test_nccl_faults quick on
+    done
+}
+
+run_tests()
+{
+    build tests/nccl/test_nccl_gpu.cu &
+    build tests/nccl/test_nccl_faults.cu &
+    [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
+    wait # a program that does not compile is missing when it is run
+    if [ "$gpus" -eq 1 ]; then
+        run 0 build/test_nccl_gpu processes $quick on
+        run 0 build/test_nccl_faults processes $quick on
+        return $code
+    fi
+    for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: not a power of two, and fewer than the kernels for 4 allow
+        run $some build/06_allreduce
+        for kind in '' processes; do
+            run $some build/test_nccl_faults $kind $quick on
+            run $some build/test_nccl_gpu $kind $quick on
+        done
+    done
+    environments processes
+    if [ -z "$quick" ]; then
+        environments
+        faults_elsewhere
+    fi
+    return $code
+}
+
+run_benches()
+{
+    cublas=
+    [ ! -e "$CUDA_INCLUDE/cublas_v2.h" ] || cublas='-DBENCH_CUBLAS -lcublas'
+    build tests/bench/bench_nccl.cu $cublas || return 1
+    for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
+        run $some build/bench_nccl
+    done
+    return $code
+}
+
+# Errors of the API are not reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer.
+run_memcheck()
+{
+    build tests/nccl/test_nccl_gpu.cu || return 1
+    run 0,1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 build/test_nccl_gpu quick on
+    return $code
+}
+
+case $1 in
+test) recorded nccl_test.txt 'kvprim.h kvprim_nccl.h' run_tests ;;
+bench) recorded nccl_bench.txt 'kvprim.h kvprim_nccl.h' run_benches ;;
+sanitize)
+    sanitizer=$(tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y") || exit 1
+    recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_memcheck
+    ;;
+*)
+    echo 'usage: tests/nccl/nccl.sh test [quick]|bench|sanitize' >&2
+    exit 2
+    ;;
+esac

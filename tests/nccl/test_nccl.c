@@ -1,0 +1,490 @@
+/* SPDX-License-Identifier: MIT */
+/* Tests kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA; as CUDA it tests
+   more.
+
+       cc -std=c11 -I. -I$CUDA_HOME/include tests/nccl/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -o test && ./test */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_nccl.h"
+#include "nccl_check.h"
+
+static void run(const char *name, void (*test)(void))
+{
+    faults = 0;
+    test();
+    *(faults ? &failed : &passed) += 1;
+    printf("%s %s\n", faults ? "FAIL" : "ok", name);
+}
+
+static kvprim_comm_desc good_desc(void)
+{
+    kvprim_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.rank = 1;
+    desc.world = 4;
+    return desc;
+}
+
+static void test_descriptors(void)
+{
+    kvprim_comm comm;
+    kvprim_comm_desc d = good_desc();
+    memset(&comm, 0, sizeof comm);
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
+    FAILS(kvprim_comm_init(NULL, &d), KVPRIM_ERROR_NULL, "comm is NULL");
+    FAILS(kvprim_comm_init(&comm, NULL), KVPRIM_ERROR_NULL, "desc is NULL");
+    d.rank = 4;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->rank is 4, must be 0 to 3");
+    d.rank = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->rank is -1");
+    d = good_desc();
+    d.world = 0;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->world is 0");
+    d = good_desc();
+    d.timeout_ms = -5;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->timeout_ms is -5");
+    d = good_desc();
+    d.deterministic = 2;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->deterministic is 2");
+    d.deterministic = 0, d.no_pdl = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_pdl is -1");
+    d = good_desc();
+    d.buffer_bytes = SIZE_MAX;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->buffer_bytes is");
+    d = good_desc();
+    d.init_timeout_ms = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->init_timeout_ms is -1, must be 0 to");
+    d.init_timeout_ms = 0, d.max_sms = -7;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->max_sms is -7");
+    d.max_sms = 0, d.no_kernels = 3;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->no_kernels is 3, must be 0 to 1");
+    d.no_kernels = 0, d.nccl_window = 2;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->nccl_window is 2");
+    d.nccl_window = 0, d.padding = 1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->padding is 1, must be 0");
+    d.padding = 0, d.reserved = -1;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->reserved is -1, must be 0");
+    for (int k = 0; k < 3; k++) {
+        static const int32_t states[] = {kvpn_alive, kvpn_initialising, kvpn_aborted};
+        comm.self = &comm;
+        comm.state = states[k];
+        d = good_desc();
+        FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "in use");
+    }
+}
+
+static void test_given_memory(void)
+{
+    static char memory[32];
+    kvprim_comm comm;
+    kvprim_comm_desc d = good_desc();
+    void *peers[9];
+    memset(&comm, 0, sizeof comm);
+    for (int r = 0; r < 9; r++)
+        peers[r] = memory + (16 - (uintptr_t)memory % 16);
+    d.peers = peers, d.peer_bytes = kvpn_min_peer_bytes;
+    CHECK(kvpn_check_comm_desc(&comm, &d) == KVPRIM_OK);
+    d.peer_bytes--;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_SIZE, "desc->peer_bytes is 16777215, must be at least 16777216");
+    d.peer_bytes++;
+    peers[3] = memory + (15 - (uintptr_t)memory % 16);
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->peers[3]");
+    peers[3] = NULL;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->peers[3]");
+    d.world = 9;
+    FAILS(kvprim_comm_init(&comm, &d), KVPRIM_ERROR_ARGUMENT, "must be at most 8");
+}
+
+/* Every function refuses a communicator that is not alive, whatever its other arguments are. */
+static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
+{
+    float x = 0;
+    size_t bytes = 1;
+    FAILS(kvprim_all_reduce(comm, &x, &x, 1, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
+    FAILS(kvprim_all_reduce(comm, NULL, NULL, 0, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
+    FAILS(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_F32, NULL), status, word);
+    FAILS(kvprim_reduce_scatter(comm, &x, &x, 1, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
+    FAILS(kvprim_broadcast(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
+    FAILS(kvprim_send(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
+    FAILS(kvprim_recv(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
+    FAILS(kvprim_comm_check(comm), status, word);
+    FAILS(kvprim_comm_abort(comm), status, word);
+    FAILS(kvprim_comm_destroy(comm), status, word);
+    CHECK(kvprim_comm_buffer(comm, &bytes) == NULL && bytes == 0);
+    CHECK(kvprim_comm_buffer(comm, NULL) == NULL);
+    CHECK(strstr(kvprim_comm_describe(comm), "not alive") != NULL);
+}
+
+static void test_not_alive(void)
+{
+    kvprim_comm comm, moved;
+    refuses(NULL, KVPRIM_ERROR_NULL, "comm is NULL");
+    memset(&comm, 0, sizeof comm);
+    refuses(&comm, KVPRIM_ERROR_ARGUMENT, "not initialised");
+    memset(&comm, 0xa5, sizeof comm);
+    refuses(&comm, KVPRIM_ERROR_ARGUMENT, "not initialised");
+    comm.self = &comm;
+    comm.state = kvpn_alive;
+    moved = comm;
+    refuses(&moved, KVPRIM_ERROR_ARGUMENT, "moved");
+    comm.state = kvpn_initialising; /* init runs */
+    CHECK(kvprim_comm_check(&comm) == KVPRIM_OK);
+    FAILS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    comm.state = kvpn_aborted;
+    FAILS(kvprim_comm_check(&comm), KVPRIM_ERROR_ARGUMENT, "was aborted: destroy it");
+    FAILS(kvprim_comm_abort(&comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+    FAILS(kvprim_broadcast(&comm, &comm, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
+}
+
+/* Why kernels are off, and which versions of NCCL start early. */
+static void test_off_reasons(void)
+{
+    kvprim_comm_desc d = good_desc();
+#ifdef KVPRIM_NCCL_KERNELS
+    (void)unsetenv("NCCL_P2P_DISABLE");
+    (void)unsetenv("NCCL_P2P_LEVEL");
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
+    d.world = 8;
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
+    d.world = 9;
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "more than 8") != NULL);
+    d.world = 1;
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "one rank") != NULL);
+    d.world = 2, d.no_kernels = 1;
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "no_kernels") != NULL);
+    d.no_kernels = 0;
+    (void)setenv("NCCL_P2P_DISABLE", "1", 1);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_DISABLE") != NULL);
+    (void)setenv("NCCL_P2P_DISABLE", "0", 1);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
+    (void)setenv("NCCL_P2P_LEVEL", "LOC", 1);
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "NCCL_P2P_LEVEL") != NULL);
+    (void)setenv("NCCL_P2P_LEVEL", "NVL", 1);
+    CHECK(kvpn_kernels_off_reason(&d) == NULL);
+    (void)unsetenv("NCCL_P2P_LEVEL");
+#else
+    CHECK(strstr(kvpn_kernels_off_reason(&d), "nvcc") != NULL);
+#endif
+    CHECK(!kvpn_nccl_starts_early(22706) && kvpn_nccl_starts_early(22803) && kvpn_nccl_starts_early(23006));
+    CHECK(!kvpn_nccl_starts_early(23007) && !kvpn_nccl_starts_early(21903));
+}
+
+/* Hashes tell machines and ranks apart. */
+static void test_hashes(void)
+{
+    CHECK(kvpn_hash_first_line("/there/is/no/such/file") == 0 && kvpn_hash_first_line("/dev/null") == 0);
+    const uint64_t mark = kvpn_hash_first_line("/proc/sys/kernel/random/uuid");
+    CHECK(mark != 0 && mark != kvpn_hash_first_line("/proc/sys/kernel/random/uuid"));
+    const uint64_t machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id");
+    CHECK(machine != 0 && machine == kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"));
+}
+
+/* Slots are found as long as someone has a reference to them. */
+static void test_shared_slots(void)
+{
+    kvpn_slots *slots[3];
+    for (int k = 0; k < 3; k++) {
+        slots[k] = (kvpn_slots *)calloc(1, sizeof(kvpn_slots));
+        slots[k]->refs = 1, slots[k]->nonce = (uint64_t)k + 1;
+        kvpn_publish_slots(slots[k]);
+    }
+    CHECK(kvpn_retain_slots(2) == slots[1] && kvpn_retain_slots(4) == NULL);
+    kvpn_release_slots(slots[1]);
+    CHECK(kvpn_retain_slots(2) == slots[1]);
+    kvpn_release_slots(slots[1]);
+    kvpn_release_slots(slots[1]);
+    CHECK(kvpn_retain_slots(2) == NULL);
+    kvpn_release_slots(slots[2]);
+    CHECK(kvpn_retain_slots(3) == NULL && kvpn_retain_slots(1) == slots[0]);
+    kvpn_release_slots(slots[0]);
+    kvpn_release_slots(slots[0]);
+    CHECK(kvpn_local_slots == NULL);
+}
+
+/* The init task of rank 1 of `world`, whose ranks all say the same. */
+static void fill_infos(kvpn_init_task *o, kvpn_rank_info *infos, int world)
+{
+    memset(o, 0, sizeof *o);
+    memset(infos, 0, sizeof *infos * (size_t)world);
+    o->comm.world = world, o->comm.rank = 1, o->all = infos;
+    for (int r = 0; r < world; r++)
+        infos[r].ok = infos[r].has_kernels = 1, infos[r].max_sms = 64, infos[r].peer_bytes = kvpn_max_peer_bytes;
+    o->mine = infos[1];
+}
+
+/* All ranks come to the same result from what they tell each other. */
+static void test_comparison(void)
+{
+    kvpn_init_task o;
+    kvpn_rank_info infos[3];
+    fill_infos(&o, infos, 3);
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 64);
+    infos[2].max_sms = 20, infos[0].peer_bytes = kvpn_min_peer_bytes;
+    CHECK(kvpn_compare_ranks(&o) == KVPRIM_OK && o.comm.blocks == 20);
+    CHECK((uint64_t)4 * 16 * 3 * 20 * o.comm.block_slots <= kvpn_min_peer_bytes - 2 * kvpn_page);
+    for (int k = 0; k < kvpn_setting_count; k++) {
+        fill_infos(&o, infos, 3);
+        infos[2].settings[k] = 9;
+        FAILS(kvpn_compare_ranks(&o), k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT, kvpn_setting_names[k]);
+        CHECK(strstr(kvprim_last_error(), "is 0, but 9 on rank 2") != NULL);
+    }
+    fill_infos(&o, infos, 3);
+    infos[0].layout = 1;
+    FAILS(kvpn_compare_ranks(&o), KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version");
+}
+
+static void test_types(void)
+{
+    static const size_t bytes[] = {1, 2, 2, 4, 8, 1, 4, 8, 1, 1};
+    for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++) {
+        CHECK(kvpn_type_of((kvprim_dtype)t).bytes == bytes[t - KVPRIM_U8]);
+        CHECK(kvpn_type_of((kvprim_dtype)t).name != NULL);
+        for (int u = KVPRIM_U8; u < t; u++)
+            CHECK(kvpn_type_of((kvprim_dtype)t).nccl != kvpn_type_of((kvprim_dtype)u).nccl);
+    }
+    CHECK(kvpn_type_of(KVPRIM_BF16).nccl == (int)ncclBfloat16);
+#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 24, 0)
+    CHECK(kvpn_type_of(KVPRIM_F8E4M3).nccl == (int)ncclFloat8e4m3);
+    CHECK(kvpn_type_of(KVPRIM_F8E5M2).nccl == (int)ncclFloat8e5m2);
+#endif
+    CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_F8E5M2 + 1)).name == NULL);
+    CHECK(kvpn_type_of((kvprim_dtype)(KVPRIM_U8 - 1)).name == NULL);
+    CHECK(kvpn_ops[KVPRIM_SUM] == ncclSum && kvpn_ops[KVPRIM_MAX] == ncclMax && kvpn_ops[KVPRIM_PROD] == ncclProd);
+    CHECK(kvpn_ops[KVPRIM_MIN] == ncclMin && kvpn_ops[KVPRIM_AVG] == ncclAvg);
+}
+
+/* A call from send to recv with so many elements of 4 bytes each. */
+static kvpn_call call_of(kvprim_comm *comm, char *recv, const char *send, size_t recv_count, size_t send_count)
+{
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "test", comm, recv, send, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
+    c.recv_count = recv_count;
+    c.send_count = send_count;
+    c.element = 4;
+    return c;
+}
+
+static void test_calls(void)
+{
+    static char m[64];
+    kvprim_comm comm;
+    memset(&comm, 0, sizeof comm);
+    comm.world = 2;
+    kvpn_call c = call_of(&comm, m, m, 4, 4);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    c = call_of(&comm, m, m + 16, 4, 4);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    c = call_of(&comm, m + 16, m, 4, 4);
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    c = call_of(&comm, m + 4, m, 4, 4);
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
+    c = call_of(&comm, m, m + 16, 8, 4); /* all_gather of rank 1 is in place, of rank 0 it is not */
+    c.kind = kvpn_all_gather, c.count = 4, comm.rank = 1;
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    comm.rank = 0;
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
+    c = call_of(&comm, m + 16, m, 4, 8); /* the same for reduce_scatter */
+    c.kind = kvpn_reduce_scatter, c.count = 4, comm.rank = 1;
+    CHECK(kvpn_check_aliasing(&c) == KVPRIM_OK);
+    comm.rank = 0;
+    FAILS(kvpn_check_aliasing(&c), KVPRIM_ERROR_OVERLAP, "not in place");
+    CHECK(kvpn_check_pointer(&c, "send", NULL, 0) == KVPRIM_OK);
+    FAILS(kvpn_check_pointer(&c, "send", NULL, 4), KVPRIM_ERROR_NULL, "send is NULL");
+    FAILS(kvpn_check_pointer(&c, "send", m + 2, 4), KVPRIM_ERROR_ARGUMENT, "not aligned");
+    FAILS(kvpn_check_pointer(&c, "send", m, SIZE_MAX / 4), KVPRIM_ERROR_SIZE, "past the end of memory");
+    c.dtype = (kvprim_dtype)77;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77, which is not an element type");
+    c.dtype = KVPRIM_F32, c.op_or_peer = 9;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is 9");
+    c.kind = kvpn_broadcast, c.op_or_peer = 2;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "root is 2, must be 0 to 1");
+    c.kind = kvpn_recv;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is 2, must be 0 to 1");
+    c.op_or_peer = 1, c.dtype = KVPRIM_F8E5M2, comm.nccl_version = 22304;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_UNSUPPORTED, "F8E5M2, which needs NCCL 2.24; this is 22304");
+    c.dtype = KVPRIM_F32, c.count = SIZE_MAX / 4;
+    FAILS(kvpn_check_call(&c), KVPRIM_ERROR_SIZE, "too many bytes");
+}
+
+/* Which of NCCL's calls may take its symmetric kernels. */
+static void test_inside(void)
+{
+    static char m[256];
+    kvprim_comm comm;
+    memset(&comm, 0, sizeof comm);
+    comm.buffer = m, comm.buffer_bytes = 128;
+    kvpn_call c = call_of(&comm, m + 64, m, 4, 4);
+    CHECK(!kvpn_may_use_window(&c));
+    comm.in_windows = 1;
+    CHECK(kvpn_may_use_window(&c));
+    c.recv = m + 128;
+    CHECK(!kvpn_may_use_window(&c));
+    c.recv = m, c.kind = kvpn_broadcast;
+    CHECK(!kvpn_may_use_window(&c));
+    /* the caller's communicator may have windows of its own */
+    c.recv = m + 128, c.kind = kvpn_all_gather, comm.nccl_borrowed = 1;
+    CHECK(kvpn_may_use_window(&c));
+}
+
+static void test_ids(void)
+{
+    kvprim_comm_id a, b;
+    FAILS(kvprim_comm_new_id(NULL), KVPRIM_ERROR_NULL, "out is NULL");
+    const kvprim_status status = kvprim_comm_new_id(&a);
+    if (status != KVPRIM_OK) { /* NCCL found no network to listen on */
+        CHECK(status == KVPRIM_ERROR_NCCL && strstr(kvprim_last_error(), "ncclGetUniqueId") != NULL);
+        printf("skip ids: %s\n", kvprim_last_error());
+        skipped++;
+        return;
+    }
+    CHECK(kvprim_comm_new_id(&b) == KVPRIM_OK && memcmp(&a, &b, sizeof a) != 0);
+}
+
+/* After a timeout or an abort, every call reports it and names the rank. */
+static void test_stop_reasons(void)
+{
+    kvprim_comm comm;
+    uint32_t stop = 0;
+    memset(&comm, 0, sizeof comm);
+    comm.rank = 2, comm.timeout_ms = 1500;
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
+    comm.stop = &stop;
+    CHECK(kvpn_check_stop("test", &comm) == KVPRIM_OK);
+    stop = kvpn_stop_timeout | 2 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2 waited 1500 ms for rank 3");
+    stop = kvpn_stop_timeout | 1 << 8 | 3 << 16;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 1 timed out waiting for rank 3");
+    stop = kvpn_stop_aborted | 7 << 8;
+    FAILS(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
+}
+
+#ifdef KVPRIM_NCCL_KERNELS
+/* A communicator as init leaves it, with at most so many blocks, and so many bytes for each rank. */
+static void open_for_grid(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
+{
+    memset(comm, 0, sizeof *comm);
+    comm->world = world;
+    comm->blocks = (uint32_t)blocks;
+    kvpn_set_block_slots(comm, peer_bytes);
+    for (int r = 0; r < world; r++)
+        comm->peer[r] = comm;
+}
+
+static void check_grid(const kvprim_comm *comm, uint32_t words, kvpn_way way)
+{
+    kvpn_params p;
+    uint32_t blocks = 0, threads = 0;
+    memset(&p, 0, sizeof p);
+    p.slice_packs = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
+    const uint32_t group = kvpn_group_of(way);
+    kvpn_set_grid(comm, &p, group, &blocks, &threads);
+    CHECK(blocks >= 1 && blocks <= comm->blocks);
+    CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
+    CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
+    CHECK(p.block_packs % 8 == 0);
+    if (group) { /* a group has one slot more than packs, and every second group lies in the other area */
+        const uint32_t rounds = (p.block_packs + group * threads - 1) / (group * threads);
+        CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
+        CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
+    } else {
+        CHECK(p.block_packs <= comm->block_slots);
+    }
+    CHECK((uint64_t)p.block_packs * blocks >= p.slice_packs && (uint64_t)p.block_packs * (blocks - 1) < p.slice_packs);
+}
+
+/* Whatever the size is, the launch fits the slots. */
+static void check_grids(const kvprim_comm *comm)
+{
+    const size_t most[] = {
+        kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
+        kvpn_capacity_bytes(comm, kvpn_by_scatter),     2 * kvpn_capacity_bytes(comm, kvpn_by_gather),
+        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most)};
+    for (int way = 0; way < 6; way++) {
+        for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
+            check_grid(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
+        check_grid(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
+    }
+}
+
+static void test_grids(void)
+{
+    static const int blocks[] = {1, 8, 20, 64, 66, 72, 108, 128};
+    for (int world = 2; world <= 8; world++)
+        for (int b = 0; b < 8; b++)
+            for (size_t bytes = kvpn_min_peer_bytes;; bytes += (size_t)4 << 20) {
+                kvprim_comm comm;
+                const size_t used = bytes < kvpn_max_peer_bytes ? bytes : kvpn_max_peer_bytes;
+                open_for_grid(&comm, world, blocks[b], used);
+                const size_t slots = (size_t)4 * 16 * (size_t)world * comm.blocks * comm.block_slots;
+                CHECK(slots + 2 * kvpn_page <= used && slots > used - ((size_t)1 << 20));
+                check_grids(&comm);
+                if (used < bytes)
+                    break;
+            }
+}
+
+/* Which way a call takes: by size and kind, and by the caller's limits. */
+static void test_choices(void)
+{
+    for (int world = 2; world <= 8; world++) {
+        kvprim_comm comm;
+        open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
+        for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
+            const kvpn_way way = kvpn_choose_gather(&comm, bytes);
+            CHECK(way != kvpn_by_gather || bytes <= kvpn_capacity_bytes(&comm, way));
+            CHECK(kvpn_group_of(way) == 0 || bytes % 16 == 0);
+            if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
+                CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
+        }
+        CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_AVG) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_MAX) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F64, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        comm.all_reduce_limit = 1024, comm.reduce_scatter_limit = 1024, comm.all_gather_limit = 1024;
+        CHECK(kvpn_choose(&comm, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
+        CHECK(kvpn_choose(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_scatter(&comm, 1024 / (size_t)world, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
+        CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
+        comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
+        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
+        comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
+        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        comm.peer[0] = NULL;
+        CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+    }
+}
+#endif
+
+int main(void)
+{
+    run("nccl: descriptors", test_descriptors);
+    run("nccl: communicators that are not alive", test_not_alive);
+    run("nccl: slots in the caller's memory", test_given_memory);
+    run("nccl: why kernels are off", test_off_reasons);
+    run("nccl: hashes of machines and ranks", test_hashes);
+    run("nccl: slots that ranks of a process share", test_shared_slots);
+    run("nccl: what ranks compare", test_comparison);
+    run("nccl: types and operations", test_types);
+    run("nccl: arguments of collectives", test_calls);
+    run("nccl: inside a window", test_inside);
+    run("nccl: ids", test_ids);
+    run("nccl: timeouts and aborts are reported", test_stop_reasons);
+#ifdef KVPRIM_NCCL_KERNELS
+    run("nccl: grids of launches", test_grids);
+    run("nccl: which way a call takes", test_choices);
+#else
+    printf("skip nccl: grids and ways, which need nvcc\n");
+    skipped++;
+#endif
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed != 0;
+}

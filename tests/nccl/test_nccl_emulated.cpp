@@ -1,0 +1,488 @@
+/* SPDX-License-Identifier: MIT */
+/* Runs the kernels of kvprim_nccl.h on the CPU. Each rank has a thread, which runs the GPU threads of a call one after
+   the other. Calls have random kinds, sizes and alignments, and ranks run ahead of each other as they like.
+   ThreadSanitizer sees whether ranks share anything except the words of slots.
+
+       c++ -std=c++17 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp -o test && ./test */
+#include "../gpu/cuda_shim.h"
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+/* The kernels' memory accesses. Slots are accessed 4 bytes at a time, and y and w, which may be flags, never before the
+   words beside them. */
+static uint4 kvpn_load_slot(const char *slot)
+{
+    const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
+    uint4 v;
+    v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
+    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
+    return v;
+}
+
+static void kvpn_store_slot(char *slot, uint4 v)
+{
+    uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
+    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
+    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
+}
+
+static uint32_t *counted; /* reads of this address are counted in `reads` */
+static unsigned reads;
+
+static uint32_t kvpn_load_word(uint32_t *at)
+{
+    std::this_thread::yield();
+    if (at == counted)
+        reads++;
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
+static void kvpn_store_word(uint32_t *at, uint32_t value)
+{
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+
+static uint32_t kvpn_load_turn(const uint32_t *at)
+{
+    return *at;
+}
+
+static uint64_t kvpn_globaltimer_ns()
+{
+    return static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+            .count());
+}
+
+static void kvpn_sleep()
+{
+}
+
+/* Rounds to nearest, ties to even. */
+static uint32_t kvprim_emulate_bf16(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+struct __nv_bfloat162 {
+    uint16_t low, high;
+};
+
+static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
+{
+    return {static_cast<uint16_t>(kvprim_emulate_bf16(low)), static_cast<uint16_t>(kvprim_emulate_bf16(high))};
+}
+
+#define KVPRIM_NCCL_EMULATE
+#include "../../kvprim_nccl.h"
+
+enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16 };
+static int passed, failed;
+static std::atomic<int> faults;
+
+static uint64_t mix(uint64_t h)
+{
+    h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9ull;
+    h = (h ^ h >> 27) * 0x94d049bb133111ebull;
+    return h ^ h >> 31;
+}
+
+enum kind {
+    one_shot_f32,
+    one_shot_bf16,
+    two_shot_f32,
+    two_shot_bf16,
+    scatter_f32,
+    scatter_bf16,
+    gather,
+    gather_many,
+    gather_most,
+    kinds
+};
+
+/* A call. Every rank derives it from its number alone; only places differ by rank. */
+struct call {
+    kind what;
+    uint64_t number;
+    size_t element, count, pitch; /* pitch: bytes from a rank's part to the next one's */
+    uint32_t threads, roles, block_packs, used_blocks;
+};
+
+static bool scatters(kind what)
+{
+    return what == scatter_f32 || what == scatter_bf16;
+}
+
+static bool gathers(kind what)
+{
+    return what == gather || what == gather_many || what == gather_most;
+}
+
+static call call_of(uint64_t number, uint32_t world)
+{
+    call c = {};
+    const uint64_t h = mix(number);
+    c.number = number;
+    c.what = static_cast<kind>(h % kinds);
+    const bool halves = c.what == one_shot_bf16 || c.what == two_shot_bf16 || c.what == scatter_bf16;
+    c.element = gathers(c.what) ? 1 : halves ? 2 : 4;
+    const bool two = c.what == two_shot_f32 || c.what == two_shot_bf16;
+    const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
+    c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
+    const bool groups = c.what == gather_many || c.what == gather_most;
+    if (groups || h >> 41 & 1) /* only whole packs */
+        c.count = std::min(most, c.count + 15) / (16 / c.element) * (16 / c.element);
+    c.pitch = c.count * c.element + (h >> 42) % 3 * (groups ? 16 : 4);
+    const size_t unit = c.what == gather ? 8 : 16;
+    const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
+    const uint32_t slice = two ? (words + world - 1) / world : words;
+    const uint32_t least = (slice + blocks - 1) / blocks;
+    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
+    c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* with groups, there are slots for 4 */
+    c.roles = groups ? world : 1;
+    return c;
+}
+
+/* Byte b of what a rank passes to a call. Many bytes are ones, so that words are all ones, or give -0. */
+static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
+{
+    const uint64_t h = mix(c.number * 1000003 + (b / 4) * 17 + rank);
+    return h % 8 == 0   ? 0xff
+           : h % 8 == 1 ? (b % c.element == c.element - 1 ? 0x80 : 0)
+                        : static_cast<unsigned char>(mix(h + b));
+}
+
+static float element_of(const unsigned char *at, size_t element)
+{
+    float f;
+    uint32_t bits = 0;
+    memcpy(element == 2 ? reinterpret_cast<char *>(&bits) + 2 : reinterpret_cast<char *>(&bits), at, element);
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
+{
+    const size_t bytes = c.count * c.element;
+    if (gathers(c.what)) {
+        for (uint32_t r = 0; r < world; r++)
+            for (size_t b = 0; b < bytes; b++)
+                if (got[r * c.pitch + b] != input_byte(c, r, b))
+                    return false;
+        return true;
+    }
+    const size_t first = scatters(c.what) ? rank * c.pitch : 0;
+    for (size_t e = 0; e < c.count; e++) {
+        float sum = 0;
+        for (uint32_t r = 0; r < world; r++) {
+            unsigned char in[4];
+            for (size_t b = 0; b < c.element; b++)
+                in[b] = input_byte(c, r, first + e * c.element + b);
+            sum = r ? sum + element_of(in, c.element) : element_of(in, c.element);
+        }
+        unsigned char expected[4];
+        const uint32_t rounded = kvprim_emulate_bf16(sum);
+        memcpy(expected, c.element == 2 ? static_cast<const void *>(&rounded) : &sum, c.element);
+        const float is = element_of(got + e * c.element, c.element);
+        if (sum != sum ? is == is : memcmp(expected, got + e * c.element, c.element) != 0)
+            return false;
+    }
+    return true;
+}
+
+/* A thread's turn before it takes the block's turn: with it, slots are out of reach. */
+static const uint32_t no_turn = 1 << 20;
+
+static void end_turns(const kvpn_params &p, const std::vector<kvpn_thread> &threads)
+{
+    for (const kvpn_thread &me : threads)
+        if (me.thread == 0 && me.role == 0) {
+            faults += me.turn > 1;
+            p.turn[me.block] = me.turn ^ 1;
+        }
+}
+
+template <class Way> static void run_kernel(const kvpn_params &p, const call &c)
+{
+    std::vector<kvpn_thread> threads;
+    for (uint32_t b = 0; b < c.used_blocks; b++)
+        for (uint32_t t = 0; t < c.threads * c.roles; t++)
+            threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
+    for (kvpn_thread &me : threads)
+        Way::begin(p, me);
+    if (!Way::turn_last)
+        end_turns(p, threads);
+    for (kvpn_thread &me : threads)
+        Way::complete(p, me);
+    for (const kvpn_thread &me : threads)
+        if (me.stop_reason != 0)
+            kvpn_stop_rank(p, me);
+    if (Way::turn_last)
+        end_turns(p, threads);
+}
+
+template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
+{
+    switch (c.what) {
+    case one_shot_f32:
+        return run_kernel<kvpn_one_shot<kvpn_f32, max_ranks, whole>>(p, c);
+    case one_shot_bf16:
+        return run_kernel<kvpn_one_shot<kvpn_bf16, max_ranks, whole>>(p, c);
+    case two_shot_f32:
+        return run_kernel<kvpn_two_shot<kvpn_f32, max_ranks, whole>>(p, c);
+    case two_shot_bf16:
+        return run_kernel<kvpn_two_shot<kvpn_bf16, max_ranks, whole>>(p, c);
+    case scatter_f32:
+        return run_kernel<kvpn_scatter<kvpn_f32, max_ranks, whole>>(p, c);
+    case scatter_bf16:
+        return run_kernel<kvpn_scatter<kvpn_bf16, max_ranks, whole>>(p, c);
+    case gather:
+        return run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
+    case gather_many:
+        return run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
+    default:
+        return run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
+    }
+}
+
+/* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
+enum { page_words = kvpn_page / sizeof(uint4) };
+
+struct job {
+    uint32_t world;
+    uint64_t timeout_ns;
+    std::vector<std::vector<uint4>> memory;
+    std::vector<uint32_t> stop;
+};
+
+static job job_of(uint32_t world, uint64_t timeout_ns)
+{
+    const uint4 empty = {kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word};
+    std::vector<uint4> memory(page_words + 4 * world * blocks * block_slots + 1, empty);
+    memset(memory.data(), 0, kvpn_page);
+    return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
+}
+
+static uint32_t *page_of(job &j, uint32_t rank)
+{
+    return reinterpret_cast<uint32_t *>(j.memory[rank].data());
+}
+
+/* Where a rank's send and recv lie: in place or apart, aligned or not. */
+struct places {
+    unsigned char *send, *recv;
+    size_t send_bytes, recv_bytes; /* up to the end of the last part */
+};
+
+static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned char *a, unsigned char *b)
+{
+    const uint64_t h = mix(c.number * 31 + rank);
+    const size_t bytes = c.count * c.element, parts = (world - 1) * c.pitch + bytes;
+    places p = {a + (h & 2 ? h / 8 % 8 * c.element : 0), b + (h & 4 ? h / 64 % 8 * c.element : 0),
+                scatters(c.what) ? parts : bytes, gathers(c.what) ? parts : bytes};
+    if (h & 1 && gathers(c.what))
+        p.send = p.recv + rank * c.pitch;
+    else if (h & 1)
+        p.recv = p.send + (scatters(c.what) ? rank * c.pitch : 0);
+    return p;
+}
+
+/* Whether byte b of recv belongs to the result, and not to a gap or to what follows it. */
+static bool is_result(const call &c, const places &at, size_t b)
+{
+    return b < at.recv_bytes && (!gathers(c.what) || b % c.pitch < c.count * c.element);
+}
+
+/* The host's part of a call, with this rank's places. Returns whether the result is right. */
+template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call &c)
+{
+    enum { room = (most_bytes + 32) * 8 + 96, guard_bytes = 16 };
+    alignas(16) static thread_local unsigned char memory[2][room], before[room];
+    const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
+    const places at = places_of(c, j.world, rank, memory[0], memory[1]);
+    kvpn_params p = {};
+    memset(at.recv, 0xa5, at.recv_bytes + guard_bytes);
+    memset(at.send + at.send_bytes, 0xa5, guard_bytes);
+    for (size_t b = 0; b < at.send_bytes; b++)
+        at.send[b] = input_byte(c, rank, b);
+    memcpy(before, at.recv, at.recv_bytes + guard_bytes);
+    for (uint32_t r = 0; r < j.world; r++)
+        p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
+    p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
+    p.count = c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
+    p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
+    p.slice_packs = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.packs + j.world - 1) / j.world : p.packs;
+    p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
+    p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
+    p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
+    p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
+    if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
+        run_call<max_ranks, true>(p, c);
+    else
+        run_call<max_ranks, false>(p, c);
+    for (size_t b = 0; b < at.recv_bytes + guard_bytes; b++)
+        if (!is_result(c, at, b) && at.recv[b] != before[b])
+            return false;
+    return is_right(c, j.world, rank, at.recv);
+}
+
+static bool run_one(job &j, uint32_t rank, uint64_t number)
+{
+    const call c = call_of(number, j.world);
+    return j.world == 2 ? one_call<2>(j, rank, c) : j.world <= 4 ? one_call<4>(j, rank, c) : one_call<8>(j, rank, c);
+}
+
+static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
+{
+    for (uint64_t n = first; n < first + calls; n++) {
+        if (!run_one(j, rank, n) && faults++ < 3)
+            printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong result, or wrong bytes after it\n",
+                   j.world, rank, static_cast<unsigned long long>(n), call_of(n, j.world).what,
+                   call_of(n, j.world).count);
+        if (mix(n * 7 + rank) % 32 == 0)
+            std::this_thread::yield();
+    }
+}
+
+static void report(const char *name)
+{
+    faults ? failed++ : passed++;
+    printf("%s %s\n", faults ? "FAIL" : "ok", name);
+    faults = 0;
+}
+
+static void test_world(uint32_t world, uint64_t calls)
+{
+    job j = job_of(world, 10000000000ull);
+    std::vector<std::thread> threads;
+    for (uint32_t r = 0; r < world; r++)
+        threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
+    for (std::thread &t : threads)
+        t.join();
+    for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: no rank has stopped */
+        for (size_t k = page_words; k < memory.size(); k++)
+            if (kvpn_largest_word<false>(memory[k]) != kvpn_empty_word ||
+                kvpn_largest_word<true>(memory[k]) != kvpn_empty_word)
+                faults++;
+    char name[64];
+    snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
+    report(name);
+}
+
+/* Rank 1 of 3 does not take part in a call, of any kind. The others stop, and say which rank was missing. */
+static void test_missing()
+{
+    int named = 0;
+    for (int what = 0; what < kinds; what++) {
+        job j = job_of(3, 20000000);
+        uint64_t number = 5;
+        while (call_of(number, 3).what != what || call_of(number, 3).count < 200)
+            number++;
+        faults = 3; /* wrong results are expected here */
+        std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
+        run_rank(j, 2, number, 1);
+        zero.join();
+        for (uint32_t r : {0u, 2u}) /* by itself, or because the other one said so */
+            named += (j.stop[r] | 2 << 8) == (kvpn_stop_timeout | 2 << 8 | 1 << 16);
+        named += page_of(j, 1)[kvpn_stop_reason_word] != 0;
+    }
+    faults = named != 3 * kinds;
+    report("nccl emulated: a rank that stays away is named");
+}
+
+/* Ranks stop in a wait, run what is queued after it, and then the late rank comes. Each of its calls has the right
+   result or, from the first wrong one on, an error. `told`: its page says that they stopped. If not, what the others
+   sent before they stopped must still be there. */
+static int late_faults(uint32_t world, uint64_t first, bool told)
+{
+    enum { queued = 6 };
+    int wrong = 0;
+    job j = job_of(world, 2000000);
+    std::vector<std::thread> others;
+    faults = 3; /* their results are wrong */
+    for (uint32_t r = 1; r < world; r++)
+        others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
+    for (std::thread &t : others)
+        t.join();
+    j.timeout_ns = 10000000;
+    if (!told)
+        page_of(j, 0)[kvpn_stop_reason_word] = 0;
+    for (uint64_t n = first; n < first + queued; n++)
+        wrong += !run_one(j, 0, n) && j.stop[0] == 0;
+    for (uint32_t r = 0; r < world; r++)
+        wrong += j.stop[r] == 0;
+    return wrong;
+}
+
+static void test_late_after_the_end()
+{
+    int wrong = 0;
+    for (uint32_t world = 2; world <= 8; world++)
+        for (uint64_t first = 0; first < 6; first++)
+            wrong += late_faults(world, first, first % 2 == 0);
+    faults = wrong;
+    report("nccl emulated: a rank that comes after the others have stopped");
+}
+
+/* If the host says stop, the rank stops and tells the others. */
+static void test_stop()
+{
+    job j = job_of(2, 10000000000ull);
+    faults = 3;
+    j.stop[0] = kvpn_stop_aborted;
+    run_rank(j, 0, 5, 1);
+    faults = j.stop[0] != kvpn_stop_aborted || page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
+    report("nccl emulated: a wait that is stopped ends");
+}
+
+/* While others may still come, a wait must not read the host's memory. A thousand warps that read it take longer than
+   all ordinary waits, which would make this rank the next one that others wait for. */
+static void test_short_waits()
+{
+    job j = job_of(2, 1000000000000ull);
+    uint32_t &stop = j.stop[0];
+    kvpn_params p = {};
+    kvpn_thread waiting = {0, 0, 0, 128, 0, 0, 0, 0, 0}, late = waiting;
+    p.turn = page_of(j, 0), p.stop = &stop, p.timeout_ns = j.timeout_ns, p.world = 2;
+    p.peer[1] = reinterpret_cast<char *>(page_of(j, 1)) + kvpn_page;
+    counted = &stop, reads = 0;
+    for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
+        faults += !kvpn_keep_waiting(p, waiting, 1);
+    faults += reads != 0;
+    faults += !kvpn_keep_waiting(p, waiting, 1) || reads != 1;
+    stop = kvpn_stop_aborted;
+    for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
+        faults += !kvpn_keep_waiting(p, waiting, 1);
+    faults += kvpn_keep_waiting(p, waiting, 1) || reads != 2 || !waiting.stopped_first;
+    kvpn_stop_rank(p, waiting);
+    for (uint32_t n = 1; n < kvpn_polls_per_page_check; n++) /* a thread that waits after that learns of it at once */
+        faults += !kvpn_keep_waiting(p, late, 1);
+    faults += kvpn_keep_waiting(p, late, 1) || reads != 2 || late.stopped_first;
+    faults += page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
+    counted = nullptr;
+    report("nccl emulated: short waits do not read the host's memory");
+}
+
+int main(int argc, char **argv)
+{
+    const uint64_t calls = argc > 1 ? strtoull(argv[1], nullptr, 10) : 2000;
+    for (uint32_t world = 2; world <= 8; world++)
+        test_world(world, calls);
+    test_missing();
+    test_late_after_the_end();
+    test_stop();
+    test_short_waits();
+    printf("%d passed, %d failed, 0 skipped\n", passed, failed);
+    return failed != 0;
+}

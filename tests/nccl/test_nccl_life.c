@@ -1,0 +1,572 @@
+/* SPDX-License-Identifier: MIT */
+/* Tests the life of a communicator without a GPU and without NCCL: nccl_fake.h fakes both. Sanitizers see uses after
+   its end, leaks, and races. Valid C11.
+
+       cc -std=c11 -pthread -fsanitize=address -I. -isystem $CUDA_HOME/include tests/nccl/test_nccl_life.c && ./a.out
+
+   With -fsanitize=thread, set TSAN_OPTIONS=history_size=7, or a race is not reported if its first access is
+   forgotten. */
+#include "nccl_fake.h"
+#include "nccl_check.h"
+
+static void begin(void)
+{
+    memset(&fake, 0, sizeof fake);
+    fake.version = 22809;
+    call_count = 0;
+    current_device = home;
+    current_mode = cudaStreamCaptureModeThreadLocal;
+}
+
+/* Nothing is left: no thread, no memory, no other device or capture mode. */
+static void end(void)
+{
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
+    CHECK(load(&live_allocations) == 0);
+    CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
+}
+
+static void run(const char *name, void (*test)(void))
+{
+    faults = 0;
+    begin();
+    test();
+    end();
+    *(faults ? &failed : &passed) += 1;
+    printf("%s %s\n", faults ? "FAIL" : "ok", name);
+}
+
+static kvprim_comm_desc desc_of(int world)
+{
+    kvprim_comm_desc desc;
+    memset(&desc, 0, sizeof desc);
+    desc.world = world;
+    return desc;
+}
+
+/* On the heap, so that a sanitizer sees uses after the caller has freed it. */
+static kvprim_comm *new_comm(void)
+{
+    return (kvprim_comm *)calloc(1, sizeof(kvprim_comm));
+}
+
+#define OPENED "CommInitRank AllGather AllGather AllGather"
+
+static void test_plain(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    d.buffer_bytes = 64;
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+    CHECK(called(OPENED) && comm->nccl->device == home);
+    CHECK(strstr(kvprim_comm_describe(comm), "rank 0 of 1 on device 2") != NULL);
+    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+    CHECK(called("CommDestroy"));
+    FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    free(comm);
+}
+
+/* A thread of the caller's that watches a communicator, and what it found. */
+typedef struct watchdog {
+    kvprim_comm *comm;
+    kvprim_status first, status;
+    const int32_t *when; /* it starts when this is 1 */
+    int32_t over;
+    pthread_t thread;
+} watchdog;
+
+static void *abort_when(void *argument)
+{
+    watchdog *const w = (watchdog *)argument;
+    (void)kvpn_wait_until(w->when, 1, test_timeout_ms);
+    w->status = kvprim_comm_abort(w->comm);
+    return NULL;
+}
+
+/* Checks until there is an error. */
+static void *check_until_over(void *argument)
+{
+    watchdog *const w = (watchdog *)argument;
+    (void)kvpn_wait_until(w->when, 1, test_timeout_ms);
+    w->first = w->status = kvprim_comm_check(w->comm);
+    while (w->status == KVPRIM_OK && !load(&w->over))
+        w->status = kvprim_comm_check(w->comm);
+    return NULL;
+}
+
+static void start(watchdog *w, void *(*does)(void *), kvprim_comm *comm, const int32_t *when)
+{
+    memset(w, 0, sizeof *w);
+    w->comm = comm, w->when = when;
+    CHECK(pthread_create(&w->thread, NULL, does, w) == 0);
+}
+
+static kvprim_status result_of(watchdog *w)
+{
+    store(&w->over, 1);
+    CHECK(pthread_join(w->thread, NULL) == 0);
+    return w->status;
+}
+
+static void test_late_nccl(void)
+{
+    kvprim_comm *comm = new_comm();
+    kvprim_comm_desc d = desc_of(2);
+    watchdog w;
+    d.init_timeout_ms = short_timeout_ms;
+    fake.hang_init = 1;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 40 ms");
+    CHECK(called("CommInitRank CommAbort"));
+    FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    end(), begin();
+    fake.hang_init = 1;
+    d.init_timeout_ms = test_timeout_ms;
+    start(&w, abort_when, comm, &fake.hanging);
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
+    free(comm); /* abort no longer uses it */
+    comm = new_comm();
+    CHECK(result_of(&w) == KVPRIM_OK && called("CommInitRank CommAbort"));
+    end(), begin();
+    fake.late_init = 1;
+    d.init_timeout_ms = short_timeout_ms;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK(load(&threads) == 1 && load(&call_count) == 1);
+    free(comm);
+    store(&fake.gate, 1); /* NCCL has a communicator after all */
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("CommInitRank CommAbort"));
+}
+
+/* If CUDA takes longer than the timeout, NCCL is no longer called. */
+static void test_late_cuda(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(2);
+    d.init_timeout_ms = short_timeout_ms, fake.late_memory = 1;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    free(comm);
+    store(&fake.gate, 1);
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called(""));
+}
+
+/* Another thread checks from the start of init on. */
+static void test_checks_during_init(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    watchdog w;
+    fake.hang_init = 1, d.init_timeout_ms = short_timeout_ms;
+    start(&w, check_until_over, comm, &fake.hanging);
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_ERROR_TIMEOUT);
+    CHECK((result_of(&w) == KVPRIM_OK || w.status == KVPRIM_ERROR_ARGUMENT) && w.first == KVPRIM_OK);
+    end(), begin();
+    fake.late_init = 1, d.init_timeout_ms = 0;
+    start(&w, check_until_over, comm, &fake.hanging);
+    store(&fake.gate, 1);
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+    for (int k = 0; k < 200; k++)
+        CHECK(kvprim_all_gather(comm, &w, &w, 1, KVPRIM_INT8, NULL) == KVPRIM_OK);
+    CHECK(result_of(&w) == KVPRIM_OK);
+    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
+}
+
+/* An exchange hangs, or a copy before or after it, until NCCL is aborted. CUDA then says that all went well. */
+static void test_late_exchanges(void)
+{
+    static const char *const ends[] = {"CommInitRank AllGather CommAbort", "CommInitRank AllGather AllGather CommAbort",
+                                       OPENED " CommAbort"};
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(2);
+    d.init_timeout_ms = short_timeout_ms;
+    for (int k = 0; k < 3; k++) {
+        fake.hang_gather = k + 1;
+        FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        end();
+        CHECK(called(ends[k]));
+        begin();
+        fake.hang_copy = 2 * k + 1; /* one copy before each exchange, one after it */
+        FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        end();
+        CHECK(called(k == 0 ? "CommInitRank CommAbort" : ends[k - 1]));
+        begin();
+    }
+    free(comm);
+}
+
+/* destroy while a watchdog is inside abort, and two aborts at once. */
+static void test_aborts(void)
+{
+    const int32_t now = 1;
+    for (int k = 0; k < 40; k++) {
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        watchdog w, v;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        fake.abort_ms = k == 0 ? 300 : k % 4;
+        start(&w, abort_when, comm, &now);
+        if (k % 2) {
+            start(&v, abort_when, comm, &now);
+            (void)result_of(&w), (void)result_of(&v);
+            CHECK((w.status == KVPRIM_OK && v.status == KVPRIM_ERROR_ARGUMENT) ||
+                  (v.status == KVPRIM_OK && w.status == KVPRIM_ERROR_ARGUMENT));
+        }
+        CHECK(kvpn_wait_until(&comm->state, kvpn_aborted, test_timeout_ms));
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        free(comm);
+        CHECK(k % 2 || result_of(&w) == KVPRIM_OK);
+        CHECK(called("CommAbort"));
+    }
+}
+
+/* NCCL does not end, neither after destroy nor after abort. */
+static void test_no_end(void)
+{
+    for (int aborts = 0; aborts < 2; aborts++) {
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        d.timeout_ms = short_timeout_ms, fake.late_end = 1;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        const int64_t before = kvpn_now_us();
+        CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
+        CHECK(kvpn_now_us() - before < 1000000);
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        FAILS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        FAILS(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        store(&fake.gate, 1);
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        CHECK(called(aborts ? "CommAbort" : "CommDestroy"));
+        free(comm);
+        end(), begin();
+    }
+}
+
+/* Calls every collective. If the communicator does not block and a call was not waited for, the next one fails. */
+static void call_all(kvprim_comm *comm, char *to, const char *from)
+{
+    for (int k = 0; k < 2; k++) {
+        CHECK(kvprim_all_reduce(comm, to, from, 16, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
+        CHECK(kvprim_reduce_scatter(comm, to, from, 16, KVPRIM_INT8, KVPRIM_AVG, NULL) == KVPRIM_OK);
+        CHECK(kvprim_all_gather(comm, to, from, 16, KVPRIM_INT8, NULL) == KVPRIM_OK);
+        CHECK(kvprim_broadcast(comm, to, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK(kvprim_send(comm, from, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK(kvprim_recv(comm, to, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+    }
+}
+
+static void test_collectives(void)
+{
+    static char outside[64];
+    for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        call_all(comm, outside, outside + 32);
+#define EACH "AllReduce ReduceScatter AllGather Broadcast Send Recv"
+        CHECK(called(EACH " " EACH));
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
+        free(comm);
+        current_device = home;
+    }
+}
+
+#ifdef KVPRIM_NCCL_WINDOWS
+#define IN_WINDOW "CommInitRank MemAlloc AllGather AllGather CommWindowRegister AllGather"
+
+/* The memset precedes only what NCCL may serve with its symmetric kernels. What these sum wrongly goes through other
+   calls. */
+static void call_inside(kvprim_comm *comm, bool memset_first)
+{
+    static char outside[64];
+    char *const m = (char *)kvprim_comm_buffer(comm, NULL);
+    CHECK(kvprim_all_reduce(comm, m + 17, m + 1, 8, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
+    CHECK(called(memset_first ? "MemsetAsync GroupStart Reduce GroupEnd Broadcast"
+                              : "GroupStart Reduce GroupEnd Broadcast"));
+    CHECK(kvprim_reduce_scatter(comm, m, m, 8, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
+    CHECK(called(memset_first ? "MemsetAsync GroupStart Reduce GroupEnd" : "GroupStart Reduce GroupEnd"));
+    call_all(comm, m, m + 32);
+#define EACH_INSIDE "MemsetAsync AllReduce MemsetAsync ReduceScatter MemsetAsync AllGather Broadcast Send Recv"
+    CHECK(called(memset_first ? EACH_INSIDE " " EACH_INSIDE : EACH " " EACH));
+    call_all(comm, outside + 1, outside + 33);
+    CHECK(called(EACH " " EACH));
+}
+
+static void test_window(void)
+{
+    for (int k = 0; k < 4; k++) {
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        d.buffer_bytes = 64, d.nccl_window = 1;
+        fake.version = k < 2 ? 22809 : 22706, fake.no_blocking = k % 2;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(IN_WINDOW));
+        CHECK(comm->in_windows && comm->window);
+        call_inside(comm, k < 2);
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        CHECK(called("CommWindowDeregister CommDestroy MemFree"));
+        free(comm);
+    }
+}
+
+/* A call that waits for the device's work must not precede the abort that ends that work. */
+static void test_aborts_with_window(void)
+{
+    for (int k = 0; k < 3; k++) { /* work that has ended, that hangs, that hangs in a graph's replay */
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        d.buffer_bytes = 64, d.nccl_window = 1;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(IN_WINDOW));
+        fake.captures = k == 2;
+        store(&fake.work_hangs, k > 0);
+        CHECK(kvprim_broadcast(comm, comm->buffer, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+        CHECK(kvprim_comm_abort(comm) == KVPRIM_OK);
+        CHECK(load(&fake.work_hangs) == 0);
+        store(&fake.work_hangs, 0);
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        CHECK(called(k > 0 ? "CommAbort MemFree" : "CommWindowDeregister CommAbort MemFree"));
+        free(comm);
+        end(), begin();
+    }
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = short_timeout_ms;
+    fake.hang_gather = 3; /* after the window was made */
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
+    CHECK(called(IN_WINDOW " CommAbort MemFree"));
+    free(comm);
+}
+#endif
+
+static void test_foreign(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    ncclUniqueId id;
+    memset(&id, 0, sizeof id);
+    CHECK(ncclCommInitRank(&d.nccl, 1, id, 0) == ncclSuccess && called("CommInitRank"));
+    d.world = 2;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT,
+          "desc->nccl is rank 0 of 1 on device 2, but desc says rank 0 of 2");
+    CHECK(called(""));
+    d.world = 1, d.buffer_bytes = 64, d.nccl_window = 1;
+    for (int aborts = 0; aborts < 2; aborts++) {
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+        CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        CHECK(called("MemAlloc AllGather AllGather AllGather MemFree"));
+    }
+    d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which is the caller's task */
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("AllGather AllGather CommAbort"));
+    current_device = home;
+    free(comm);
+}
+
+/* An exchange of one rank, and how the library called it. */
+typedef struct exchanges {
+    int made, fails_at;
+    bool elsewhere;
+    pthread_t thread;
+} exchanges;
+
+static int exchange(void *context, const void *mine, void *all, size_t bytes)
+{
+    exchanges *const e = (exchanges *)context;
+    e->elsewhere = e->elsewhere || !pthread_equal(pthread_self(), e->thread);
+    memcpy(all, mine, bytes);
+    current_device = elsewhere;
+    return ++e->made == e->fails_at ? 5 : 0;
+}
+
+static void test_exchange(void)
+{
+    kvprim_comm *const comm = new_comm();
+    for (int fails_at = 0; fails_at <= 3; fails_at++) {
+        kvprim_comm_desc d = desc_of(1);
+        exchanges e = {0, fails_at, false, pthread_self()};
+        d.exchange = exchange, d.exchange_context = &e;
+        if (fails_at)
+            FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->exchange returned 5");
+        else
+            CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
+        CHECK(e.made == (fails_at ? fails_at : 3) && !e.elsewhere);
+        CHECK(called(fails_at ? "CommInitRank CommAbort" : "CommInitRank CommDestroy"));
+        end(), begin();
+    }
+    free(comm);
+}
+
+/* init needs a thread. abort and destroy use the caller's if there is no other. */
+static void test_no_threads(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    d.timeout_ms = short_timeout_ms;
+    fake.no_threads = 1;
+    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
+    CHECK(called(""));
+    for (int aborts = 0; aborts < 2; aborts++) {
+        fake.no_threads = 0;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
+        fake.no_threads = 1;
+        if (aborts)
+            CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && current_device == home);
+        CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called(aborts ? "CommAbort" : "CommDestroy"));
+        CHECK(fake.mode_at_end == cudaStreamCaptureModeRelaxed);
+        CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
+    }
+    free(comm);
+}
+
+static kvprim_status call_and_check(kvprim_comm *comm)
+{
+    char x = 0;
+    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK);
+    return kvprim_comm_check(comm);
+}
+
+static void test_checks(void)
+{
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    d.timeout_ms = short_timeout_ms;
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+    CHECK(call_and_check(comm) == KVPRIM_OK);
+    char x = 0;
+    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK); /* it is done, but not checked */
+    wait_ms(3 * short_timeout_ms);
+    fake.checked = comm, fake.check = KVPRIM_ERROR_NCCL;
+    CHECK(call_and_check(comm) == KVPRIM_OK && fake.check == KVPRIM_OK);
+    fake.checked = NULL;
+    wait_ms(3 * short_timeout_ms);
+    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+    store(&fake.work_hangs, 1); /* while further calls are made and checked */
+    const int64_t before = kvpn_now_us();
+    kvprim_status s;
+    do
+        s = call_and_check(comm), wait_ms(1);
+    while (s == KVPRIM_OK && kvpn_now_us() - before < test_timeout_ms * 1000);
+    CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now_us() - before > short_timeout_ms * 1000);
+    FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
+    store(&fake.work_hangs, 0);
+    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+    fake.dead = 1;
+    FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
+    CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
+    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
+}
+
+static void test_fp8(void)
+{
+    char x = 0;
+    for (int newer = 0; newer < 2; newer++) {
+        kvprim_comm *const comm = new_comm();
+        kvprim_comm_desc d = desc_of(1);
+        fake.version = newer ? 22403 : 22304;
+        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        for (int e5m2 = 0; e5m2 < 2; e5m2++) {
+            const kvprim_dtype dtype = e5m2 ? KVPRIM_F8E5M2 : KVPRIM_F8E4M3;
+            if (newer)
+                CHECK(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+            else
+                FAILS(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
+                      "NCCL 2.24; this is 22304");
+        }
+        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
+        free(comm);
+    }
+}
+
+/* What callers pass as a dtype by mistake: 0, which was never set, and index types. Every collective refuses these
+   values. */
+static void test_no_dtypes(void)
+{
+    static char m[64];
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(1);
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+    for (int k = 0; k < 16; k++) {
+        const kvprim_dtype t = (kvprim_dtype)k;
+        static const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
+        FAILS(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
+        FAILS(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
+        FAILS(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
+        FAILS(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        FAILS(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+    }
+    CHECK(called("") && kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
+}
+
+static void info_failed(kvpn_rank_info *info)
+{
+    info->ok = 0;
+}
+
+static void info_of_another_version(kvpn_rank_info *info)
+{
+    info->layout++;
+}
+
+static void info_of_another_size(kvpn_rank_info *info)
+{
+    info->settings[0] = 128;
+}
+
+/* If the other rank's info is wrong, this rank takes no further step and ends its communicator. */
+static void test_other_rank(void)
+{
+    const struct {
+        void (*change)(kvpn_rank_info *);
+        kvprim_status status;
+        const char *word;
+    } cases[] = {{info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+                 {info_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
+                 {info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
+    kvprim_comm *const comm = new_comm();
+    kvprim_comm_desc d = desc_of(2);
+    d.rank = 1, d.buffer_bytes = 64;
+    for (int k = 0; k < 3; k++) {
+        fake.other_rank = cases[k].change;
+        FAILS(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
+        CHECK(called("CommInitRank AllGather CommAbort"));
+        end(), begin();
+    }
+    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
+    free(comm);
+}
+
+int main(void)
+{
+    run("life: init and destroy", test_plain);
+    run("life: NCCL makes no communicator", test_late_nccl);
+    run("life: CUDA takes too long", test_late_cuda);
+    run("life: exchanges that hang", test_late_exchanges);
+    run("life: checks during init", test_checks_during_init);
+    run("life: abort, and destroy at once", test_aborts);
+    run("life: NCCL does not end", test_no_end);
+    run("life: collectives, blocking or not", test_collectives);
+#ifdef KVPRIM_NCCL_WINDOWS
+    run("life: tensors in a window", test_window);
+    run("life: aborts with a window", test_aborts_with_window);
+#else
+    printf("skip life, windows: compiled with NCCL before 2.27\n");
+    skipped += 2;
+#endif
+    run("life: the caller's communicator", test_foreign);
+    run("life: the caller's exchange", test_exchange);
+    run("life: no threads", test_no_threads);
+    run("life: checks", test_checks);
+    run("life: fp8", test_fp8);
+    run("life: index types are not element types", test_no_dtypes);
+    run("life: the other rank reports an error", test_other_rank);
+    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
+    return failed != 0;
+}

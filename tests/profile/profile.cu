@@ -1,0 +1,520 @@
+/* SPDX-License-Identifier: MIT */
+/* What `make ncu` looks at. Each operation runs once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB.
+   Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with plain
+   loops. The program prints the plan that tests/profile/profile.awk reads: a line `# operation|kernel|bytes moved|kind` for
+   each.
+
+       build/ncu/profile                     on one GPU
+       build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_cuda.cuh"
+#ifdef PROFILE_NCCL
+#include "../../kvprim_nccl.h"
+#endif
+#include <cuda_profiler_api.h>
+#include <cuda_runtime.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#define CUDA(call) check_cuda(call, #call, __LINE__)
+
+static void check_cuda(cudaError_t error, const char *call, int line)
+{
+    if (error == cudaSuccess)
+        return;
+    fprintf(stderr, "line %d: %s: %s\n", line, call, cudaGetErrorString(error));
+    exit(1);
+}
+
+static void check_kvprim(kvprim_status status)
+{
+    if (status == KVPRIM_OK)
+        return;
+    fprintf(stderr, "%s: %s\n", kvprim_status_name(status), kvprim_last_error());
+    exit(1);
+}
+
+static cudaStream_t stream;
+static cudaEvent_t start_event, end_event;
+
+static void open_gpu(int device)
+{
+    cudaDeviceProp properties;
+    CUDA(cudaSetDevice(device));
+    CUDA(cudaGetDeviceProperties(&properties, device));
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CUDA(cudaEventCreate(&start_event));
+    CUDA(cudaEventCreate(&end_event));
+    if (device == 0)
+        printf("%s, compute capability %d.%d\n", properties.name, properties.major, properties.minor);
+}
+
+/* Returns the microseconds of each of `calls` calls in a row. */
+static double time_calls(void (*run)(int64_t), int64_t count, int calls)
+{
+    float ms;
+    run(count);
+    CUDA(cudaEventRecord(start_event, stream));
+    for (int i = 0; i < calls; i++)
+        run(count);
+    CUDA(cudaEventRecord(end_event, stream));
+    CUDA(cudaEventSynchronize(end_event));
+    CUDA(cudaEventElapsedTime(&ms, start_event, end_event));
+    return 1000.0 * ms / calls;
+}
+
+/* ---- rows ---- */
+
+enum {
+    row_bytes = 2048,
+    row_words = row_bytes / 8,
+    cache_rows = 131072, /* of K, and again of V after them */
+    all_rows = 2 * cache_rows,
+    layers = 32,
+    layer_rows = cache_rows / layers,
+    fragment_bytes = 16384,
+    fragment_rows = fragment_bytes / row_bytes,
+    fragment_places = cache_rows / fragment_rows,
+    most_fragments = 8192,
+    poison = 0xee
+};
+
+/* The first numbers from 0 on, in random order. */
+typedef struct order {
+    int32_t *host, *gpu;
+} order;
+
+static char *src, *dst; /* of all_rows each */
+static uint64_t *found; /* dst on the host */
+static int32_t *origin; /* for each row of dst, the row of src that it should be, or -1 */
+static order of_all, of_half, of_layer[2], of_fragments;
+static kvprim_fragment fragments[most_fragments];
+
+/* Returns src's 8 bytes at number `word` (splitmix64). */
+__host__ __device__ static uint64_t hash(uint64_t word)
+{
+    uint64_t z = (word + 1) * 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+}
+
+__global__ static void fill(uint64_t *words, uint64_t count)
+{
+    for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (uint64_t)blockDim.x)
+        words[i] = hash(i);
+}
+
+/* The reference for the others: each block copies 16 KB. */
+__global__ static void copy_kernel(uint4 *to, const uint4 *from)
+{
+    const size_t first = blockIdx.x * (size_t)(4 * 256) + threadIdx.x;
+    uint4 v[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        v[k] = from[first + 256 * k];
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        to[first + 256 * k] = v[k];
+}
+
+static void run_copy(int64_t rows)
+{
+    copy_kernel<<<(unsigned)(rows * row_bytes / 16384), 256, 0, stream>>>((uint4 *)dst, (const uint4 *)src);
+    CUDA(cudaGetLastError());
+}
+
+static void run_memcpy(int64_t rows)
+{
+    CUDA(cudaMemcpyAsync(dst, src, (size_t)(rows * row_bytes), cudaMemcpyDeviceToDevice, stream));
+}
+
+static kvprim_table table_of(char *data, int64_t first, int64_t rows)
+{
+    kvprim_table table = {};
+    table.data = data + first * row_bytes;
+    table.rows = rows;
+    return table;
+}
+
+static kvprim_cuda_launch launch_options(void)
+{
+    kvprim_cuda_launch launch = {};
+    launch.stream = stream;
+    return launch;
+}
+
+static void run_gather(int64_t rows)
+{
+    const kvprim_cuda_launch launch = launch_options();
+    kvprim_gather_desc gather = {};
+    gather.dst = table_of(dst, 0, rows);
+    gather.src = table_of(src, 0, all_rows);
+    gather.row_bytes = row_bytes;
+    gather.index = of_all.gpu;
+    gather.index_type = KVPRIM_I32;
+    gather.count = rows;
+    check_kvprim(kvprim_cuda_gather(&gather, &launch));
+}
+
+static void run_store(int64_t tokens)
+{
+    const kvprim_cuda_launch launch = launch_options();
+    kvprim_store_desc store = {};
+    store.k_cache = table_of(dst, 0, cache_rows);
+    store.v_cache = table_of(dst, cache_rows, cache_rows);
+    store.k = table_of(src, 0, tokens);
+    store.v = table_of(src, cache_rows, tokens);
+    store.k_bytes = store.v_bytes = row_bytes;
+    store.slot = of_half.gpu;
+    store.slot_type = KVPRIM_I32;
+    store.count = tokens;
+    check_kvprim(kvprim_cuda_store(&store, &launch));
+}
+
+static void run_transfer(int64_t rows)
+{
+    const kvprim_cuda_launch launch = launch_options();
+    kvprim_transfer_desc transfer = {};
+    transfer.dst = table_of(dst, 0, layer_rows);
+    transfer.src = table_of(src, 0, layer_rows);
+    transfer.layers = layers;
+    transfer.row_bytes = row_bytes;
+    transfer.dst_index = of_layer[0].gpu;
+    transfer.src_index = of_layer[1].gpu;
+    transfer.index_type = KVPRIM_I32;
+    transfer.count = rows;
+    check_kvprim(kvprim_cuda_transfer(&transfer, &launch));
+}
+
+static void run_unpack(int64_t count)
+{
+    const kvprim_cuda_launch launch = launch_options();
+    kvprim_unpack_desc unpack = {};
+    unpack.src = src;
+    unpack.dst = dst;
+    unpack.src_bytes = unpack.dst_bytes = (uint64_t)cache_rows * row_bytes;
+    unpack.fragments = fragments;
+    unpack.count = (size_t)count;
+    check_kvprim(kvprim_cuda_unpack(&unpack, &launch));
+}
+
+static void expect_copy(int64_t rows)
+{
+    for (int64_t i = 0; i < rows; i++)
+        origin[i] = (int32_t)i;
+}
+
+static void expect_gather(int64_t rows)
+{
+    memcpy(origin, of_all.host, (size_t)rows * sizeof *origin);
+}
+
+static void expect_store(int64_t tokens)
+{
+    for (int64_t i = 0; i < tokens; i++) {
+        origin[of_half.host[i]] = (int32_t)i;
+        origin[cache_rows + of_half.host[i]] = cache_rows + (int32_t)i;
+    }
+}
+
+static void expect_transfer(int64_t rows)
+{
+    for (int l = 0; l < layers; l++)
+        for (int64_t i = 0; i < rows; i++)
+            origin[l * layer_rows + of_layer[0].host[i]] = l * layer_rows + of_layer[1].host[i];
+}
+
+static void expect_unpack(int64_t count)
+{
+    for (int64_t f = 0; f < count; f++)
+        for (int k = 0; k < fragment_rows; k++)
+            origin[f * fragment_rows + k] = of_fragments.host[f] * fragment_rows + k;
+}
+
+typedef struct operation {
+    const char *name, *kernel, *kind;
+    void (*run)(int64_t count);
+    void (*expect)(int64_t count);
+    int64_t count, rows; /* rows: that move */
+} operation;
+
+static const operation operations[] = {
+    {"copy, 64 Ki rows in order", "copy_kernel", "copy", run_copy, expect_copy, 65536, 65536},
+    {"gather, 64 Ki rows", "kvpc_gather_kernel", "large", run_gather, expect_gather, 65536, 65536},
+    {"store, 64 Ki tokens, K and V", "kvpc_store_kernel", "large", run_store, expect_store, 65536, 2 * 65536},
+    {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, expect_transfer, 2048,
+     2048 * layers},
+    {"unpack, 8,192 fragments of 16 KB", "kvpc_unpack_kernel", "large", run_unpack, expect_unpack, most_fragments,
+     most_fragments *fragment_rows},
+    {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, expect_gather, 64, 64},
+    {"store, 64 tokens, K and V", "kvpc_store_kernel", "small", run_store, expect_store, 64, 2 * 64}};
+
+/* Ends the program at a row that is neither the row of src that it should be, nor unchanged. */
+static void compare(const operation *o)
+{
+    uint64_t untouched;
+    memset(&untouched, poison, sizeof untouched);
+    for (int64_t row = 0; row < all_rows; row++)
+        origin[row] = -1;
+    o->expect(o->count);
+    CUDA(cudaMemcpy(found, dst, (size_t)all_rows * row_bytes, cudaMemcpyDeviceToHost));
+    for (int64_t row = 0; row < all_rows; row++)
+        for (int64_t w = 0; w < row_words; w++) {
+            const uint64_t got = found[row * row_words + w];
+            const uint64_t want = origin[row] < 0 ? untouched : hash((uint64_t)origin[row] * row_words + (uint64_t)w);
+            if (got == want)
+                continue;
+            fprintf(stderr, "%s: row %lld, word %lld: expected %016llx, got %016llx\n", o->name, (long long)row,
+                    (long long)w, (unsigned long long)want, (unsigned long long)got);
+            exit(1);
+        }
+}
+
+static void profile(const operation *o)
+{
+    o->run(o->count); /* CUDA loads a kernel at its first launch */
+    CUDA(cudaMemsetAsync(dst, poison, (size_t)all_rows * row_bytes, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaProfilerStart());
+    o->run(o->count);
+    CUDA(cudaStreamSynchronize(stream));
+    CUDA(cudaProfilerStop());
+    compare(o);
+    printf("# %s|%s|%lld|%s\n", o->name, o->kernel, (long long)(2 * o->rows * row_bytes), o->kind);
+}
+
+static void *host_memory(size_t bytes)
+{
+    void *const memory = malloc(bytes);
+    if (!memory) {
+        fprintf(stderr, "out of memory: %zu bytes\n", bytes);
+        exit(1);
+    }
+    return memory;
+}
+
+static order order_of(int32_t n, uint64_t seed)
+{
+    order o;
+    o.host = (int32_t *)host_memory((size_t)n * sizeof *o.host);
+    for (int32_t i = 0; i < n; i++) { /* Fisher-Yates, from the front */
+        const int32_t at = (int32_t)(hash(seed << 32 | (uint64_t)i) % (uint64_t)(i + 1));
+        o.host[i] = o.host[at];
+        o.host[at] = i;
+    }
+    CUDA(cudaMalloc((void **)&o.gpu, (size_t)n * sizeof *o.gpu));
+    CUDA(cudaMemcpy(o.gpu, o.host, (size_t)n * sizeof *o.gpu, cudaMemcpyHostToDevice));
+    return o;
+}
+
+static void open_rows(void)
+{
+    const size_t bytes = (size_t)all_rows * row_bytes;
+    open_gpu(0);
+    CUDA(cudaMalloc((void **)&src, bytes));
+    CUDA(cudaMalloc((void **)&dst, bytes));
+    found = (uint64_t *)host_memory(bytes);
+    origin = (int32_t *)host_memory(all_rows * sizeof *origin);
+    fill<<<1024, 256, 0, stream>>>((uint64_t *)src, bytes / 8);
+    CUDA(cudaGetLastError());
+    of_all = order_of(all_rows, 1);
+    of_half = order_of(cache_rows, 2);
+    of_layer[0] = order_of(layer_rows, 3);
+    of_layer[1] = order_of(layer_rows, 4);
+    of_fragments = order_of(fragment_places, 5);
+    for (int f = 0; f < most_fragments; f++) {
+        fragments[f].src_offset = (uint64_t)of_fragments.host[f] * fragment_bytes;
+        fragments[f].dst_offset = (uint64_t)f * fragment_bytes;
+        fragments[f].bytes = fragment_bytes;
+    }
+    CUDA(cudaStreamSynchronize(stream));
+}
+
+static int profile_rows(void)
+{
+    const int64_t rows = operations[0].count;
+    open_rows();
+    const double gigabytes = 2e-9 * (double)(rows * row_bytes);
+    printf("GB/s read and written, without ncu: cudaMemcpyAsync %.0f, copy_kernel %.0f\n",
+           1e6 * gigabytes / time_calls(run_memcpy, rows, 20), 1e6 * gigabytes / time_calls(run_copy, rows, 20));
+    for (size_t i = 0; i < sizeof operations / sizeof *operations; i++)
+        profile(&operations[i]);
+    return 0;
+}
+
+/* ---- all-reduce ---- */
+
+#ifdef PROFILE_NCCL
+static kvprim_comm comm;
+static uint16_t *send_bf16, *recv_bf16; /* on the GPU */
+enum { most_count = 2 << 20 };          /* of elements */
+
+static void write_id(const kvprim_comm_id *id, const char *path)
+{
+    char unfinished[4096];
+    if (snprintf(unfinished, sizeof unfinished, "%s.new", path) >= (int)sizeof unfinished) {
+        fprintf(stderr, "%s: too long\n", path);
+        exit(1);
+    }
+    FILE *const f = fopen(unfinished, "wb");
+    if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(unfinished, path) != 0) {
+        perror(unfinished);
+        exit(1);
+    }
+}
+
+/* Takes the file away, because the next run's rank 0 is another one. A shorter file means that there is no next run. */
+static kvprim_comm_id wait_for_id(const char *path)
+{
+    const struct timespec pause = {0, 20000000};
+    for (int tries = 0; tries < 2500; tries++) {
+        kvprim_comm_id id;
+        FILE *const f = fopen(path, "rb");
+        const size_t bytes = f ? fread(id.bytes, 1, sizeof id.bytes, f) : 0;
+        if (f)
+            (void)fclose(f);
+        if (f && bytes < sizeof id.bytes)
+            exit(1);
+        if (f && remove(path) == 0)
+            return id;
+        (void)nanosleep(&pause, NULL);
+    }
+    fprintf(stderr, "rank 0 wrote no %s\n", path);
+    exit(1);
+}
+
+static uint16_t bf16_of(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return (uint16_t)(bits >> 16);
+}
+
+/* Whole numbers below 256: bf16 holds them and their sums exactly. */
+static float value_at(int64_t i, int rank)
+{
+    return (float)(i % 61 + 3 * rank);
+}
+
+static void run_all_reduce(int64_t count)
+{
+    check_kvprim(kvprim_all_reduce(&comm, recv_bf16, send_bf16, (size_t)count, KVPRIM_BF16, KVPRIM_SUM, stream));
+}
+
+static int ascending(const void *a, const void *b)
+{
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* What can be measured without ncu: the median of some rounds. In the first round the other rank may not have begun. */
+static void describe_all_reduce(const char *name, int64_t count)
+{
+    enum { rounds = 9 };
+    double us[rounds];
+    for (int i = 0; i < rounds; i++)
+        us[i] = time_calls(run_all_reduce, count, 50);
+    qsort(us, rounds, sizeof *us, ascending);
+#ifdef KVPRIM_NCCL_KERNELS
+    int blocks;
+    cudaFuncAttributes kernel;
+    const kvpn_way way = kvpn_choose(&comm, (size_t)count * 2, KVPRIM_BF16, KVPRIM_SUM);
+    const void *const function = (const void *)kvpn_pick(way, KVPRIM_BF16, comm.world, true);
+    CUDA(cudaFuncGetAttributes(&kernel, function));
+    CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, function, kvpn_max_threads, 0));
+    if (comm.rank == 0)
+        printf("%s, without ncu: %.2f us a call, %d registers, %zu bytes of local memory, room for %d blocks of %d "
+               "threads on a multiprocessor\n",
+               name, us[rounds / 2], kernel.numRegs, kernel.localSizeBytes, blocks, (int)kvpn_max_threads);
+#else
+    (void)name;
+#endif
+}
+
+static void compare_all_reduce(int64_t count)
+{
+    uint16_t *const host = (uint16_t *)host_memory((size_t)count * sizeof *host);
+    CUDA(cudaMemcpy(host, recv_bf16, (size_t)count * sizeof *host, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < count; i++) {
+        const uint16_t want = bf16_of(value_at(i, 0) + value_at(i, 1));
+        if (host[i] == want)
+            continue;
+        fprintf(stderr, "rank %d: all-reduce of %lld: element %lld: expected %04x, got %04x\n", (int)comm.rank,
+                (long long)count, (long long)i, want, host[i]);
+        exit(1);
+    }
+    free(host);
+}
+
+static void profile_all_reduce(const char *name, int64_t count)
+{
+    describe_all_reduce(name, count);
+    CUDA(cudaMemsetAsync(recv_bf16, poison, (size_t)count * sizeof *recv_bf16, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    if (comm.rank == 0)
+        CUDA(cudaProfilerStart());
+    run_all_reduce(count);
+    CUDA(cudaStreamSynchronize(stream));
+    if (comm.rank == 0)
+        CUDA(cudaProfilerStop());
+    check_kvprim(kvprim_comm_check(&comm));
+    compare_all_reduce(count);
+    if (comm.rank == 0)
+        printf("# %s|kvpn_kernel|%lld|linked\n", name, (long long)(4 * count));
+}
+
+static void open_all_reduce(int rank, const char *path)
+{
+    kvprim_comm_desc desc = {};
+    uint16_t *const host = (uint16_t *)host_memory(most_count * sizeof *host);
+    open_gpu(rank);
+    if (rank == 0) {
+        check_kvprim(kvprim_comm_new_id(&desc.id));
+        write_id(&desc.id, path);
+    } else {
+        desc.id = wait_for_id(path);
+    }
+    (void)alarm(25); /* ends a rank that waits for one that is gone, wherever it waits */
+    desc.rank = rank;
+    desc.world = 2;
+    desc.timeout_ms = 15000;
+    check_kvprim(kvprim_comm_init(&comm, &desc));
+    for (int64_t i = 0; i < most_count; i++)
+        host[i] = bf16_of(value_at(i, rank));
+    CUDA(cudaMalloc((void **)&send_bf16, most_count * sizeof *send_bf16));
+    CUDA(cudaMalloc((void **)&recv_bf16, most_count * sizeof *recv_bf16));
+    CUDA(cudaMemcpy(send_bf16, host, most_count * sizeof *send_bf16, cudaMemcpyHostToDevice));
+    free(host);
+}
+
+static int profile_collectives(int rank, const char *path)
+{
+    open_all_reduce(rank, path);
+    if (rank == 0)
+        printf("%s\n", kvprim_comm_describe(&comm));
+    if (comm.peer[0]) {
+        profile_all_reduce("all-reduce, 64 KB of bf16", 32768);
+        profile_all_reduce("all-reduce, 4 MB of bf16", most_count);
+    } else if (rank == 0) {
+        printf("all-reduce is NCCL's here, which is not looked at\n");
+    }
+    check_kvprim(kvprim_comm_destroy(&comm));
+    return 0;
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    if (argc == 1)
+        return profile_rows();
+#ifdef PROFILE_NCCL
+    if (argc == 4 && strcmp(argv[1], "all_reduce") == 0 && (argv[2][0] == '0' || argv[2][0] == '1'))
+        return profile_collectives(argv[2][0] - '0', argv[3]);
+#endif
+    fprintf(stderr, "usage: %s [all_reduce 0|1 ID]\n", argv[0]);
+    return 2;
+}
