@@ -49,7 +49,7 @@ NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach 
     lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_prefix build/02_kv_replay
+EXAMPLES = build/01_rows build/02_kv_replay
 TESTS = build/test_kvprim build/test_kvprim_no_simd
 
 help:
@@ -101,7 +101,7 @@ test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    'test build/test_kvprim' \
 	    'test build/test_kvprim_no_simd' \
-	    'exits 01_prefix build/01_prefix' \
+	    'exits 01_rows build/01_rows' \
 	    'test sh "build/a folder/tests/test_replay.sh" build/02_kv_replay build/test_replay' \
 	    'test sh tests/build/parts.sh readme build/readme' \
 	    'test sh tests/build/parts.sh callers build/callers' \
@@ -240,7 +240,7 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-build/01_prefix: build/%: examples/%.c $(HEADERS) build/flags
+build/01_rows: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
