@@ -44,8 +44,8 @@ function tokens(line,    n, words, i)
 
 BEGIN {
     given = "void fragment(void *cache, int64_t slots, void *v_part, int64_t tokens, int64_t qkv_bytes, " \
-        "kvprim_table k_cache, kvprim_table v_cache, kvprim_table k_new, kvprim_table v_new, uint32_t rejected, " \
-        "kvprim_gather_desc gather, kvprim_status status, kvprim_comm comm, void *hidden, size_t count, " \
+        "kvprim_gather_desc k, kvprim_gather_desc v, " \
+        "kvprim_status status, kvprim_comm comm, void *hidden, size_t count, " \
         "struct CUstream_st *stream)"
 }
 
