@@ -1103,7 +1103,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
 template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
                                                    : (int)Way<T, max_ranks, whole>::threads_of_8,
-                                    1) void kvpn_kernel(const __grid_constant__ kvpn_params p)
+                                    1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
 {
     typedef Way<T, max_ranks, whole> way;
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
