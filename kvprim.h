@@ -987,7 +987,7 @@ static void kvpi_cpuid(uint32_t leaf, uint32_t *r)
 static kvpi_prefix_fn *kvpi_prefix_pick(void)
 {
     const uint32_t osxsave_avx = 1u << 27 | 1u << 28;
-    uint32_t r[4], saved, high;
+    uint32_t r[4], saved;
     kvpi_cpuid(0, r);
     if (r[0] < 7)
         return kvprim_prefix_i32_scalar;
@@ -995,7 +995,7 @@ static kvpi_prefix_fn *kvpi_prefix_pick(void)
     if ((r[2] & osxsave_avx) != osxsave_avx)
         return kvprim_prefix_i32_scalar;
     kvpi_cpuid(7, r);
-    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(high) : "c"(0));
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(r[3]) : "c"(0));
     return kvpi_prefix_for(r[1], saved);
 }
 
@@ -1754,7 +1754,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
-    const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
+    const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
     const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;

@@ -62,8 +62,8 @@
 /* >>config ---------------------------------------------------------------------------------------------------------
 
    KVPRIM_CUDA_IMPLEMENTATION  one translation unit: implements this header only; another unit must implement kvprim.h.
-                               Like KVPRIM_IMPLEMENTATION it needs nvcc.
-   KVPRIM_STATIC               every translation unit, as in kvprim.h
+                               Like KVPRIM_IMPLEMENTATION it needs nvcc, or clang for CUDA.
+   KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
@@ -269,8 +269,8 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 }
 
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
-   read is written). Left to itself the compiler puts the loads
-   of a store after the test of its slot, and waits twice where it could wait once. */
+   read is written). Left to itself the compiler puts the loads of a store after the test of its slot, and waits twice
+   where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
     uint4 v;

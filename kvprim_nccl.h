@@ -80,9 +80,9 @@
 
    KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; another unit must implement
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
-                               nvcc compiles it, it has the kernels too; they run with every NCCL from 2.19 on,
-                               whichever version it was compiled with.
-   KVPRIM_STATIC               in every translation unit, as in kvprim.h
+                               nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
+                               from 2.19 on, whichever version it was compiled with.
+   KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
