@@ -29,7 +29,9 @@ readme()
         cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -Wno-unused-parameter -I. -c "$source" \
             -o "$build/unit.o"
     done
-    group "README.md's snippets"
+    cell "README.md's layouts" $CC -std=c11 $warnings -I. -I"$build" tests/build/layouts.c -o "$build/layouts"
+    cell "README.md's layouts, checked" "$build/layouts"
+    group "README.md's snippets and layouts"
     while read -r kind what; do
         case $kind in
         command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
@@ -202,8 +204,8 @@ engine()
     cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
     cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL $engine tests/build/engine_host.c \
         -pthread -o "$build/engine"
-    for gpus in 1 3 4; do
-        cell "engine, $gpus ranks, on the CPU" "$build/engine" --gpus $gpus --steps 70
+    for ranks in 1 3 4; do
+        cell "engine, $ranks ranks, on the CPU" "$build/engine" --gpus $ranks --steps 70
     done
     cell 'engine, a gathered byte wrong' exits 1 env DAMAGE=1 "$build/engine" --gpus 1 --steps 1
     cell 'engine, a stored byte wrong' exits 1 env DAMAGE=2 "$build/engine" --gpus 2 --steps 1
@@ -255,6 +257,7 @@ library_flags()
 library()
 {
     library=build/libkvprim_host.so
+    cell "make $library" make -s $library
     if has nm; then
         cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
     else
@@ -271,6 +274,35 @@ library()
         fi
     fi
     group 'shared library and Python'
+}
+
+# ---- callers: targets of make ----
+
+# leaves_results TARGET: without a GPU it fails, and leaves tests/results/ and what was measured as they are.
+leaves_results()
+{
+    cat tests/results/* build/results/* 2>/dev/null | cksum >"$build/results"
+    ! MAKEFLAGS= make -s "$1" NVCC="$NVCC" >"$build/said" 2>&1 && grep 'no GPU here' "$build/said" &&
+        cat tests/results/* build/results/* 2>/dev/null | cksum | cmp - "$build/results"
+}
+
+# copies_results: `make results` fails where nothing was measured, and copies what was.
+copies_results()
+{
+    rm -rf "$build/measured" && mkdir -p "$build/measured/tests/results" && cp Makefile "$build/measured" || return 1
+    (cd "$build/measured" && ! MAKEFLAGS= make results && mkdir -p build/results && echo 1 >build/results/some.txt &&
+        MAKEFLAGS= make results && cmp build/results/some.txt tests/results/some.txt)
+}
+
+targets()
+{
+    if [ "$gpus" -eq 0 ]; then
+        for target in gpu-test gpu-bench cuda-test cuda-bench bandwidth sanitize engine ncu; do
+            cell "make $target without a GPU" leaves_results $target
+        done
+    fi
+    cell 'make results' copies_results
+    group 'targets of make that measure'
 }
 
 # ---- callers: ranges of NVTX ----
@@ -310,5 +342,6 @@ callers()
     engine
     library
     library_flags
+    targets
     ranges
 }
