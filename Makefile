@@ -182,11 +182,14 @@ engine:
 
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
 cuda-sanitize: build/test_cuda
+PROFILE = command -v python3 >/dev/null || \
+    { echo 'make $@: no python3; install it, it needs nothing else' >&2; exit 1; }; \
+    $(CUDA_ENVIRONMENT) python3 tests/profile/profile.py
 sass cfg ncu cuda-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh $(@:cuda-%=%)
+	@$(PROFILE) $(@:cuda-%=%)
 
 ncu-compare:
-	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh compare '$(A)' '$(B)'
+	@$(PROFILE) compare '$(A)' '$(B)'
 
 # ---- programs and libraries ----
 

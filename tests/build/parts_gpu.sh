@@ -27,14 +27,21 @@ kernels_for()
     done
 }
 
-# sass CUBIN: checks it as `make sass` does.
+# sass CUBIN: checks it as `make sass` does. Without cuobjdump, only whether kernels of kvprim_cuda.cuh wait for the one
+# before, in PTX.
 sass()
 {
-    if tool cuobjdump '' >/dev/null 2>&1; then
-        cell "SASS of $1" sh tests/profile/profile.sh sass "$1"
+    if ! has python3; then
+        skip "SASS of $1: no python3"
+    elif tool cuobjdump '' >/dev/null 2>&1; then
+        cell "SASS of $1" python3 tests/profile/profile.py sass "$1"
         group "SASS: $(tail -n 1 "$build/log")"
     else
         skip "SASS of $1: no cuobjdump"
+        grep -q kvprim_cuda "$build/kernels.cu" || return 0 # the collectives' PTX takes long
+        cell 'PTX' "$NVCC" -std=c++17 -O3 -arch=sm_90 -I. -ptx "$build/kernels.cu" -o "$build/kernels.ptx"
+        cell 'waits in PTX' python3 tests/profile/profile.py ptx "$build/kernels.ptx"
+        group 'kernels wait for the one before, PTX'
     fi
 }
 
@@ -172,88 +179,13 @@ nccl()
 
 # ---- profile ----
 
-counters()
-{
-    awk -v what=table -f tests/profile/profile.awk "$1"
-}
-
-# judged LINE SED_SCRIPT: with the counters so changed this line is NOT as it should be, and no other.
-judged()
-{
-    sed "$2" tests/profile/profile.csv >"$build/altered.csv"
-    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
-    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# compared LONELY PATTERN SED_SCRIPT: compares counters with changed ones, of which LONELY operations are in one only.
-compared()
-{
-    sed "$3" tests/profile/profile.csv >"$build/altered.csv"
-    sh tests/profile/profile.sh compare tests/profile/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
-        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels with these instructions; `ok` means no fault.
-sass_judged()
-{
-    fault=$1 wanted=1
-    shift
-    [ "$fault" != ok ] || wanted=0
-    for way in 13kvpn_one_shot 12kvpn_scatter 16kvpn_gather_many; do
-        kernel=_Z11kvpn_kernelI${way}9kvpn_bf16Li2ELb1EEv11kvpn_params
-        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
-        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
-    done >"$build/altered.sass"
-    awk -v what=sass -f tests/profile/profile.awk "$build/altered.sass" >"$build/table"
-    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
-        "$build/table" || { cat "$build/table"; return 1; }
-}
-
-# A graph as nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
-drawn()
-{
-    {
-        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
-        for edge in a:b b:c c:c c:b c:d x:x; do
-            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
-            last=${edge%:*}
-            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
-        done
-        printf '%s\n' '"d"' '}' '}'
-    } >"$build/graph"
-    awk -v what=cfg -v into="$build" -f tests/profile/profile.awk "$build/graph" >"$build/table"
-    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
-        { cat "$build/table"; return 1; }
-}
-
 profile()
 {
-    cell 'as it should be' counters tests/profile/profile.csv
-    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
-    cell 'a kernel too few' judged phases '$d'
-    cell 'a kernel too many' judged phases '$p'
-    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
-    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
-    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
-    cell 'spills' judged spills '$s/"0"$/"1,024"/'
-    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
-    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
-    group 'table of counters and its checklist'
-    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
-    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
-    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
-    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
-    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
-    group 'counters compared'
-    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
-    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
-    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
-    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
-    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
-    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E STG.E.64 STG.E.U16
-    group 'table of SASS'
-    cell 'two loops' drawn
-    group 'control-flow graph'
+    if has python3; then
+        program 'what make sass, cfg, ncu and ncu-compare print' python3 tests/profile/test_profile.py
+    else
+        skip 'what make sass, cfg, ncu and ncu-compare print: no python3'
+    fi
 }
 
 # ---- kernels ----
