@@ -466,7 +466,7 @@ static int64_t take_row_bytes(struct input *in)
 
 static struct shape take_shape(struct input *in)
 {
-    const int many = chance(in, 4); /* more rows than kvprim prefetches ahead */
+    const int many = chance(in, 2); /* more rows than kvprim prefetches ahead */
     const int64_t row_bytes = take_row_bytes(in), count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
     return (struct shape){count, row_bytes, (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20))};
 }
