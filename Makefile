@@ -109,8 +109,9 @@ test: build/02_kv_replay
 
 check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
-	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh $(call parts,programs nccl_cuda kernels sanitizers matrix emulated \
-	    fuzzers systems compilers nccl_headers symbols) $(call REPLAY_TEST) $(call parts,pictures format)
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
+	    $(call parts,programs nccl_cuda kernels sanitizers matrix emulated fuzzers systems compilers nccl_headers) \
+	    $(call REPLAY_TEST) $(call parts,symbols pictures format)
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers

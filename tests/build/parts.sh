@@ -18,6 +18,7 @@
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #     nccl_cuda     both for kvprim_nccl.h
+#     nccl_headers  kvprim_nccl.h with compilers of the host and the headers of several versions of NCCL
 #     compilers     zig, tcc, i386 and clang as CUDA compiler
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave defined
@@ -196,7 +197,8 @@ narrow()
 
 format()
 {
-    cell 'lines of scripts' narrow .ci/run $(find Makefile examples tests -name '*.sh' -o -name '*.py' -o -name Makefile)
+    cell 'lines of scripts' narrow .ci/run $(find Makefile examples tests -name '*.sh' -o -name '*.py' \
+        -o -name Makefile)
     group 'scripts have lines of at most 120 columns'
     format=clang-format-14
     has $format || format=clang-format

@@ -163,18 +163,29 @@ nccl_cuda()
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }
 
+# Sets system and libraries, or skips what needs them.
+nccl_here()
+{
+    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
+        skip "$1: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)"
+        return 1
+    fi
+    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+}
+
 nccl()
 {
     nccl_emulated
-    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
-        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
-        return
-    fi
-    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
-    nccl_implemented
-    nccl_versions
+    nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life
     nccl_programs
+}
+
+nccl_headers()
+{
+    nccl_here 'kvprim_nccl.h with headers of NCCL' || return
+    nccl_implemented
+    nccl_versions
 }
 
 # ---- profile ----
