@@ -62,6 +62,9 @@
    KVPRIM_CORE_IMPLEMENTATION  one translation unit: implements this header only
    KVPRIM_STATIC               every translation unit that uses this copy: makes all functions static to the unit,
                                which must implement them too. Two vendored copies can then live in one program.
+   KVPRIM_API                  every translation unit: the attribute of all public functions, for example
+                               __attribute__((visibility("default"))) or __declspec(dllexport). KVPRIM_STATIC
+                               overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
    KVPRIM_DEBUG                the implementing unit: unpack refuses fragments whose destinations overlap. It sorts
                                them in memory from malloc, and skips the check if there is none.
@@ -85,11 +88,14 @@
 #define KVPRIM_VERSION_PATCH 0
 #define KVPRIM_VERSION (KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH)
 
-#if defined(KVPRIM_STATIC) && (defined(__GNUC__) || defined(__clang__))
+#ifdef KVPRIM_STATIC
+#undef KVPRIM_API
+#if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_API static __attribute__((unused))
-#elif defined(KVPRIM_STATIC)
-#define KVPRIM_API static
 #else
+#define KVPRIM_API static
+#endif
+#elif !defined(KVPRIM_API)
 #define KVPRIM_API extern
 #endif
 
@@ -152,7 +158,8 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 
 /* What went wrong in this thread's last failed call: function, field, values. "" before the first failure. Calls that
-   succeed do not change it. Valid until the thread's next failure. */
+   succeed do not change it. Valid until the thread's next failure. Compiled by tcc, which has no
+   thread-local storage, all threads share one text. */
 KVPRIM_API const char *kvprim_last_error(void);
 
 /* >>dtype ---------------------------------------------------------------------------------------------------------- */
@@ -259,7 +266,7 @@ KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
 typedef struct kvprim_gather_desc {
     kvprim_table dst, src;
     int64_t row_bytes;
-    const void *index; /* int32 or int64, naturally aligned */
+    const void *index; /* int32 or int64, aligned as such */
     kvprim_index_type index_type;
     int32_t reserved_index;
     int64_t index_base, count;
@@ -281,7 +288,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *
 typedef struct kvprim_store_desc {
     kvprim_table k_cache, v_cache, k, v; /* K only (MLA): leave v_cache, v and v_bytes at zero */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
-    const void *slot;                    /* int32 or int64, naturally aligned */
+    const void *slot;                    /* int32 or int64, aligned as such */
     kvprim_index_type slot_type;
     int32_t reserved_slot;
     int64_t slot_base, count;
@@ -312,7 +319,7 @@ typedef struct kvprim_transfer_desc {
     int32_t layers;                             /* at most KVPRIM_MAX_LAYERS; 0 means 1 */
     int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
     int64_t row_bytes;
-    const void *dst_index, *src_index;                /* int32 or int64, naturally aligned; NULL: row i */
+    const void *dst_index, *src_index;                /* int32 or int64, aligned as such; NULL: row i */
     kvprim_index_type index_type;                     /* of both, except ... */
     kvprim_index_type dst_index_type, src_index_type; /* ... where one of these says otherwise */
     int32_t reserved_index;
@@ -426,14 +433,21 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_trans
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
+KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
 #if defined(__GNUC__) || defined(__clang__)
-__attribute__((format(printf, 2, 3)))
+    __attribute__((format(printf, 2, 3)))
 #endif
-KVPRIM_API kvprim_status
-kvprim_fail(kvprim_status status, const char *format, ...);
+    ;
 
 #ifdef __cplusplus
 }
+#endif
+
+/* For kvprim's headers alone: clang before 20 has no __grid_constant__. */
+#if defined(__clang__) && defined(__CUDA__) && __clang_major__ < 20
+#define KVPRIM_GRID_CONSTANT
+#else
+#define KVPRIM_GRID_CONSTANT __grid_constant__
 #endif
 
 /* For kvprim's headers alone: KVPRIM_RANGE(name) lasts until the function returns. */
@@ -492,6 +506,8 @@ static inline void kvpi_end_range(const int *level)
 #define KVPRIM_THREAD_LOCAL thread_local
 #elif defined(_MSC_VER) && !defined(__clang__)
 #define KVPRIM_THREAD_LOCAL __declspec(thread)
+#elif defined(__TINYC__) /* it has none: see kvprim_last_error */
+#define KVPRIM_THREAD_LOCAL
 #else
 #define KVPRIM_THREAD_LOCAL _Thread_local
 #endif
@@ -947,15 +963,40 @@ static size_t kvpi_prefix_null(const char *function, const void *a, size_t a_len
 }
 
 #ifdef KVPRIM_X86
+/* The variant for a processor with these bits in ebx of cpuid's leaf 7, under a system that saves these registers, as
+   xgetbv counts them: 0x06, the lower and upper halves of ymm; 0xe0, what AVX-512 added. */
+static kvpi_prefix_fn *kvpi_prefix_for(uint32_t features, uint32_t saved)
+{
+    const uint32_t avx2 = 1u << 3 | 1u << 5;                                 /* BMI1, AVX2 */
+    const uint32_t avx512 = avx2 | 1u << 8 | 1u << 16 | 1u << 30 | 1u << 31; /* BMI2, AVX512F, AVX512BW, AVX512VL */
+#ifdef __APPLE__
+    saved |= 0xe0; /* macOS saves them from a thread's first use on, and does not show them before */
+#endif
+    if ((features & avx512) == avx512 && (saved & 0xe6) == 0xe6)
+        return kvprim_prefix_i32_avx512;
+    return (features & avx2) == avx2 && (saved & 0x06) == 0x06 ? kvprim_prefix_i32_avx2 : kvprim_prefix_i32_scalar;
+}
+
+/* r: eax, ebx, ecx, edx */
+static void kvpi_cpuid(uint32_t leaf, uint32_t *r)
+{
+    __asm__ volatile("cpuid" : "=a"(r[0]), "=b"(r[1]), "=c"(r[2]), "=d"(r[3]) : "a"(leaf), "c"(0));
+}
+
+/* Not by __builtin_cpu_supports: zig cc's always says no, and clang refuses it in CUDA's device pass. */
 static kvpi_prefix_fn *kvpi_prefix_pick(void)
 {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2"))
-        return kvprim_prefix_i32_avx512;
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi"))
-        return kvprim_prefix_i32_avx2;
-    return kvprim_prefix_i32_scalar;
+    const uint32_t osxsave_avx = 1u << 27 | 1u << 28;
+    uint32_t r[4], saved;
+    kvpi_cpuid(0, r);
+    if (r[0] < 7)
+        return kvprim_prefix_i32_scalar;
+    kvpi_cpuid(1, r);
+    if ((r[2] & osxsave_avx) != osxsave_avx)
+        return kvprim_prefix_i32_scalar;
+    kvpi_cpuid(7, r);
+    __asm__ volatile("xgetbv" : "=a"(saved), "=d"(r[3]) : "c"(0));
+    return kvpi_prefix_for(r[1], saved);
 }
 
 /* kvpi_prefix starts as a function that replaces it. Threads that race there all store the same pointer. */
@@ -1372,6 +1413,12 @@ static uint64_t kvpi_index_bytes(const kvprim_move *m, const kvprim_side *side)
     return kvpi_add(kvpi_mul(kvpi_mul((uint64_t)m->count - 1, (uint64_t)side->index_stride), size), size);
 }
 
+/* For the alignment of int64_t: 4 on 32-bit x86. GPUs need 8, and every processor that CUDA runs on has 8. */
+typedef struct kvpi_aligned_i64 {
+    char before;
+    int64_t i64;
+} kvpi_aligned_i64;
+
 static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
 {
     const char *const function = m->names->function, *const name = kvpi_index_name(m, side);
@@ -1381,7 +1428,7 @@ static kvprim_status kvpi_check_index(const kvprim_move *m, kvprim_side *side)
     if (type != KVPRIM_I32 && type != KVPRIM_I64)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_type is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
                            name, (int)type);
-    if ((uintptr_t)side->index % (type == KVPRIM_I64 ? 8 : 4) != 0)
+    if ((uintptr_t)side->index % (type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, name,
                            side->index);
     if (side->index_stride < 0 || side->index_stride > KVPRIM_MAX_INDEX_STRIDE)
@@ -1707,7 +1754,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
-    const int64_t delta = (int64_t)((uintptr_t)b->data - (uintptr_t)a->data);
+    const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
     const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;

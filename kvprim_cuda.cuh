@@ -62,8 +62,8 @@
 /* >>config ---------------------------------------------------------------------------------------------------------
 
    KVPRIM_CUDA_IMPLEMENTATION  one translation unit: implements this header only; another unit must implement kvprim.h.
-                               Like KVPRIM_IMPLEMENTATION it needs nvcc.
-   KVPRIM_STATIC               every translation unit, as in kvprim.h
+                               Like KVPRIM_IMPLEMENTATION it needs nvcc, or clang for CUDA.
+   KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
@@ -269,8 +269,8 @@ KVPRIM_DEVICE void kvpc_pdl_trigger(void)
 }
 
 /* Global memory by address: an asm volatile keeps its place among the others (loads have no clobber, as no row that is
-   read is written). Left to itself the compiler puts the loads
-   of a store after the test of its slot, and waits twice where it could wait once. */
+   read is written). Left to itself the compiler puts the loads of a store after the test of its slot, and waits twice
+   where it could wait once. */
 KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 {
     uint4 v;
@@ -474,7 +474,7 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    - All addresses come before the loads, and all loads before the stores. */
 
 template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
     uint32_t i, part;
@@ -495,7 +495,7 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
 
 /* tables: 1, or 2 for K and V. */
 template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
     uint32_t i, part;
@@ -560,7 +560,7 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 /* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
    row, of K or of V. An index is counted before the copy, so that it takes no registers there: with 44 instead of 40,
    dependent launches are 10 % slower. */
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
     uint32_t i, part;
@@ -721,7 +721,7 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
 /* On the whole GPU: each group of threads moves one chunk. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_move_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> p)
 {
     const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
     if (work >= (uint32_t)p.total)
@@ -737,7 +737,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     uint4 v[loads];
@@ -756,7 +756,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
 template <uint32_t lanes, class number, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> p)
 {
     const uint32_t lane = threadIdx.x % lanes;
     const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
@@ -912,7 +912,7 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
 template <bool small, bool aligned, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
-    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> p)
+    kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> p)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t lanes = 1u << h.lanes_shift;

@@ -80,9 +80,9 @@
 
    KVPRIM_NCCL_IMPLEMENTATION  in one translation unit: implements this header alone; another unit must implement
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
-                               nvcc compiles it, it has the kernels too; they run with every NCCL from 2.19 on,
-                               whichever version it was compiled with.
-   KVPRIM_STATIC               in every translation unit, as in kvprim.h
+                               nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
+                               from 2.19 on, whichever version it was compiled with.
+   KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
 #define KVPRIM_NCCL_H
@@ -1103,7 +1103,7 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
 template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
                                                    : (int)Way<T, max_ranks, whole>::threads_of_8,
-                                    1) void kvpn_kernel(const __grid_constant__ kvpn_params p)
+                                    1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
 {
     typedef Way<T, max_ranks, whole> way;
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
