@@ -327,6 +327,42 @@ template <class function> void check_pieces(contender &c, const std::string &job
     };
 }
 
+/* ---- copies of the runtime ---- */
+
+/* Copies in one call of cudaMemcpyBatchAsync, or one by one where there is none. */
+struct copy_list {
+    std::vector<const void *> src;
+    std::vector<void *> dst;
+    std::vector<size_t> sizes;
+
+    void clear()
+    {
+        src.clear(), dst.clear(), sizes.clear();
+    }
+    void add(void *to, const void *from, size_t bytes)
+    {
+        dst.push_back(to), src.push_back(from), sizes.push_back(bytes);
+    }
+    void enqueue()
+    {
+#if CUDART_VERSION >= 12080
+        size_t first = 0;
+        cudaMemcpyAttributes attributes = {};
+        attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+#if CUDART_VERSION >= 13000
+        CUDA(cudaMemcpyBatchAsync(dst.data(), src.data(), sizes.data(), sizes.size(), &attributes, &first, 1, stream));
+#else
+        size_t failed;
+        CUDA(cudaMemcpyBatchAsync(dst.data(), const_cast<void **>(src.data()), sizes.data(), sizes.size(), &attributes,
+                                  &first, 1, &failed, stream));
+#endif
+#else
+        for (size_t k = 0; k < sizes.size(); k++)
+            CUDA(cudaMemcpyAsync(dst[k], src[k], sizes[k], cudaMemcpyDefault, stream));
+#endif
+    }
+};
+
 /* ---- time on the host ---- */
 
 struct host_call {
