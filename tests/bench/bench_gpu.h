@@ -329,7 +329,7 @@ template <class function> void check_pieces(contender &c, const std::string &job
 
 /* ---- copies of the runtime ---- */
 
-/* Copies in one call of cudaMemcpyBatchAsync, or one by one where there is none. */
+/* Copies in one call of cudaMemcpyBatchAsync (one by one where CUDA has none), or one by one. */
 struct copy_list {
     std::vector<const void *> src;
     std::vector<void *> dst;
@@ -357,9 +357,13 @@ struct copy_list {
                                   &first, 1, &failed, stream));
 #endif
 #else
+        enqueue_each();
+#endif
+    }
+    void enqueue_each() const
+    {
         for (size_t k = 0; k < sizes.size(); k++)
             CUDA(cudaMemcpyAsync(dst[k], src[k], sizes[k], cudaMemcpyDefault, stream));
-#endif
     }
 };
 
