@@ -296,15 +296,6 @@ template <bool PDL> static void enqueue_empty(int)
 
 /* ---- kvprim ---- */
 
-static kvprim_table table_at(char *data, int64_t rows, int64_t stride)
-{
-    kvprim_table t = {};
-    t.data = data;
-    t.rows = rows;
-    t.stride = stride;
-    return t;
-}
-
 static kvprim_gather_desc gather_desc(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
@@ -333,17 +324,9 @@ static kvprim_store_desc store_desc(const shape &s, int i)
     return d;
 }
 
-static kvprim_cuda_launch launch_options(bool pdl)
-{
-    kvprim_cuda_launch options = {};
-    options.stream = stream;
-    options.pdl = pdl;
-    return options;
-}
-
 template <bool PDL> static void enqueue_kvprim(const shape &s, int i)
 {
-    const kvprim_cuda_launch options = launch_options(PDL);
+    const kvprim_cuda_launch options = on_stream(PDL);
     if (s.op == gather) {
         const kvprim_gather_desc d = gather_desc(s, i);
         check_kvprim(kvprim_cuda_gather(&d, &options));
@@ -455,7 +438,7 @@ static point measure_point(const shape &s, const opponent &o)
     return p;
 }
 
-/* What is promised of the points: the worst value, or the mean. */
+/* What is promised of points: the worst value, or the mean. */
 struct target {
     const char *what;
     double (*value)(const point &);
@@ -464,59 +447,41 @@ struct target {
     double limit;
 };
 
-static double ratio_off(const point &p)
+static std::vector<target> targets_of(operation op)
 {
-    return p.kvprim[0] / p.best[0];
+    const auto off = [](const point &p) { return p.kvprim[0] / p.best[0]; };
+    const auto on = [](const point &p) { return p.kvprim[1] / p.best[1]; };
+    const auto all = [](const point &) { return true; };
+    const auto few = [](const point &p) { return p.rows <= 1024; };
+    const auto wide_few = [](const point &p) { return p.row_bytes == 4096 && p.rows >= 8 && p.rows <= 64; };
+    const auto many_128 = [](const point &p) { return p.row_bytes == 128 && p.rows >= 16384; };
+    const auto many_256 = [](const point &p) { return p.row_bytes == 256 && p.rows >= 16384; };
+    if (op == store)
+        return {{"store / best of two, PDL off", off, all, false, 1.06},
+                {"store / best of two, PDL off", off, all, true, 1.00},
+                {"store / best of two, PDL off, 4,096 B, 8-64 tokens", off, wide_few, false, 0.90},
+                {"store / best of two, PDL on", on, all, false, 1.06},
+                {"store / best of two, PDL on", on, all, true, 1.00},
+                {"store / best of two, PDL on, 4,096 B, 8-64 tokens", on, wide_few, false, 0.90},
+                {"store / best of two, PDL on, to 1,024 tokens", on, few, true, 0.95}};
+    /* The opponent checks nothing, so the time that kvprim takes longer contains its check. Sizes that suit it. */
+    const auto longer = [](const point &p) { return p.kvprim[0] - p.best[0]; };
+    const auto even_64 = [](const point &p) {
+        return p.rows == 64 && p.row_bytes <= 2048 && (p.row_bytes & (p.row_bytes - 1)) == 0;
+    };
+    return {{"gather / warp, PDL off", off, all, false, 1.06},
+            {"gather / warp, PDL off", off, all, true, 0.93},
+            {"gather / warp, PDL off, 128 B, 16,384 rows and more", off, many_128, false, 0.62},
+            {"gather / warp, PDL off, 256 B, 16,384 rows and more", off, many_256, false, 0.85},
+            {"gather / warp, PDL on", on, all, false, 1.04},
+            {"gather / warp, PDL on, to 1,024 rows", on, few, true, 0.95},
+            {"gather, PDL on / off", [](const point &p) { return p.kvprim[1] / p.kvprim[0]; }, all, false, 1.02},
+            {"bounds check: us above the opponent at 64 rows", longer, even_64, false, 0.03}};
 }
-
-static double ratio_on(const point &p)
-{
-    return p.kvprim[1] / p.best[1];
-}
-
-static bool every_point(const point &)
-{
-    return true;
-}
-
-static bool few_rows(const point &p)
-{
-    return p.rows <= 1024;
-}
-
-template <int row_bytes> static bool many_of(const point &p)
-{
-    return p.row_bytes == row_bytes && p.rows >= 16384;
-}
-
-static bool wide_few(const point &p)
-{
-    return p.row_bytes == 4096 && p.rows >= 8 && p.rows <= 64;
-}
-
-static const std::vector<target> targets[] = {
-    {{"gather / warp, PDL off", ratio_off, every_point, false, 1.06},
-     {"gather / warp, PDL off", ratio_off, every_point, true, 0.93},
-     {"gather / warp, PDL off, 128 B, 16,384 rows and more", ratio_off, many_of<128>, false, 0.62},
-     {"gather / warp, PDL off, 256 B, 16,384 rows and more", ratio_off, many_of<256>, false, 0.85},
-     {"gather / warp, PDL on", ratio_on, every_point, false, 1.04},
-     {"gather / warp, PDL on, to 1,024 rows", ratio_on, few_rows, true, 0.95},
-     {"gather, PDL on / off", [](const point &p) { return p.kvprim[1] / p.kvprim[0]; }, every_point, false, 1.02},
-     /* The opponent checks nothing, so the time that kvprim takes longer contains its check. Sizes that suit it. */
-     {"bounds check: us above the opponent at 64 rows", [](const point &p) { return p.kvprim[0] - p.best[0]; },
-      [](const point &p) { return p.rows == 64 && p.row_bytes <= 2048 && (p.row_bytes & (p.row_bytes - 1)) == 0; },
-      false, 0.03}},
-    {{"store / best of two, PDL off", ratio_off, every_point, false, 1.06},
-     {"store / best of two, PDL off", ratio_off, every_point, true, 1.00},
-     {"store / best of two, PDL off, 4,096 B, 8-64 tokens", ratio_off, wide_few, false, 0.90},
-     {"store / best of two, PDL on", ratio_on, every_point, false, 1.06},
-     {"store / best of two, PDL on", ratio_on, every_point, true, 1.00},
-     {"store / best of two, PDL on, 4,096 B, 8-64 tokens", ratio_on, wide_few, false, 0.90},
-     {"store / best of two, PDL on, to 1,024 tokens", ratio_on, few_rows, true, 0.95}}};
 
 static void judge_points(operation op, const std::vector<point> &points)
 {
-    for (const target &t : targets[op]) {
+    for (const target &t : targets_of(op)) {
         std::vector<figure> f;
         for (const point &p : points)
             if (t.in(p))
@@ -585,14 +550,8 @@ static std::vector<contender> copies()
             {"copy", enqueue_copy, 2.0 * double(copy_bytes), 24, true}};
 }
 
-struct large_figures {
-    int64_t from_bytes; /* of a row */
-    double target;
-    std::vector<figure> f[2]; /* by operation */
-};
-static large_figures large_rows[] = {{1024, 0.96, {}}, {512, 0.90, {}}, {256, 0.85, {}}, {128, 0.74, {}}};
-
-static void large_point(const shape &s)
+/* Returns the part of the copy's speed. */
+static double large_point(const shape &s)
 {
     std::vector<contender> c = copies();
     c.insert(c.begin(), contend("kvprim", s, enqueue_kvprim<false>));
@@ -600,11 +559,7 @@ static void large_point(const shape &s)
     const double got = gb_per_s(c[0]), copy = std::max(gb_per_s(c[1]), gb_per_s(c[2]));
     printf("%6s %6lld %8lld %9.2f %9.0f %9.0f %7.3f\n", operation_names[s.op], (long long)s.row_bytes,
            (long long)s.rows, c[0].us, got, copy, got / copy);
-    for (large_figures &l : large_rows)
-        if (s.row_bytes >= l.from_bytes) {
-            l.f[s.op].push_back({got / copy, place(s.row_bytes, s.rows)});
-            return;
-        }
+    return got / copy;
 }
 
 static void large()
@@ -614,18 +569,22 @@ static void large()
            "stream\n%6s %6s %8s %9s %9s %9s %7s\n",
            "", "row B", "rows", "us", "GB/s", "copy GB/s", "ratio");
     for (const operation op : {gather, store}) {
+        std::vector<figure> figures[4]; /* of rows of 128, 256, 512, and of 1,024 bytes and more */
         for (const opponent &o : opponents)
             for (const int64_t output : {128 * MiB, 512 * MiB, 2 * GiB}) {
                 const int64_t row = o.row_bytes * (op == store ? 2 : 1), rows = (output + row - 1) / row;
                 if (rows > most_rows || (quick && output > 128 * MiB))
                     continue;
                 const index_sets sets(indexed_rows(op, o.row_bytes), rows);
-                large_point(packed(op, o.row_bytes, rows, sets));
+                const double part = large_point(packed(op, o.row_bytes, rows, sets));
+                const int which = o.row_bytes >= 1024 ? 3 : o.row_bytes >= 512 ? 2 : o.row_bytes >= 256 ? 1 : 0;
+                figures[which].push_back({part, place(o.row_bytes, rows)});
             }
-        for (const large_figures &l : large_rows)
-            judge_worst(std::string("large ") + operation_names[op] + "s / copy, GB/s, rows of " +
-                            std::to_string(l.from_bytes) + (l.from_bytes == 1024 ? " B and more" : " B"),
-                        l.f[op], '>', l.target);
+        const std::string what = std::string("large ") + operation_names[op] + "s / copy, GB/s, rows of ";
+        judge_worst(what + "1024 B and more", figures[3], '>', 0.96);
+        judge_worst(what + "512 B", figures[2], '>', 0.90);
+        judge_worst(what + "256 B", figures[1], '>', 0.85);
+        judge_worst(what + "128 B", figures[0], '>', 0.74);
     }
 }
 
@@ -728,7 +687,7 @@ static void host()
     const index_sets from(indexed_rows(gather, row_bytes), rows), to(indexed_rows(store, row_bytes), rows);
     const kvprim_gather_desc g = gather_desc(packed(gather, row_bytes, rows, from), 0);
     const kvprim_store_desc s = store_desc(packed(store, row_bytes, rows, to), 0);
-    const kvprim_cuda_launch off = launch_options(false), on = launch_options(true);
+    const kvprim_cuda_launch off = on_stream(), on = on_stream(true);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
     cudaLaunchAttribute attribute;
     cudaLaunchConfig_t config = launch_config(1, &attribute);

@@ -42,6 +42,26 @@ inline void check_kvprim(kvprim_status status)
     exit(2);
 }
 
+#ifdef KVPRIM_CUDA_CUH
+inline kvprim_cuda_launch on_stream(bool pdl = false, int32_t max_sms = 0)
+{
+    kvprim_cuda_launch launch = {};
+    launch.stream = stream;
+    launch.pdl = pdl;
+    launch.max_sms = max_sms;
+    return launch;
+}
+
+inline kvprim_table table_at(char *data, int64_t rows, int64_t stride = 0)
+{
+    kvprim_table t = {};
+    t.data = data;
+    t.rows = rows;
+    t.stride = stride;
+    return t;
+}
+#endif
+
 /* Prints which GPU it is. Ends the program if it has too little memory or no PDL. */
 inline void open_gpu(int64_t needed_bytes)
 {
@@ -301,25 +321,28 @@ template <class pieces> __global__ static void compare_pieces(const pieces p, in
     }
 }
 
+/* Returns how many bytes of the pieces differ from their source. */
+template <class pieces> unsigned long long count_wrong(const pieces &p, int64_t count)
+{
+    unsigned long long wrong = 0;
+    const on_device<unsigned long long> sum = upload<unsigned long long>({wrong});
+    compare_pieces<<<dim3(528, 16), 256, 0, stream>>>(p, count, sum.get());
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpyAsync(&wrong, sum.get(), sizeof wrong, cudaMemcpyDeviceToHost, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    return wrong;
+}
+
 /* Lets the contender's last launch i be checked: it moves the pieces pieces_of(i)(0) to (count - 1), and no two of them
    to the same place. */
 template <class function> void check_pieces(contender &c, const std::string &job, int64_t count, function pieces_of)
 {
-    const dim3 blocks(528, 16);
     c.poison = [=](int i) {
-        poison_pieces<<<blocks, 256, 0, stream>>>(pieces_of(i), count);
+        poison_pieces<<<dim3(528, 16), 256, 0, stream>>>(pieces_of(i), count);
         CUDA(cudaGetLastError());
     };
     c.verify = [=, name = c.name](int i) {
-        static unsigned long long *wrong_on_device;
-        unsigned long long wrong;
-        if (!wrong_on_device)
-            CUDA(cudaMalloc(&wrong_on_device, sizeof wrong));
-        CUDA(cudaMemsetAsync(wrong_on_device, 0, sizeof wrong, stream));
-        compare_pieces<<<blocks, 256, 0, stream>>>(pieces_of(i), count, wrong_on_device);
-        CUDA(cudaGetLastError());
-        CUDA(cudaMemcpyAsync(&wrong, wrong_on_device, sizeof wrong, cudaMemcpyDeviceToHost, stream));
-        CUDA(cudaStreamSynchronize(stream));
+        const unsigned long long wrong = count_wrong(pieces_of(i), count);
         if (wrong == 0)
             return;
         printf("FAIL %s, %s: %llu bytes are wrong\n", name, job.c_str(), wrong);

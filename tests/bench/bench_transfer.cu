@@ -35,29 +35,19 @@ static int64_t bytes_of(const job &j)
     return j.layers * j.to->count * j.row_bytes;
 }
 
-static kvprim_cuda_launch launch_on(int32_t max_sms)
-{
-    kvprim_cuda_launch launch = {};
-    launch.stream = stream;
-    launch.max_sms = max_sms;
-    return launch;
-}
-
 /* Moves the first `rows` of the job's rows. */
 static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
 {
     kvprim_transfer_desc d = {};
-    d.dst.data = j.dst;
-    d.dst.rows = j.to->rows;
-    d.src.data = j.src;
-    d.src.rows = j.from->rows;
+    d.dst = table_at(j.dst, j.to->rows);
+    d.src = table_at(j.src, j.from->rows);
     d.layers = j.layers;
     d.row_bytes = j.row_bytes;
     d.dst_index = j.to->set(i);
     d.src_index = j.from->set(i);
     d.index_type = KVPRIM_I32;
     d.count = rows;
-    const kvprim_cuda_launch launch = launch_on(max_sms);
+    const kvprim_cuda_launch launch = on_stream(false, max_sms);
     check_kvprim(kvprim_cuda_transfer(&d, &launch));
 }
 
@@ -292,9 +282,7 @@ enum table_kind { PLAIN, NHD, HND };
 static kvprim_table cache_table(table_kind kind, char *data, int64_t rows, int v)
 {
     const int64_t half_page = page_rows * token_bytes;
-    kvprim_table t = {};
-    t.data = data + (kind == PLAIN ? v * rows * token_bytes : v * half_page);
-    t.rows = rows;
+    kvprim_table t = table_at(data + (kind == PLAIN ? v * rows * token_bytes : v * half_page), rows);
     if (kind == PLAIN)
         return t;
     t.page_rows = page_rows;
@@ -308,13 +296,11 @@ static kvprim_table cache_table(table_kind kind, char *data, int64_t rows, int v
 
 static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int64_t count, const index_sets &sets)
 {
-    const kvprim_cuda_launch launch = launch_on(max_sms);
+    const kvprim_cuda_launch launch = on_stream(false, max_sms);
     const auto enqueue = [=, &sets](int i) {
         const int64_t dense = count * token_bytes, at = i % (device_bytes / 2 / dense) * dense;
-        kvprim_table k = {}, v = {};
-        k.data = device_memory[1] + at;
-        v.data = device_memory[1] + device_bytes / 2 + at;
-        k.rows = v.rows = count;
+        const kvprim_table k = table_at(device_memory[1] + at, count),
+                           v = table_at(device_memory[1] + device_bytes / 2 + at, count);
         if (store) {
             kvprim_store_desc d = {};
             d.k_cache = cache_table(kind, device_memory[0], sets.rows, 0);

@@ -130,7 +130,7 @@ static kvprim_unpack_desc describe(const batch &b, int i)
 
 static void unpack(const batch &b, int i)
 {
-    const kvprim_cuda_launch launch = {stream, 0, 0, 0};
+    const kvprim_cuda_launch launch = on_stream();
     const kvprim_unpack_desc d = describe(b, i);
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
@@ -350,61 +350,47 @@ static void shifts()
 
 /* ---- the document's case: 8 chunks of 512 KB in fragments of 4 KB, described anew for each call ---- */
 
-constexpr size_t chunks = 8, chunk_bytes = 512 << 10, fragment_bytes = 4096, in_chunk = chunk_bytes / fragment_bytes;
-
-static void unpack_chunks(const std::vector<size_t> &slot, int turn)
-{
-    static kvprim_fragment fragments[chunks * in_chunk];
-    for (size_t i = 0; i < chunks * in_chunk; i++)
-        fragments[i] = {slot[i] * fragment_bytes, i * fragment_bytes, fragment_bytes};
-    const kvprim_cuda_launch launch = {stream, 0, 0, 0};
-    kvprim_unpack_desc d = {};
-    d.src = src_memory + size_t(turn % 64) * chunks * chunk_bytes;
-    d.dst = dst_memory + size_t(turn % 64) * chunks * chunk_bytes;
-    d.src_bytes = d.dst_bytes = chunks * chunk_bytes;
-    d.fragments = fragments;
-    d.count = chunks * in_chunk;
-    check_kvprim(kvprim_cuda_unpack(&d, &launch));
-}
-
-/* Compares what a call wrote. */
-static void verify_chunks(const std::vector<size_t> &slot, int turn)
-{
-    constexpr size_t bytes = chunks * chunk_bytes;
-    std::vector<char> src(bytes), dst(bytes);
-    CUDA(cudaMemcpy(src.data(), src_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(dst.data(), dst_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
-    for (size_t i = 0; i < slot.size(); i++)
-        if (memcmp(&dst[i * fragment_bytes], &src[slot[i] * fragment_bytes], fragment_bytes) != 0) {
-            printf("FAIL the document's case: fragment %zu is wrong\n", i);
-            exit(1);
-        }
-}
+constexpr size_t chunks = 8, chunk_bytes = 512 << 10;
 
 /* Returns microseconds per chunk. */
 static double time_case(bool synchronised)
 {
-    CUDA(cudaMemset(dst_memory, 0xee, 64 * chunks * chunk_bytes));
-    std::vector<size_t> slot(chunks * in_chunk);
+    constexpr size_t fragment_bytes = 4096, in_chunk = chunk_bytes / fragment_bytes, bytes = chunks * chunk_bytes;
+    constexpr int calls = 100;
+    std::vector<size_t> slot(chunks * in_chunk); /* where a fragment comes from; destinations follow each other */
+    std::vector<kvprim_fragment> fragments(slot.size());
     std::mt19937 random(3);
     for (size_t i = 0; i < slot.size(); i++)
         slot[i] = i;
     for (size_t c = 0; c < chunks; c++)
         std::shuffle(slot.begin() + long(c * in_chunk), slot.begin() + long((c + 1) * in_chunk), random);
+    const kvprim_cuda_launch launch = on_stream();
+    kvprim_unpack_desc d = {};
+    d.src_bytes = d.dst_bytes = bytes;
+    d.fragments = fragments.data(), d.count = fragments.size();
+    CUDA(cudaMemset(dst_memory, 0xee, rotations * bytes));
     std::vector<double> us;
     for (int r = 0; r < 15; r++) {
-        const int calls = 100;
         CUDA(cudaStreamSynchronize(stream));
         const double begin = now_us();
-        for (int i = 0; i < calls; i++) {
-            unpack_chunks(slot, i);
+        for (size_t call = 0; call < calls; call++) {
+            for (size_t i = 0; i < slot.size(); i++)
+                fragments[i] = {slot[i] * fragment_bytes, i * fragment_bytes, fragment_bytes};
+            d.src = src_memory + call % rotations * bytes;
+            d.dst = dst_memory + call % rotations * bytes;
+            check_kvprim(kvprim_cuda_unpack(&d, &launch));
             if (synchronised)
                 CUDA(cudaStreamSynchronize(stream));
         }
         CUDA(cudaStreamSynchronize(stream));
         us.push_back((now_us() - begin) / (calls * double(chunks)));
     }
-    verify_chunks(slot, 99);
+    const on_device<kvprim_fragment> described = upload(fragments);
+    const described_fragments last = {static_cast<char *>(d.dst), static_cast<const char *>(d.src), described.get()};
+    if (count_wrong(last, int64_t(slot.size())) != 0) {
+        printf("FAIL the document's case: bytes are wrong\n");
+        exit(1);
+    }
     return median(us);
 }
 

@@ -3,7 +3,8 @@
 """Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and README.md's tables.
 
     python3 tests/bench/plots.py            writes them, from the top folder; `make plots` calls it
-    python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check` calls it
+    python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check`
+                                            calls it
 
 Tables are found by title and column headings, so if a benchmark prints another table, this fails and draws nothing
 wrong. The same results give the same bytes. Needs Python 3.6 and nothing else.
@@ -389,9 +390,9 @@ def offload():
         panels.append((heading, [(name, style, [(b, v[at]) for b, v in rows]) for name, style, at in (
             ('limit: copy engine, 256 MiB at once', 'limit', 4), ('cudaMemcpyAsync per row', 'third', 6),
             ('cudaMemcpyBatchAsync', 'first', 5), ('kvprim on 8 SMs', 'ours', 1))]))
-    return picture('Offload: rows between pinned host memory and the GPU', 'GB/s; higher is better. On 4, 16 or all SMs '
-                   f'kvprim is within {100 * max(others):.0f} % of this', 'bytes of a row', BYTES, panels, ON_H200,
-                   linear=True)
+    return picture('Offload: rows between pinned host memory and the GPU',
+                   f'GB/s; higher is better. On 4, 16 or all SMs kvprim is within {100 * max(others):.0f} % of this',
+                   'bytes of a row', BYTES, panels, ON_H200, linear=True)
 
 
 def all_reduce():
@@ -402,8 +403,8 @@ def all_reduce():
                                     ('kvprim', 'ours', 3))])
               for gpus, table in sorted(ALL_REDUCE.items())]
     labels = {size(label): label for label in ('2 KB', '32 KB', '512 KB', '8 MB', '64 MB')}
-    return picture('All-reduce: sums of bf16', 'Microseconds per call; lower is better', 'bytes of the tensor', labels, panels,
-                   nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
+    return picture('All-reduce: sums of bf16', 'Microseconds per call; lower is better', 'bytes of the tensor', labels,
+                   panels, nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
 
 
 def prefix():
@@ -481,7 +482,7 @@ def figures():
              f"{replay.find('([0-9.]+) % hit')} % are cached, at {replay.find('^tokens .* ([0-9.]+) M/s')} million "
              'tokens per second.\n']
     for head, rows in (('opponent | times as fast; higher is better', times_as_fast()),
-                       ('limit | part of the limit, which is 1',
+                       ('limit | part of that limit; 1 is the most',
                         [(job, limit, each(numbers)) for job, limit, numbers in shares()])):
         texts.append(f'| operation | {head} |\n|---|---|---|\n' + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
     return '\n'.join(texts)
@@ -502,7 +503,8 @@ def main():
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f'{README}: no lines {BEGIN}{END}')
-    files = {RESULTS + draw.__name__ + '.svg': draw() for draw in (overview, gather, store, unpack, offload, all_reduce, prefix)}
+    pictures = (overview, gather, store, unpack, offload, all_reduce, prefix)
+    files = {RESULTS + draw.__name__ + '.svg': draw() for draw in pictures}
     files[README] = before + BEGIN + figures() + END + after
     stale = [path for path, content in files.items() if read(path) != content]
     if sys.argv[1:]:
