@@ -2,10 +2,11 @@
 /* Compares kvprim_nccl.h with NCCL on ordinary memory, on a symmetric window, and copied into a window and out again. A
    thread per GPU, all GPUs of the machine; times are per call, inside a replayed CUDA graph.
 
-       nvcc -arch=native -std=c++17 -O3 -I. tests/bench/bench_nccl.cu -o bench_nccl -lnccl && NCCL_NVLS_ENABLE=0 ./bench_nccl
+       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu -o build/bench_nccl -lnccl
+       NCCL_NVLS_ENABLE=0 build/bench_nccl [quick | tune]
 
    With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a rank slows down a matrix product on
-   another stream. The argument `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
+   another stream. `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
 #include "bench_gpu.h"
@@ -121,8 +122,8 @@ static void close_rank(rank_state &r)
 
 enum collective { all_reduce, all_reduce_int32, all_gather, reduce_scatter };
 
-/* NCCL from x to y, from one half of its window to the other, and from x to y with copies into the window and out of
-   it. kvprim from x to y, from one half of its buffer to the other, on all multiprocessors, and by its ways one by one. */
+/* NCCL: from x to y; from one half of its window to the other; from x to y with copies into the window and out of it.
+   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; by its ways one by one. */
 enum way { by_nccl, by_window, by_wrapper, by_kvprim, in_buffer, by_all_sms, by_one_shot, by_two_shot, ways };
 
 static size_t result_bytes(collective what, size_t bytes)
