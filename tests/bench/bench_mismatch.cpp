@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The opponent of bench_prefix.c: std::mismatch as g++ -O3 compiles it. Its loop runs at one token per cycle, or at half
-// that speed if it crosses a line of the instruction cache. So there are eight copies, each 8 bytes further into a line.
+// The opponent of bench_prefix.c: std::mismatch as g++ -O3 compiles it. Its loop runs at one token per cycle, or at
+// half that speed if it crosses a line of the instruction cache. So there are eight copies, each 8 bytes further into a
+// line.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
