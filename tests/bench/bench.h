@@ -3,10 +3,7 @@
 #ifndef BENCH_H
 #define BENCH_H
 
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "../harness.h"
 #include <time.h>
 #ifdef __linux__
 #include <sched.h>
@@ -35,17 +32,15 @@ static void bench_machine(void)
 {
     char line[256] = "";
     FILE *const f = fopen("/proc/cpuinfo", "r");
-    while (f && fgets(line, sizeof line, f))
-        if (strncmp(line, "model name", 10) == 0)
-            break;
+    while (f && fgets(line, sizeof line, f) && strncmp(line, "model name", 10) != 0)
+        ;
     if (f)
         (void)fclose(f);
     const char *const name = strncmp(line, "model name", 10) == 0 ? strchr(line, ':') : NULL;
 #ifdef __VERSION__
-    printf("compiler %s, processor%s", __VERSION__, name ? name : ": unknown\n");
-#else
-    printf("processor%s", name ? name : ": unknown\n");
+    printf("compiler " __VERSION__ ", ");
 #endif
+    printf("processor%s", name ? name : ": unknown\n");
 }
 
 static double bench_ns(void)
@@ -99,25 +94,6 @@ static void bench_target(const char *what, double got, const char *relation, dou
 static void bench_summary(void)
 {
     printf("\n%d targets met, %d missed\n", bench_met, bench_missed);
-}
-
-static inline uint64_t bench_random(void) /* splitmix64 */
-{
-    static uint64_t state = 42;
-    uint64_t z = state += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
-}
-
-static void *bench_allocate(size_t bytes)
-{
-    void *const p = malloc(bytes);
-    if (!p) {
-        fprintf(stderr, "out of memory: %zu bytes\n", bytes);
-        exit(2);
-    }
-    return p;
 }
 
 #endif

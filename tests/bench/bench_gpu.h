@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Timing on a GPU, and figures against targets: what the bench_*.cu have in common. Each is one translation unit.
+/* Timing on a GPU, and figures against targets: what the bench_*.cu have in common. Each is one translation unit, which
+   includes a header of kvprim first.
 
    A contender is a way to do a job. Its time is the time of one launch inside a replayed CUDA graph of several
    launches. The GPU spins until the replay is enqueued, so that the host's time does not show. Contenders take turns in
@@ -10,14 +11,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 #include <cuda_runtime.h>
+#include "../harness.h"
+
+constexpr int64_t KiB = 1 << 10, MiB = 1 << 20, GiB = 1 << 30;
 
 static cudaStream_t stream; /* all work runs on it: see open_gpu */
 static cudaEvent_t start_event, end_event;
@@ -25,7 +26,7 @@ static bool quick; /* few repetitions */
 
 #define CUDA(call) check_cuda(call, #call, __FILE__, __LINE__)
 
-static void check_cuda(cudaError_t error, const char *call, const char *file, int line)
+inline void check_cuda(cudaError_t error, const char *call, const char *file, int line)
 {
     if (error == cudaSuccess)
         return;
@@ -33,7 +34,7 @@ static void check_cuda(cudaError_t error, const char *call, const char *file, in
     exit(2);
 }
 
-static void check_kvprim(kvprim_status status)
+inline void check_kvprim(kvprim_status status)
 {
     if (status == KVPRIM_OK)
         return;
@@ -41,8 +42,28 @@ static void check_kvprim(kvprim_status status)
     exit(2);
 }
 
+#ifdef KVPRIM_CUDA_CUH
+inline kvprim_cuda_launch on_stream(bool pdl = false, int32_t max_sms = 0)
+{
+    kvprim_cuda_launch launch = {};
+    launch.stream = stream;
+    launch.pdl = pdl;
+    launch.max_sms = max_sms;
+    return launch;
+}
+
+inline kvprim_table table_at(char *data, int64_t rows, int64_t stride = 0)
+{
+    kvprim_table t = {};
+    t.data = data;
+    t.rows = rows;
+    t.stride = stride;
+    return t;
+}
+#endif
+
 /* Prints which GPU it is. Ends the program if it has too little memory or no PDL. */
-[[maybe_unused]] static void open_gpu(int64_t needed_bytes)
+inline void open_gpu(int64_t needed_bytes)
 {
     int driver, runtime;
     size_t free_bytes, total_bytes;
@@ -65,47 +86,121 @@ static void check_kvprim(kvprim_status status)
     CUDA(cudaEventCreate(&end_event));
 }
 
-[[maybe_unused]] static void close_gpu()
+/* ---- memory ---- */
+
+__global__ static void hash_words(uint64_t *words, uint64_t count)
 {
-    CUDA(cudaEventDestroy(end_event));
-    CUDA(cudaEventDestroy(start_event));
-    CUDA(cudaStreamDestroy(stream));
+    const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
+    for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+        words[i] = hash_u64(i);
 }
+
+/* Returns device memory, of which no two 8 bytes are equal. It lasts as long as the program. */
+inline char *allocate_hashed(int64_t bytes)
+{
+    char *memory;
+    CUDA(cudaMalloc(&memory, size_t(bytes)));
+    hash_words<<<4096, 256, 0, stream>>>(reinterpret_cast<uint64_t *>(memory), uint64_t(bytes) / 8);
+    CUDA(cudaGetLastError());
+    CUDA(cudaStreamSynchronize(stream));
+    return memory;
+}
+
+struct cuda_free {
+    void operator()(void *p) const
+    {
+        CUDA(cudaFree(p));
+    }
+};
+template <class T> using on_device = std::unique_ptr<T[], cuda_free>;
+
+template <class T> on_device<T> upload(const std::vector<T> &host)
+{
+    T *p;
+    CUDA(cudaMalloc(&p, host.size() * sizeof(T)));
+    CUDA(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    return on_device<T>(p);
+}
+
+/* Maps the numbers of `bits` bits one to one: every step can be undone. */
+inline uint64_t shuffled(uint64_t x, uint64_t key, int bits)
+{
+    const uint64_t mask = (uint64_t(1) << bits) - 1;
+    for (int round = 0; round < 3; round++) {
+        x = (x + (key >> 16 * round)) & mask;
+        x = x * 0x94d049bb133111ebu & mask;
+        x ^= x >> (bits + 1) / 2;
+    }
+    return x;
+}
+
+/* Lists of `count` distinct random rows out of `rows`. Launches take them in turn. */
+struct index_sets {
+    int64_t rows, count;
+    int sets;
+    std::vector<int32_t> host;
+    on_device<int32_t> device;
+
+    index_sets(int64_t out_of, int64_t in_set, int sets_ = 8, uint64_t seed = 0)
+        : rows(out_of), count(in_set), sets(sets_)
+    {
+        int bits = 1;
+        while (int64_t(1) << bits < rows)
+            bits++;
+        for (int set = 0; set < sets; set++)
+            for (int64_t i = 0; i < count; i++) {
+                uint64_t row = uint64_t(i);
+                do
+                    row = shuffled(row, hash_u64(seed << 8 | uint64_t(set)), bits);
+                while (row >= uint64_t(rows)); /* still one to one: walks the permutation's cycle */
+                host.push_back(int32_t(row));
+            }
+        device = upload(host);
+    }
+    const int32_t *set(int i) const
+    {
+        return device.get() + i % sets * count;
+    }
+    const int32_t *host_set(int i) const
+    {
+        return host.data() + i % sets * count;
+    }
+};
 
 /* ---- timing ---- */
 
 struct contender {
     const char *name;
-    double bytes_moved;               /* by a launch, read plus written; 0 if it does not matter */
-    std::function<void(int)> enqueue; /* enqueues launch i */
-    std::function<void(int)> poison;  /* clears what that launch writes; may be empty */
-    std::function<void(int)> verify;  /* checks that it wrote it; ends the program if not */
-    int launches = 64;                /* in a replay */
-    bool plain = false;               /* launched one by one, not from a graph */
-    double us = 0;                    /* the result: of one launch */
-    double spin_us = 50;              /* how long the GPU is kept busy while the host enqueues a replay */
+    std::function<void(int)> enqueue;     /* enqueues launch i */
+    double bytes_moved = 0;               /* by a launch, read plus written; 0 if it does not matter */
+    int launches = 64;                    /* in a replay */
+    bool plain = false;                   /* launched one by one, not from a graph */
+    double us = 0;                        /* the result: of one launch */
+    std::function<void(int)> poison = {}; /* clears what that launch writes; may be empty */
+    std::function<void(int)> verify = {}; /* checks that it wrote it; ends the program if not */
+    double spin_us = 50;                  /* how long the GPU is kept busy while the host enqueues a replay */
     cudaGraphExec_t graph = nullptr;
     bool host_shows = false; /* the host needed too long to enqueue: the time contains some of that */
 };
 
-[[maybe_unused]] static double gb_per_s(const contender &c)
+inline double gb_per_s(const contender &c)
 {
     return 1e-3 * c.bytes_moved / c.us;
 }
 
-static double median(std::vector<double> values)
+inline double median(std::vector<double> values)
 {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
 }
 
-static void enqueue_all(const contender &c)
+inline void enqueue_all(const contender &c)
 {
     for (int i = 0; i < c.launches; i++)
         c.enqueue(i);
 }
 
-static void replay(const contender &c)
+inline void replay(const contender &c)
 {
     if (c.plain)
         enqueue_all(c);
@@ -113,7 +208,7 @@ static void replay(const contender &c)
         CUDA(cudaGraphLaunch(c.graph, stream));
 }
 
-static void prepare(contender &c)
+inline void prepare(contender &c)
 {
     c.enqueue(0); /* kernels are loaded at their first launch, which should not be captured */
     CUDA(cudaStreamSynchronize(stream));
@@ -143,7 +238,7 @@ __global__ static void spin(uint64_t ns)
 }
 
 /* Returns the microseconds of a launch in one replay. The GPU spins until all is enqueued, to hide the host's time. */
-static double time_replay(contender &c)
+inline double time_replay(contender &c)
 {
     for (;; c.spin_us *= 2) {
         spin<<<1, 1, 0, stream>>>(uint64_t(1000 * c.spin_us));
@@ -167,7 +262,7 @@ static double time_replay(contender &c)
 }
 
 /* Sets .us of every contender. */
-[[maybe_unused]] static void measure(std::vector<contender> &all)
+inline void measure(std::vector<contender> &all)
 {
     const int n = int(all.size()), repetitions = quick ? 5 : all[0].launches == 64 ? 15 : 9;
     std::vector<std::vector<double>> us(all.size());
@@ -188,13 +283,140 @@ static double time_replay(contender &c)
     }
 }
 
-static double now_us()
+inline double now_us()
 {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 __global__ static void empty_kernel()
 {
+}
+
+/* ---- comparing with the source ---- */
+
+/* What is copied for one row or fragment. */
+struct piece {
+    char *dst;
+    const char *src;
+    int64_t bytes;
+};
+
+/* Writes to every byte of the pieces what must not be there. */
+template <class pieces> __global__ static void poison_pieces(const pieces p, int64_t count)
+{
+    for (int64_t n = blockIdx.x; n < count; n += gridDim.x) {
+        const piece one = p(n);
+        for (int64_t b = blockIdx.y * blockDim.x + threadIdx.x; b < one.bytes; b += gridDim.y * blockDim.x)
+            one.dst[b] = char(~one.src[b]);
+    }
+}
+
+template <class pieces> __global__ static void compare_pieces(const pieces p, int64_t count, unsigned long long *wrong)
+{
+    for (int64_t n = blockIdx.x; n < count; n += gridDim.x) {
+        const piece one = p(n);
+        for (int64_t b = blockIdx.y * blockDim.x + threadIdx.x; b < one.bytes; b += gridDim.y * blockDim.x)
+            if (one.dst[b] != one.src[b])
+                atomicAdd(wrong, 1ull);
+    }
+}
+
+/* Returns how many bytes of the pieces differ from their source. */
+template <class pieces> unsigned long long count_wrong(const pieces &p, int64_t count)
+{
+    unsigned long long wrong = 0;
+    const on_device<unsigned long long> sum = upload<unsigned long long>({wrong});
+    compare_pieces<<<dim3(528, 16), 256, 0, stream>>>(p, count, sum.get());
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpyAsync(&wrong, sum.get(), sizeof wrong, cudaMemcpyDeviceToHost, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    return wrong;
+}
+
+/* Lets the contender's last launch i be checked: it moves the pieces pieces_of(i)(0) to (count - 1), and no two of them
+   to the same place. */
+template <class function> void check_pieces(contender &c, const std::string &job, int64_t count, function pieces_of)
+{
+    c.poison = [=](int i) {
+        poison_pieces<<<dim3(528, 16), 256, 0, stream>>>(pieces_of(i), count);
+        CUDA(cudaGetLastError());
+    };
+    c.verify = [=, name = c.name](int i) {
+        const unsigned long long wrong = count_wrong(pieces_of(i), count);
+        if (wrong == 0)
+            return;
+        printf("FAIL %s, %s: %llu bytes are wrong\n", name, job.c_str(), wrong);
+        exit(1);
+    };
+}
+
+/* ---- copies of the runtime ---- */
+
+/* Copies in one call of cudaMemcpyBatchAsync (one by one where CUDA has none), or one by one. */
+struct copy_list {
+    std::vector<const void *> src;
+    std::vector<void *> dst;
+    std::vector<size_t> sizes;
+
+    void clear()
+    {
+        src.clear(), dst.clear(), sizes.clear();
+    }
+    void add(void *to, const void *from, size_t bytes)
+    {
+        dst.push_back(to), src.push_back(from), sizes.push_back(bytes);
+    }
+    void enqueue()
+    {
+#if CUDART_VERSION >= 12080
+        size_t first = 0;
+        cudaMemcpyAttributes attributes = {};
+        attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+#if CUDART_VERSION >= 13000
+        CUDA(cudaMemcpyBatchAsync(dst.data(), src.data(), sizes.data(), sizes.size(), &attributes, &first, 1, stream));
+#else
+        size_t failed;
+        CUDA(cudaMemcpyBatchAsync(dst.data(), const_cast<void **>(src.data()), sizes.data(), sizes.size(), &attributes,
+                                  &first, 1, &failed, stream));
+#endif
+#else
+        enqueue_each();
+#endif
+    }
+    void enqueue_each() const
+    {
+        for (size_t k = 0; k < sizes.size(); k++)
+            CUDA(cudaMemcpyAsync(dst[k], src[k], sizes[k], cudaMemcpyDefault, stream));
+    }
+};
+
+/* ---- time on the host ---- */
+
+struct host_call {
+    const char *name;
+    std::function<void()> call;
+    double us = 0;
+};
+
+/* Sets .us of every call, and prints it. A batch of calls is small enough for the launch queue, which is empty when it
+   begins. */
+inline void measure_host(const char *title, std::vector<host_call> &all, int batches)
+{
+    constexpr int calls = 50;
+    std::vector<std::vector<double>> us(all.size());
+    for (int b = -1; b < (quick ? 51 : batches); b++) /* the first one warms up */
+        for (size_t k = 0; k < all.size(); k++) {
+            CUDA(cudaStreamSynchronize(stream));
+            const double begin = now_us();
+            for (int i = 0; i < calls; i++)
+                all[k].call();
+            if (b >= 0)
+                us[k].push_back((now_us() - begin) / calls);
+        }
+    CUDA(cudaStreamSynchronize(stream));
+    printf("\n%s, us\n", title);
+    for (size_t k = 0; k < all.size(); k++)
+        printf("%28s %7.3f\n", all[k].name, all[k].us = median(us[k]));
 }
 
 /* ---- figures and targets ---- */
@@ -205,27 +427,35 @@ struct figure {
 };
 
 static int met, missed;
+static std::string verdicts; /* lines about targets that are not printed yet */
 
-static void judge(const std::string &what, double got, char relation, double limit, const std::string &note)
+inline void judge(const std::string &what, double got, char relation, double limit, const std::string &note = "")
 {
     const bool ok = relation == '>' ? got >= limit : got <= limit;
+    char line[200];
+    snprintf(line, sizeof line, "  %-6s  %-58s %7.3f, target %c= %-5g ", ok ? "ok" : "MISSED", what.c_str(), got,
+             relation, limit);
     met += ok;
     missed += !ok;
-    printf("  %-6s  %-58s %7.3f, target %c= %-5g %s\n", ok ? "ok" : "MISSED", what.c_str(), got, relation, limit,
-           note.c_str());
+    verdicts += line + note + "\n";
 }
 
-/* Keeps the worst figure, and where the three worst are. */
-static void judge_worst(const std::string &what, std::vector<figure> f, char relation, double limit)
+inline void print_verdicts()
+{
+    printf("%s", verdicts.c_str());
+    fflush(stdout);
+    verdicts.clear();
+}
+
+/* Judges the worst figure, and says where the three worst are. */
+inline void judge_worst(const std::string &what, std::vector<figure> f, char relation, double limit)
 {
     if (f.empty())
         return;
-    std::sort(f.begin(), f.end(), [relation](const figure &a, const figure &b) {
-        return relation == '>' ? a.value < b.value : a.value > b.value;
-    });
-    const auto misses = std::count_if(f.begin(), f.end(), [relation, limit](const figure &a) {
-        return !(relation == '>' ? a.value >= limit : a.value <= limit);
-    });
+    const auto worse = [relation](double a, double b) { return relation == '>' ? a < b : a > b; };
+    std::sort(f.begin(), f.end(), [worse](const figure &a, const figure &b) { return worse(a.value, b.value); });
+    const auto misses =
+        std::count_if(f.begin(), f.end(), [worse, limit](const figure &a) { return worse(a.value, limit); });
     std::string note = std::to_string(misses) + " of " + std::to_string(f.size()) + " miss; worst";
     for (size_t k = 0; k < f.size() && k < 3; k++) {
         char value[32];
@@ -235,7 +465,7 @@ static void judge_worst(const std::string &what, std::vector<figure> f, char rel
     judge(what, f[0].value, relation, limit, note);
 }
 
-[[maybe_unused]] static void judge_mean(const std::string &what, const std::vector<figure> &f, double limit)
+inline void judge_mean(const std::string &what, const std::vector<figure> &f, double limit)
 {
     if (f.empty())
         return;
@@ -246,53 +476,49 @@ static void judge_worst(const std::string &what, std::vector<figure> f, char rel
           "geometric mean of " + std::to_string(f.size()) + " points");
 }
 
+inline std::string size_name(int64_t bytes)
+{
+    return bytes >= MiB  ? std::to_string(bytes / MiB) + " MB"
+           : bytes % KiB ? std::to_string(bytes) + " B"
+                         : std::to_string(bytes / KiB) + " KB";
+}
+
 /* ---- a program of sections ---- */
 
 struct section {
     const char *name;
-    void (*run)();
+    std::function<void()> run; /* measures, prints a table, and judges */
 };
 
-struct program {
-    std::vector<section> sections;
-    void (*open)();    /* the machine, and setup for every section */
-    void (*summary)(); /* judges */
-    void (*close)();
-};
-
-[[maybe_unused]] static int usage(const char *name, const program &p)
+/* `open` prints the machine, and prepares every section. */
+inline int run_program(int argc, char **argv, void (*open)(), const std::vector<section> &sections)
 {
-    fprintf(stderr, "usage: %s [--quick] [--only", name);
-    for (const section &s : p.sections)
-        fprintf(stderr, "%s%s", &s == &p.sections[0] ? " " : "|", s.name);
-    fprintf(stderr, "]\n");
-    return 2;
-}
-
-[[maybe_unused]] static int run_program(int argc, char **argv, const program &p)
-{
-    const char *only = "";
+    std::string only, names;
+    bool usage = false;
     for (int i = 1; i < argc; i++)
         if (strcmp(argv[i], "--quick") == 0)
             quick = true;
         else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc)
             only = argv[++i];
         else
-            return usage(argv[0], p);
-    const auto chosen = [only](const section &s) { return !*only || strcmp(s.name, only) == 0; };
-    if (std::none_of(p.sections.begin(), p.sections.end(), chosen))
-        return usage(argv[0], p);
+            usage = true;
+    for (const section &s : sections)
+        names += (names.empty() ? "" : "|") + std::string(s.name);
+    const auto chosen = [only](const section &s) { return only.empty() || only == s.name; };
+    if (usage || std::none_of(sections.begin(), sections.end(), chosen)) {
+        fprintf(stderr, "usage: %s [--quick] [--only %s]\n", argv[0], names.c_str());
+        return 2;
+    }
     const double begin = now_us();
-    p.open();
-    for (const section &s : p.sections)
+    open();
+    for (const section &s : sections)
         if (chosen(s)) {
             s.run();
             fflush(stdout);
         }
     printf("\ntargets%s\n", quick ? ", on a part of the points, with few repetitions" : "");
-    p.summary();
+    print_verdicts();
     printf("\n%d targets met, %d missed\n", met, missed);
-    p.close();
     printf("%.0f s\n", (now_us() - begin) * 1e-6);
     return 0;
 }

@@ -20,26 +20,16 @@ typedef struct work {
 
 static void must(kvprim_status status)
 {
-    if (status != KVPRIM_OK) {
-        printf("%s\n", kvprim_last_error());
-        exit(1);
-    }
-}
-
-/* Rows follow each other without a gap. */
-static kvprim_table table_of(char *data, int64_t rows)
-{
-    kvprim_table t;
-    memset(&t, 0, sizeof t);
-    t.data = data;
-    t.rows = rows;
-    return t;
+    if (status == KVPRIM_OK)
+        return;
+    printf("%s\n", kvprim_last_error());
+    exit(1);
 }
 
 static void gather(const work *w, int set)
 {
-    const kvprim_gather_desc d = {.dst = table_of(w->rows, w->count),
-                                  .src = table_of(w->table, table_bytes / w->row_bytes),
+    const kvprim_gather_desc d = {.dst = {.data = w->rows, .rows = w->count},
+                                  .src = {.data = w->table, .rows = table_bytes / w->row_bytes},
                                   .row_bytes = w->row_bytes,
                                   .index = w->index[set],
                                   .index_type = KVPRIM_I32,
@@ -60,8 +50,8 @@ static void gather_memcpy(const work *w, int set)
 
 static void store(const work *w, int set)
 {
-    const kvprim_store_desc d = {.k_cache = table_of(w->table, table_bytes / w->row_bytes),
-                                 .k = table_of(w->rows, w->count),
+    const kvprim_store_desc d = {.k_cache = {.data = w->table, .rows = table_bytes / w->row_bytes},
+                                 .k = {.data = w->rows, .rows = w->count},
                                  .k_bytes = w->row_bytes,
                                  .slot = w->index[set],
                                  .slot_type = KVPRIM_I32,
@@ -126,15 +116,15 @@ static void measure(const work *w, move_fn *const *f, double *gb_per_s)
 static void table(const char *name, char *memory, char *rows, int32_t *const *index, move_fn *const *f, int judge)
 {
     static const int64_t sizes[] = {64, 128, 256, 512, 1024, 2048, 4096, 16384};
-    printf("\n%s: GB/s of rows\n row bytes    kvprim  memcpy per row  one memcpy  random read   x per row  of one "
-           "memcpy  of reading\n",
+    printf("\n%s, random rows of 1 GB: GB/s of rows\n row bytes    kvprim  memcpy per row  one memcpy  random read   "
+           "x per row  of one memcpy  of reading\n",
            name);
     for (size_t s = 0; s < sizeof sizes / sizeof *sizes; s++) {
         work w = {memory, rows, {index[0], index[1], index[2], index[3]}, sizes[s], moved_bytes / sizes[s]};
         double g[contenders];
         for (int k = 0; k < sets; k++)
             for (int64_t i = 0; i < w.count; i++)
-                index[k][i] = (int32_t)(bench_random() % (uint64_t)(table_bytes / w.row_bytes));
+                index[k][i] = (int32_t)below((uint64_t)(table_bytes / w.row_bytes));
         measure(&w, f, g);
         printf("%10lld %9.2f %15.2f %11.2f %12.2f %11.2f %14.2f %11.2f\n", (long long)w.row_bytes, g[0], g[1], g[2],
                g[3], g[0] / g[1], g[0] / g[2], g[0] / g[3]);
@@ -154,12 +144,11 @@ int main(void)
     bench_machine();
     bench_pin();
     for (int k = 0; k < sets; k++)
-        index[k] = (int32_t *)bench_allocate((size_t)(moved_bytes / 64) * sizeof(int32_t));
-    for (int64_t i = 0; i < table_bytes; i += 8)
-        *(uint64_t *)(void *)(memory + i) = bench_random();
+        index[k] = (int32_t *)allocate((size_t)(moved_bytes / 64) * sizeof(int32_t));
+    fill(memory, (size_t)table_bytes);
     memset(rows, 1, (size_t)moved_bytes);
-    table("gather, random rows of 1 GB", memory, rows, index, gathers, 1);
-    table("store, random rows of 1 GB", memory, rows, index, stores, 0);
+    table("gather", memory, rows, index, gathers, 1);
+    table("store", memory, rows, index, stores, 0);
     bench_summary();
     for (int k = 0; k < sets; k++)
         free(index[k]);

@@ -2,13 +2,15 @@
 /* Compares kvprim_nccl.h with NCCL on ordinary memory, on a symmetric window, and copied into a window and out again. A
    thread per GPU, all GPUs of the machine; times are per call, inside a replayed CUDA graph.
 
-       nvcc -arch=native -std=c++17 -O3 -I. tests/bench/bench_nccl.cu -o bench_nccl -lnccl && NCCL_NVLS_ENABLE=0 ./bench_nccl
+       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu -o build/bench_nccl -lnccl
+       NCCL_NVLS_ENABLE=0 build/bench_nccl [quick | tune]
 
    With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a rank slows down a matrix product on
-   another stream. The argument `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
+   another stream. `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
 #include "bench_gpu.h"
+#include <array>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
@@ -27,7 +29,7 @@ static void check_nccl(ncclResult_t result, const char *call, int line)
 }
 
 static int world;
-static const size_t most_bytes = size_t(64) << 20;
+static const size_t most_bytes = 64 * MiB;
 
 struct rank_state {
     int rank;
@@ -113,128 +115,182 @@ static void close_rank(rank_state &r)
     check_kvprim(kvprim_comm_destroy(&r.wide));
 }
 
+/* ---- collectives ----
+
+   `bytes` are those of the whole tensor: what every rank gives to an all_reduce or a reduce_scatter, and gets from an
+   all_reduce or an all_gather. */
+
+enum collective { all_reduce, all_reduce_int32, all_gather, reduce_scatter };
+
+/* NCCL: from x to y; from one half of its window to the other; from x to y with copies into the window and out of it.
+   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; by its ways one by one. */
+enum way { by_nccl, by_window, by_wrapper, by_kvprim, in_buffer, by_all_sms, by_one_shot, by_two_shot, ways };
+
+static size_t result_bytes(collective what, size_t bytes)
+{
+    const size_t part = bytes / size_t(world);
+    return what == all_gather ? part * size_t(world) : what == reduce_scatter ? part : bytes;
+}
+
+static void enqueue_nccl(collective what, rank_state &r, ncclComm_t comm, const void *from, void *to, size_t bytes)
+{
+    const size_t part = bytes / size_t(world);
+    switch (what) {
+    case all_reduce:
+        return NCCL(ncclAllReduce(from, to, bytes / 2, ncclBfloat16, ncclSum, comm, r.stream));
+    case all_reduce_int32:
+        return NCCL(ncclAllReduce(from, to, bytes / 4, ncclInt32, ncclSum, comm, r.stream));
+    case all_gather:
+        return NCCL(ncclAllGather(from, to, part, ncclUint8, comm, r.stream));
+    case reduce_scatter:
+        return NCCL(ncclReduceScatter(from, to, part / 2, ncclBfloat16, ncclSum, comm, r.stream));
+    }
+}
+
+static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, const void *from, void *to, size_t bytes)
+{
+    const size_t part = bytes / size_t(world);
+    switch (what) {
+    case all_reduce:
+        return check_kvprim(kvprim_all_reduce(comm, to, from, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+    case all_reduce_int32:
+        return check_kvprim(kvprim_all_reduce(comm, to, from, bytes / 4, KVPRIM_INT32, KVPRIM_SUM, r.stream));
+    case all_gather:
+        return check_kvprim(kvprim_all_gather(comm, to, from, part, KVPRIM_U8, r.stream));
+    case reduce_scatter:
+        return check_kvprim(kvprim_reduce_scatter(comm, to, from, part / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+    }
+}
+
+static void enqueue_forced(rank_state &r, kvpn_way how, size_t bytes)
+{
+    kvpn_call c =
+        kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
+    c.element = 2;
+    check_kvprim(kvpn_launch_chunks(&c, how));
+}
+
+static void enqueue(collective what, way how, rank_state &r, size_t bytes)
+{
+    char *const half = r.window + most_bytes;
+    switch (how) {
+    case by_nccl:
+        return enqueue_nccl(what, r, r.nccl, r.x, r.y, bytes);
+    case by_window:
+        return enqueue_nccl(what, r, r.comm.nccl, r.window, half, bytes);
+    case by_wrapper:
+        CUDA(cudaMemcpyAsync(half, r.x, bytes, cudaMemcpyDeviceToDevice, r.stream));
+        enqueue_nccl(what, r, r.comm.nccl, half, half, bytes);
+        return CUDA(cudaMemcpyAsync(r.y, half, bytes, cudaMemcpyDeviceToDevice, r.stream));
+    case by_kvprim:
+        return enqueue_kvprim(what, r, &r.comm, r.x, r.y, bytes);
+    case in_buffer:
+        return enqueue_kvprim(what, r, &r.comm, r.window, half, bytes);
+    case by_all_sms:
+        return enqueue_kvprim(what, r, &r.wide, r.x, r.y, bytes);
+    default:
+        return enqueue_forced(r, how == by_one_shot ? kvpn_by_one_shot : kvpn_by_two_shot, bytes);
+    }
+}
+
 /* ---- timing ----
 
    As in bench_gpu.h, on all GPUs at once. A small NCCL call first makes them begin together. The slowest one counts. */
 
-struct way {
-    const char *name;
-    std::function<void(rank_state &)> enqueue;
-    bool in_window = false; /* true: the result is in the window, not in y */
-    double us = 0;
-    cudaGraphExec_t graphs[8] = {};
-};
-
-static void prepare(rank_state &r, way &w, int launches, size_t result_bytes, std::vector<char> &expected)
+/* Enqueues the call, compares its result with the one expected, and returns a graph of `launches` of it. */
+static cudaGraphExec_t prepare(rank_state &r, collective what, way how, size_t bytes, int launches,
+                               std::vector<char> &expected)
 {
     cudaGraph_t graph;
-    std::vector<char> got(result_bytes);
-    const char *const result = w.in_window ? r.window + most_bytes : r.y;
-    CUDA(cudaMemsetAsync(r.y, 0xee, result_bytes, r.stream));
-    CUDA(cudaMemsetAsync(r.window + most_bytes, 0xee, result_bytes, r.stream));
-    w.enqueue(r);
-    CUDA(cudaMemcpyAsync(got.data(), result, result_bytes, cudaMemcpyDeviceToHost, r.stream));
+    cudaGraphExec_t executable;
+    std::vector<char> got(result_bytes(what, bytes));
+    const char *const result = how == by_window || how == in_buffer ? r.window + most_bytes : r.y;
+    CUDA(cudaMemsetAsync(r.y, 0xee, got.size(), r.stream));
+    CUDA(cudaMemsetAsync(r.window + most_bytes, 0xee, got.size(), r.stream));
+    enqueue(what, how, r, bytes);
+    CUDA(cudaMemcpyAsync(got.data(), result, got.size(), cudaMemcpyDeviceToHost, r.stream));
     CUDA(cudaStreamSynchronize(r.stream));
     if (expected.empty())
         expected = got;
     if (got != expected) {
-        fprintf(stderr, "rank %d: %s of %zu bytes: not the result of the first\n", r.rank, w.name, result_bytes);
+        fprintf(stderr, "rank %d: way %d of collective %d, %zu bytes: not the result of the first way\n", r.rank, how,
+                what, bytes);
         exit(2);
     }
     meet();
     CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
     for (int i = 0; i < launches; i++)
-        w.enqueue(r);
+        enqueue(what, how, r, bytes);
     CUDA(cudaStreamEndCapture(r.stream, &graph));
-    CUDA(cudaGraphInstantiate(&w.graphs[r.rank], graph, 0));
+    CUDA(cudaGraphInstantiate(&executable, graph, 0));
     CUDA(cudaGraphDestroy(graph));
-    CUDA(cudaGraphLaunch(w.graphs[r.rank], r.stream));
+    CUDA(cudaGraphLaunch(executable, r.stream));
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
+    return executable;
 }
 
-static double time_once(rank_state &r, way &w, int launches)
+/* Returns the milliseconds of what `body` enqueues. */
+template <class function> static double time_ms(rank_state &r, cudaStream_t on, function body)
 {
-    static double us[8];
     float ms;
+    CUDA(cudaEventRecord(r.start, on));
+    body();
+    CUDA(cudaEventRecord(r.end, on));
+    CUDA(cudaStreamSynchronize(on));
+    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
+    return double(ms);
+}
+
+/* Returns the milliseconds of the graph on the slowest GPU. */
+static double time_once(rank_state &r, cudaGraphExec_t graph)
+{
+    static double ms[8];
     meet();
     spin<<<1, 1, 0, r.stream>>>(300000);
     NCCL(ncclAllReduce(r.x, r.y, 1, ncclBfloat16, ncclSum, r.nccl, r.stream));
-    CUDA(cudaEventRecord(r.start, r.stream));
-    CUDA(cudaGraphLaunch(w.graphs[r.rank], r.stream));
-    CUDA(cudaEventRecord(r.end, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
-    us[r.rank] = 1000.0 * double(ms) / launches;
+    ms[r.rank] = time_ms(r, r.stream, [&] { CUDA(cudaGraphLaunch(graph, r.stream)); });
     meet();
-    const double slowest = *std::max_element(us, us + world);
+    const double slowest = *std::max_element(ms, ms + world);
     meet();
     return slowest;
 }
 
-/* Sets .us of every way. */
-static void measure(std::vector<way> &ways, size_t bytes, size_t result_bytes)
+/* Returns the microseconds of a call by each of these ways. */
+static std::array<double, ways> measure(collective what, size_t bytes, const std::vector<way> &list)
 {
     const int launches = bytes <= 1 << 20 ? 50 : 10, repetitions = quick ? 3 : 9;
+    std::array<double, ways> us = {};
     on_all([&](rank_state &r) {
-        std::vector<std::vector<double>> us(ways.size());
+        cudaGraphExec_t graphs[ways];
+        std::vector<double> times[ways];
         std::vector<char> expected;
-        for (way &w : ways)
-            prepare(r, w, launches, result_bytes, expected);
+        for (const way how : list)
+            graphs[how] = prepare(r, what, how, bytes, launches, expected);
         for (int k = 0; k < repetitions; k++)
-            for (size_t j = 0; j < ways.size(); j++) {
-                const size_t who = k % 2 ? ways.size() - 1 - j : j;
-                us[who].push_back(time_once(r, ways[who], launches));
+            for (size_t j = 0; j < list.size(); j++) {
+                const way how = list[k % 2 ? list.size() - 1 - j : j];
+                times[how].push_back(1000 * time_once(r, graphs[how]) / launches);
             }
-        for (size_t j = 0; j < ways.size(); j++) {
+        for (const way how : list) {
             if (r.rank == 0)
-                ways[j].us = median(us[j]);
-            CUDA(cudaGraphExecDestroy(ways[j].graphs[r.rank]));
+                us[how] = median(times[how]);
+            CUDA(cudaGraphExecDestroy(graphs[how]));
         }
     });
+    return us;
 }
 
 /* ---- tables ---- */
 
-static std::string size_name(size_t bytes)
+/* Prints a row for each size from 2 KB on: what `row` returns, after the size's name. */
+static void for_sizes(const std::function<void(size_t bytes, const std::string &name)> &row)
 {
-    return bytes < 1 << 20 ? std::to_string(bytes >> 10) + " KB" : std::to_string(bytes >> 20) + " MB";
-}
-
-static std::vector<size_t> sizes()
-{
-    std::vector<size_t> all;
-    for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2)
-        all.push_back(bytes);
-    return all;
-}
-
-static std::vector<way> all_reduces(size_t bytes)
-{
-    const size_t n = bytes / 2;
-    return {{"NCCL", [n](rank_state &r) { NCCL(ncclAllReduce(r.x, r.y, n, ncclBfloat16, ncclSum, r.nccl, r.stream)); }},
-            {"window",
-             [n](rank_state &r) {
-                 NCCL(ncclAllReduce(r.window, r.window + most_bytes, n, ncclBfloat16, ncclSum, r.comm.nccl, r.stream));
-             },
-             true},
-            {"wrapper",
-             [n](rank_state &r) {
-                 char *const w = r.window + most_bytes;
-                 CUDA(cudaMemcpyAsync(w, r.x, 2 * n, cudaMemcpyDeviceToDevice, r.stream));
-                 NCCL(ncclAllReduce(w, w, n, ncclBfloat16, ncclSum, r.comm.nccl, r.stream));
-                 CUDA(cudaMemcpyAsync(r.y, w, 2 * n, cudaMemcpyDeviceToDevice, r.stream));
-             }},
-            {"kvprim",
-             [n](rank_state &r) {
-                 check_kvprim(kvprim_all_reduce(&r.comm, r.y, r.x, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-             }},
-            {"in buffer",
-             [n](rank_state &r) {
-                 check_kvprim(
-                     kvprim_all_reduce(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-             },
-             true}};
+    for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2) {
+        printf("%8s", size_name(int64_t(bytes)).c_str());
+        row(bytes, size_name(int64_t(bytes)));
+        fflush(stdout);
+    }
 }
 
 static double raw_target(size_t bytes)
@@ -256,131 +312,72 @@ static double wrapper_target(size_t bytes)
 
 static void bench_all_reduce()
 {
-    struct row {
-        size_t bytes;
-        double raw, wrapper;
+    struct ratio {
+        std::string name;
+        double value, target;
     };
-    std::vector<row> rows;
+    std::vector<ratio> to_raw, to_wrapper;
     printf("\nall_reduce, bf16 sum, us\n%8s %8s %8s %8s %8s %9s   %-9s %-9s %s\n", "", "NCCL", "window", "wrapper",
            "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)");
-    for (const size_t bytes : sizes()) {
-        std::vector<way> w = all_reduces(bytes);
-        measure(w, bytes, bytes);
-        const double raw = std::min(w[0].us, w[1].us);
-        rows.push_back({bytes, w[3].us / raw, w[3].us / w[2].us});
-        printf("%8s %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %.0f\n", size_name(bytes).c_str(), w[0].us, w[1].us,
-               w[2].us, w[3].us, w[4].us, rows.back().raw, rows.back().wrapper,
-               2e-3 * double(bytes) * (world - 1) / world / w[3].us);
-        fflush(stdout);
-    }
-    for (const row &r : rows)
-        judge("all_reduce of " + size_name(r.bytes) + " to raw", r.raw, '<', raw_target(r.bytes), "");
-    for (const row &r : rows)
-        judge("all_reduce of " + size_name(r.bytes) + " to the wrapper", r.wrapper, '<', wrapper_target(r.bytes), "");
+    for_sizes([&](size_t bytes, const std::string &name) {
+        const auto us = measure(all_reduce, bytes, {by_nccl, by_window, by_wrapper, by_kvprim, in_buffer});
+        const double ours = us[by_kvprim], raw = ours / std::min(us[by_nccl], us[by_window]);
+        to_raw.push_back({name + " to raw", raw, raw_target(bytes)});
+        to_wrapper.push_back({name + " to the wrapper", ours / us[by_wrapper], wrapper_target(bytes)});
+        printf(" %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %.0f\n", us[by_nccl], us[by_window], us[by_wrapper],
+               ours, us[in_buffer], raw, ours / us[by_wrapper], 2e-3 * double(bytes) * (world - 1) / world / ours);
+    });
+    for (const auto *const ratios : {&to_raw, &to_wrapper})
+        for (const ratio &r : *ratios)
+            judge("all_reduce of " + r.name, r.value, '<', r.target);
 }
 
-/* `bytes`: of the result. */
-static void bench_all_gather()
+static void bench_parts(collective what)
 {
-    std::vector<figure> to_nccl, to_raw;
-    printf("\nall_gather, us, by bytes of the result\n%8s %8s %8s %8s %9s   %-9s %s\n", "", "NCCL", "window", "kvprim",
-           "in buffer", "to NCCL", "to raw");
-    for (const size_t bytes : sizes()) {
-        const size_t n = bytes / size_t(world);
-        std::vector<way> w = {
-            {"NCCL", [n](rank_state &r) { NCCL(ncclAllGather(r.x, r.y, n, ncclUint8, r.nccl, r.stream)); }},
-            {"window",
-             [n](rank_state &r) {
-                 NCCL(ncclAllGather(r.window, r.window + most_bytes, n, ncclUint8, r.comm.nccl, r.stream));
-             },
-             true},
-            {"kvprim",
-             [n](rank_state &r) { check_kvprim(kvprim_all_gather(&r.comm, r.y, r.x, n, KVPRIM_U8, r.stream)); }},
-            {"in buffer",
-             [n](rank_state &r) {
-                 check_kvprim(kvprim_all_gather(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_U8, r.stream));
-             },
-             true}};
-        measure(w, bytes, n * size_t(world));
-        const double raw = std::min(w[0].us, w[1].us);
-        printf("%8s %8.2f %8.2f %8.2f %9.2f   %-9.3f %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[2].us,
-               w[3].us, w[2].us / w[0].us, w[2].us / raw);
-        fflush(stdout);
-        if (bytes <= 256 << 10)
-            to_nccl.push_back({w[2].us / w[0].us, size_name(bytes)});
-        to_raw.push_back({std::min(w[2].us, w[3].us) / raw, size_name(bytes)});
-    }
-    judge_worst("all_gather to ordinary-memory NCCL, up to 256 KB", to_nccl, '<', 0.60);
-    judge_worst("all_gather to raw, from its buffer if that is faster", to_raw, '<', 1.02);
-}
-
-/* `bytes`: of what each rank sends. */
-static void bench_reduce_scatter()
-{
-    std::vector<figure> small, to_raw;
-    printf("\nreduce_scatter, bf16 sum, us, by bytes that each rank gives\n%8s %8s %8s %8s %9s   %-9s %s\n", "", "NCCL",
-           "window", "kvprim", "in buffer", "to NCCL", "to raw");
-    for (const size_t bytes : sizes()) {
-        const size_t n = bytes / 2 / size_t(world);
-        std::vector<way> w = {
-            {"NCCL",
-             [n](rank_state &r) { NCCL(ncclReduceScatter(r.x, r.y, n, ncclBfloat16, ncclSum, r.nccl, r.stream)); }},
-            {"window",
-             [n](rank_state &r) {
-                 NCCL(ncclReduceScatter(r.window, r.window + most_bytes, n, ncclBfloat16, ncclSum, r.comm.nccl,
-                                        r.stream));
-             },
-             true},
-            {"kvprim",
-             [n](rank_state &r) {
-                 check_kvprim(kvprim_reduce_scatter(&r.comm, r.y, r.x, n, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-             }},
-            {"in buffer",
-             [n](rank_state &r) {
-                 check_kvprim(kvprim_reduce_scatter(&r.comm, r.window + most_bytes, r.window, n, KVPRIM_BF16,
-                                                    KVPRIM_SUM, r.stream));
-             },
-             true}};
-        measure(w, bytes, 2 * n);
-        const double raw = std::min(w[0].us, w[1].us);
-        printf("%8s %8.2f %8.2f %8.2f %9.2f   %-9.3f %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[2].us,
-               w[3].us, w[2].us / w[0].us, w[2].us / raw);
-        fflush(stdout);
-        if (bytes <= 128 << 10)
-            small.push_back({w[2].us / raw, size_name(bytes)});
-        to_raw.push_back({std::min(w[2].us, w[3].us) / raw, size_name(bytes)});
-    }
-    judge_worst("reduce_scatter to raw, up to 128 KB", small, '<', 0.62);
-    judge_worst("reduce_scatter to raw, from its buffer if that is faster", to_raw, '<', 1.02);
+    const bool gather = what == all_gather;
+    const std::string name = gather ? "all_gather" : "reduce_scatter";
+    std::vector<figure> small, large;
+    printf("\n%s\n%8s %8s %8s %8s %9s   %-9s %s\n",
+           gather ? "all_gather, us, by bytes of the result"
+                  : "reduce_scatter, bf16 sum, us, by bytes that each rank gives",
+           "", "NCCL", "window", "kvprim", "in buffer", "to NCCL", "to raw");
+    for_sizes([&](size_t bytes, const std::string &where) {
+        const auto us = measure(what, bytes, {by_nccl, by_window, by_kvprim, in_buffer});
+        const double ours = us[by_kvprim], raw = std::min(us[by_nccl], us[by_window]);
+        printf(" %8.2f %8.2f %8.2f %9.2f   %-9.3f %.3f\n", us[by_nccl], us[by_window], ours, us[in_buffer],
+               ours / us[by_nccl], ours / raw);
+        if (bytes <= (gather ? 256 : 128) << 10)
+            small.push_back({ours / (gather ? us[by_nccl] : raw), where});
+        large.push_back({std::min(ours, us[in_buffer]) / raw, where});
+    });
+    judge_worst(name + (gather ? " to ordinary-memory NCCL, up to 256 KB" : " to raw, up to 128 KB"), small, '<',
+                gather ? 0.60 : 0.62);
+    judge_worst(name + " to raw, from its buffer if that is faster", large, '<', 1.02);
 }
 
 /* Launches one call after the other, while the last rank begins a millisecond late. A rank that has waited must not be
    late in turn. Returns the time per call of the last rank. */
-static double time_behind(rank_state &r, const way &w, int calls)
+static double time_behind(rank_state &r, way how, size_t bytes, int calls)
 {
-    float ms;
     meet();
     if (r.rank == world - 1)
         spin<<<1, 1, 0, r.stream>>>(1000000);
-    CUDA(cudaEventRecord(r.start, r.stream));
-    for (int i = 0; i < calls; i++)
-        w.enqueue(r);
-    CUDA(cudaEventRecord(r.end, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
-    return 1000.0 * double(ms) / calls;
+    return 1000.0 / calls * time_ms(r, r.stream, [&] {
+               for (int i = 0; i < calls; i++)
+                   enqueue(all_reduce, how, r, bytes);
+           });
 }
 
 static void bench_late()
 {
     std::vector<figure> ratios;
     printf("\nall_reduce, launched one by one behind a late rank, us\n%8s %8s %8s\n", "", "NCCL", "kvprim");
-    for (const size_t bytes : {size_t(2) << 10, size_t(64) << 10, size_t(1) << 20, size_t(4) << 20, size_t(16) << 20}) {
-        const std::vector<way> ways = all_reduces(bytes);
+    for (const int64_t bytes : {2 * KiB, 64 * KiB, MiB, 4 * MiB, 16 * MiB}) {
         std::vector<double> nccl, own;
         on_all([&](rank_state &r) {
             for (int k = 0; k < (quick ? 3 : 9); k++) {
-                const double of_nccl = time_behind(r, ways[0], 50), of_own = time_behind(r, ways[3], 50);
+                const double of_nccl = time_behind(r, by_nccl, size_t(bytes), 50),
+                             of_own = time_behind(r, by_kvprim, size_t(bytes), 50);
                 if (r.rank == world - 1)
                     nccl.push_back(of_nccl), own.push_back(of_own);
             }
@@ -395,24 +392,16 @@ static void bench_late()
 
 /* ---- how many multiprocessors ---- */
 
-static void enqueue_wide(rank_state &r, size_t bytes)
-{
-    check_kvprim(kvprim_all_reduce(&r.wide, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-}
-
 /* What it costs to leave half of the multiprocessors to others when no rank is late. */
 static void bench_halves()
 {
     std::vector<figure> ratios;
     printf("\nall_reduce by multiprocessors, us\n%8s %8s %8s   %s\n", "", "default", "all", "default to all");
-    for (const size_t bytes : sizes()) {
-        std::vector<way> w = {{"default", all_reduces(bytes)[3].enqueue},
-                              {"all", [bytes](rank_state &r) { enqueue_wide(r, bytes); }}};
-        measure(w, bytes, bytes);
-        ratios.push_back({w[0].us / w[1].us, size_name(bytes)});
-        printf("%8s %8.2f %8.2f   %.3f\n", size_name(bytes).c_str(), w[0].us, w[1].us, w[0].us / w[1].us);
-        fflush(stdout);
-    }
+    for_sizes([&](size_t bytes, const std::string &name) {
+        const auto us = measure(all_reduce, bytes, {by_kvprim, by_all_sms});
+        ratios.push_back({us[by_kvprim] / us[by_all_sms], name});
+        printf(" %8.2f %8.2f   %.3f\n", us[by_kvprim], us[by_all_sms], ratios.back().value);
+    });
     judge_worst("all_reduce on the default multiprocessors to all", ratios, '<', 1.08);
 }
 
@@ -454,20 +443,16 @@ static double time_products(rank_state &r, product &p)
 {
     const float one = 1, zero = 0;
     const int n = product_size;
-    float ms;
-    CUDA(cudaEventRecord(r.start, p.stream));
-    for (int i = 0; i < products; i++)
-        cublasGemmEx(p.handle, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, p.a, CUDA_R_16BF, n, p.b, CUDA_R_16BF, n, &zero,
-                     p.c, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
-    CUDA(cudaEventRecord(r.end, p.stream));
-    CUDA(cudaStreamSynchronize(p.stream));
-    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
-    return double(ms);
+    return time_ms(r, p.stream, [&] {
+        for (int i = 0; i < products; i++)
+            cublasGemmEx(p.handle, CUBLAS_OP_N, CUBLAS_OP_N, n, n, n, &one, p.a, CUDA_R_16BF, n, p.b, CUDA_R_16BF, n,
+                         &zero, p.c, CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+    });
 }
 
 /* How many times longer products take on rank 0 while a sum there waits for the last rank. That rank comes after they
    end: 45 ms is 25 times what they take alone. */
-static double product_beside(rank_state &r, product &p, const std::function<void(rank_state &)> &sum)
+static double product_beside(rank_state &r, product &p, way how, size_t bytes)
 {
     double alone = 0, beside = 0;
     meet();
@@ -476,7 +461,7 @@ static double product_beside(rank_state &r, product &p, const std::function<void
     meet();
     if (r.rank == world - 1)
         spin<<<1, 1, 0, r.stream>>>(45000000);
-    sum(r);
+    enqueue(all_reduce, how, r, bytes);
     if (r.rank == 0) {
         std::this_thread::sleep_for(std::chrono::milliseconds(2)); /* the sum is on the GPU, and waits */
         beside = time_products(r, p);
@@ -487,34 +472,28 @@ static double product_beside(rank_state &r, product &p, const std::function<void
 
 static void bench_beside()
 {
-    static const char *const names[] = {"NCCL", "kvprim", "all"};
+    static const way list[] = {by_nccl, by_kvprim, by_all_sms};
     std::vector<figure> figures;
-    printf("\na product of %d^3, bf16, beside an all_reduce that waits: its time to that alone\n%8s", product_size, "");
-    for (const char *const name : names)
-        printf(" %8s", name);
-    printf("\n");
-    for (const size_t bytes : sizes()) {
-        const std::function<void(rank_state &)> sums[] = {all_reduces(bytes)[0].enqueue, all_reduces(bytes)[3].enqueue,
-                                                          [bytes](rank_state &r) { enqueue_wide(r, bytes); }};
-        std::vector<double> ratios[3];
+    printf("\na product of %d^3, bf16, beside an all_reduce that waits: its time to that alone\n%8s %8s %8s %8s\n",
+           product_size, "", "NCCL", "kvprim", "all");
+    for_sizes([&](size_t bytes, const std::string &name) {
+        std::vector<double> ratios[ways];
         on_all([&](rank_state &r) {
             product p = open_product(r);
             (void)time_products(r, p);
             for (int k = 0; k < 3; k++)
-                for (int w = 0; w < 3; w++) {
-                    const double ratio = product_beside(r, p, sums[w]);
+                for (const way how : list) {
+                    const double ratio = product_beside(r, p, how, bytes);
                     if (r.rank == 0)
-                        ratios[w].push_back(ratio);
+                        ratios[how].push_back(ratio);
                 }
             close_product(p);
         });
-        printf("%8s", size_name(bytes).c_str());
-        for (int w = 0; w < 3; w++)
-            printf(" %8.2f", median(ratios[w]));
+        for (const way how : list)
+            printf(" %8.2f", median(ratios[how]));
         printf("\n");
-        fflush(stdout);
-        figures.push_back({median(ratios[1]), size_name(bytes)});
-    }
+        figures.push_back({median(ratios[by_kvprim]), name});
+    });
     judge_worst("a product beside an all_reduce that waits, to alone", figures, '<', 2.2);
 }
 #endif
@@ -522,95 +501,56 @@ static void bench_beside()
 /* The memset before NCCL's symmetric kernels, for versions that start them too early. */
 static void bench_before_nccl()
 {
-    const size_t bytes = size_t(64) << 10;
-    std::vector<way> w = {
-        {"NCCL",
-         [bytes](rank_state &r) {
-             NCCL(ncclAllReduce(r.window, r.window + most_bytes, bytes / 4, ncclInt32, ncclSum, r.comm.nccl, r.stream));
-         },
-         true},
-        {"kvprim",
-         [bytes](rank_state &r) {
-             check_kvprim(kvprim_all_reduce(&r.comm, r.window + most_bytes, r.window, bytes / 4, KVPRIM_INT32,
-                                            KVPRIM_SUM, r.stream));
-         },
-         true}};
-    measure(w, bytes, bytes);
+    const auto us = measure(all_reduce_int32, size_t(64 * KiB), {by_window, in_buffer});
     printf("\nall_reduce of 64 KB of int32 in NCCL's window, us: NCCL alone %.2f, with what goes before it %.2f\n",
-           w[0].us, w[1].us);
+           us[by_window], us[in_buffer]);
 }
 
 /* Microseconds that a call takes on the host. No call blocks, because a stream holds more than these. */
-static double host_us(rank_state &r, const std::function<void(rank_state &)> &call)
+template <class function> static double host_us(rank_state &r, function call)
 {
     enum { calls = 200 };
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
     const double begun = now_us();
     for (int i = 0; i < calls; i++)
-        call(r);
+        call();
     return (now_us() - begun) / calls;
 }
 
 /* In turns, because a host's speed changes. The median of the turns' differences counts. */
 static void bench_host()
 {
-    const std::function<void(rank_state &)> calls[] = {
-        [](rank_state &s) { NCCL(ncclAllReduce(s.x, s.y, 4096, ncclBfloat16, ncclSum, s.comm.nccl, s.stream)); },
-        [](rank_state &s) {
-            check_kvprim(kvprim_all_reduce(&s.comm, s.y, s.x, 4096, KVPRIM_BF16, KVPRIM_SUM, s.stream));
-        },
-        [](rank_state &s) { NCCL(ncclAllReduce(s.x, s.y, 4096, ncclInt32, ncclSum, s.comm.nccl, s.stream)); },
-        [](rank_state &s) {
-            check_kvprim(kvprim_all_reduce(&s.comm, s.y, s.x, 4096, KVPRIM_INT32, KVPRIM_SUM, s.stream));
-        }};
-    std::vector<double> us[4], own, through;
+    static const collective list[] = {all_reduce, all_reduce_int32}; /* of 4,096 elements */
+    static const size_t sizes[] = {8192, 16384};
+    std::vector<double> nccl[2], own[2], above[2];
     on_all([&](rank_state &r) {
-        for (int turn = 0; turn < 25; turn++) {
-            double mine[4];
-            for (int k = 0; k < 4; k++)
-                mine[k] = host_us(r, calls[k]);
-            if (r.rank != 0)
-                continue;
-            for (int k = 0; k < 4; k++)
-                us[k].push_back(mine[k]);
-            own.push_back(mine[1] - mine[0]);
-            through.push_back(mine[3] - mine[2]);
-        }
+        for (int turn = 0; turn < 25; turn++)
+            for (int k = 0; k < 2; k++) {
+                const double a = host_us(r, [&] { enqueue_nccl(list[k], r, r.comm.nccl, r.x, r.y, sizes[k]); }),
+                             b = host_us(r, [&] { enqueue_kvprim(list[k], r, &r.comm, r.x, r.y, sizes[k]); });
+                if (r.rank == 0)
+                    nccl[k].push_back(a), own[k].push_back(b), above[k].push_back(b - a);
+            }
         CUDA(cudaStreamSynchronize(r.stream));
     });
     printf("\nhost time of a call, us: bf16 NCCL %.2f, kvprim %.2f; int32, through NCCL, NCCL %.2f, kvprim %.2f\n",
-           median(us[0]), median(us[1]), median(us[2]), median(us[3]));
-    judge("host time above NCCL's, own kernel, us", median(own), '<', 0.5, "");
-    judge("host time above NCCL's, through NCCL, us", median(through), '<', 0.5, "");
-}
-
-/* ---- tuning ---- */
-
-#ifdef KVPRIM_NCCL_KERNELS
-static way forced(const char *name, kvpn_way how, size_t bytes)
-{
-    return {name, [=](rank_state &r) {
-                kvpn_call c = kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16,
-                                             KVPRIM_SUM, r.stream);
-                c.element = 2;
-                check_kvprim(kvpn_launch_chunks(&c, how));
-            }};
+           median(nccl[0]), median(own[0]), median(nccl[1]), median(own[1]));
+    judge("host time above NCCL's, own kernel, us", median(above[0]), '<', 0.5);
+    judge("host time above NCCL's, through NCCL, us", median(above[1]), '<', 0.5);
 }
 
 static void tune()
 {
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
-    for (const size_t bytes : sizes()) {
-        std::vector<way> w = {forced("two shot", kvpn_by_two_shot, bytes)};
+    for_sizes([](size_t bytes, const std::string &) {
+        std::vector<way> list = {by_two_shot};
         if (bytes <= kvpn_capacity_bytes(&ranks[0].comm, kvpn_by_one_shot))
-            w.push_back(forced("one shot", kvpn_by_one_shot, bytes));
-        measure(w, bytes, bytes);
-        printf("%8s %8.2f %8.2f\n", size_name(bytes).c_str(), w.size() > 1 ? w[1].us : 0, w[0].us);
-        fflush(stdout);
-    }
+            list.push_back(by_one_shot);
+        const auto us = measure(all_reduce, bytes, list);
+        printf(" %8.2f %8.2f\n", us[by_one_shot], us[by_two_shot]);
+    });
 }
-#endif
 
 int main(int argc, char **argv)
 {
@@ -628,22 +568,19 @@ int main(int argc, char **argv)
     ranks.resize(size_t(world));
     for (int r = 0; r < world; r++)
         ranks[size_t(r)].rank = r;
-    on_all(open_rank);
-    if (tuning) {
-#ifdef KVPRIM_NCCL_KERNELS
-        tune();
-#endif
-    } else {
-        bench_all_reduce();
-        bench_all_gather();
-        bench_reduce_scatter();
-        bench_late();
-        bench_halves();
+    std::vector<std::function<void()>> benches = {bench_all_reduce, [] { bench_parts(all_gather); },
+                                                  [] { bench_parts(reduce_scatter); }, bench_late, bench_halves};
 #ifdef BENCH_CUBLAS
-        bench_beside();
+    benches.push_back(bench_beside);
 #endif
-        bench_before_nccl();
-        bench_host();
+    benches.push_back(bench_before_nccl);
+    benches.push_back(bench_host);
+    if (tuning)
+        benches = {tune};
+    on_all(open_rank);
+    for (const auto &bench : benches) {
+        bench();
+        print_verdicts();
     }
     on_all(close_rank);
     if (!tuning)

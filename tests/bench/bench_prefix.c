@@ -184,7 +184,7 @@ static void many_keys(void)
     for (size_t k = 0; k < n_keys; k++) {
         keys[k] = memory[k];
         lens[k] = tokens;
-        memory[k][bench_random() % 16] = 1;
+        memory[k][below(16)] = 1;
     }
     for (int r = 0; r < repetitions; r++) {
         enum { rounds = 50 };
@@ -220,14 +220,14 @@ int main(void)
     static const target i64[] = {{4, 1}, {16, 2}, {64, 1}, {256, 7}, {1024, 7}, {0, 0}};
     static const target waiting[] = {{16, 1}, {64, 2}, {256, 4}, {0, 0}};
     const size_t bytes = (size_t)4 << 20;
-    char *const a = (char *)bench_allocate(2 * bytes + 256), *const b = (char *)bench_allocate(2 * bytes + 256);
+    char *const a = (char *)allocate(2 * bytes + 256), *const b = (char *)allocate(2 * bytes + 256);
     char *const x = a + 64 - (uintptr_t)a % 64, *const y = b + 64 - (uintptr_t)b % 64; /* aligned to 64 bytes */
     contender f[max_contenders];
     bench_machine();
     bench_pin();
     printf("kvprim runs on %s\n", kvprim_isa());
     for (size_t i = 0; i < 2 * bytes + 128; i++)
-        x[i] = y[i] = (char)bench_random();
+        x[i] = y[i] = (char)random_u64();
     table("int32, both aligned to 64 bytes", f, contenders(f, 0), independent, x, y, sizes, aligned);
     table("int64, both aligned to 64 bytes", f, contenders(f, 1), independent, x, y, short_sizes, i64);
     table("int32, both aligned to 64 bytes, a call waits for the last result", f, contenders(f, 0), dependent, x, y,

@@ -17,33 +17,14 @@
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
-#include <algorithm>
 #include <cub/device/device_memcpy.cuh>
 #include <random>
 
-constexpr int64_t MiB = 1 << 20, GiB = 1 << 30;
 constexpr int64_t side_bytes = 6 * GiB; /* of all sources, and of all destinations */
 constexpr int rotations = 64;           /* as many as launches: none finds its bytes in the cache */
 
 static char *src_memory, *dst_memory, *cub_memory;
 constexpr size_t cub_memory_bytes = 256 * MiB;
-static unsigned long long *wrong_on_device;
-
-__global__ static void fill(uint64_t *words, uint64_t count)
-{
-    const uint64_t step = uint64_t(gridDim.x) * blockDim.x;
-    for (uint64_t i = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
-        words[i] = (i + 1) * 0x9e3779b97f4a7c15u ^ i >> 7;
-}
-
-__global__ static void check_fragments(const char *dst, const char *src, const kvprim_fragment *fragments,
-                                       unsigned long long *wrong)
-{
-    const kvprim_fragment f = fragments[blockIdx.x];
-    for (uint64_t b = threadIdx.x; b < f.bytes; b += blockDim.x)
-        if (dst[f.dst_offset + b] != src[f.src_offset + b])
-            atomicAdd(wrong, 1ull);
-}
 
 /* ---- batches ---- */
 
@@ -52,15 +33,12 @@ struct batch {
     int shift; /* bytes that sources begin past an aligned address */
     std::vector<kvprim_fragment> fragments;
     int64_t total = 0, src_bytes = 0, dst_bytes = 0;
-    kvprim_fragment *on_device = nullptr;
-    const void **srcs = nullptr; /* device arrays for CUB, one part for each rotation */
-    void **dsts = nullptr;
-    size_t *sizes = nullptr;
+    on_device<kvprim_fragment> described; /* a copy of them */
+    on_device<const void *> srcs;         /* for CUB, one part for each rotation */
+    on_device<void *> dsts;
+    on_device<size_t> sizes;
 
     batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_);
-    ~batch();
-    batch(const batch &) = delete;
-    batch &operator=(const batch &) = delete;
 
     int turns() const
     {
@@ -75,14 +53,6 @@ struct batch {
         return src_memory + i % turns() * ((src_bytes + 255) / 256 * 256);
     }
 };
-
-template <class T> static T *upload(const std::vector<T> &host)
-{
-    T *p;
-    CUDA(cudaMalloc(&p, host.size() * sizeof(T)));
-    CUDA(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    return p;
-}
 
 batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) : name(name_), shift(shift_)
 {
@@ -103,7 +73,7 @@ batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) 
         dst_bytes += shift ? int64_t(bytes[i]) : (int64_t(bytes[i]) + 15) / 16 * 16;
         total += int64_t(bytes[i]);
     }
-    on_device = upload(fragments);
+    described = upload(fragments);
     std::vector<const void *> s;
     std::vector<void *> d;
     for (int i = 0; i < turns(); i++)
@@ -114,13 +84,6 @@ batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) 
     srcs = upload(s);
     dsts = upload(d);
     sizes = upload(std::vector<size_t>(bytes.begin(), bytes.end()));
-}
-
-batch::~batch()
-{
-    for (void *p : {static_cast<void *>(on_device), static_cast<void *>(srcs), static_cast<void *>(dsts),
-                    static_cast<void *>(sizes)})
-        CUDA(cudaFree(p));
 }
 
 static std::vector<uint64_t> equal(uint64_t bytes, int64_t total)
@@ -156,20 +119,19 @@ static std::vector<uint64_t> small_mixed()
 
 /* ---- contenders ---- */
 
-static kvprim_cuda_launch on_stream()
+static kvprim_unpack_desc describe(const batch &b, int i)
 {
-    kvprim_cuda_launch launch = {};
-    launch.stream = stream;
-    return launch;
+    kvprim_unpack_desc d = {};
+    d.src = b.src(i), d.src_bytes = uint64_t(b.src_bytes);
+    d.dst = b.dst(i), d.dst_bytes = uint64_t(b.dst_bytes);
+    d.fragments = b.fragments.data(), d.count = b.fragments.size();
+    return d;
 }
 
 static void unpack(const batch &b, int i)
 {
     const kvprim_cuda_launch launch = on_stream();
-    kvprim_unpack_desc d = {};
-    d.src = b.src(i), d.src_bytes = uint64_t(b.src_bytes);
-    d.dst = b.dst(i), d.dst_bytes = uint64_t(b.dst_bytes);
-    d.fragments = b.fragments.data(), d.count = b.fragments.size();
+    const kvprim_unpack_desc d = describe(b, i);
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
 
@@ -192,20 +154,23 @@ __global__ static void unpack_by_warps(char *dst, const char *src, const kvprim_
 static void enqueue_warps(const batch &b, int i)
 {
     const unsigned count = unsigned(b.fragments.size());
-    unpack_by_warps<<<std::min((count + 7) / 8, 132u * 8), 256, 0, stream>>>(b.dst(i), b.src(i), b.on_device, count);
+    unpack_by_warps<<<std::min((count + 7) / 8, 132u * 8), 256, 0, stream>>>(b.dst(i), b.src(i), b.described.get(),
+                                                                             count);
     CUDA(cudaGetLastError());
 }
 
 static void enqueue_cub(const batch &b, int i)
 {
     const size_t n = b.fragments.size(), first = size_t(i % b.turns()) * n;
+    const void **const srcs = b.srcs.get() + first;
+    void **const dsts = b.dsts.get() + first;
     size_t bytes = 0;
-    CUDA(cub::DeviceMemcpy::Batched(nullptr, bytes, b.srcs + first, b.dsts + first, b.sizes, unsigned(n), stream));
+    CUDA(cub::DeviceMemcpy::Batched(nullptr, bytes, srcs, dsts, b.sizes.get(), unsigned(n), stream));
     if (bytes > cub_memory_bytes) {
         fprintf(stderr, "CUB wants %zu bytes\n", bytes);
         exit(2);
     }
-    CUDA(cub::DeviceMemcpy::Batched(cub_memory, bytes, b.srcs + first, b.dsts + first, b.sizes, unsigned(n), stream));
+    CUDA(cub::DeviceMemcpy::Batched(cub_memory, bytes, srcs, dsts, b.sizes.get(), unsigned(n), stream));
 }
 
 static void enqueue_each(const batch &b, int i)
@@ -215,53 +180,33 @@ static void enqueue_each(const batch &b, int i)
                              stream));
 }
 
-#if CUDART_VERSION >= 12080
 static void enqueue_batch(const batch &b, int i)
 {
-    static std::vector<void *> dsts;
-    static std::vector<void *> srcs;
-    static std::vector<size_t> sizes;
-    dsts.clear(), srcs.clear(), sizes.clear();
-    for (const kvprim_fragment &f : b.fragments) {
-        dsts.push_back(b.dst(i) + f.dst_offset);
-        srcs.push_back(b.src(i) + f.src_offset);
-        sizes.push_back(f.bytes);
-    }
-    cudaMemcpyAttributes attributes = {};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    size_t first = 0;
-#if CUDART_VERSION >= 13000
-    std::vector<const void *> from(srcs.begin(), srcs.end());
-    CUDA(cudaMemcpyBatchAsync(dsts.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first, 1, stream));
-#else
-    size_t failed;
-    CUDA(cudaMemcpyBatchAsync(dsts.data(), srcs.data(), sizes.data(), sizes.size(), &attributes, &first, 1, &failed,
-                              stream));
-#endif
+    static copy_list list;
+    list.clear();
+    for (const kvprim_fragment &f : b.fragments)
+        list.add(b.dst(i) + f.dst_offset, b.src(i) + f.src_offset, f.bytes);
+    list.enqueue();
 }
-#endif
 
-static contender contend(const char *name, const batch &b, std::function<void(int)> enqueue)
+struct described_fragments {
+    char *dst;
+    const char *src;
+    const kvprim_fragment *fragments;
+
+    __device__ piece operator()(int64_t n) const
+    {
+        const kvprim_fragment f = fragments[n];
+        return {dst + f.dst_offset, src + f.src_offset, int64_t(f.bytes)};
+    }
+};
+
+static contender contend(const char *name, const batch &b, void (*enqueue)(const batch &, int))
 {
-    contender c;
-    c.name = name;
-    c.bytes_moved = 2 * double(b.total);
-    c.enqueue = std::move(enqueue);
-    c.poison = [&b](int i) { CUDA(cudaMemsetAsync(b.dst(i), 0x5a, size_t(b.dst_bytes), stream)); };
-    c.verify = [&b, name](int i) {
-        unsigned long long wrong;
-        CUDA(cudaMemsetAsync(wrong_on_device, 0, sizeof wrong, stream));
-        check_fragments<<<unsigned(b.fragments.size()), 256, 0, stream>>>(b.dst(i), b.src(i), b.on_device,
-                                                                          wrong_on_device);
-        CUDA(cudaGetLastError());
-        CUDA(cudaMemcpyAsync(&wrong, wrong_on_device, sizeof wrong, cudaMemcpyDeviceToHost, stream));
-        CUDA(cudaStreamSynchronize(stream));
-        if (wrong) {
-            fprintf(stderr, "%s: %llu bytes wrong of %s\n", name, wrong, b.name.c_str());
-            exit(2);
-        }
-    };
-    c.launches = b.total > 32 * MiB ? 24 : 64;
+    contender c = {name, [&b, enqueue](int i) { enqueue(b, i); }, 2 * double(b.total), b.total > 32 * MiB ? 24 : 64};
+    check_pieces(c, b.name, int64_t(b.fragments.size()), [&b](int i) {
+        return described_fragments{b.dst(i), b.src(i), b.described.get()};
+    });
     return c;
 }
 
@@ -289,7 +234,6 @@ static double time_plainly(const contender &c)
 struct result {
     std::string name;
     int64_t size; /* bytes of a fragment; 0: mixed */
-    size_t count;
     int64_t total;
     int shift;
     double us, cub, warp, each, batch, plain; /* plain: kvprim from a stream */
@@ -304,22 +248,20 @@ static double gb_of(const result &r)
 static void measure_batch(const char *name, int64_t size, const std::vector<uint64_t> &bytes, int shift, bool others)
 {
     const batch b(name, bytes, shift);
-    std::vector<contender> all = {contend("kvprim", b, [&b](int i) { unpack(b, i); })};
+    std::vector<contender> all = {contend("kvprim", b, unpack)};
     if (others) {
-        all.push_back(contend("cub", b, [&b](int i) { enqueue_cub(b, i); }));
-        all.push_back(contend("warp", b, [&b](int i) { enqueue_warps(b, i); }));
+        all.push_back(contend("cub", b, enqueue_cub));
+        all.push_back(contend("warp", b, enqueue_warps));
         all[2].launches = std::min(all[2].launches, 1 + int(40 * MiB / int64_t(b.fragments.size()) / 4096));
     }
     measure(all);
-    result r = {b.name, size, b.fragments.size(), b.total, shift, all[0].us, 0, 0, 0, 0, 0};
+    result r = {b.name, size, b.total, shift, all[0].us, 0, 0, 0, 0, 0};
     if (others) {
         r.cub = all[1].us;
         r.warp = all[2].us;
         r.plain = time_plainly(all[0]);
-        r.each = time_plainly(contend("each", b, [&b](int i) { enqueue_each(b, i); }));
-#if CUDART_VERSION >= 12080
-        r.batch = time_plainly(contend("batch", b, [&b](int i) { enqueue_batch(b, i); }));
-#endif
+        r.each = time_plainly(contend("each", b, enqueue_each));
+        r.batch = time_plainly(contend("batch", b, enqueue_batch));
     }
     results.push_back(r);
     printf("%-26s %2d %9.2f %6.0f %9.2f %9.2f %10.0f %10.0f\n", name, shift, r.us, gb_of(r), r.cub, r.warp, r.each,
@@ -331,6 +273,49 @@ static void print_header()
 {
     printf("\n%-26s %2s %9s %6s %9s %9s %10s %10s\n", "fragments", "+", "kvprim us", "GB/s", "cub", "warp", "each",
            "batch");
+}
+
+/* ---- targets ---- */
+
+static std::string where(const result &r)
+{
+    return r.name + (r.shift ? " + " + std::to_string(r.shift) : "");
+}
+
+static void judge_opponents()
+{
+    std::vector<figure> small, large, each, batched;
+    for (const result &r : results) {
+        (r.size <= 4096 ? small : large).push_back({r.us / r.cub, where(r)});
+        if (r.size == 4096) { /* both with the host's time */
+            each.push_back({r.plain / r.each, where(r)});
+            batched.push_back({r.plain / r.batch, where(r)});
+        }
+    }
+    judge_worst("time / CUB's, <= 4 KB and mixed", small, '<', 0.25);
+    judge_worst("time / CUB's, larger fragments", large, '<', 0.80);
+    judge_worst("time / cudaMemcpyAsync's, 4 KB fragments", each, '<', 0.01);
+    judge_worst("time / cudaMemcpyBatchAsync's, 4 KB fragments", batched, '<', 0.01);
+}
+
+static void judge_rates()
+{
+    std::vector<figure> small, large;
+    for (const result &r : results)
+        if (r.shift == 0 && (r.size == 256 || r.total >= 64 * MiB))
+            (r.size == 256 ? small : large).push_back({gb_of(r), where(r)});
+    judge_worst("GB/s, 65,536 x 256 B", small, '>', 2800);
+    judge_worst("GB/s, >= 1 KB, mixed, skewed; >= 64 MB", large, '>', 3300);
+}
+
+static void judge_shifts()
+{
+    std::vector<figure> shifted;
+    for (const result &r : results)
+        for (const result &aligned : results)
+            if (aligned.shift == 0 && r.shift && r.name == aligned.name && r.total >= 64 * MiB)
+                shifted.push_back({aligned.us / r.us, where(r)});
+    judge_worst("GB/s / aligned GB/s, misaligned", shifted, '>', 0.8);
 }
 
 static void batches()
@@ -347,114 +332,79 @@ static void batches()
         measure_batch("65,536 x 64 B to 512 B", 0, small_mixed(), shift, true);
         measure_batch("128 x 4 KB", 4096, equal(4096, MiB / 2), shift, true);
     }
+    judge_opponents();
+    judge_rates();
 }
-
-static const int other_shifts[] = {1, 7, 8, 15};
 
 static void shifts()
 {
     print_header();
-    for (const int shift : other_shifts) {
+    for (const int shift : {1, 7, 8, 15}) {
         measure_batch("65,536 x 1 KB", 1024, equal(1024, 64 * MiB), shift, false);
         measure_batch("32,768 x 4 KB", 4096, equal(4096, 128 * MiB), shift, false);
         measure_batch("2,048 x 64 KB", 65536, equal(65536, 128 * MiB), shift, false);
         measure_batch("64 B to 128 KB, 96 MB", 0, mixed(), shift, false);
     }
+    judge_shifts();
 }
 
 /* ---- the document's case: 8 chunks of 512 KB in fragments of 4 KB, described anew for each call ---- */
 
-constexpr size_t chunks = 8, chunk_bytes = 512 << 10, fragment_bytes = 4096, in_chunk = chunk_bytes / fragment_bytes;
-static double pipelined_us, synchronised_us; /* per chunk */
+constexpr size_t chunks = 8, chunk_bytes = 512 << 10;
 
-static void unpack_chunks(const std::vector<size_t> &slot, int turn)
-{
-    static kvprim_fragment fragments[chunks * in_chunk];
-    for (size_t i = 0; i < chunks * in_chunk; i++)
-        fragments[i] = {slot[i] * fragment_bytes, i * fragment_bytes, fragment_bytes};
-    const kvprim_cuda_launch launch = on_stream();
-    kvprim_unpack_desc d = {};
-    d.src = src_memory + size_t(turn % 64) * chunks * chunk_bytes;
-    d.dst = dst_memory + size_t(turn % 64) * chunks * chunk_bytes;
-    d.src_bytes = d.dst_bytes = chunks * chunk_bytes;
-    d.fragments = fragments;
-    d.count = chunks * in_chunk;
-    check_kvprim(kvprim_cuda_unpack(&d, &launch));
-}
-
-/* Compares what a call wrote. */
-static void verify_chunks(const std::vector<size_t> &slot, int turn)
-{
-    constexpr size_t bytes = chunks * chunk_bytes;
-    std::vector<char> src(bytes), dst(bytes);
-    CUDA(cudaMemcpy(src.data(), src_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(dst.data(), dst_memory + size_t(turn % 64) * bytes, bytes, cudaMemcpyDeviceToHost));
-    for (size_t i = 0; i < slot.size(); i++)
-        if (memcmp(&dst[i * fragment_bytes], &src[slot[i] * fragment_bytes], fragment_bytes) != 0) {
-            printf("FAIL the document's case: fragment %zu is wrong\n", i);
-            exit(1);
-        }
-}
-
+/* Returns microseconds per chunk. */
 static double time_case(bool synchronised)
 {
-    CUDA(cudaMemset(dst_memory, 0xee, 64 * chunks * chunk_bytes));
-    std::vector<size_t> slot(chunks * in_chunk);
+    constexpr size_t fragment_bytes = 4096, in_chunk = chunk_bytes / fragment_bytes, bytes = chunks * chunk_bytes;
+    constexpr int calls = 100;
+    std::vector<size_t> slot(chunks * in_chunk); /* where a fragment comes from; destinations follow each other */
+    std::vector<kvprim_fragment> fragments(slot.size());
     std::mt19937 random(3);
     for (size_t i = 0; i < slot.size(); i++)
         slot[i] = i;
     for (size_t c = 0; c < chunks; c++)
         std::shuffle(slot.begin() + long(c * in_chunk), slot.begin() + long((c + 1) * in_chunk), random);
+    const kvprim_cuda_launch launch = on_stream();
+    kvprim_unpack_desc d = {};
+    d.src_bytes = d.dst_bytes = bytes;
+    d.fragments = fragments.data(), d.count = fragments.size();
+    CUDA(cudaMemset(dst_memory, 0xee, rotations * bytes));
     std::vector<double> us;
     for (int r = 0; r < 15; r++) {
-        const int calls = 100;
         CUDA(cudaStreamSynchronize(stream));
         const double begin = now_us();
-        for (int i = 0; i < calls; i++) {
-            unpack_chunks(slot, i);
+        for (size_t call = 0; call < calls; call++) {
+            for (size_t i = 0; i < slot.size(); i++)
+                fragments[i] = {slot[i] * fragment_bytes, i * fragment_bytes, fragment_bytes};
+            d.src = src_memory + call % rotations * bytes;
+            d.dst = dst_memory + call % rotations * bytes;
+            check_kvprim(kvprim_cuda_unpack(&d, &launch));
             if (synchronised)
                 CUDA(cudaStreamSynchronize(stream));
         }
         CUDA(cudaStreamSynchronize(stream));
         us.push_back((now_us() - begin) / (calls * double(chunks)));
     }
-    verify_chunks(slot, 99);
+    const on_device<kvprim_fragment> described = upload(fragments);
+    const described_fragments last = {static_cast<char *>(d.dst), static_cast<const char *>(d.src), described.get()};
+    if (count_wrong(last, int64_t(slot.size())) != 0) {
+        printf("FAIL the document's case: bytes are wrong\n");
+        exit(1);
+    }
     return median(us);
 }
 
 static void document_case()
 {
-    pipelined_us = time_case(false);
-    synchronised_us = time_case(true);
+    const double pipelined = time_case(false), synchronised = time_case(true);
     printf("\n8 chunks of 512 KB, 4 KB fragments, us per chunk: %.3f pipelined (%.0f GB/s), %.3f with a synchronise "
            "per 8\n",
-           pipelined_us, 2e-3 * double(chunk_bytes) / pipelined_us, synchronised_us);
+           pipelined, 2e-3 * double(chunk_bytes) / pipelined, synchronised);
+    judge("the document's case, us per chunk, pipelined", pipelined, '<', 1.3);
+    judge("the document's case, us per chunk, synchronised", synchronised, '<', 3);
 }
 
 /* ---- host time ---- */
-
-struct host_call {
-    const char *name;
-    std::function<void()> call;
-    std::vector<double> us;
-};
-static std::vector<host_call> host_calls;
-
-static void time_host_calls()
-{
-    constexpr int calls = 50;
-    for (int b = -1; b < (quick ? 51 : 201); b++) /* the first one warms up */
-        for (host_call &h : host_calls) {
-            CUDA(cudaStreamSynchronize(stream));
-            const double begin = now_us();
-            for (int i = 0; i < calls; i++)
-                h.call();
-            const double us = (now_us() - begin) / calls;
-            if (b >= 0)
-                h.us.push_back(us);
-        }
-    CUDA(cudaStreamSynchronize(stream));
-}
 
 /* Sizes from 512 to 1,511 bytes. */
 static std::vector<uint64_t> uneven(size_t count)
@@ -470,114 +420,31 @@ static void host()
     const batch even("", equal(1024, MiB), 0), packed("", equal(512, MiB / 2), 3), few("", uneven(1024), 0),
         many("", uneven(8192), 0);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
-    kvprim_unpack_desc d = {};
-    d.src = even.src(0), d.src_bytes = uint64_t(even.src_bytes);
-    d.dst = even.dst(0), d.dst_bytes = uint64_t(even.dst_bytes);
-    d.fragments = even.fragments.data(), d.count = even.fragments.size();
-    host_calls = {{"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, 128, nullptr, 0, stream)); }, {}},
-                  {"kvprim_cuda_unpack, even", [&] { unpack(even, 0); }, {}},
-                  {"misaligned", [&] { unpack(packed, 0); }, {}},
-                  {"uneven", [&] { unpack(few, 0); }, {}},
-                  {"8,192 uneven", [&] { unpack(many, 0); }, {}},
-                  {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }, {}}};
-    time_host_calls();
-    printf("\nhost time of a call with 1,024 fragments, us\n");
-    for (const host_call &h : host_calls)
-        printf("%28s %7.3f\n", h.name, median(h.us));
+    const kvprim_unpack_desc d = describe(even, 0);
+    std::vector<host_call> calls = {
+        {"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, 128, nullptr, 0, stream)); }},
+        {"kvprim_cuda_unpack, even", [&] { unpack(even, 0); }},
+        {"misaligned", [&] { unpack(packed, 0); }},
+        {"uneven", [&] { unpack(few, 0); }},
+        {"8,192 uneven", [&] { unpack(many, 0); }},
+        {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }}};
+    measure_host("host time of a call with 1,024 fragments", calls, 201);
+    for (size_t k = 1; k < 4; k++)
+        judge(std::string("host: call with 1,024 / bare launch, ") + calls[k].name, calls[k].us / calls[0].us, '<', 3);
 }
 
-/* ---- targets ---- */
+/* ---- the program ---- */
 
-static std::string where(const result &r)
-{
-    return r.name + (r.shift ? " + " + std::to_string(r.shift) : "");
-}
-
-static void judge_opponents()
-{
-    std::vector<figure> small, large, each, batched;
-    for (const result &r : results) {
-        if (r.cub > 0)
-            (r.size <= 4096 ? small : large).push_back({r.us / r.cub, where(r)});
-        if (r.each > 0 && r.size == 4096)
-            each.push_back({r.plain / r.each, where(r)}); /* both with the host's time */
-        if (r.batch > 0 && r.size == 4096)
-            batched.push_back({r.plain / r.batch, where(r)});
-    }
-    judge_worst("time / CUB's, <= 4 KB and mixed", small, '<', 0.25);
-    judge_worst("time / CUB's, larger fragments", large, '<', 0.80);
-    judge_worst("time / cudaMemcpyAsync's, 4 KB fragments", each, '<', 0.01);
-    judge_worst("time / cudaMemcpyBatchAsync's, 4 KB fragments", batched, '<', 0.01);
-}
-
-static void judge_rates()
-{
-    std::vector<figure> large, shifted;
-    for (const result &r : results) {
-        if (r.shift == 0 && r.total >= 64 * MiB)
-            large.push_back({gb_of(r), where(r)});
-        if (r.shift == 0 && r.size == 256)
-            judge("GB/s, 65,536 x 256 B", gb_of(r), '>', 2800, "");
-        for (const result &aligned : results)
-            if (aligned.shift == 0 && r.shift && r.name == aligned.name && r.total >= 64 * MiB)
-                shifted.push_back({aligned.us / r.us, where(r)});
-    }
-    judge_worst("GB/s, >= 1 KB, mixed, skewed; >= 64 MB", large, '>', 3300);
-    judge_worst("GB/s / aligned GB/s, misaligned", shifted, '>', 0.8);
-}
-
-static void judge_calls()
-{
-    if (pipelined_us > 0) {
-        judge("the document's case, us per chunk, pipelined", pipelined_us, '<', 1.3, "");
-        judge("the document's case, us per chunk, synchronised", synchronised_us, '<', 3, "");
-    }
-    for (size_t k = 1; k < 4 && k < host_calls.size(); k++)
-        judge(std::string("host: call with 1,024 / bare launch, ") + host_calls[k].name,
-              median(host_calls[k].us) / median(host_calls[0].us), '<', 3, "");
-}
-
-/* ---- the machine ---- */
-
-static char *allocate(int64_t bytes)
-{
-    char *memory;
-    CUDA(cudaMalloc(&memory, size_t(bytes)));
-    fill<<<4096, 256, 0, stream>>>(reinterpret_cast<uint64_t *>(memory), uint64_t(bytes) / 8);
-    CUDA(cudaGetLastError());
-    return memory;
-}
-
-static void open_machine()
+static void open_all()
 {
     open_gpu(2 * side_bytes + 2 * GiB);
-    src_memory = allocate(side_bytes + MiB);
-    dst_memory = allocate(side_bytes + MiB);
+    src_memory = allocate_hashed(side_bytes + MiB);
+    dst_memory = allocate_hashed(side_bytes + MiB);
     CUDA(cudaMalloc(&cub_memory, cub_memory_bytes));
-    CUDA(cudaMalloc(&wrong_on_device, sizeof *wrong_on_device));
-    CUDA(cudaStreamSynchronize(stream));
-}
-
-static void close_machine()
-{
-    for (void *p : {static_cast<void *>(wrong_on_device), static_cast<void *>(cub_memory),
-                    static_cast<void *>(dst_memory), static_cast<void *>(src_memory)})
-        CUDA(cudaFree(p));
-    close_gpu();
-}
-
-static void summary()
-{
-    judge_opponents();
-    judge_rates();
-    judge_calls();
 }
 
 int main(int argc, char **argv)
 {
-    const program p = {{{"batches", batches}, {"shifts", shifts}, {"case", document_case}, {"host", host}},
-                       open_machine,
-                       summary,
-                       close_machine};
-    return run_program(argc, argv, p);
+    return run_program(argc, argv, open_all,
+                       {{"batches", batches}, {"shifts", shifts}, {"case", document_case}, {"host", host}});
 }

@@ -3,7 +3,8 @@
 """Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and README.md's tables.
 
     python3 tests/bench/plots.py            writes them, from the top folder; `make plots` calls it
-    python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check` calls it
+    python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check`
+                                            calls it
 
 Tables are found by title and column headings, so if a benchmark prints another table, this fails and draws nothing
 wrong. The same results give the same bytes. Needs Python 3.6 and nothing else.
@@ -87,7 +88,13 @@ def size(text):
     return int(number) << {'B': 0, 'KB': 10, 'MB': 20}[unit]
 
 
-gpu, cpu, nccl, replay = (Results(name + '.txt') for name in ('gpu_bench', 'bench', 'nccl_bench', 'replay'))
+def mean(numbers):
+    numbers = list(numbers)
+    return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
+
+
+gpu, cpu, nccl, replay, torch = (
+    Results(name + '.txt') for name in ('gpu_bench', 'bench', 'nccl_bench', 'replay', 'gpu_torch'))
 COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  # counts bytes read and bytes written
 EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
 SIZES = r'\d+ +\d+'
@@ -121,6 +128,9 @@ COLLECTIVES = {  # "to raw" is the sixth number of each
         ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
         ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
 ALL_REDUCE = COLLECTIVES['all-reduce']
+TORCH = {name: torch.table(f'{name}: us per launch', f'row B rows {theirs} kvprim kvprim+PDL kvprim / best of torch',
+                           SIZES, 5)
+         for name, theirs in (('gather', 'index_select embedding'), ('store', 'index_put_ index_copy_'))}
 
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
@@ -129,9 +139,6 @@ WIDTH, HEIGHT, LEFT, RIGHT, GAP, BOTTOM = 720, 400, 58, 704, 22, 334
 STYLES = {
     'ours': ('#0072b2', 3, '', 'circle'),
     'ours too': ('#56b4e9', 2, '', 'circle'),
-    'ours thin': ('#002b45', 1, '', 'circle'),
-    'ours wide': ('#7fc0ea', 6, '', ''),
-    'ours widest': ('#c4e1f6', 10, '', ''),
     'first': ('#d55e00', 1.8, '', 'square'),
     'second': ('#009e73', 1.8, '6 3', 'triangle'),
     'third': ('#b0578d', 1.8, '2 2', 'diamond'),
@@ -168,7 +175,7 @@ def legend(series, top):
     """Draws line and name of each series, as many per row as fit, with letters as wide as in a wide font."""
     parts, x, y = [], 16, top
     for name, style in series:
-        width = 52 + 7 * len(name)
+        width = 56 + sum(4 if c in " .,:;'fijlrt" else 9.5 if c.isupper() or c in 'mw' else 7 for c in name)
         if x + width > WIDTH and x > 16:
             x, y = 16, y + 18
         parts += line([(x, y - 4), (x + 26, y - 4)], style)[:1]
@@ -186,7 +193,7 @@ def y_range(values, linear):
         step = min(s for s in STEPS if max(values) / s <= 6)
         return 0, step * math.ceil(max(values) / step), [step * i for i in range(math.ceil(max(values) / step) + 1)]
     low, high = max(s for s in STEPS if s <= min(values)), min(s for s in STEPS if s >= max(values))
-    return low, high, [s for s in (STEPS if high / low < 300 else STEPS[::3]) if low <= s <= high]
+    return low, high, sorted({low, high, *(s for s in STEPS[::1 if high / low < 300 else 3] if low <= s <= high)})
 
 
 def panel(heading, series, left, right, top, x_labels, y_axis):
@@ -215,36 +222,112 @@ def panel(heading, series, left, right, top, x_labels, y_axis):
     return parts
 
 
+def frame(width, height, title, subtitle, parts, source):
+    """Returns an SVG. It has its own background, so that it is readable on light and on dark pages."""
+    return '\n'.join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
+        'role="img" font-size="12" fill="#1f2328" '
+        'font-family="system-ui, \'Segoe UI\', Helvetica, Arial, sans-serif">',
+        '<style>.s{font-size:11px;fill:#57606a}</style>', f'<title>{title}</title>',
+        f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="6" fill="#fff" stroke="#d0d7de"/>',
+        text(16, 27, title, ' font-size="16" font-weight="600"'), text(16, 47, subtitle, ' fill="#57606a"'),
+        *filter(None, parts), text(16, height - 11, source, ' class="s"'), '</svg>\n'])
+
+
 def picture(title, subtitle, x_title, x_labels, panels, source, linear=False):
     """Returns an SVG of panels [(heading, [(name, style, [(x, y)])])] side by side with the same axes. A panel's last
-    series lies on top. The picture has its own background, so that it is readable on light and on dark pages."""
+    series lies on top."""
     names = {name: style for _, series in panels for name, style, _ in series[::-1]}
     names = sorted(names.items(), key=lambda item: not item[1].startswith('ours'))
     points = [point for _, series in panels for _, _, some in series for point in some]
     ends = {min(x for x, _ in points): '', max(x for x, _ in points): ''}
     labels = {**ends, **{x: label for x, label in x_labels.items() if min(ends) <= x <= max(ends)}}
-    key, top = legend(names, 70)
+    parts, top = legend(names, 70)
     width = (RIGHT - LEFT - GAP * (len(panels) - 1)) / len(panels)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" '
-             f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="12" fill="#1f2328" '
-             'font-family="system-ui, \'Segoe UI\', Helvetica, Arial, sans-serif">',
-             '<style>.s{font-size:11px;fill:#57606a}</style>', f'<title>{title}</title>',
-             f'<rect x="0.5" y="0.5" width="{WIDTH - 1}" height="{HEIGHT - 1}" rx="6" fill="#fff" stroke="#d0d7de"/>',
-             text(16, 27, title, ' font-size="16" font-weight="600"'), text(16, 47, subtitle, ' fill="#57606a"')] + key
     for i, (heading, series) in enumerate(panels):
         left = LEFT + i * (width + GAP)
         parts += panel(heading, series, left, left + width, top + 38, labels, y_range([y for _, y in points], linear))
-    parts += [text((LEFT + RIGHT) / 2, BOTTOM + 35, x_title, ' text-anchor="middle"'),
-              text(16, HEIGHT - 11, source, ' class="s"'), '</svg>\n']
-    return '\n'.join(part for part in parts if part)
+    parts.append(text((LEFT + RIGHT) / 2, BOTTOM + 35, x_title, ' text-anchor="middle"'))
+    return frame(WIDTH, HEIGHT, title, subtitle, parts, source)
+
+
+def times(factor):
+    return format(factor, '.0f' if factor >= 100 else '.1f' if factor >= 1.15 else '.2f')
+
+
+def bars(title, subtitle, groups, source):
+    """Returns an SVG of groups [(heading, [(job, opponent, factor)])]: a bar per row from 1 to its factor on a
+    logarithmic axis, or a dot if it is below 1."""
+    width, left, right, row, y = 840, 470, 788, 21, 60
+    most = max(factor for _, rows in groups for _, _, factor in rows)
+    marks = [s for s in STEPS if 1 <= s <= most]
+
+    def x_of(factor):
+        return left + (right - left) * math.log(factor) / math.log(most)
+
+    rows_of = []
+    for heading, rows in groups:
+        rows_of.append(text(16, y + 20, heading, ' font-weight="600"'))
+        y += 27
+        for job, opponent, factor in rows:
+            middle, end = y + row / 2, x_of(factor)
+            rows_of += [text(16, middle + 4, job),
+                        text(left - 14, middle + 4, opponent, ' text-anchor="end" fill="#57606a"'),
+                        f'<rect x="{left}" y="{middle - 7.5}" width="{end - left:.1f}" height="15" fill="#0072b2"/>'
+                        if factor >= 1 else f'<circle cx="{end:.1f}" cy="{middle}" r="4.5" fill="#0072b2"/>',
+                        text(max(end, left) + 6, middle + 4, times(factor) + '×',
+                             ' font-weight="600" stroke="#fff" stroke-width="3" paint-order="stroke"')]
+            y += row
+    lines = [f'<path d="M{x_of(s):.1f} 62V{y + 6}" stroke="{"#57606a" if s == 1 else "#d8dee4"}"/>' for s in marks]
+    labels = [text(x_of(s), y + 20, f'{s}×', ' text-anchor="middle" class="s"') for s in marks]
+    return frame(width, y + 52, title, subtitle, lines + rows_of + labels, source)
 
 
 # ---- the pictures ----------------------------------------------------------------------------------------------------
 
+XEON = f"{cpu.find('processor: (.*) Processor').replace('(R)', '')} with {cpu.find('runs on (.*)').upper()}"
 ON_H200 = gpu.find('^(NVIDIA .*)') + '; tests/results/gpu_bench.txt'
 BATCHED = 'cub::DeviceMemcpy::Batched'
+CALLED = r'us per chunk: .*, ([\d.]+) with a synchronise'  # with the host's time, as that of a copy per fragment
 COUNTS = {10 ** p: ('1', '10', '100', '1k', '10k', '100k', '1M')[p] for p in range(7)}
 BYTES = {size(label): label for label in ('256 B', '1 KB', '4 KB', '16 KB', '64 KB', '256 KB', '1 MB')}
+
+
+def mean(numbers):
+    numbers = list(numbers)
+    return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
+
+
+def overview():
+    aligned = PREFIX['both aligned to 64 bytes']
+    called, chunk = float(gpu.find(CALLED)), UNPACK['128 x 4 KB 0']
+    torch_ways = {'gather': 'torch.index_select, embedding', 'store': 'torch.index_put_, index_copy_'}
+    groups = (
+        ('One core of the CPU', [
+            ('Compare prefixes of 64 tokens', 'std::mismatch', aligned['64'][7]),
+            ('Compare prefixes of 1,024 tokens', 'std::mismatch', aligned['1024'][7])] + [
+            (f'{name.capitalize()} random rows of 1 KB', 'memcpy per row', HOST[name]['1024'][4]) for name in HOST]),
+        ('One GPU', [
+            (f'{name.capitalize()} 64 to 65,536 rows, mean', torch_ways[name],
+             1 / mean(values[4] for values in TORCH[name].values())) for name in TORCH] + [
+            (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', OFFLOAD[way + ' 4 KB'][9])
+            for where, way in (('from', 'to GPU'), ('to', 'to host'))] + [
+            (f'Unpack {what}', BATCHED, UNPACK[key][2] / UNPACK[key][0]) for what, key in (
+                ('fragments of 64 B to 128 KB', '64 B to 128 KB, 96 MB 0'),
+                ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
+            ('Unpack 1,024 fragments of 4 KB', name, chunk[at] / called)
+            for name, at in (('cudaMemcpyBatchAsync', 5), ('cudaMemcpyAsync per fragment', 4))]),
+        ('Two GPUs with NVLink', [
+            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][5])
+            for name in COLLECTIVES for size in ('8 KB', '1 MB')]),
+        ('Near the limit: scattered rows against one contiguous copy', [
+            ('Gather 2,097,152 rows of 1 KB', 'one cudaMemcpyAsync', LARGE['gather 1024 2097152'][3]),
+            ('Transfer 1 GiB of pages of 64 layers', 'one cudaMemcpyAsync', LAYERS['pages 32 KB 1024.0'][6]),
+            ('Transfer rows of 4 KB to the host', 'one cudaMemcpyAsync', OFFLOAD['to host 4 KB'][7])]))
+    return bars('kvprim against what you would use instead',
+                'Times as fast; higher is better. The axis is logarithmic, means are geometric.', groups,
+                f"{gpu.find('^(NVIDIA [^,]*),')}, CUDA {gpu.find('runtime (.*)')}, {nccl.find('(NCCL [^,]*)')}; "
+                f'{XEON}; tests/results/')
 
 
 def column(table, row_bytes, at):
@@ -266,20 +349,21 @@ def over_rows(title, subtitle, of, lines):
         series = [(name, style, column(table, row_bytes, at)) for name, style, table, at in lines]
         bound = limit(of * row_bytes, max(rows for rows, _ in series[-1][2]))
         panels.append((f'{row_bytes:,} bytes', [('limit: empty kernel, copy', 'limit', bound)] + series))
-    return picture(title, f'us per launch; lower is better. {subtitle}', 'rows', COUNTS, panels, ON_H200)
+    return picture(title, f'Microseconds per launch; lower is better. {subtitle}', 'rows', COUNTS, panels, ON_H200)
 
 
 def gather():
-    return over_rows('Gather: time by number and size of rows', 'The warp kernel is compiled for its row size', 1, (
+    return over_rows('Gather: time by number and size of rows', 'The stand-in is compiled for its row size', 1, (
         ('cudaMemcpyAsync per row', 'third', OTHERS, 3), (BATCHED, 'second', OTHERS, 1),
-        ('warp per part of a row', 'first', GATHER, 1), ('kvprim, dependent launch', 'ours too', GATHER, 3),
+        ('stand-in: warp per part of a row', 'first', GATHER, 1), ('kvprim, dependent launch', 'ours too', GATHER, 3),
         ('kvprim', 'ours', GATHER, 0)))
 
 
 def store():
-    return over_rows('Store: time by number and size of rows of K, and of V', 'The warp kernels are compiled for their '
+    return over_rows('Store: time by number and size of rows of K, and of V', 'The stand-ins are compiled for their '
                      'row size', 2, (
-        ('warp per row, K then V', 'second', STORE, 1), ('warp per part of a row', 'first', STORE, 2),
+        ('stand-in: warp per row, K then V', 'second', STORE, 1),
+        ('stand-in: warp per part of a row', 'first', STORE, 2),
         ('kvprim, dependent launch', 'ours too', STORE, 4), ('kvprim', 'ours', STORE, 0)))
 
 
@@ -299,122 +383,108 @@ def unpack():
 
 
 def offload():
-    panels = []
+    panels, others = [], []
     for way, heading in (('to GPU', 'from the host to the GPU'), ('to host', 'from the GPU to the host')):
         rows = [(size(key[len(way):]), values) for key, values in OFFLOAD.items() if key.startswith(way)]
+        others += [max(v[:4]) / v[1] - 1 for _, v in rows] + [1 - min(v[:4]) / v[1] for _, v in rows]
         panels.append((heading, [(name, style, [(b, v[at]) for b, v in rows]) for name, style, at in (
-            ('limit: copy engine, 256 MiB at once', 'limit', 4), ('all', 'ours widest', 3), ('16', 'ours wide', 2),
-            ('8', 'ours', 1), ('kvprim on 4 SMs', 'ours thin', 0), ('cudaMemcpyAsync per row', 'third', 6),
-            ('cudaMemcpyBatchAsync', 'first', 5))]))
-    return picture('Offload: rows between pinned host memory and the GPU', 'GB/s; higher is better', 'bytes of a row',
-                   BYTES, panels, ON_H200, linear=True)
+            ('limit: copy engine, 256 MiB at once', 'limit', 4), ('cudaMemcpyAsync per row', 'third', 6),
+            ('cudaMemcpyBatchAsync', 'first', 5), ('kvprim on 8 SMs', 'ours', 1))]))
+    return picture('Offload: rows between pinned host memory and the GPU',
+                   f'GB/s; higher is better. On 4, 16 or all SMs kvprim is within {100 * max(others):.0f} % of this',
+                   'bytes of a row', BYTES, panels, ON_H200, linear=True)
 
 
 def all_reduce():
     panels = [(f'{gpus} GPUs', [(name, style, [(size(key), values[at]) for key, values in table.items()])
                                 for name, style, at in (
                                     ('NCCL in a window, copied in and out', 'third', 2),
-                                    ('NCCL in a window', 'second', 1), ('NCCL', 'first', 0), ('kvprim', 'ours', 3))])
+                                    ('NCCL in a window', 'second', 1), ('NCCL', 'first', 0),
+                                    ('kvprim', 'ours', 3))])
               for gpus, table in sorted(ALL_REDUCE.items())]
     labels = {size(label): label for label in ('2 KB', '32 KB', '512 KB', '8 MB', '64 MB')}
-    return picture('All-reduce: sums of bf16', 'us per call; lower is better', 'bytes of the tensor', labels, panels,
-                   nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
+    return picture('All-reduce: sums of bf16', 'Microseconds per call; lower is better', 'bytes of the tensor', labels,
+                   panels, nccl.find('on device 0, ([^;]*; NCCL [^,]*)') + '; tests/results/nccl_bench.txt')
 
 
 def prefix():
     panels = []
     for heading, table in zip(('both arrays aligned to 64 bytes', 'misaligned to each other'), PREFIX.values()):
         rows = [(int(tokens), values) for tokens, values in table.items()]
-        panels.append((heading, [('limit: two 64-byte loads per cycle', 'limit', [(n, 128) for n, _ in rows])] + [
+        panels.append((heading, [('limit of L1: two 64-byte loads per cycle', 'limit', [(n, 128) for n, _ in rows])] + [
             (name, style, [(n, 8 * n / values[at]) for n, values in rows]) for name, style, at in (
                 ('std::mismatch', 'first', 5), ('plain loop', 'third', 3), ('memcmp', 'second', 4),
                 ('kvprim', 'ours', 0))]))
     processor = f"{cpu.find('processor: (.*)')}, {cpu.find('runs on (.*)')}, one core; tests/results/bench.txt"
-    return picture('Prefix: equal leading int32 tokens of two arrays', 'bytes of both arrays per core cycle; higher is '
+    return picture('Prefix: equal leading int32 tokens of two arrays', 'Bytes of both arrays per core cycle; higher is '
                    'better', 'tokens', COUNTS, panels, processor)
 
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 
-def rounded(number, form='.2f'):
-    return format(number + 1e-9, form)  # so that a printed 0.815 becomes 0.82
+def each(numbers):
+    return ' / '.join(times(number) for number in numbers)
 
 
-def slashes(numbers, form='.2f', by=' / '):
-    return by.join(rounded(number, form) for number in numbers)
-
-
-def mean(numbers):
-    numbers = list(numbers)
-    return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
-
-
-def on_cpu():
+def times_as_fast():
+    """Rows (job, opponent, opponent's time / kvprim's)."""
     aligned, misaligned = PREFIX.values()
-    gathers, stores = ([HOST[name][row][4] for row in ('256', '1024')] for name in ('gather', 'store'))
+    called, sizes = float(gpu.find(CALLED)), ('2 KB', '64 KB', '1 MB', '16 MB', '64 MB')
+
+    def mean_and_worst(tables, columns):
+        ratios = [[1 / values[at] for values in table.values()] for table, at in zip(tables, columns)]
+        return f'{each(mean(some) for some in ratios)}; {each(min(some) for some in ratios)}'
+
     return [
         ('prefix compare, 16 / 64 / 256 / 1,024 / 4,096 int32', '`std::mismatch`, g++ -O3',
-         slashes((aligned[n][7] for n in ('16', '64', '256', '1024', '4096')), '.1f') + ' times as fast'),
+         each(aligned[n][7] for n in ('16', '64', '256', '1024', '4096'))),
         ('the same, misaligned to each other, 16 / 256 / 4,096', 'the same',
-         slashes((misaligned[n][7] for n in ('16', '256', '4096')), '.1f') + ' times as fast'),
-        ('gather; store: rows of 256 / 1,024 bytes, random in 1 GB', 'a `memcpy` per row',
-         f'{slashes(gathers, ".1f")}; {slashes(stores, ".1f")} times as fast'),
-        ("the main job on Mooncake's production trace, rows of 64 bytes",
-         f"{replay.find('^requests +([0-9,]+)')} requests, {replay.find('([0-9.]+) % hit')} % of their tokens cached",
-         replay.find('^tokens .* ([0-9.]+) M/s') + ' million tokens per second')]
+         each(misaligned[n][7] for n in ('16', '256', '4096'))),
+        ('gather / store on the CPU, random rows of 1,024 bytes', 'a `memcpy` per row',
+         each(table['1024'][4] for table in HOST.values())),
+        (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
+         mean_and_worst(TORCH.values(), (4, 4))),
+        (f'gather / store, {len(GATHER)} / {len(STORE)} sizes: mean; worst',
+         'stand-ins for kernels of engines, weaker than the real ones', mean_and_worst((GATHER, STORE), (2, 3))),
+        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
+         each(UNPACK[key][2] / UNPACK[key][0] for key in (
+             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
+        ('unpack of 1,024 x 4 KB', '`cudaMemcpyAsync` each / `cudaMemcpyBatchAsync`',
+         each(UNPACK['128 x 4 KB 0'][at] / called for at in (4, 5))),
+        ('transfer of 4 KB rows, pinned host memory to GPU / back, 8 SMs', '`cudaMemcpyBatchAsync`',
+         each(OFFLOAD[f'{way} 4 KB'][9] for way in ('to GPU', 'to host')))] + [
+        (f'{name} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
+         each(1 / tables[gpus][n][5] for n in sizes)) for gpus in NCCL_BY_GPUS for name, tables in COLLECTIVES.items()]
 
 
-def on_gpu():
-    few = [values[5] for key, values in GATHER.items() if int(key.split()[1]) <= 1024]
+def shares():
+    """Rows (job, limit, the limit's time / kvprim's)."""
     odd = [min(values[4] for key, values in ODD.items() if key.startswith(name)) for name in ('gather', 'store')]
     off = [float(gpu.find(rf'{name}, misaligned / aligned GB/s +([\d.]+), target')) for name in ('gather', 'store')]
-    gathers, stores = list(GATHER.values()), list(STORE.values())
     return [
-        (f'gather, {len(gathers)} sizes: mean; worst; mean with dependent launch, up to 1,024 rows',
-         'a stand-in for kernels of engines, weaker than the real ones, time',
-         slashes((mean(v[2] for v in gathers), max(v[2] for v in gathers), mean(few)), by='; ')),
-        ('gather of 65,536 rows of 128 / 256 bytes', 'that stand-in, time',
-         slashes(GATHER[f'{row} 65536'][2] for row in (128, 256))),
-        ('gather of 2,097,152 rows of 1,024 bytes', 'device-to-device copy, GB/s',
-         rounded(LARGE['gather 1024 2097152'][3])),
-        (f'store, {len(stores)} sizes: mean; worst; mean with dependent launch', 'the better of two stand-ins, time',
-         slashes((mean(v[3] for v in stores), max(v[3] for v in stores), mean(v[7] for v in stores)), by='; ')),
-        ('gather / store of rows of odd sizes; at misaligned addresses: the worst',
-         'the next multiple of 128 bytes; aligned ones, GB/s', f'{slashes(odd)}; {slashes(off)}'),
-        ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table, speed',
-         slashes(PAGED['gather 64'][2:4])),
-        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`, time',
-         slashes(UNPACK[key][0] / UNPACK[key][2] for key in (
-             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
-        ('8 chunks of 512 KB in 4 KB fragments, us per chunk',
-         f"a `cudaMemcpyAsync` each: {UNPACK['128 x 4 KB 0'][4]:.0f}", gpu.find(r'us per chunk: ([\d.]+) pipelined')),
-        ('transfer, pinned host memory to GPU / back, 4 KB rows, 8 SMs', 'the copy engine, GB/s',
-         slashes(OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
-        ('transfer, 64 layers of pages in one launch, 256 MiB / 1 GiB', 'device-to-device copy, GB/s',
-         slashes(LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0')))]
-
-
-def on_gpus():
-    rows = []
-    for gpus, table in sorted(ALL_REDUCE.items()):
-        ratios = [[values[5] for values in tables[gpus].values()] for tables in COLLECTIVES.values()]
-        rows.append((f'{"; ".join(COLLECTIVES)} of {min(table, key=size)} to {max(table, key=size)}, bf16, {gpus} GPUs',
-                     'NCCL, the better of two ways, time',
-                     '; '.join(slashes((min(some), max(some)), by=' to ') for some in ratios)))
-    return rows
+        ('gather of 2,097,152 / store of 1,048,576 rows of 1,024 bytes', 'one copy on the device',
+         (LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3])),
+        ('transfer of 64 layers of pages in one launch, 256 MiB / 1 GiB', 'one copy on the device',
+         (LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0'))),
+        ('transfer of 4 KB rows, pinned host memory to GPU / back, 8 SMs', 'one copy of the copy engine',
+         (OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
+        ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table', PAGED['gather 64'][2:4]),
+        ('gather / store of rows of odd sizes, the worst', 'rows of the next multiple of 128 bytes', odd),
+        ('gather / store at misaligned addresses, the worst', 'aligned addresses', off)]
 
 
 def figures():
     """The tables of README.md."""
-    processor = f"One core of an {cpu.find('processor: (.*)').replace('(R)', '')} with {cpu.find('runs on (.*)')}"
-    tables = ((processor, (cpu, replay), on_cpu()),
-              (gpu.find('^(NVIDIA [^,]*),'), (gpu, nccl), on_gpu() + on_gpus()))
-    texts = []
-    for name, sources, rows in tables:
-        links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
-        texts.append(f'| {name}: {links} | against | |\n|---|---|---|\n'
-                     + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
+    links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in (cpu, replay, gpu, torch, nccl))
+    texts = [f"One core of an {XEON}, and {gpu.find('^(NVIDIA [^,]*),')}s: {links}.\nThe main job replays "
+             f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace, of whose tokens "
+             f"{replay.find('([0-9.]+) % hit')} % are cached, at {replay.find('^tokens .* ([0-9.]+) M/s')} million "
+             'tokens per second.\n']
+    for head, rows in (('opponent | times as fast; higher is better', times_as_fast()),
+                       ('limit | part of that limit; 1 is the most',
+                        [(job, limit, each(numbers)) for job, limit, numbers in shares()])):
+        texts.append(f'| operation | {head} |\n|---|---|---|\n' + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
     return '\n'.join(texts)
 
 
@@ -433,7 +503,8 @@ def main():
     _, end, after = rest.partition(END)
     if not begin or not end:
         sys.exit(f'{README}: no lines {BEGIN}{END}')
-    files = {RESULTS + draw.__name__ + '.svg': draw() for draw in (gather, store, unpack, offload, all_reduce, prefix)}
+    pictures = (overview, gather, store, unpack, offload, all_reduce, prefix)
+    files = {RESULTS + draw.__name__ + '.svg': draw() for draw in pictures}
     files[README] = before + BEGIN + figures() + END + after
     stale = [path for path, content in files.items() if read(path) != content]
     if sys.argv[1:]:
