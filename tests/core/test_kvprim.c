@@ -1917,6 +1917,83 @@ static void test_rows_guard_pages(void)
 }
 #endif
 
+/* ---- edges ---- */
+
+/* No index lies inside what is written: neither that of a gather, nor slots in K or V, nor those of a transfer in a
+   later layer. The last 8 bytes are refused, those after them are not. */
+static void test_index_inside(void)
+{
+    static _Alignas(16) unsigned char to[2][1024], from[2][1024];
+    static const char *const words[] = {"overlaps dst", "overlaps k_cache", "overlaps v_cache", "dst_index (",
+                                        "src_index ("};
+    for (int n = 0; n < 10; n++) {
+        const int kind = n / 2, inside = n % 2 == 0;
+        const void *const index = to[kind >= 2] + (inside ? 504 : 512); /* all of them are 0 */
+        const kvprim_gather_desc gather = {.dst = table_of(to[0], 8),
+                                           .src = table_of(from[0], 8),
+                                           .row_bytes = 64,
+                                           .index = index,
+                                           .index_type = KVPRIM_I64,
+                                           .count = 8};
+        const kvprim_store_desc store = {.k_cache = table_of(to[0], 8),
+                                         .v_cache = table_of(to[1], 8),
+                                         .k = table_of(from[0], 8),
+                                         .v = table_of(from[1], 8),
+                                         .k_bytes = 64,
+                                         .v_bytes = 64,
+                                         .slot = index,
+                                         .slot_type = KVPRIM_I64,
+                                         .count = 8};
+        const kvprim_transfer_desc transfer = {.dst = gather.dst,
+                                               .src = gather.src,
+                                               .dst_layer_stride = 1024,
+                                               .src_layer_stride = 1024,
+                                               .layers = 2,
+                                               .row_bytes = 64,
+                                               .dst_index = kind == 3 ? index : NULL,
+                                               .src_index = kind == 4 ? index : NULL,
+                                               .index_type = KVPRIM_I64,
+                                               .count = 8};
+        const kvprim_status want = inside ? KVPRIM_ERROR_OVERLAP : KVPRIM_OK;
+        EXPECT_ERROR(kind == 0  ? kvprim_gather_check(&gather, NULL)
+                     : kind < 3 ? kvprim_store_check(&store, NULL)
+                                : kvprim_transfer_check(&transfer, NULL),
+                     want, inside ? words[kind] : "");
+    }
+}
+
+#ifdef KVPRIM_X86
+/* Only rows that are whole, aligned lines are written past the caches: a streaming store to another place crashes, on
+   some processors only. Nothing is touched here. */
+static void test_streamed_rows(void)
+{
+    static const struct {
+        size_t at;
+        int64_t row_bytes, stride, page_stride;
+        int streams;
+    } cases[] = {
+        {0, 1024, 0, 0, 1},    {32, 1024, 0, 0, 0},   {16, 1024, 0, 0, 0},           {0, 1024, 1088, 0, 1},
+        {0, 1024, 1056, 0, 0}, {0, 1056, 1088, 0, 0}, {0, 1024, 0, 4 * 1024, 1},     {0, 1024, 0, 4 * 1024 + 64, 1},
+        {0, 992, 1024, 0, 0},  {64, 1024, 0, 0, 1},   {0, 1024, 0, 4 * 1024 + 32, 0}};
+    char *const places[] = {(char *)((uintptr_t)1 << 44), (char *)((uintptr_t)1 << 45), (char *)((uintptr_t)1 << 46)};
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        const int64_t count = kvpi_stream_bytes / cases[n].row_bytes + 1;
+        kvprim_table to = paged(places[0] + cases[n].at, count, cases[n].page_stride ? 4 : 0, cases[n].page_stride);
+        to.stride = cases[n].stride;
+        const kvprim_gather_desc d = {.dst = to,
+                                      .src = table_of(places[1], 1),
+                                      .row_bytes = cases[n].row_bytes,
+                                      .index = places[2],
+                                      .index_type = KVPRIM_I32,
+                                      .count = count};
+        kvprim_move m;
+        CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK);
+        if (kvpi_streams(&m) != cases[n].streams)
+            FAIL("case %d: streamed %d", (int)n, kvpi_streams(&m));
+    }
+}
+#endif
+
 /* Runs what depends on the instruction set. */
 static void run_for_isa(void)
 {
@@ -1968,6 +2045,10 @@ int main(void)
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
+    run("edges: indices inside what is written", test_index_inside);
+#ifdef KVPRIM_X86
+    run("edges: rows that are streamed", test_streamed_rows);
+#endif
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */

@@ -782,6 +782,7 @@ static void test_far_fragments()
         if (c.bytes < 1 << 20) /* longer ones are for a GPU */
             one_far_batch(&c);
 }
+#include "test_edges.h"
 #endif
 
 int main(int argc, char **argv)
@@ -836,6 +837,7 @@ int main(int argc, char **argv)
     run("emulated: 2^32 chunks", test_long_moves);
     run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
+    run_edges();
 #endif
     return finish();
 }
