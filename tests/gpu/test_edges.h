@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Limits that random descriptors rarely meet: strides past 4 GiB, indices whose difference to the base wraps, rows that
-   end just after a part, memory that is touched before the kernel before is done. test_cuda_emulated.cpp includes it
-   after its other tests. */
+   end just after a part, memory that is touched before the kernel before is done, second launches.
+   test_cuda_emulated.cpp includes it after its other tests. */
 #ifndef TEST_EDGES_H
 #define TEST_EDGES_H
 
@@ -59,7 +59,7 @@ static const far_table far_tables[] = {{"rows", 3, 5 * gib, 0, 0, 0, 1, 0, 0},
 static void one_far_table(const far_table *f, unsigned char *far_memory, int64_t row_bytes, bool into)
 {
     int64_t index[5];
-    unsigned char near_rows[3 * 5 * 64];
+    alignas(16) unsigned char near_rows[3 * 5 * 64];
     kvprim_transfer_desc d = {};
     kvprim_table &far_side = into ? d.dst : d.src;
     kvprim_move m;
@@ -118,7 +118,7 @@ static void one_far_index(unsigned char *index, unsigned char *table, int64_t ro
 {
     enum { count = 9 };
     const int64_t stride = KVPRIM_MAX_INDEX_STRIDE;
-    unsigned char near_rows[count];
+    alignas(16) unsigned char near_rows[16]; /* whole words are read */
     kvprim_transfer_desc d = {};
     kvprim_move m;
     d.dst = d.src = table_of(near_rows, count);
@@ -212,35 +212,49 @@ static void test_wraps()
 
 /* ---- rows that end near the end of a part ---- */
 
-/* Three rows of K, and of V if v_bytes, whose strides are multiples of 16, at these alignments. */
+/* Rows of K, and of V if v_bytes, whose strides are multiples of 16, at these alignments. Some indices are padding, one
+   or two are past the table. */
 static void one_end(int64_t k_bytes, int64_t v_bytes, size_t dst_align, size_t src_align, bool gather)
 {
-    enum { rows = 3 };
-    static const int32_t index[rows] = {2, 0, 1};
-    alignas(64) static unsigned char from[2][8192];
-    static block got(2 * 8192 + 64), want;
+    enum { most = 12288 };
+    const int64_t rows = 3;
+    static const int64_t values[] = {2, -1, 0, 3, 1, int64_t(1) << 32, -(int64_t(1) << 32)};
+    alignas(64) static unsigned char from[2][most];
+    static block got(2 * most + 64), want;
     unsigned char *const to = got.data() + (64 - reinterpret_cast<uintptr_t>(got.data()) % 64) % 64 + dst_align;
-    kvprim_move m[2];
+    const kvprim_index_type type = type_of(k_bytes % 2 != 0);
+    const int64_t count = type == KVPRIM_I64 ? 7 : 5;
+    int64_t index[7];
+    uint32_t rejected = 0;
     char what[100];
+    kvprim_move m[2];
+    kvprim_store_desc d = {};
+    kvprim_gather_desc g = {};
     snprintf(what, sizeof what, "%s of %lld and %lld bytes, alignments %zu and %zu", gather ? "gather" : "store",
              static_cast<long long>(k_bytes), static_cast<long long>(v_bytes), dst_align, src_align);
     fill(from[0], sizeof from);
     want = got;
-    kvprim_store_desc d = {};
-    kvprim_gather_desc g = {};
     for (int v = 0; v < (v_bytes ? 2 : 1); v++) {
         const int64_t bytes = v ? v_bytes : k_bytes, stride = (bytes + 31) / 16 * 16;
-        const kvprim_table dst = table_of(to + v * 8192, rows, stride),
-                           src = table_of(from[v] + src_align, rows, stride);
-        for (int i = 0; i < rows; i++)
-            memcpy(want.data() + (to - got.data()) + v * 8192 + (gather ? i : index[i]) * stride,
-                   from[v] + src_align + (gather ? index[i] : i) * stride, static_cast<size_t>(bytes));
-        g = gather_of(dst, src, bytes, index, KVPRIM_I32, 0, rows, nullptr);
+        unsigned char *const wanted = want.data() + (to - got.data()) + v * most, *const source = from[v] + src_align;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t row = ruled(values[i], 0, rows);
+            set_index(index, type, i, values[i]);
+            if (row >= 0)
+                memcpy(wanted + (gather ? i : row) * stride, source + (gather ? row : i) * stride, size_t(bytes));
+            else if (gather)
+                memset(wanted + i * stride, 0, size_t(bytes));
+        }
+        const kvprim_table dst = table_of(to + v * most, gather ? count : rows, stride);
+        const kvprim_table src = table_of(source, gather ? rows : count, stride);
+        g = gather_of(dst, src, bytes, index, type, 0, count, &rejected);
         (v ? d.v_cache : d.k_cache) = dst, (v ? d.v : d.k) = src, (v ? d.v_bytes : d.k_bytes) = bytes;
     }
-    d.slot = index, d.slot_type = KVPRIM_I32, d.count = rows;
+    d.slot = index, d.slot_type = type, d.count = count, d.rejected = &rejected;
     CHECK((gather ? kvprim_gather_moves(&g, m) : kvprim_store_moves(&d, m)) == KVPRIM_OK);
     everywhere(m, gather ? 1 : 2, &got, want, what);
+    if (rejected != (type == KVPRIM_I64 ? 6u : 3u))
+        fail("%s: %u rejected in three runs", what, rejected);
 }
 
 static void test_row_ends()
@@ -306,6 +320,31 @@ static void test_early_accesses()
     kvprim_emulate_pdl = false;
 }
 
+/* ---- unpack in two launches ---- */
+
+/* Together they hold each fragment, as merged, once: a launch that begins too early copies the same bytes again. */
+static void test_second_launches()
+{
+    static const struct {
+        batch_case batch;
+        uint64_t fragments;
+    } cases[] = {{{8400, 17, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 8400},
+                 {{8400, 17, SHORT_LAST, SHUFFLED, SPACED, 1, 0, 5, 1}, 8400},
+                 {{4200, 33, EVEN, SHUFFLED, SHUFFLED, 1, 0, 0, 1}, 4200},
+                 {{17000, 16, EVEN, SPACED, SHUFFLED, 16, 0, 0, 1}, 17000},
+                 {{17000, 8, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 2}, 8500}};
+    for (const auto &c : cases) {
+        uint64_t fragments = 0;
+        noted.clear();
+        one_batch(&memory, &c.batch);
+        for (const kvpc_unpack &launch : noted)
+            fragments += launch.count;
+        if (noted.size() != 2 || fragments != c.fragments)
+            fail("case %d: %llu fragments in %zu launches", static_cast<int>(&c - cases),
+                 static_cast<unsigned long long>(fragments), noted.size());
+    }
+}
+
 static void run_edges()
 {
     run("edges: strides past 4 GiB", test_far_tables);
@@ -313,6 +352,7 @@ static void run_edges()
     run("edges: indices that wrap", test_wraps);
     run("edges: ends of rows", test_row_ends);
     run("edges: no access before the wait", test_early_accesses);
+    run("edges: second launches of unpack", test_second_launches);
 }
 
 #endif /* TEST_EDGES_H */
