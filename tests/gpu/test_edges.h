@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* Limits that random descriptors rarely meet: strides past 4 GiB, indices whose difference to the base wraps, rows that
-   end just after a part, memory that is touched before the kernel before is done, second launches.
-   test_cuda_emulated.cpp includes it after its other tests. */
+   end just after a part, second launches. test_cuda_emulated.cpp includes it after its other tests. */
 #ifndef TEST_EDGES_H
 #define TEST_EDGES_H
 
@@ -276,57 +275,6 @@ static void test_row_ends()
             }
 }
 
-/* ---- dependent launches ---- */
-
-/* A thread of a dependent launch waits for the kernel before, and only then looks at memory. */
-static void expect_no_early(const char *what, int64_t row_bytes, kvprim_status status)
-{
-    CHECK(status == KVPRIM_OK);
-    if (kvprim_emulate_early > 0 || kvprim_emulate_waits == 0)
-        fail("%s of %lld bytes: %u accesses before the wait, %u waits", what, static_cast<long long>(row_bytes),
-             kvprim_emulate_early, kvprim_emulate_waits);
-    kvprim_emulate_early = kvprim_emulate_waits = 0;
-}
-
-static void one_early(int64_t row_bytes, int32_t max_sms)
-{
-    static const int32_t index[] = {0, -1, 2, 1};
-    alignas(16) static unsigned char dst[2][8192], src[2][8192];
-    const kvprim_fragment fragments[] = {{0, 0, uint64_t(row_bytes)}, {4096, 4096, uint64_t(row_bytes)}};
-    const kvprim_cuda_launch launch = launch_like(&memory, 1, max_sms);
-    uint32_t rejected = 0;
-    kvprim_move moves[2];
-    const kvprim_gather_desc gather = gather_of(table_of(dst[0], 4), table_of(src[0], 2), row_bytes, index, KVPRIM_I32,
-                                                0, row_bytes > 2048 ? 1 : 4, &rejected);
-    kvprim_store_desc store = store_of(table_of(dst[0], 2), table_of(src[0], 4), row_bytes, index, KVPRIM_I32,
-                                       row_bytes > 2048 ? 1 : 4, &rejected);
-    kvprim_transfer_desc transfer = {};
-    kvprim_unpack_desc unpack = {};
-    transfer.dst = table_of(dst[1], 1), transfer.src = table_of(src[1], 1);
-    transfer.row_bytes = row_bytes, transfer.count = 1;
-    unpack.src = src, unpack.dst = dst, unpack.src_bytes = unpack.dst_bytes = sizeof dst;
-    unpack.fragments = fragments, unpack.count = 2;
-    CHECK(kvprim_gather_moves(&gather, &moves[0]) == KVPRIM_OK);
-    CHECK(kvprim_transfer_moves(&transfer, &moves[1]) == KVPRIM_OK);
-    kvprim_emulate_early = kvprim_emulate_waits = 0;
-    expect_no_early("gather", row_bytes, kvprim_cuda_gather(&gather, &launch));
-    expect_no_early("store of K", row_bytes, kvprim_cuda_store(&store, &launch));
-    store.v_cache = table_of(dst[1], 2), store.v = table_of(src[1], 4), store.v_bytes = row_bytes;
-    expect_no_early("store of K and V", row_bytes, kvprim_cuda_store(&store, &launch));
-    expect_no_early("transfer", row_bytes, kvprim_cuda_transfer(&transfer, &launch));
-    expect_no_early("two moves", row_bytes, kvprim_cuda_move(moves, 2, &launch));
-    expect_no_early("unpack", row_bytes, kvprim_cuda_unpack(&unpack, &launch));
-}
-
-static void test_early_accesses()
-{
-    kvprim_emulate_pdl = true;
-    for (const int64_t row_bytes : {20, 24, 64, 100, 128, 192, 256, 512, 1024, 2048, 4096})
-        for (const int32_t max_sms : {0, 1})
-            one_early(row_bytes, max_sms);
-    kvprim_emulate_pdl = false;
-}
-
 /* ---- launches of unpack ---- */
 
 /* Two launches hold each fragment, as merged, once: a second one that begins too early copies bytes again. The last
@@ -360,7 +308,6 @@ static void run_edges()
     run("edges: indices 2 GiB apart, rows past 2^32", test_far_indices);
     run("edges: indices that wrap", test_wraps);
     run("edges: ends of rows", test_row_ends);
-    run("edges: no access before the wait", test_early_accesses);
     run("edges: second launches of unpack", test_second_launches);
 }
 
