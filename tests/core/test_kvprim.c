@@ -1846,6 +1846,65 @@ static void test_rows_guard_pages(void)
 }
 #endif
 
+/* ---- edges ---- */
+
+/* No index lies inside what is written: neither that of a gather, nor slots in K or V, nor those of a transfer in a
+   later layer. The last 8 bytes are refused, those after them are not. */
+static void test_index_inside(void)
+{
+    static _Alignas(16) unsigned char to[2][1024], from[2][1024];
+    static const char *const words[] = {"overlaps dst", "overlaps k_cache", "overlaps v_cache", "dst_index (",
+                                        "src_index ("};
+    kvprim_gather_desc gather = {.row_bytes = 64, .index_type = KVPRIM_I64, .count = 8};
+    kvprim_store_desc store = {.k_bytes = 64, .v_bytes = 64, .slot_type = KVPRIM_I64, .count = 8};
+    kvprim_transfer_desc transfer = {.layers = 2, .row_bytes = 64, .index_type = KVPRIM_I64, .count = 8};
+    gather.dst = transfer.dst = store.k_cache = table_of(to[0], 8), store.v_cache = table_of(to[1], 8);
+    gather.src = transfer.src = store.k = table_of(from[0], 8), store.v = table_of(from[1], 8);
+    transfer.dst_layer_stride = transfer.src_layer_stride = 1024;
+    for (int n = 0; n < 10; n++) {
+        const int kind = n / 2, inside = n % 2 == 0;
+        const void *const index = to[kind >= 2] + (inside ? 504 : 512); /* all of them are 0 */
+        gather.index = store.slot = index;
+        transfer.dst_index = kind == 3 ? index : NULL, transfer.src_index = kind == 4 ? index : NULL;
+        EXPECT_ERROR(kind == 0  ? kvprim_gather_check(&gather, NULL)
+                     : kind < 3 ? kvprim_store_check(&store, NULL)
+                                : kvprim_transfer_check(&transfer, NULL),
+                     inside ? KVPRIM_ERROR_OVERLAP : KVPRIM_OK, inside ? words[kind] : "");
+    }
+}
+
+#ifdef KVPRIM_X86
+/* Only rows that are whole, aligned lines are written past the caches: a streaming store to another place crashes, on
+   some processors only. Nothing is touched here. */
+static void test_streamed_rows(void)
+{
+    static const struct {
+        size_t at;
+        int64_t row_bytes, stride, page_stride;
+        int streams;
+    } cases[] = {
+        {0, 1024, 0, 0, 1},    {32, 1024, 0, 0, 0},   {16, 1024, 0, 0, 0},           {0, 1024, 1088, 0, 1},
+        {0, 1024, 1056, 0, 0}, {0, 1056, 1088, 0, 0}, {0, 1024, 0, 4 * 1024, 1},     {0, 1024, 0, 4 * 1024 + 64, 1},
+        {0, 992, 1024, 0, 0},  {64, 1024, 0, 0, 1},   {0, 1024, 0, 4 * 1024 + 32, 0}};
+    char *const places[] = {(char *)((uintptr_t)1 << 44), (char *)((uintptr_t)1 << 45), (char *)((uintptr_t)1 << 46)};
+    for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
+        const int64_t count = kvpi_stream_bytes / cases[n].row_bytes + 1;
+        kvprim_table to = paged(places[0] + cases[n].at, count, cases[n].page_stride ? 4 : 0, cases[n].page_stride);
+        to.stride = cases[n].stride;
+        const kvprim_gather_desc d = {.dst = to,
+                                      .src = table_of(places[1], 1),
+                                      .row_bytes = cases[n].row_bytes,
+                                      .index = places[2],
+                                      .index_type = KVPRIM_I32,
+                                      .count = count};
+        kvprim_move m;
+        CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK);
+        if (kvpi_streams(&m) != cases[n].streams)
+            FAIL("case %d: streamed %d", (int)n, kvpi_streams(&m));
+    }
+}
+#endif
+
 /* Runs what depends on the instruction set. */
 static void run_for_isa(void)
 {
@@ -1904,6 +1963,10 @@ int main(int argc, char **argv)
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
+    run("edges: indices inside what is written", test_index_inside);
+#ifdef KVPRIM_X86
+    run("edges: rows that are streamed", test_streamed_rows);
+#endif
     run_for_isa();
 #ifdef KVPRIM_X86
     if (kvpi_has_avx512()) { /* and as on a processor with less */

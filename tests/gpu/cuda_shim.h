@@ -45,8 +45,18 @@ static inline uint32_t __umulhi(uint32_t a, uint32_t b)
     return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
 }
 
+/* A thread may touch memory: the launch is not a dependent one, or the thread has waited for the kernel before. */
+static bool kvprim_emulate_ready = true;
+static unsigned kvprim_emulate_early; /* accesses of threads that may not, so far */
+
+static inline void kvprim_emulate_access()
+{
+    kvprim_emulate_early += !kvprim_emulate_ready;
+}
+
 static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 {
+    kvprim_emulate_access();
     const uint32_t before = *at;
     *at = before + value;
     return before;
@@ -56,6 +66,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;         /* so far */
+static bool kvprim_emulate_dependent;            /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;            /* threads that waited for the kernel before, so far */
 
 template <class Kernel, class Params>
@@ -63,6 +74,7 @@ static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params 
 {
     for (unsigned i = 0; i < threads; i++) {
         threadIdx = dim3(kvprim_emulate_last_first ? threads - 1 - i : i, 0, 0);
+        kvprim_emulate_ready = !kvprim_emulate_dependent;
         kernel(params);
     }
 }
@@ -98,6 +110,7 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
 static inline void kvpc_pdl_wait()
 {
     kvprim_emulate_waits++;
+    kvprim_emulate_ready = true;
 }
 
 static inline void kvpc_pdl_trigger()
@@ -106,21 +119,25 @@ static inline void kvpc_pdl_trigger()
 
 static inline uint4 kvpc_load16(uint64_t address)
 {
+    kvprim_emulate_access();
     return *reinterpret_cast<const uint4 *>(static_cast<uintptr_t>(address));
 }
 
 static inline void kvpc_store16(uint64_t address, uint4 v)
 {
+    kvprim_emulate_access();
     *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
 }
 
 static inline int32_t kvpc_load_i32(uint64_t address)
 {
+    kvprim_emulate_access();
     return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
 }
 
 static inline char *kvpc_global(uint64_t address)
 {
+    kvprim_emulate_access();
     return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
 }
 
@@ -131,6 +148,7 @@ static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 
 static inline void kvpc_fetch_edges(uint64_t, uint32_t)
 {
+    kvprim_emulate_access();
 }
 
 static inline bool kvpc_has_pdl()
@@ -139,10 +157,12 @@ static inline bool kvpc_has_pdl()
 }
 
 template <class Call, class Params>
-static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+static kvprim_status kvpc_start(const Call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
                                 const Params &params)
 {
+    kvprim_emulate_dependent = call->launch.pdl != 0;
     kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
+    kvprim_emulate_dependent = false;
     return KVPRIM_OK;
 }
 

@@ -201,13 +201,14 @@ static void test_moves()
     memory.launch = nullptr;
 }
 
-/* The threads that move something wait for the kernel before if, and only if, the launch is a dependent one. */
+/* The threads that move something wait for the kernel before if, and only if, the launch is a dependent one. They touch
+   no memory before that. */
 static void expect_waits(const char *what, bool dependent, kvprim_status status)
 {
     CHECK(status == KVPRIM_OK);
-    if ((kvprim_emulate_waits > 0) != dependent)
-        fail("%s: %u threads waited", what, kvprim_emulate_waits);
-    kvprim_emulate_waits = 0;
+    if ((kvprim_emulate_waits > 0) != dependent || kvprim_emulate_early > 0)
+        fail("%s: %u threads waited, %u accesses came before that", what, kvprim_emulate_waits, kvprim_emulate_early);
+    kvprim_emulate_waits = kvprim_emulate_early = 0;
 }
 
 static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int64_t row_bytes, kvprim_index_type type)
@@ -230,6 +231,9 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
     expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
     expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
+    const kvprim_fragment f = {0, 0, static_cast<uint64_t>(row_bytes)};
+    const kvprim_unpack_desc unpack = {src, sizeof src, dst, sizeof dst, &f, 1, 0};
+    expect_waits("unpack", dependent, kvprim_cuda_unpack(&unpack, launch));
 }
 
 static void test_dependent_launches()
@@ -782,6 +786,7 @@ static void test_far_fragments()
         if (c.bytes < 1 << 20) /* longer ones are for a GPU */
             one_far_batch(&c);
 }
+#include "test_edges.h"
 #endif
 
 int main(int argc, char **argv)
@@ -836,6 +841,7 @@ int main(int argc, char **argv)
     run("emulated: 2^32 chunks", test_long_moves);
     run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
+    run_edges();
 #endif
     return finish();
 }
