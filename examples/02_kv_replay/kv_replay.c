@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* Replays a trace of requests against a KV cache, as an inference engine would, and checks every byte it reads back.
 
-       cc -O2 -I. examples/02_kv_replay/kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
+       cc -O2 -I. examples/02_kv_replay/kv_replay.c -o 02_kv_replay
+       ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
 
    With the cache on a GPU ($CUDA is the folder that CUDA is installed in):
 
        echo '#include "kvprim_cuda.cuh"' >cuda.cu
        nvcc -O3 -arch=native -I. -DKVPRIM_CUDA_IMPLEMENTATION -c cuda.cu
        cc -O2 -I. -I$CUDA/include -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c
-       nvcc kv_replay.o cuda.o -o 02_kv_replay && ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
+       nvcc kv_replay.o cuda.o -o 02_kv_replay
 
    For each request, the program finds the longest cached prefix of the tokens in a radix tree, takes cache slots for
    the rest (evicting the least recently used pages), and stores the K and V rows of those tokens. Then it gathers the
@@ -19,8 +20,8 @@
    token's K and V rows from a hash of all tokens up to it. As in a model, a row depends on its whole history: a wrong
    slot, a stale page or a match that is one token too long gives other bytes.
 
-   The headers beside this file read the trace (kv_trace.h), hold the prefix tree (kv_radix.h), and hold the cache on the
-   CPU or a GPU (kv_device.h). This file, from top to bottom, has
+   The headers beside this file read the trace (kv_trace.h), keep the prefix tree (kv_radix.h), and hold the cache on
+   the CPU or a GPU (kv_device.h). This file, from top to bottom, has
 
        options       what the command line may say
        state         prompt, cache, active (a running request), totals, replay (all of them)
