@@ -112,12 +112,12 @@ same_on_both() { # PREFIX
     same_figures "$1: pages of 48, layers, odd rows" --page 48 --slots 12000 --layers 3 --running 7 --kv-bytes 66
     same_figures "$1: rows of one byte" --slots 8000 --kv-bytes 2
     same_figures "$1: verify off" --slots 8000 --verify 0
-    [ $mode != quick ] || return
+    [ "$mode" != quick ] || return 0
     same_figures "$1: many batches" --slots 6144 --layers 2 --kv-bytes 16000 --requests 20
     same_figures "$1: rows wider than a batch" --slots 16 --kv-bytes 9000000 --requests 1
 }
 
-if [ $mode = gpu ]; then
+if [ "$mode" = gpu ]; then
     same_on_both "CPU and GPU"
     finish
 fi
@@ -358,7 +358,7 @@ late() {
     runs "$name" 0 "device=cuda,mismatches=0,bytes gathered=$((150280 * 64))" "$trace" &&
         { grep -q "more than this GPU's memory: replaying with 64\$" err || fail "$name" "$(cat err)"; } && ok "$name"
     unset LATE_CUDA_MEMORY
-    [ $mode = quick ] || failing_calls "CUDA's calls fail"
+    [ "$mode" = quick ] || failing_calls "CUDA's calls fail"
 }
 
 if command -v "${compiler%% *}" >err; then
