@@ -54,6 +54,8 @@ def output_of(*command):
 def tool(name, package):
     places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC) + '/' + name,
               '/usr/local/cuda/bin/' + name, '/opt/cuda/bin/' + name]
+    for folder in sys.path:  # of pip's packages
+        places += glob.glob(folder + '/nvidia/*/bin/' + name)
     for place in places + glob.glob('/opt/nvidia/nsight-compute/*/' + name):
         if place and os.path.isfile(place) and os.access(place, os.X_OK):
             return place
