@@ -9,11 +9,23 @@
 
        int main(void)
        {
-           const int32_t cached[] = {11, 12, 13, 14, 15, 16, 17, 18}, prompt[] = {11, 12, 13, 14, 15, 99};
-           const size_t matched = kvprim_prefix_i32(prompt, 6, cached, 8);
-           printf("%zu tokens are cached, %zu of them in whole pages of 4 (compared with %s)\n",
-                  matched, kvprim_prefix_pages(matched, 4), kvprim_isa());
-           return matched == 5 ? 0 : 1;
+           char k_cache[6][8] = {{0}}, v_cache[6][8] = {{0}}; // 6 slots, rows of 8 bytes
+           char k[3][8] = {"key 0", "key 1", "-"}, v[3][8] = {"value 0", "value 1", "-"};
+           const int32_t slot[] = {4, 1, -1}; // token 0 goes to slot 4, token 1 to slot 1; -1: padding
+           kvprim_store_desc store = {
+               .k_cache = {.data = k_cache, .rows = 6}, .v_cache = {.data = v_cache, .rows = 6},
+               .k = {.data = k, .rows = 3}, .v = {.data = v, .rows = 3}, .k_bytes = 8, .v_bytes = 8,
+               .slot = slot, .slot_type = KVPRIM_I32, .count = 3};
+           const int32_t index[] = {1, 4};
+           char got[2][8];
+           kvprim_gather_desc gather = {
+               .src = {.data = v_cache, .rows = 6}, .dst = {.data = got, .rows = 2}, .row_bytes = 8,
+               .index = index, .index_type = KVPRIM_I32, .count = 2};
+           if (kvprim_store(&store) != KVPRIM_OK || kvprim_gather(&gather) != KVPRIM_OK) {
+               fprintf(stderr, "%s\n", kvprim_last_error());
+               return 1;
+           }
+           printf("slot 1 holds \"%s\", slot 4 \"%s\"\n", got[0], got[1]);
        }
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
