@@ -119,6 +119,7 @@ template <class T> on_device<T> upload(const std::vector<T> &host)
     T *p;
     CUDA(cudaMalloc(&p, host.size() * sizeof(T)));
     CUDA(cudaMemcpy(p, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+    CUDA(cudaDeviceSynchronize()); /* that copy may still be under way, and `stream` does not wait for it */
     return on_device<T>(p);
 }
 
@@ -324,8 +325,8 @@ template <class pieces> __global__ static void compare_pieces(const pieces p, in
 /* Returns how many bytes of the pieces differ from their source. */
 template <class pieces> unsigned long long count_wrong(const pieces &p, int64_t count)
 {
-    unsigned long long wrong = 0;
-    const on_device<unsigned long long> sum = upload<unsigned long long>({wrong});
+    const on_device<unsigned long long> sum = upload<unsigned long long>({0});
+    unsigned long long wrong;
     compare_pieces<<<dim3(528, 16), 256, 0, stream>>>(p, count, sum.get());
     CUDA(cudaGetLastError());
     CUDA(cudaMemcpyAsync(&wrong, sum.get(), sizeof wrong, cudaMemcpyDeviceToHost, stream));

@@ -259,7 +259,7 @@ static void peer()
     CUDA(cudaSetDevice(1));
     CUDA(cudaMalloc(&peer_memory, size_t(host_bytes)));
     CUDA(cudaSetDevice(0));
-    CUDA(cudaMemcpy(peer_memory, device_memory[0], size_t(host_bytes), cudaMemcpyDefault));
+    CUDA(cudaMemcpyAsync(peer_memory, device_memory[0], size_t(host_bytes), cudaMemcpyDefault, stream));
     printf("\nanother GPU's memory: GB/s on all and on some SMs, of cudaMemcpyPeerAsync of 256 MiB, all against that\n"
            "%8s %8s %8s %8s %8s %8s %8s %8s %8s\n",
            "", "row", "all", "8 SMs", "16 SMs", "32 SMs", "64 SMs", "copy", "/ copy");

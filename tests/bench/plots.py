@@ -285,7 +285,8 @@ def bars(title, subtitle, groups, source):
 
 # ---- the pictures ----------------------------------------------------------------------------------------------------
 
-XEON = f"{cpu.find('processor: (.*) Processor').replace('(R)', '')} with {cpu.find('runs on (.*)').upper()}"
+ISA = cpu.find('runs on (.*)').upper().replace('AVX5', 'AVX-5')
+XEON = f"{cpu.find('processor: (.*) Processor').replace('(R)', '')} with {ISA}"
 ON_H200 = gpu.find('^(NVIDIA .*)') + '; tests/results/gpu_bench.txt'
 BATCHED = 'cub::DeviceMemcpy::Batched'
 CALLED = r'us per chunk: .*, ([\d.]+) with a synchronise'  # with the host's time, as that of a copy per fragment
@@ -415,9 +416,8 @@ def prefix():
             (name, style, [(n, 8 * n / values[at]) for n, values in rows]) for name, style, at in (
                 ('std::mismatch', 'first', 5), ('plain loop', 'third', 3), ('memcmp', 'second', 4),
                 ('kvprim', 'ours', 0))]))
-    processor = f"{cpu.find('processor: (.*)')}, {cpu.find('runs on (.*)')}, one core; tests/results/bench.txt"
     return picture('Prefix: equal leading int32 tokens of two arrays', 'Bytes of both arrays per core cycle; higher is '
-                   'better', 'tokens', COUNTS, panels, processor)
+                   'better', 'tokens', COUNTS, panels, f'One core of an {XEON}; tests/results/bench.txt')
 
 
 # ---- the figures -----------------------------------------------------------------------------------------------------
