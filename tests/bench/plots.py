@@ -316,7 +316,7 @@ def overview():
             (f'Unpack {what}', BATCHED, UNPACK[key][2] / UNPACK[key][0]) for what, key in (
                 ('fragments of 64 B to 128 KB', '64 B to 128 KB, 96 MB 0'),
                 ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
-            ('Unpack 1,024 fragments of 4 KB', name, chunk[at] / called)
+            ('Unpack chunks of 128 x 4 KB', name, chunk[at] / called)
             for name, at in (('cudaMemcpyBatchAsync', 5), ('cudaMemcpyAsync per fragment', 4))]),
         ('Two GPUs with NVLink', [
             (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][5])
@@ -429,7 +429,7 @@ def each(numbers):
 
 def times_as_fast():
     """Rows (job, opponent, opponent's time / kvprim's)."""
-    aligned, misaligned = PREFIX.values()
+    aligned = PREFIX['both aligned to 64 bytes']
     called, sizes = float(gpu.find(CALLED)), ('2 KB', '64 KB', '1 MB', '16 MB', '64 MB')
 
     def mean_and_worst(tables, columns):
@@ -439,18 +439,14 @@ def times_as_fast():
     return [
         ('prefix compare, 16 / 64 / 256 / 1,024 / 4,096 int32', '`std::mismatch`, g++ -O3',
          each(aligned[n][7] for n in ('16', '64', '256', '1024', '4096'))),
-        ('the same, misaligned to each other, 16 / 256 / 4,096', 'the same',
-         each(misaligned[n][7] for n in ('16', '256', '4096'))),
         ('gather / store on the CPU, random rows of 1,024 bytes', 'a `memcpy` per row',
          each(table['1024'][4] for table in HOST.values())),
         (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
          mean_and_worst(TORCH.values(), (4, 4))),
-        (f'gather / store, {len(GATHER)} / {len(STORE)} sizes: mean; worst',
-         'stand-ins for kernels of engines, weaker than the real ones', mean_and_worst((GATHER, STORE), (2, 3))),
         ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
          each(UNPACK[key][2] / UNPACK[key][0] for key in (
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
-        ('unpack of 1,024 x 4 KB', '`cudaMemcpyAsync` each / `cudaMemcpyBatchAsync`',
+        ('unpack of chunks of 128 x 4 KB, 8 at a time', '`cudaMemcpyAsync` each / `cudaMemcpyBatchAsync`',
          each(UNPACK['128 x 4 KB 0'][at] / called for at in (4, 5))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back, 8 SMs', '`cudaMemcpyBatchAsync`',
          each(OFFLOAD[f'{way} 4 KB'][9] for way in ('to GPU', 'to host')))] + [
