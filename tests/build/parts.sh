@@ -35,8 +35,8 @@ warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wund
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
-address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
-thread='-O1 -g -fsanitize=thread'
+address='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all'
+thread='-O1 -g1 -fsanitize=thread'
 headers='kvprim.h kvprim_cuda.cuh kvprim_nccl.h' units=tests/build/units
 launcher= passed=0 failed=0 skipped=0
 mkdir -p "$build" || exit 1
