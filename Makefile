@@ -50,29 +50,29 @@ NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach 
     lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_prefix build/02_kv_replay
-TESTS = build/test_kvprim build/test_kvprim_no_simd
+EXAMPLES = build/01_rows build/02_kv_replay
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
 	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
-	@echo 'make test      build and run every test that this machine can run'
-	@echo 'make check     run the strict compile matrix, other processors and systems, sanitizers and fuzzers'
+	@echo 'make test      test every function that this machine can test, in about a minute'
+	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
-	@echo 'make gpu-test  build and run the tests on a GPU, output to tests/results/ (CUDA_ARCH=sm_90: for another GPU);'
+	@echo 'make gpu-test  build and run the tests on a GPU, output to build/results/ (CUDA_ARCH=sm_90: for another GPU);'
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
-	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to tests/results/'
-	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to tests/results/'
+	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
+	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
 	@echo 'make ncu       check the counters of each operation on a GPU (make ncu-compare A=old.csv B=new.csv)'
+	@echo 'make results   copy what was measured from build/results/ to tests/results/, which are committed'
 	@echo 'make clean     remove build/'
 
-# Targets that run programs run one after the other, whatever -j says: they share the GPUs and tests/results/.
+# Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench nccl-bench bandwidth \
     sanitize cuda-sanitize nccl-sanitize sass cfg ncu
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
@@ -82,8 +82,8 @@ endif
 # Runs all parts, also after one that failed.
 each = +@code=0; for part in $(1); do $(MAKE) --no-print-directory $$part || code=1; done; exit $$code
 
-# Keeps what the commands print. A command that fails sets failed=1.
-RESULTS = tests/results
+# Keeps what the commands print. A command that fails sets failed=1. Only `make results` writes to tests/results/.
+RESULTS = build/results
 keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).txt 2>&1; code=$$?; \
     cat $(RESULTS)/$(1).txt; exit $$code
 
@@ -96,31 +96,33 @@ run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
     NCCL_LIBRARY='$(NCCL_LIBRARY)' CUDA_ARCH='$(CUDA_ARCH)' CUDA_HOME='$(CUDA_HOME)'
-# The replay is tested through a folder with a space in its name, as users have them.
-test: $(EXAMPLES) $(TESTS) build/libkvprim_host.so
-	@ln -sfn '$(CURDIR)' 'build/a folder'
-	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    'test build/test_kvprim' \
-	    'test build/test_kvprim_no_simd' \
-	    'exits 01_prefix build/01_prefix' \
-	    'test sh "build/a folder/tests/test_replay.sh" build/02_kv_replay build/test_replay' \
-	    'test sh tests/build/parts.sh readme build/readme' \
-	    'test sh tests/build/parts.sh callers build/callers' \
-	    'test sh tests/build/parts.sh emulated build/emulated' \
-	    'test sh tests/build/parts.sh nccl build/nccl' \
-	    'test sh tests/build/parts.sh nccl_cuda build/nccl_cuda' \
-	    'test sh tests/build/parts.sh profile build/profile'
+parts = $(foreach part,$(1),'test sh tests/build/parts.sh $(part) build/$(part)')
+REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_kv_replay build/test_replay'
 
-check: $$(if $$(NVCC),build/libkvprim_cuda.so)
+# What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
+test: build/02_kv_replay
+	@ln -sfn .. 'build/a folder'
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh 'test sh tests/build/parts.sh emulated build/emulated quick' \
+	    $(call parts,nccl) $(call REPLAY_TEST,quick) $(call parts,callers) \
+	    'test make -s build/test_kvprim && build/test_kvprim' \
+	    'test make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
+	    'exits 01_rows make -s build/01_rows && build/01_rows' $(call parts,readme profile)
+
+check: build/02_kv_replay
+	@ln -sfn .. 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(foreach part,kernels programs matrix fuzzers sanitizers systems symbols pictures format, \
-	    'test sh tests/build/parts.sh $(part) build/$(part)')
+	    $(call parts,programs nccl_cuda kernels sanitizers matrix emulated fuzzers systems compilers nccl_headers) \
+	    $(call REPLAY_TEST) $(call parts,symbols pictures format)
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
 	$(call keep,bench,build/bench_prefix || failed=1; build/bench_host || failed=1)
+
+results:
+	@ls build/results/* >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }
+	cp build/results/* tests/results/
 
 plots:
 	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
@@ -142,54 +144,58 @@ CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreac
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
-# Fails before a target touches tests/results/.
-gpu-here:
-	@nvidia-smi -L 2>/dev/null | grep -q '^GPU' || { echo 'no GPU here: nvidia-smi lists none' >&2; exit 1; }
+# Fails before anything is built, whatever -j says.
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench sanitize cuda-sanitize bandwidth engine ncu,$(MAKECMDGOALS)),)
+$(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
+endif
 
 # nccl-test builds 06 where it runs it.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
 # cuda-* need one GPU. nccl-* run the collectives on two or more GPUs, and some of their tests on one.
-gpu-test: gpu-here
+gpu-test:
 	$(call each,cuda-test nccl-test engine)
-gpu-bench: gpu-here
+gpu-bench:
 	$(call each,cuda-bench nccl-bench)
-sanitize: gpu-here
+sanitize:
 	$(call each,cuda-sanitize nccl-sanitize)
 
-cuda-test: gpu-here $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
+cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 	$(call keep,gpu_test,$(CHECKSUMS)$(GPU_EXAMPLES:%=; % || failed=1); build/test_cuda || failed=1; \
 	    build/test_cuda_debug quick || failed=1; \
 	    sh tests/core/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
 	    $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json || failed=1,$(NO_TRACE)))
 
-cuda-bench: gpu-here $(GPU_BENCHES)
+cuda-bench: $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
 
 nccl-test nccl-bench nccl-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
-bandwidth: gpu-here build/09_bandwidth
+bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
-engine: gpu-here
+engine:
 	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD=../../build/07_engine
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
-cuda-sanitize: gpu-here build/test_cuda
+cuda-sanitize: build/test_cuda
+PROFILE = command -v python3 >/dev/null || \
+    { echo 'make $@: no python3; install it, it needs nothing else' >&2; exit 1; }; \
+    $(CUDA_ENVIRONMENT) python3 tests/profile/profile.py
 sass cfg ncu cuda-sanitize:
-	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh $(@:cuda-%=%)
+	@$(PROFILE) $(@:cuda-%=%)
 
 ncu-compare:
-	@$(CUDA_ENVIRONMENT) sh tests/profile/profile.sh compare '$(A)' '$(B)'
+	@$(PROFILE) compare '$(A)' '$(B)'
 
 # ---- programs and libraries ----
 
-build/09_bandwidth: examples/09_bandwidth/bandwidth.cu examples/09_bandwidth/bandwidth_kernels.cuh examples/09_bandwidth/bandwidth_plot.h build/flags
+build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
@@ -241,7 +247,7 @@ build/flags: FORCE
 	@mkdir -p build
 	@[ "$$(cat $@ 2>/dev/null)" = '$(FLAGS)' ] || echo '$(FLAGS)' >$@
 
-build/01_prefix: build/%: examples/%.c $(HEADERS) build/flags
+build/01_rows: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
@@ -265,4 +271,4 @@ build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples lib clean gpu-here ncu-compare FORCE $(RUN)
+.PHONY: help examples lib results clean ncu-compare FORCE $(RUN)

@@ -8,7 +8,8 @@
 #     skip NAME: WHY        what this machine cannot run
 #
 # Lines that begin with `ok ` are left out unless V=1 is set. Lines that begin with `FAIL ` are repeated before the last
-# line, which is the sum. Exits with 1 if anything failed, or if nothing passed.
+# line, which is the sum. Says on stderr what runs while nothing else is printed: all the time on a terminal, otherwise
+# every 30 s. Exits with 1 if anything failed, or if nothing passed.
 
 jobs=${JOBS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)}
 case $jobs in '' | *[!0-9]*) jobs=1 ;; esac
@@ -57,14 +58,31 @@ show()
     printf '%s\n' "$line" >"$scratch/last"
 }
 
-# begin N COMMAND: writes its output to $scratch/N and then its exit code to N.code.
+# begin N COMMAND: writes its output to $scratch/N and then its exit code to N.code. While it runs, N.runs says since when
+# and what it is.
 begin()
 {
+    echo "$(date +%s) ${2##*build/}" >"$scratch/$1.runs"
     sh -c "$2" >"$scratch/$1" 2>&1 &
     child=$!
     trap 'kill $child 2>/dev/null; exit 130' TERM
     wait $child
-    echo $? >"$scratch/$1.end" && mv "$scratch/$1.end" "$scratch/$1.code"
+    echo $? >"$scratch/$1.end" && rm -f "$scratch/$1.runs" && mv "$scratch/$1.end" "$scratch/$1.code"
+}
+
+# progress SECONDS: says what runs, after SECONDS without other output.
+progress()
+{
+    [ -t 2 ] || [ $(($1 % 30)) -eq 29 ] || return
+    now=$(date +%s)
+    doing=$(cat "$scratch"/*.runs 2>/dev/null | while read -r since what; do
+        printf ', %s %d s' "$what" $((now - since))
+    done)
+    if [ -t 2 ]; then
+        printf '\r\033[K.. %.70s\r' "${doing#, }" >&2
+    else
+        echo ".. ${doing#, }" >&2
+    fi
 }
 
 # work JOB...: runs the jobs that no other worker has begun.
@@ -101,10 +119,14 @@ output_of()
         echo $? >"$scratch/$1.code"
         return
     fi
+    waited=0
     until [ -e "$scratch/$1.code" ] || [ ! -d "$scratch" ]; do
         sleep 1
+        progress $waited
+        waited=$((waited + 1))
         [ "$(ls "$scratch" | grep -c '^over')" -lt "$jobs" ] || [ -e "$scratch/$1.code" ] || break
     done
+    [ ! -t 2 ] || printf '\033[K' >&2
     cat "$scratch/$1"
     [ -e "$scratch/$1.code" ] || echo 125 >"$scratch/$1.code" # its worker was killed
 }

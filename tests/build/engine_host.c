@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Runs examples/07_engine/engine.c without a GPU: implements on the CPU what it calls of CUDA, kvprim_cuda.cuh and
-   kvprim_nccl.h. GPUS is the number of GPUs to report. DAMAGE makes something wrong that the engine must notice:
+   kvprim_nccl.h. GPUS is the number of GPUs to report. The environment's DAMAGE makes something wrong that the engine
+   must notice:
        1, 2   a byte of a gathered row, of a stored row       3   rank 0 adds nothing to the sums */
 #define KVPRIM_CORE_IMPLEMENTATION
 #include "../../kvprim.h"
@@ -14,9 +15,12 @@
 #ifndef GPUS
 #define GPUS 4
 #endif
-#ifndef DAMAGE
-#define DAMAGE 0
-#endif
+
+static int damaged(int what)
+{
+    const char *const damage = getenv("DAMAGE");
+    return damage && atoi(damage) == what;
+}
 
 const char *device_count(int *count)
 {
@@ -80,7 +84,7 @@ const char *device_poll(struct CUstream_st *stream, int *done)
 kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
 {
     const kvprim_status status = kvprim_gather(desc);
-    if (DAMAGE == 1)
+    if (damaged(1))
         ((char *)desc->dst.data)[desc->row_bytes - 1] ^= 1;
     return launch->stream ? status : KVPRIM_ERROR_ARGUMENT;
 }
@@ -88,7 +92,7 @@ kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cu
 kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const kvprim_cuda_launch *launch)
 {
     const kvprim_status status = kvprim_store(desc);
-    if (DAMAGE == 2)
+    if (damaged(2))
         ((char *)desc->v_cache.data)[0] ^= 1;
     return launch->stream ? status : KVPRIM_ERROR_ARGUMENT;
 }
@@ -150,7 +154,7 @@ kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send,
     uint16_t *const sum = (uint16_t *)calloc(count, sizeof *sum);
     sent[comm->rank] = send;
     meet(comm->world);
-    for (int r = DAMAGE == 3; r < comm->world && sum; r++)
+    for (int r = damaged(3); r < comm->world && sum; r++)
         for (size_t i = 0; i < count; i++)
             sum[i] = (uint16_t)(sum[i] | ((const uint16_t *)sent[r])[i]);
     meet(comm->world);

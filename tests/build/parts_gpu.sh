@@ -27,14 +27,21 @@ kernels_for()
     done
 }
 
-# sass CUBIN: checks it as `make sass` does.
+# sass CUBIN: checks it as `make sass` does. Without cuobjdump, only whether kernels of kvprim_cuda.cuh wait for the one
+# before, in PTX.
 sass()
 {
-    if tool cuobjdump '' >/dev/null 2>&1; then
-        cell "SASS of $1" sh tests/profile/profile.sh sass "$1"
+    if ! has python3; then
+        skip "SASS of $1: no python3"
+    elif tool cuobjdump '' >/dev/null 2>&1; then
+        cell "SASS of $1" python3 tests/profile/profile.py sass "$1"
         group "SASS: $(tail -n 1 "$build/log")"
     else
         skip "SASS of $1: no cuobjdump"
+        grep -q kvprim_cuda "$build/kernels.cu" || return 0 # the collectives' PTX takes long
+        cell 'PTX' "$NVCC" -std=c++17 -O3 -arch=sm_90 -I. -ptx "$build/kernels.cu" -o "$build/kernels.ptx"
+        cell 'waits in PTX' python3 tests/profile/profile.py ptx "$build/kernels.ptx"
+        group 'kernels wait for the one before, PTX'
     fi
 }
 
@@ -156,104 +163,40 @@ nccl_cuda()
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }
 
+# Sets system and libraries, or skips what needs them.
+nccl_here()
+{
+    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
+        skip "$1: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)"
+        return 1
+    fi
+    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+}
+
 nccl()
 {
     nccl_emulated
-    if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
-        skip 'kvprim_nccl.h with NCCL: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
-        return
-    fi
-    system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
-    nccl_implemented
-    nccl_versions
+    nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life
     nccl_programs
 }
 
+nccl_headers()
+{
+    nccl_here 'kvprim_nccl.h with headers of NCCL' || return
+    nccl_implemented
+    nccl_versions
+}
+
 # ---- profile ----
-
-counters()
-{
-    awk -v what=table -f tests/profile/profile.awk "$1"
-}
-
-# judged LINE SED_SCRIPT: with the counters so changed this line is NOT as it should be, and no other.
-judged()
-{
-    sed "$2" tests/profile/profile.csv >"$build/altered.csv"
-    ! counters "$build/altered.csv" >"$build/table" || { echo "exit code 0 after $2"; return 1; }
-    [ "$(sed -n 's/^NOT *\([a-z]*\):.*/\1/p' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# compared LONELY PATTERN SED_SCRIPT: compares counters with changed ones, of which LONELY operations are in one only.
-compared()
-{
-    sed "$3" tests/profile/profile.csv >"$build/altered.csv"
-    sh tests/profile/profile.sh compare tests/profile/profile.csv "$build/altered.csv" >"$build/table" && grep "$2" "$build/table" &&
-        [ "$(grep -c ' only$' "$build/table")" = "$1" ] || { cat "$build/table"; return 1; }
-}
-
-# sass_judged FAULT INSTRUCTION...: what is said of main paths' kernels with these instructions; `ok` means no fault.
-sass_judged()
-{
-    fault=$1 wanted=1
-    shift
-    [ "$fault" != ok ] || wanted=0
-    for way in 13kvpn_one_shot 12kvpn_scatter 16kvpn_gather_many; do
-        kernel=_Z11kvpn_kernelI${way}9kvpn_bf16Li2ELb1EEv11kvpn_params
-        printf ' Function %s:\n  REG:32 STACK:0 SHARED:0 LOCAL:0\n\tFunction : %s\n' $kernel $kernel
-        printf '        /*0000*/      @P0 %s R2, desc[UR4][R2.64] ;\n' "$@"
-    done >"$build/altered.sass"
-    awk -v what=sass -f tests/profile/profile.awk "$build/altered.sass" >"$build/table"
-    [ $? -eq $wanted ] && grep -E "all_reduce (ok  |FAIL) kvpn_kernel<kvpn_one_shot,kvpn_bf16,2,1>(: )?${fault#ok}\$" \
-        "$build/table" || { cat "$build/table"; return 1; }
-}
-
-# A graph as nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
-drawn()
-{
-    {
-        printf '%s\n' 'digraph f {' 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'
-        for edge in a:b b:c c:c c:b c:d x:x; do
-            [ "${edge%:*}" = "${last-}" ] || printf '"%s"\n[label="{<entry>%s:}"]\n' "${edge%:*}" "${edge%:*}"
-            last=${edge%:*}
-            printf '"%s":exit0:e -> "%s":entry:n [style=solid];\n' "${edge%:*}" "${edge#*:}"
-        done
-        printf '%s\n' '"d"' '}' '}'
-    } >"$build/graph"
-    awk -v what=cfg -v into="$build" -f tests/profile/profile.awk "$build/graph" >"$build/table"
-    grep -q "^ *5 *6 *2 *2  $build/kvpn_kernel_8.dot\$" "$build/table" && [ -s "$build/kvpn_kernel_8.dot" ] ||
-        { cat "$build/table"; return 1; }
-}
 
 profile()
 {
-    cell 'as it should be' counters tests/profile/profile.csv
-    cell 'another kernel' judged phases 's/kvpc_gather_kernel</kvpc_bytes_kernel</'
-    cell 'a kernel too few' judged phases '$d'
-    cell 'a kernel too many' judged phases '$p'
-    cell 'slow' judged bandwidth 's/"55,000.5"/"65,000"/'
-    cell 'another stall' judged stalls '/void/s/"10","30"/"31","30"/'
-    cell 'no stall counted' judged stalls '/void/s/"10","30"/"n\/a","n\/a"/'
-    cell 'spills' judged spills '$s/"0"$/"1,024"/'
-    cell 'spills not counted' judged spills '/void/s/"0","0"$/"n\/a","n\/a"/'
-    cell 'few warps' judged occupancy '/void/s/"80"/"59"/'
-    group 'table of counters and its checklist'
-    cell 'half the time' compared 0 '^gather *time, us *55.00 *27.50 *-50.0%$' 's/"55,000.5"/"27,500.25"/'
-    cell 'the same' compared 0 'registers *18.00 *18.00 *+0.0%$' 's/x/x/'
-    cell 'another stall' compared 0 'long_scoreboard, then lg_throttle' '/void/s/"10","30"/"31","30"/'
-    cell 'only before' compared 1 'all-reduce *in A only' '/^# all/,$d'
-    cell 'only after' compared 2 'all-reduce 2 *in B only' 's/^# all-reduce/&2/; s/^# all-reduce2/# all-reduce 2/'
-    group 'counters compared'
-    cell 'as it should be' sass_judged ok LDG.E.128.STRONG.SYS STG.E.128 STG.E LDG.E
-    cell 'local memory' sass_judged 'local memory' LDG.E.128 STG.E.128 LDL.LU
-    cell 'generic' sass_judged 'generic accesses' LDG.E.128 STG.E.128 LD.E.128
-    cell 'no wide stores' sass_judged 'no 128-bit accesses' LDG.E.128 STG.E.64 STG.E
-    cell 'bytes' sass_judged 'narrow loads' LDG.E.128 STG.E.128 LDG.E.U8
-    cell 'many narrow stores' sass_judged 'narrow stores' LDG.E.128 STG.E.128 STG.E STG.E STG.E.64 STG.E.U16
-    group 'table of SASS'
-    cell 'two loops' drawn
-    group 'control-flow graph'
+    if has python3; then
+        program 'what make sass, cfg, ncu and ncu-compare print' python3 tests/profile/test_profile.py
+    else
+        skip 'what make sass, cfg, ncu and ncu-compare print: no python3'
+    fi
 }
 
 # ---- kernels ----
@@ -283,8 +226,8 @@ kernels_of_all()
 {
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
     kernels_for 75 80 86 89 90 100 120
-    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 \
-        -gencode "arch=compute_$newest,code=compute_$newest" -I. -c "$build/kernels.cu" -o "$build/unit.o"
+    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -arch="compute_$newest" -I. -ptx "$build/kernels.cu" \
+        -o "$build/kernels.ptx"
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
 }
 
@@ -297,6 +240,7 @@ kernels()
     fi
     kernels_of_all
     if has nm; then
+        cell 'make build/libkvprim_cuda.so' make -s build/libkvprim_cuda.so
         cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
             kvprim_cuda_gather kvprim_cuda_unpack
         group 'build/libkvprim_cuda.so'
@@ -311,7 +255,7 @@ kernels()
 # Compiles what runs on a GPU, as programs or objects.
 gpu_programs()
 {
-    cu="$NVCC -std=c++17 -arch=sm_90 -I." sources=tests/profile/profile.cu
+    cu="$NVCC -std=c++17 -arch=sm_90 $quickly -I." sources=tests/profile/profile.cu
     [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
     for source in examples/0[345]_*.cu examples/09_bandwidth/bandwidth.cu tests/bench/bench_[ctu]*.cu $sources; do
         cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
@@ -320,7 +264,8 @@ gpu_programs()
     cell 'examples/11_compact.cu' $cu -O3 $strict -c examples/11_compact.cu -o "$build/unit.o"
     cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
     if [ -n "$cupti" ]; then
-        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -I"${cupti%/*}" -c examples/10_trace/trace.cu -o "$build/unit.o"
+        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -I"${cupti%/*}" -c examples/10_trace/trace.cu \
+            -o "$build/unit.o"
     else
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
@@ -351,22 +296,8 @@ engine_built()
     group "examples/07_engine, $NVCC"
 }
 
-# leaves_results TARGET: fails here, and leaves tests/results/ as it was.
-leaves_results()
-{
-    cat tests/results/* | cksum >"$build/results"
-    ! MAKEFLAGS= make -s "$1" NVCC="$NVCC" >"$build/said" 2>&1 && grep 'no GPU here' "$build/said" &&
-        cat tests/results/* | cksum | cmp - "$build/results"
-}
-
 programs()
 {
-    if [ "$gpus" -eq 0 ]; then
-        for target in gpu-test gpu-bench bandwidth sanitize engine ncu; do
-            cell "make $target without a GPU" leaves_results $target
-        done
-        group 'targets for a GPU say that there is none'
-    fi
     if [ -z "$NVCC" ]; then
         skip 'programs for a GPU: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
         return

@@ -5,6 +5,7 @@
 # Takes README.md apart. Each ```c block becomes BUILD_DIR/snippet_N.c, which compiles by itself: a block without main()
 # is put into a function whose parameters are what such fragments take for granted. BUILD_DIR/named lists what the text
 # names, one per line: command (of cc), program (with arguments), target (of make), file, symbol (of the headers).
+# BUILD_DIR/layouts.h has the rows of the table of layouts that set fields.
 
 awk -v build="$2" '
 function add(kind, what)
@@ -68,6 +69,13 @@ function finish(    source)
     next
 }
 fenced { block = block $0 "\n" }
+!/^\|/ { in_layouts = 0 }
+in_layouts && match($0, /^[^|]*\|[^|]*\| `\.[^`]*`/) {
+    split($0, cells, "|")
+    split(cells[3], spans, "`")
+    print "LAYOUT(" ++layouts ", " spans[2] ")" >(build "/layouts.h")
+}
+/^\| your layout/ { in_layouts = 1 }
 /^    / && !fenced { command(substr($0, 5)) }
 !fenced {
     tokens($0)

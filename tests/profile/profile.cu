@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* What `make ncu` looks at. Each operation runs once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB.
    Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with plain
-   loops. The program prints the plan that tests/profile/profile.awk reads: a line `# operation|kernel|bytes moved|kind` for
-   each.
+   loops. The program prints the plan that tests/profile/profile.py reads: a line `# operation|kernel|bytes moved|kind`
+   for each.
 
        build/ncu/profile                     on one GPU
        build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
@@ -11,34 +11,40 @@
 #ifdef PROFILE_NCCL
 #include "../../kvprim_nccl.h"
 #endif
+#include "../harness.h"
+#include <algorithm>
 #include <cuda_profiler_api.h>
 #include <cuda_runtime.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #define CUDA(call) check_cuda(call, #call, __LINE__)
 
+[[noreturn]] HARNESS_PRINTF static void quit(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vfprintf(stderr, format, args);
+    va_end(args);
+    fputc('\n', stderr);
+    exit(1);
+}
+
 static void check_cuda(cudaError_t error, const char *call, int line)
 {
-    if (error == cudaSuccess)
-        return;
-    fprintf(stderr, "line %d: %s: %s\n", line, call, cudaGetErrorString(error));
-    exit(1);
+    if (error != cudaSuccess)
+        quit("line %d: %s: %s", line, call, cudaGetErrorString(error));
 }
 
 static void check_kvprim(kvprim_status status)
 {
-    if (status == KVPRIM_OK)
-        return;
-    fprintf(stderr, "%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(1);
+    if (status != KVPRIM_OK)
+        quit("%s: %s", kvprim_status_name(status), kvprim_last_error());
 }
 
 static cudaStream_t stream;
 static cudaEvent_t start_event, end_event;
+static kvprim_cuda_launch launch;
 
 static void open_gpu(int device)
 {
@@ -46,6 +52,7 @@ static void open_gpu(int device)
     CUDA(cudaSetDevice(device));
     CUDA(cudaGetDeviceProperties(&properties, device));
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    launch.stream = stream;
     CUDA(cudaEventCreate(&start_event));
     CUDA(cudaEventCreate(&end_event));
     if (device == 0)
@@ -93,19 +100,11 @@ static int32_t *origin; /* for each row of dst, the row of src that it should be
 static order of_all, of_half, of_layer[2], of_fragments;
 static kvprim_fragment fragments[most_fragments];
 
-/* Returns src's 8 bytes at number `word` (splitmix64). */
-__host__ __device__ static uint64_t hash(uint64_t word)
-{
-    uint64_t z = (word + 1) * 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
-}
-
-__global__ static void fill(uint64_t *words, uint64_t count)
+/* Word i of src is hash_u64(i). */
+__global__ static void fill_src(uint64_t *words, uint64_t count)
 {
     for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (uint64_t)blockDim.x)
-        words[i] = hash(i);
+        words[i] = hash_u64(i);
 }
 
 /* The reference for the others: each block copies 16 KB. */
@@ -140,16 +139,8 @@ static kvprim_table table_of(char *data, int64_t first, int64_t rows)
     return table;
 }
 
-static kvprim_cuda_launch launch_options(void)
-{
-    kvprim_cuda_launch launch = {};
-    launch.stream = stream;
-    return launch;
-}
-
 static void run_gather(int64_t rows)
 {
-    const kvprim_cuda_launch launch = launch_options();
     kvprim_gather_desc gather = {};
     gather.dst = table_of(dst, 0, rows);
     gather.src = table_of(src, 0, all_rows);
@@ -162,7 +153,6 @@ static void run_gather(int64_t rows)
 
 static void run_store(int64_t tokens)
 {
-    const kvprim_cuda_launch launch = launch_options();
     kvprim_store_desc store = {};
     store.k_cache = table_of(dst, 0, cache_rows);
     store.v_cache = table_of(dst, cache_rows, cache_rows);
@@ -177,7 +167,6 @@ static void run_store(int64_t tokens)
 
 static void run_transfer(int64_t rows)
 {
-    const kvprim_cuda_launch launch = launch_options();
     kvprim_transfer_desc transfer = {};
     transfer.dst = table_of(dst, 0, layer_rows);
     transfer.src = table_of(src, 0, layer_rows);
@@ -192,7 +181,6 @@ static void run_transfer(int64_t rows)
 
 static void run_unpack(int64_t count)
 {
-    const kvprim_cuda_launch launch = launch_options();
     kvprim_unpack_desc unpack = {};
     unpack.src = src;
     unpack.dst = dst;
@@ -265,12 +253,11 @@ static void compare(const operation *o)
     for (int64_t row = 0; row < all_rows; row++)
         for (int64_t w = 0; w < row_words; w++) {
             const uint64_t got = found[row * row_words + w];
-            const uint64_t want = origin[row] < 0 ? untouched : hash((uint64_t)origin[row] * row_words + (uint64_t)w);
-            if (got == want)
-                continue;
-            fprintf(stderr, "%s: row %lld, word %lld: expected %016llx, got %016llx\n", o->name, (long long)row,
-                    (long long)w, (unsigned long long)want, (unsigned long long)got);
-            exit(1);
+            const uint64_t want =
+                origin[row] < 0 ? untouched : hash_u64((uint64_t)origin[row] * row_words + (uint64_t)w);
+            if (got != want)
+                quit("%s: row %lld, word %lld: expected %016llx, got %016llx", o->name, (long long)row, (long long)w,
+                     (unsigned long long)want, (unsigned long long)got);
         }
 }
 
@@ -287,22 +274,12 @@ static void profile(const operation *o)
     printf("# %s|%s|%lld|%s\n", o->name, o->kernel, (long long)(2 * o->rows * row_bytes), o->kind);
 }
 
-static void *host_memory(size_t bytes)
-{
-    void *const memory = malloc(bytes);
-    if (!memory) {
-        fprintf(stderr, "out of memory: %zu bytes\n", bytes);
-        exit(1);
-    }
-    return memory;
-}
-
 static order order_of(int32_t n, uint64_t seed)
 {
     order o;
-    o.host = (int32_t *)host_memory((size_t)n * sizeof *o.host);
+    o.host = (int32_t *)allocate((size_t)n * sizeof *o.host);
     for (int32_t i = 0; i < n; i++) { /* Fisher-Yates, from the front */
-        const int32_t at = (int32_t)(hash(seed << 32 | (uint64_t)i) % (uint64_t)(i + 1));
+        const int32_t at = (int32_t)(hash_u64(seed << 32 | (uint64_t)i) % (uint64_t)(i + 1));
         o.host[i] = o.host[at];
         o.host[at] = i;
     }
@@ -317,9 +294,9 @@ static void open_rows(void)
     open_gpu(0);
     CUDA(cudaMalloc((void **)&src, bytes));
     CUDA(cudaMalloc((void **)&dst, bytes));
-    found = (uint64_t *)host_memory(bytes);
-    origin = (int32_t *)host_memory(all_rows * sizeof *origin);
-    fill<<<1024, 256, 0, stream>>>((uint64_t *)src, bytes / 8);
+    found = (uint64_t *)allocate(bytes);
+    origin = (int32_t *)allocate(all_rows * sizeof *origin);
+    fill_src<<<1024, 256, 0, stream>>>((uint64_t *)src, bytes / 8);
     CUDA(cudaGetLastError());
     of_all = order_of(all_rows, 1);
     of_half = order_of(cache_rows, 2);
@@ -356,15 +333,11 @@ enum { most_count = 2 << 20 };          /* of elements */
 static void write_id(const kvprim_comm_id *id, const char *path)
 {
     char unfinished[4096];
-    if (snprintf(unfinished, sizeof unfinished, "%s.new", path) >= (int)sizeof unfinished) {
-        fprintf(stderr, "%s: too long\n", path);
-        exit(1);
-    }
+    if (snprintf(unfinished, sizeof unfinished, "%s.new", path) >= (int)sizeof unfinished)
+        quit("%s: too long", path);
     FILE *const f = fopen(unfinished, "wb");
-    if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(unfinished, path) != 0) {
-        perror(unfinished);
-        exit(1);
-    }
+    if (!f || fwrite(id, sizeof *id, 1, f) != 1 || fclose(f) != 0 || rename(unfinished, path) != 0)
+        quit("cannot write %s", unfinished);
 }
 
 /* Takes the file away, because the next run's rank 0 is another one. A shorter file means that there is no next run. */
@@ -383,8 +356,7 @@ static kvprim_comm_id wait_for_id(const char *path)
             return id;
         (void)nanosleep(&pause, NULL);
     }
-    fprintf(stderr, "rank 0 wrote no %s\n", path);
-    exit(1);
+    quit("rank 0 wrote no %s", path);
 }
 
 static uint16_t bf16_of(float f)
@@ -405,12 +377,6 @@ static void run_all_reduce(int64_t count)
     check_kvprim(kvprim_all_reduce(&comm, recv_bf16, send_bf16, (size_t)count, KVPRIM_BF16, KVPRIM_SUM, stream));
 }
 
-static int ascending(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
 /* What can be measured without ncu: the median of some rounds. In the first round the other rank may not have begun. */
 static void describe_all_reduce(const char *name, int64_t count)
 {
@@ -418,7 +384,7 @@ static void describe_all_reduce(const char *name, int64_t count)
     double us[rounds];
     for (int i = 0; i < rounds; i++)
         us[i] = time_calls(run_all_reduce, count, 50);
-    qsort(us, rounds, sizeof *us, ascending);
+    std::sort(us, us + rounds);
 #ifdef KVPRIM_NCCL_KERNELS
     int blocks;
     cudaFuncAttributes kernel;
@@ -437,15 +403,13 @@ static void describe_all_reduce(const char *name, int64_t count)
 
 static void compare_all_reduce(int64_t count)
 {
-    uint16_t *const host = (uint16_t *)host_memory((size_t)count * sizeof *host);
+    uint16_t *const host = (uint16_t *)allocate((size_t)count * sizeof *host);
     CUDA(cudaMemcpy(host, recv_bf16, (size_t)count * sizeof *host, cudaMemcpyDeviceToHost));
     for (int64_t i = 0; i < count; i++) {
         const uint16_t want = bf16_of(value_at(i, 0) + value_at(i, 1));
-        if (host[i] == want)
-            continue;
-        fprintf(stderr, "rank %d: all-reduce of %lld: element %lld: expected %04x, got %04x\n", (int)comm.rank,
-                (long long)count, (long long)i, want, host[i]);
-        exit(1);
+        if (host[i] != want)
+            quit("rank %d: all-reduce of %lld: element %lld: expected %04x, got %04x", (int)comm.rank, (long long)count,
+                 (long long)i, want, host[i]);
     }
     free(host);
 }
@@ -470,7 +434,7 @@ static void profile_all_reduce(const char *name, int64_t count)
 static void open_all_reduce(int rank, const char *path)
 {
     kvprim_comm_desc desc = {};
-    uint16_t *const host = (uint16_t *)host_memory(most_count * sizeof *host);
+    uint16_t *const host = (uint16_t *)allocate(most_count * sizeof *host);
     open_gpu(rank);
     if (rank == 0) {
         check_kvprim(kvprim_comm_new_id(&desc.id));

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: MIT
+# The parts readme and callers of tests/build/parts.sh, which reads this file: programs as users write them.
+
+# ---- readme ----
+
+# What README.md may name: targets of make, files, and names in the headers.
+target_exists()
+{
+    # What a target needs may be missing here. Only the answer that there is no such target counts.
+    LC_ALL=C make -n A=a B=b NVCC=nvcc CXX=c++ "$1" 2>&1 | grep 'No rule to make target' || return 0
+    return 1
+}
+
+file_exists()
+{
+    [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
+}
+
+# Compiles the snippets as strictly as everything else, except for variables that only the reader uses. Runs the first.
+readme()
+{
+    rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
+    mkdir "$build/fresh" && ln -s "$PWD/kvprim.h" "$PWD/examples" "$build/fresh"
+    cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
+    cell 'README.md has snippets, and ends them' sh tests/build/readme.sh README.md "$build"
+    cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
+    cell "README.md's first snippet, run" "$build/snippet_1"
+    for source in "$build"/snippet_*.c; do
+        cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -Wno-unused-parameter -I. -c "$source" \
+            -o "$build/unit.o"
+    done
+    cell "README.md's layouts" $CC -std=c11 $warnings -I. -I"$build" tests/build/layouts.c -o "$build/layouts"
+    cell "README.md's layouts, checked" "$build/layouts"
+    group "README.md's snippets and layouts"
+    while read -r kind what; do
+        case $kind in
+        command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
+        program) cell "README.md: $what" sh -c "MAKEFLAGS= make -s '${what%% *}' && $what" ;;
+        target) cell "README.md: make $what" target_exists "$what" ;;
+        file) cell "README.md: $what" file_exists "$what" ;;
+        symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
+        esac
+    done <"$build/named"
+    group 'what README.md names exists'
+}
+
+# ---- callers: units and languages ----
+
+# linked NAME LINKER OBJECT...: links a program of main.c and callers, which must find nothing wrong.
+linked()
+{
+    binary=$build/$1 linker=$2
+    shift 2
+    cell "link $binary" $linker "$@" -pthread -o "$binary"
+    cell "run $binary" "$binary"
+}
+
+callers_in_c()
+{
+    cell 'main in C' $c -c tests/build/main.c -o "$build/main.o"
+    cell 'implementation in C' $c -c $units/implemented.c -o "$build/implemented_c.o"
+    cell 'caller in C' $c -c $use -o "$build/caller_c.o"
+    linked two_units "$CC" "$build/main.o" "$build/caller_c.o" "$build/implemented_c.o"
+    cell 'macro from the command line' $c -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_one.o"
+    linked one_unit "$CC" "$build/main.o" "$build/caller_one.o"
+    cell 'no SIMD' $c -DKVPRIM_NO_SIMD -DKVPRIM_CORE_IMPLEMENTATION -c $use -o "$build/caller_no_simd.o"
+    linked no_simd "$CC" "$build/main.o" "$build/caller_no_simd.o"
+
+    cell 'main of three callers' $c '-DCALLERS(X)=X(caller)X(caller_a)X(caller_b)' -c tests/build/main.c \
+        -o "$build/main_three.o"
+    cell 'vendored copy a' $c $static -DCALLER=caller_a -c $use -o "$build/caller_a.o"
+    cell 'vendored copy b' $c $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+    linked vendored "$CC" "$build/main_three.o" "$build/caller_c.o" "$build/implemented_c.o" "$build/caller_a.o" \
+        "$build/caller_b.o"
+    group "units in C, $CC"
+}
+
+# Some of those in C.
+callers_in_cxx()
+{
+    cell 'implementation in C++' $cxx -c $units/implemented.c -o "$build/implemented_cxx.o"
+    cell 'caller in C++' $cxx -c $use -o "$build/caller_cxx.o"
+    cell 'vendored copy in C++' $cxx $static -DCALLER=caller_b -c $use -o "$build/caller_b.o"
+    linked cxx_calls_c "$CXX" "$build/main.o" "$build/caller_cxx.o" "$build/implemented_c.o"
+    linked c_calls_cxx "$CXX" "$build/main.o" "$build/caller_c.o" "$build/implemented_cxx.o"
+    linked vendored_mixed "$CXX" "$build/main_three.o" "$build/caller_cxx.o" "$build/implemented_c.o" \
+        "$build/caller_a.o" "$build/caller_b.o"
+    group "units in C and C++, $CC and $CXX"
+}
+
+# Descriptors as README.md shows them, in every C++ since 2011.
+descriptors_in_cxx()
+{
+    for compiler in g++ clang++; do
+        if ! has $compiler; then
+            skip "descriptors in C++, $compiler: not on this machine"
+            continue
+        fi
+        for standard in 11 14 17 20; do
+            cell "descriptors in C++$standard, $compiler" $compiler -std=c++$standard $warnings \
+                -c tests/build/cxx.cpp -o "$build/cxx.o"
+        done
+        linked cxx_descriptors $compiler "$build/cxx.o" "$build/implemented_c.o"
+        group "descriptors in C++11 to C++20, $compiler"
+    done
+}
+
+# ---- callers: promises to compiler and linker ----
+
+# warns_of_all SOURCE COMPILER...: each line that begins with a call ignores a status, and must warn.
+warns_of_all()
+{
+    source=$1
+    shift
+    "$@" -Wunused-result -c "$source" -o "$build/unit.o" >"$build/warned" 2>&1
+    [ "$(grep -c 'warning: ignoring return value' "$build/warned")" -eq "$(grep -c '^ *kvprim_.*;$' "$source")" ] &&
+        return
+    cat "$build/warned"
+    return 1
+}
+
+# needs_same_version HEADER COMPILER...: beside a kvprim.h of another version the header stops with an #error.
+needs_same_version()
+{
+    header=$1
+    shift
+    rm -rf "$build/other" && mkdir "$build/other" && cp "$header" "$build/other" || return 1
+    sed 's/^\(#define KVPRIM_VERSION_MINOR\) .*/\1 77/' kvprim.h >"$build/other/kvprim.h"
+    ! cmp -s kvprim.h "$build/other/kvprim.h" || { echo 'kvprim.h has no KVPRIM_VERSION_MINOR'; return 1; }
+    echo "#include \"$header\"" >"$build/other/unit.c"
+    ! "$@" -fsyntax-only "$build/other/unit.c" 2>"$build/other/errors" || { echo 'compiles'; return 1; }
+    cat "$build/other/errors"
+    grep -qi '#error.*version' "$build/other/errors"
+}
+
+# hides_symbols COMPILER...: a shared library exports kvprim_*, but none of them with -fvisibility=hidden.
+hides_symbols()
+{
+    "$@" -shared -fPIC $units/implemented.c -o "$build/shown.so" &&
+        "$@" -shared -fPIC -fvisibility=hidden $units/implemented.c -o "$build/hidden.so" &&
+        nm -D --defined-only "$build/shown.so" | grep -q ' kvprim_gather$' || return 1
+    ! nm -D --defined-only "$build/hidden.so" | grep ' kvprim_'
+}
+
+promises()
+{
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        cell "a status that is ignored warns, $compiler" warns_of_all $units/ignored.c $compiler
+        cell "a status that may be ignored, $compiler" $compiler $warnings -c $units/may_ignore.c -o "$build/unit.o"
+        cell "kvprim_cuda.cuh and another version, $compiler" needs_same_version kvprim_cuda.cuh $compiler
+        cell "kvprim_nccl.h and another version, $compiler" needs_same_version kvprim_nccl.h $compiler
+        has nm || continue
+        cell "-fvisibility=hidden, $compiler" hides_symbols $compiler
+    done
+    group 'statuses, versions, hidden symbols'
+}
+
+# ---- callers: beside CUDA and NCCL ----
+
+callers_of_cuda()
+{
+    if [ -n "$NVCC" ] && has "$CXX"; then
+        cell 'CUDA unit' "$NVCC" -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'run CUDA unit' "$build/cuda_unit"
+        group "unit in CUDA, $NVCC"
+    else
+        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places), or no C++ compiler for it'
+    fi
+
+    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
+        cell 'next to nccl.h' $c -Wall -Wextra -Werror $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE") \
+            -c tests/build/nccl_unit.c -o "$build/unit.o"
+        group "declarations next to $NCCL_INCLUDE/nccl.h"
+    else
+        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
+    fi
+}
+
+# no_cuda_header SOURCE FLAGS...: compiles without CUDA's and NCCL's headers; kvprim's have their names, too.
+no_cuda_header()
+{
+    $CC -std=c11 $warnings $prototypes -O2 -I. "$@" -c -o "$build/unit.o" -MD -MF "$build/headers" || return 1
+    tr ' ' '\n' <"$build/headers" | grep -i 'cuda\|nccl' >"$build/named"
+    grep -q kvprim_nccl.h "$build/named" && ! grep -v 'kvprim_cuda.cuh$\|kvprim_nccl.h$' "$build/named"
+}
+
+# exits CODE COMMAND...
+exits()
+{
+    code=$1
+    shift
+    "$@"
+    [ $? -eq "$code" ]
+}
+
+# The example engine, with its threads and messages but without a GPU. Damage must be noticed.
+engine()
+{
+    engine=examples/07_engine/engine.c
+    checks=$address
+    works "$CC" $checks || checks=-O1
+    cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
+    cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
+    cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL $engine tests/build/engine_host.c \
+        -pthread -o "$build/engine"
+    for ranks in 1 3 4; do
+        cell "engine, $ranks ranks, on the CPU" "$build/engine" --gpus $ranks --steps 70
+    done
+    cell 'engine, a gathered byte wrong' exits 1 env DAMAGE=1 "$build/engine" --gpus 1 --steps 1
+    cell 'engine, a stored byte wrong' exits 1 env DAMAGE=2 "$build/engine" --gpus 2 --steps 1
+    cell 'engine, a rank left out of the sum' exits 1 env DAMAGE=3 "$build/engine" --gpus 2 --steps 1
+    cell 'engine, more GPUs than there are' exits 2 "$build/engine" --gpus 5
+    group "examples/07_engine on the CPU, $CC $checks"
+}
+
+# ---- callers: the shared library ----
+
+# has_layout: the structures of examples/08_torch.py match the headers.
+has_layout()
+{
+    python3 examples/08_torch.py --layout >"$build/layout.c" &&
+        $CC -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$build/layout.c" -o "$build/unit.o"
+}
+
+# lib_target ARGUMENT...: runs `make lib` without nvcc, in a folder of its own.
+lib_target()
+{
+    rm -rf "$build/lib" && mkdir "$build/lib" || return 1
+    ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
+        (cd "$build/lib" && MAKEFLAGS='' make -s NVCC= CC="$CC" "$@" lib)
+}
+
+# nvcc_flags: flags given to `make lib` reach nvcc. It only prints the command, so nvcc need not be here.
+nvcc_flags()
+{
+    (cd "$build/lib" && MAKEFLAGS='' make -n NVCC=nvcc CPPFLAGS=-DKVPRIM_DEBUG CFLAGS='-O1 -Wa,--one' \
+        build/libkvprim_cuda.so) >"$build/named" &&
+        grep -q "nvcc.* -DKVPRIM_DEBUG.* -Xcompiler '-O1' -Xcompiler '-Wa\\\\,--one'.* -shared" "$build/named"
+}
+
+# CPPFLAGS and CFLAGS reach the library: with KVPRIM_DEBUG it refuses fragments that overlap.
+library_flags()
+{
+    for debug in '' -DKVPRIM_DEBUG; do
+        cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
+        cell 'a program of that library' $CC -std=c11 $warnings $units/fragments.c "$build/lib/build/libkvprim.so" \
+            -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
+        cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
+    done
+    cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
+    cell 'make lib gives its flags to nvcc' nvcc_flags
+    group 'flags of make lib'
+}
+
+# Calls what `make lib` builds without nvcc from Python.
+library()
+{
+    library=build/libkvprim_host.so
+    cell "make $library" make -s $library
+    if has nm; then
+        cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
+    else
+        skip "what $library exports: no nm"
+    fi
+    if ! has python3; then
+        skip 'examples/08_torch.py: no python3'
+    else
+        cell 'structures of examples/08_torch.py' has_layout
+        if python3 -c 'import torch' >/dev/null 2>&1; then
+            cell 'examples/08_torch.py on the CPU' python3 examples/08_torch.py $library
+        else
+            skip 'examples/08_torch.py, all but its structures: python3 has no torch'
+        fi
+    fi
+    group 'shared library and Python'
+}
+
+# ---- callers: targets of make ----
+
+# leaves_results TARGET: without a GPU it fails, and leaves tests/results/ and what was measured as they are.
+leaves_results()
+{
+    cat tests/results/* build/results/* 2>/dev/null | cksum >"$build/results"
+    ! MAKEFLAGS= make -s "$1" NVCC="$NVCC" >"$build/said" 2>&1 && grep 'no GPU here' "$build/said" &&
+        cat tests/results/* build/results/* 2>/dev/null | cksum | cmp - "$build/results"
+}
+
+# copies_results: `make results` fails where nothing was measured, and copies what was.
+copies_results()
+{
+    rm -rf "$build/measured" && mkdir -p "$build/measured/tests/results" && cp Makefile "$build/measured" || return 1
+    (cd "$build/measured" && ! MAKEFLAGS= make results && mkdir -p build/results && echo 1 >build/results/some.txt &&
+        MAKEFLAGS= make results && cmp build/results/some.txt tests/results/some.txt)
+}
+
+targets()
+{
+    if [ "$gpus" -eq 0 ]; then
+        for target in gpu-test gpu-bench cuda-test cuda-bench bandwidth sanitize engine ncu; do
+            cell "make $target without a GPU" leaves_results $target
+        done
+    fi
+    cell 'make results' copies_results
+    group 'targets of make that measure'
+}
+
+# ---- callers: ranges of NVTX ----
+
+ranges()
+{
+    if [ -z "$CUDA_INCLUDE" ] || [ ! -f "$CUDA_INCLUDE/nvtx3/nvToolsExt.h" ]; then
+        skip "ranges of KVPRIM_NVTX: no nvtx3/nvToolsExt.h beside CUDA's headers"
+        return
+    fi
+    for compiler in "$CC -std=c11 $prototypes" "${CXX:+$CXX -x c++ -std=c++17}"; do
+        has "${compiler%% *}" || continue
+        cell "test_nvtx, $compiler" $compiler $warnings -I. $(system_headers "$CUDA_INCLUDE") \
+            tests/build/test_nvtx.c -ldl -o "$build/test_nvtx"
+        program "test_nvtx, ${compiler%% *}" "$build/test_nvtx"
+        has nm || continue
+        cell "exports only kvprim_* and NVTX's, $compiler" \
+            exports_only '^kvprim_|[Nn]vtx|gxx_personality|^__clang_call' $units/implemented.c $compiler -O0 \
+            -DKVPRIM_NVTX $(system_headers "$CUDA_INCLUDE")
+    done
+    group 'ranges of KVPRIM_NVTX compiled'
+}
+
+callers()
+{
+    use=tests/build/use.c c="$CC -std=c11" cxx="$CXX -x c++ -std=c++17"
+    static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
+    callers_in_c
+    if has "$CXX"; then
+        callers_in_cxx
+    else
+        skip 'units in C++: no C++ compiler'
+    fi
+    descriptors_in_cxx
+    promises
+    callers_of_cuda
+    engine
+    library
+    library_flags
+    targets
+    ranges
+}

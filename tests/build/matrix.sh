@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT
+# The parts matrix, symbols and systems of tests/build/parts.sh, which reads this file.
+
+# Each unit includes the headers in another way. `differing` are those whose code differs.
+differing='declared declared_cuda declared_nccl implemented core static_copy no_simd'
+repeating='declared_twice twice late static_twice'
+orders='1,2,3 1,3,2 2,1,3 2,3,1 3,1,2 3,2,1'
+
+# compiled COMPILER...: compiles the units whose code differs.
+compiled()
+{
+    for unit in $differing; do
+        cell "$unit $*" "$@" $warnings -c "$units/$unit.c" -o "$build/unit.o"
+    done
+}
+
+# defined COMPILER...: the implementation is asked for on the command line.
+defined()
+{
+    for flag in -DKVPRIM_IMPLEMENTATION -DKVPRIM_CORE_IMPLEMENTATION; do
+        cell "command line $flag $*" "$@" $warnings $flag -fsyntax-only "$units/declared_twice.c"
+    done
+}
+
+# all_units COMPILER...: those with the same code as another are only parsed.
+all_units()
+{
+    compiled "$@"
+    for unit in $repeating; do
+        cell "$unit $*" "$@" $warnings -fsyntax-only "$units/$unit.c"
+    done
+    for order in $orders; do
+        cell "order $order $*" "$@" $warnings -DORDER=$order -fsyntax-only "$units/order.c"
+    done
+    defined "$@"
+    group "$*"
+}
+
+# differing_units COMPILER...
+differing_units()
+{
+    compiled "$@"
+    defined "$@"
+    group "$*"
+}
+
+matrix()
+{
+    for pair in gcc:g++ clang:clang++; do
+        cc=${pair%:*} cxx=${pair#*:}
+        if has "$cc"; then
+            all_units "$cc" -std=c11 $prototypes
+            differing_units "$cc" -std=c11 $prototypes -O2
+            differing_units "$cc" -std=c11 $prototypes -O3
+        else
+            skip "$cc: not on this machine"
+        fi
+        if has "$cxx"; then
+            for standard in 11 17 20; do
+                all_units "$cxx" -x c++ -std=c++$standard
+            done
+        else
+            skip "$cxx: not on this machine"
+        fi
+    done
+}
+
+# ---- symbols ----
+
+# Lists the macros without KVPRIM_ that one of our headers defines and does not undefine.
+macros_left()
+{
+    "$@" -dD -E "$units/macros.c" >"$build/macros" || return 1
+    awk '/^# [0-9]+ "/ { ours = $3 ~ /kvprim[^\/]*"$/; seen += ours }
+         ours && $1 == "#define" { sub(/\(.*/, "", $2); left[$2] = 1 }
+         $1 == "#undef" { delete left[$2] }
+         END {
+             for (name in left)
+                 if (name ~ /^KVPRIM_/) known++
+                 else { print "leaves " name " defined"; bad = 1 }
+             if (!seen || !known) { print "saw no header of ours"; bad = 1 }
+             exit bad
+         }' "$build/macros"
+}
+
+# refuses UNIT WHY COMPILER...: fails with the #error that says why, not for another reason.
+refuses()
+{
+    source=$units/$1.c why=$2
+    shift 2
+    "$@" -fsyntax-only "$source" 2>&1 | grep "$why"
+}
+
+symbols()
+{
+    unit needs_nccl '#include <nccl.h>' '#include <cuda_runtime_api.h>'
+    for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17' 'clang++ -x c++ -std=c++17'; do
+        has "${compiler%% *}" || continue
+        cell "macros, $compiler" macros_left $compiler
+        cell "macros with KVPRIM_STATIC, $compiler" macros_left $compiler -DKVPRIM_STATIC
+        cell "KVPRIM_CUDA_IMPLEMENTATION, $compiler" refuses refused_cuda 'is implemented by nvcc' $compiler
+        if $compiler -fsyntax-only "$build/needs_nccl.c" >/dev/null 2>&1; then
+            skip "KVPRIM_NCCL_IMPLEMENTATION without NCCL, $compiler: it finds NCCL's headers by itself"
+        else
+            cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'is implemented with <nccl.h>' $compiler
+        fi
+        has nm || continue
+        for level in -O0 -O2; do
+            cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' $units/implemented.c $compiler $level
+            cell "KVPRIM_STATIC exports nothing, $compiler $level" exports_only '^caller$' tests/build/use.c \
+                $compiler $level -DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION
+        done
+    done
+    has nm || skip 'exported symbols: no nm'
+    [ $((cells + cells_failed)) -gt 0 ] || skip 'macros and symbols: neither gcc nor clang'
+    group 'macros and symbols'
+}
+
+# ---- systems ----
+
+for_aarch64()
+{
+    if has aarch64-linux-gnu-gcc; then
+        differing_units aarch64-linux-gnu-gcc -std=c11 $prototypes -O2
+        cell 'test_kvprim for AArch64' aarch64-linux-gnu-gcc $tests $warnings -static -o "$build/test_aarch64"
+        group 'test_kvprim compiled for AArch64'
+        if qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static); then
+            program 'test_kvprim on AArch64 (qemu)' "$qemu" "$build/test_aarch64"
+        else
+            skip 'test_kvprim on AArch64: no qemu-aarch64'
+        fi
+    else
+        skip 'AArch64: no aarch64-linux-gnu-gcc'
+    fi
+    arm_include=/usr/aarch64-linux-gnu/include
+    if has clang && [ -d $arm_include ]; then
+        differing_units clang --target=aarch64-linux-gnu -isystem $arm_include -std=c11 $prototypes -O2
+    else
+        skip "AArch64 with clang: no clang or no $arm_include"
+    fi
+}
+
+for_windows()
+{
+    if ! has x86_64-w64-mingw32-gcc; then
+        skip 'Windows: no x86_64-w64-mingw32-gcc'
+        return
+    fi
+    differing_units x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
+    cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
+    cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc examples/02_kv_replay/kv_replay.c -std=c11 -O2 -pthread \
+        $warnings -static -o "$build/02_kv_replay.exe"
+    group 'programs for Windows'
+    if has wine; then
+        program 'test_kvprim on Windows (wine)' wine "$build/test_kvprim.exe"
+    else
+        skip 'test_kvprim on Windows: no wine'
+    fi
+}
+
+systems()
+{
+    tests='tests/core/test_kvprim.c -std=c11 -O2 -pthread'
+    for cc in gcc clang; do
+        has $cc && works $cc -O3 -march=native -flto || continue
+        cell "test_kvprim, $cc -march=native" $cc $tests -O3 -march=native -flto -o "$build/test_native"
+        group "test_kvprim compiled for this processor, $cc"
+        program "test_kvprim, $cc -O3 -march=native -flto" "$build/test_native"
+    done
+    for_aarch64
+    for_windows
+}

@@ -1,0 +1,3 @@
+/* SPDX-License-Identifier: MIT */
+#define KVPRIM_CORE_IMPLEMENTATION
+#include "../../../kvprim.h"

@@ -1,0 +1,3 @@
+/* SPDX-License-Identifier: MIT */
+#include "../../../kvprim.h"
+#include "../../../kvprim.h"

@@ -1,0 +1,4 @@
+/* SPDX-License-Identifier: MIT */
+#define KVPRIM_STATIC
+#define KVPRIM_IMPLEMENTATION
+#include "../../../kvprim.h"

@@ -1,0 +1,5 @@
+/* SPDX-License-Identifier: MIT */
+#define KVPRIM_STATIC
+#define KVPRIM_IMPLEMENTATION
+#include "../../../kvprim.h"
+#include "../../../kvprim.h"

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: MIT
+"""Tests what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print: on recorded counters, made-up code."""
+import contextlib
+import io
+import os
+import re
+import sys
+import tempfile
+
+sys.dont_write_bytecode = True
+import profile  # noqa: E402: of this folder
+
+COUNTERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'profile.csv')
+passed = failed = 0
+
+
+def check(name, right, text):
+    global passed, failed
+    passed, failed = passed + bool(right), failed + (not right)
+    print('ok' if right else 'FAIL', name)
+    if not right:
+        print(text)
+
+
+def printed(function, *inputs):
+    """Returns what the function returns, and what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        result = function(*inputs)
+    return result, text.getvalue()
+
+
+def altered(pattern, by, where='', count=1):
+    """Returns the recorded lines after a substitution in those that contain `where`."""
+    lines, done = open(COUNTERS).read().splitlines(), 0
+    for i, line in enumerate(lines):
+        if where in line and done < count:
+            lines[i], n = re.subn(pattern, by, line)
+            done += n
+    assert done or not pattern, 'nothing to alter'
+    return '\n'.join(lines).splitlines()
+
+
+# What is altered, and the one line of the checklist that is then NOT as it should be.
+GATHER, LAST = 'void kvpc_gather', '"0","11"'
+JUDGED = [
+    ('as it should be', '', altered('', '')),
+    ('another kernel', 'phases', altered('kvpc_gather_kernel<', 'kvpc_bytes_kernel<')),
+    ('a kernel too few', 'phases', altered('.+', '', LAST)),
+    ('a kernel too many', 'phases', altered('.+', r'\g<0>\n\g<0>', LAST)),
+    ('slow', 'bandwidth', altered('"55,000.5"', '"65,000"')),
+    ('another stall', 'stalls', altered('"10","30"', '"31","30"', GATHER)),
+    ('no stall counted', 'stalls', altered('"10","30"', '"n/a","n/a"', GATHER)),
+    ('spills', 'spills', altered('"0"$', '"1,024"', LAST)),
+    ('spills not counted', 'spills', altered('"0","0"$', '"n/a","n/a"', GATHER)),
+    ('few warps', 'occupancy', altered('"80"', '"59"', GATHER)),
+]
+
+# What is altered, how many operations are then in one table only, and what the comparison says.
+COMPARED = [
+    ('half the time', 0, r'gather +time, us +55\.00 +27\.50 +-50\.0%', altered('"55,000.5"', '"27,500.25"')),
+    ('the same', 0, r'registers +18\.00 +18\.00 +\+0\.0%', altered('', '')),
+    ('another stall', 0, 'long_scoreboard, then lg_throttle', altered('"10","30"', '"31","30"', GATHER)),
+    ('only before', 1, 'all-reduce +in A only', altered('', '')[:-4]),
+    ('only after', 2, 'all-reduce 2 +in B only', altered('# all-reduce', '# all-reduce 2')),
+]
+
+# Instructions of a collective's main path, and what is wrong with it.
+WAIT, WIDE = 'ACQBULK', ['LDG.E.128', 'STG.E.128']
+COLLECTIVE = '_Z11kvpn_kernelI%s9kvpn_bf16Li2ELb1EEv11kvpn_params'
+COLLECTIVES = [
+    ('as it should be', '', [WAIT, 'LDG.E.128.STRONG.SYS', 'STG.E.128'] + 4 * ['STG.E'] + ['LDG.E']),
+    ('local memory', 'local memory', [WAIT, *WIDE, 'LDL.LU']),
+    ('generic', 'generic accesses', [WAIT, *WIDE, 'LD.E.128']),
+    ('no wide stores', 'no 128-bit accesses', [WAIT, 'LDG.E.128', 'STG.E.64', 'STG.E']),
+    ('bytes', 'narrow loads', [WAIT, *WIDE, 'LDG.E.U8']),
+    ('many narrow stores', 'narrow stores', [WAIT, *WIDE, 'STG.E', 'STG.E', 'STG.E.64', 'STG.E.U16', 'STG.E']),
+    ('no wait', 'memory before the wait', WIDE),
+    ('a branch past the wait', 'memory before the wait', ['@P0 BRA', WAIT, *WIDE]),
+]
+
+# Kernels of rows: whether one of these codes is a fault. They return early, or wait only if their parameters say so.
+STORE, MOVE = '_Z17kvpc_store_kernelILj8ELj1ELj1ELb1ELb%dEEv10kvpc_plain', '_Z16kvpc_move_kernelILj8ELj2ELj1EEv'
+EARLY = 'memory before the wait'
+ROWS = [
+    ('store waits', '', STORE % 1, 90, ['PREEXIT', '@P0 EXIT', WAIT, *WIDE]),
+    ('store does not wait', EARLY, STORE % 1, 90, ['PREEXIT', '@P0 EXIT', *WIDE]),
+    ('store waits after a load', EARLY, STORE % 1, 90, ['LDG.E', WAIT, *WIDE]),
+    ('store waits after a prefetch', EARLY, STORE % 1, 90, ['CCTL.E.PF2', WAIT, *WIDE]),
+    ('store counts before it waits', EARLY, STORE % 1, 90, ['REDG.E.ADD.STRONG.GPU', WAIT, *WIDE]),
+    ('store waits only sometimes', EARLY, STORE % 1, 90, ['@!P1 ' + WAIT, *WIDE]),
+    ('store branches past the wait', EARLY, STORE % 1, 90, ['@!UP0 BRA.U', WAIT, *WIDE]),
+    ('store without dependent launch', '', STORE % 0, 90, WIDE),
+    ('store before Hopper', '', STORE % 1, 80, WIDE),
+    ('transfer asks', '', MOVE, 90, ['@P0 EXIT', '@!P0 BRA', WAIT, *WIDE]),
+    ('transfer asks on sm_120', '', MOVE, 120, ['@P0 EXIT', '@!UP0 BRA.U', WAIT, *WIDE]),
+    ('transfer waits after a load', EARLY, MOVE, 90, ['@P0 BRA', 'LDG.E', WAIT, *WIDE]),
+    ('transfer does not wait', EARLY, MOVE, 100, WIDE),
+]
+
+# As nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
+EDGES = ['a:b', 'b:c', 'c:c', 'c:b', 'c:d', 'x:x']
+
+
+def dump_of(kernels, arch, codes):
+    yield ' Common:\n'
+    for kernel in kernels:
+        yield ' Function %s:\n' % kernel
+        yield '  REG:32 STACK:0 SHARED:0 LOCAL:0 CONSTANT[0]:528\n'
+    yield '\tcode for sm_%d\n' % arch
+    for kernel in kernels:
+        yield '\t\tFunction : %s\n' % kernel
+        for n, code in enumerate(codes):
+            yield '        /*%04x*/           %s R2, desc[UR4][R2.64] ;   /* 0x0000000402027981 */\n' % (16 * n, code)
+            yield '                                                                 /* 0x000ea2000c1e1b00 */\n'
+
+
+def test_sass():
+    for name, fault, codes in COLLECTIVES:
+        kernels = [COLLECTIVE % way for way in ('13kvpn_one_shot', '12kvpn_scatter', '16kvpn_gather_many')]
+        faults, text = printed(profile.judge_sass, profile.read_sass(dump_of(kernels, 90, codes)))
+        line = r'all_reduce +%s +\S.*kvpn_one_shot.*%s$' % (('FAIL', ': ' + fault) if fault else ('ok', ''))
+        check('SASS of a collective: ' + name, bool(faults) == bool(fault) and re.search(line, text, re.M) and
+              (fault or ':' not in text.split('kvpn_one_shot')[1].split('\n')[0]), text)
+    faults, text = printed(profile.judge_sass, profile.read_sass(dump_of([COLLECTIVE % '13kvpn_one_shot'], 90,
+                                                                        COLLECTIVES[0][2])))
+    check('SASS: main paths are missing', faults == 2 and text.count('no kernel is the main path') == 2, text)
+    for name, fault, kernel, arch, codes in ROWS:
+        found = profile.read_sass(dump_of([kernel], arch, codes))[0].fault()
+        check('SASS: ' + name, found == fault, found)
+
+
+def test_ptx():
+    entry = '.entry %s(\n.param .u64 p\n)\n{\n\tld.param.u64 %%rd1, [p];\n\t%s\n}\n'
+    text = ''.join(entry % (STORE % pdl, body) for pdl, body in [
+        (1, 'griddepcontrol.wait;\n\tld.global.s32 %r1, [%rd1];'), (0, 'st.global.v4.u32 [%rd1], {};'),
+        (1, 'ld.volatile.global.u32 %r1, [%rd1];\n\tgriddepcontrol.wait;'), (1, 'prefetch.global.L2 [%rd1];')])
+    found = [kernel.begins_early() for kernel in profile.read_ptx(text)]
+    check('PTX: waits', found == [False, False, True, True], found)
+
+
+def test_cfg():
+    lines, last = ['digraph f {', 'subgraph "cluster__Z11kvpn_kernelILi8EEvi" {'], ''
+    for edge in EDGES:
+        one, to = edge.split(':')
+        if one != last:
+            lines += ['"%s"' % one, '[label="{<entry>%s:}"]' % one]
+        lines.append('"%s":exit0:e -> "%s":entry:n [style=solid];' % (one, to))
+        last = one
+    with tempfile.TemporaryDirectory() as folder:
+        count, text = printed(profile.draw, '\n'.join(lines + ['"d"', '}', '}']), folder)
+        dot = re.search(r'^ +5 +6 +2 +2  (\S+kvpn_kernel\S*\.dot)$', text, re.M)
+        check('control-flow graph: two loops', count == 1 and dot and os.path.getsize(dot.group(1)), text)
+
+
+def main():
+    for name, line, counters in JUDGED:
+        faults, text = printed(profile.judge_counters, counters)
+        wrong = re.findall(r'^NOT +(\w+):', text, re.M)
+        check('counters: ' + name, wrong == line.split() and bool(faults) == bool(line), text)
+    for name, lonely, said, counters in COMPARED:
+        code, text = printed(profile.print_comparison, altered('', ''), counters)
+        check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
+              len(re.findall(' only$', text, re.M)) == lonely, text)
+    test_sass()
+    test_ptx()
+    test_cfg()
+    print('%d passed, %d failed, 0 skipped' % (passed, failed))
+    return failed != 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())
