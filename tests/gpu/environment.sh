@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-# Shared by the scripts about GPUs, which read it with `. tests/gpu/environment.sh` in the top folder. CUDA_HOME, NVCC, CUDA_ARCH,
-# CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
+# Shared by the scripts about GPUs, which read it with `. tests/gpu/environment.sh` in the top folder. CUDA_HOME, NVCC,
+# CUDA_ARCH, CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 #
 # NVLink multicast stays off unless NCCL_NVLS_ENABLE says otherwise.
 
