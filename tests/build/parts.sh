@@ -18,7 +18,7 @@
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #     nccl_cuda     both for kvprim_nccl.h
-#     nccl_headers  kvprim_nccl.h with compilers of the host and the headers of several versions of NCCL
+#     nccl_headers  kvprim_nccl.h with compilers of the host, under sanitizers, and with the headers of several NCCLs
 #     compilers     zig, tcc, i386 and clang as CUDA compiler
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave defined
