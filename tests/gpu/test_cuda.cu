@@ -221,7 +221,7 @@ static void test_copies_on_write()
 
 static void test_random_transfers()
 {
-    fuzz(&memory, quick ? 300 : 5000, random_transfer);
+    fuzz(&memory, random_transfer);
 }
 
 /* Makes an index type that only a C caller can pass. */
@@ -249,12 +249,12 @@ static void test_bad_types()
 
 static void test_random_gathers()
 {
-    fuzz(&memory, quick ? 300 : 5000, random_gather);
+    fuzz(&memory, random_gather);
 }
 
 static void test_random_stores()
 {
-    fuzz(&memory, quick ? 300 : 5000, random_store);
+    fuzz(&memory, random_store);
 }
 
 /* ---- unpack ---- */
@@ -303,7 +303,7 @@ static void test_bad_unpacks()
 
 static void test_random_unpacks()
 {
-    fuzz(&memory, quick ? 300 : 5000, random_unpack);
+    fuzz(&memory, random_unpack);
 }
 
 /* ---- memory ---- */
@@ -1596,6 +1596,7 @@ int main(int argc, char **argv)
     if (!find_device())
         return finish();
     thin = quick ? 13 : 1;
+    fuzz_rounds = quick ? 300 : 5000;
     CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
     open_arena(&memory, size_t(288) << 20, &main_launch);
     brief ? run_brief() : run_quick();

@@ -136,12 +136,18 @@ static size_t offset_of(const arena *a, const void *p)
     return static_cast<size_t>(static_cast<const unsigned char *>(p) - a->expected);
 }
 
-template <class T> static T *on_device(const arena *a, T *p)
+/* Turns an address in one memory into that of the same byte in another. */
+template <class T> static T *moved(T *p, const void *from, const void *to)
 {
     if (!p)
         return nullptr;
-    return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(a->device) + reinterpret_cast<uintptr_t>(p) -
-                                 reinterpret_cast<uintptr_t>(a->expected));
+    return reinterpret_cast<T *>(reinterpret_cast<uintptr_t>(to) + reinterpret_cast<uintptr_t>(p) -
+                                 reinterpret_cast<uintptr_t>(from));
+}
+
+template <class T> static T *on_device(const arena *a, T *p)
+{
+    return moved(p, a->expected, a->device);
 }
 
 /* Rows are `stride` bytes apart, 0: without a gap. Every other field is zero. */
@@ -714,8 +720,9 @@ static void one_store(arena *a, const store_case *c)
     CHECK(try_store(a, &d, what) == RAN);
 }
 
-/* Every thin-th case of a matrix runs. */
+/* Every thin-th case of a matrix runs, and so many rounds of random descriptors. */
 static int thin = 1;
+static unsigned fuzz_rounds = 6000;
 
 static kvprim_index_type type_of(unsigned n)
 {
@@ -1320,8 +1327,9 @@ static outcome random_store(arena *a, unsigned round)
 }
 
 /* Enough descriptors must have run and been refused, or the test would test nothing. */
-static void fuzz(arena *a, unsigned rounds, outcome (*one)(arena *, unsigned))
+static void fuzz(arena *a, outcome (*one)(arena *, unsigned))
 {
+    const unsigned rounds = fuzz_rounds;
     unsigned n[3] = {0, 0, 0};
     for (unsigned round = 0; round < rounds; round++) {
         random_state = round * 7919 + 1;

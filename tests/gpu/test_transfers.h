@@ -26,9 +26,7 @@ struct device_transfer {
 
 template <class T> static T *on_source(const arena *a, T *p)
 {
-    arena there = *a;
-    there.device = source_of(a);
-    return on_device(&there, p);
+    return moved(p, a->expected, source_of(a));
 }
 
 device_transfer::device_transfer(const arena *a, const kvprim_transfer_desc &host) : d(host)
