@@ -169,16 +169,26 @@ static void test_counts()
     count_matrix(&memory, quick ? 2 << 20 : 60 << 20, counts, sizeof counts / sizeof *counts);
 }
 
+/* Runs a test with each of these limits of multiprocessors, with pdl and without. */
+static void with_options(const std::vector<int32_t> &limits, void (*test)(arena *))
+{
+    for (const int32_t max_sms : limits)
+        for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++) {
+            main_launch.max_sms = max_sms;
+            test(&memory);
+        }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
+static void small_moves(arena *a)
+{
+    small_matrix(a);
+    small_transfers(a);
+}
+
 static void test_options()
 {
-    static const int32_t max_sms[] = {0, 1, 8, 10000};
-    for (int n = 0; n < 8; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        small_matrix(&memory);
-        small_transfers(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
+    with_options({0, 1, 8, 10000}, small_moves);
 }
 
 static void test_null_launch()
@@ -195,17 +205,16 @@ static void test_transfer()
     transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
 }
 
+static void several_moves(arena *a)
+{
+    usual_moves(a);
+    random_moves(a, quick ? 40 : 300);
+    repointed_moves(a);
+}
+
 static void test_moves()
 {
-    static const int32_t max_sms[] = {0, 4};
-    for (int n = 0; n < 4; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        usual_moves(&memory);
-        random_moves(&memory, quick ? 40 : 300);
-        repointed_moves(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
+    with_options({0, 4}, several_moves);
 }
 
 /* Makes an index type that only a C caller can pass. */
@@ -258,39 +267,13 @@ static void test_unpack_counts()
 
 static void test_unpack_options()
 {
-    static const int32_t max_sms[] = {0, 1, 8, 10000};
-    for (int n = 0; n < 8; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        small_batches(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
+    with_options({0, 1, 8, 10000}, small_batches);
     memory.launch = nullptr;
     small_batches(&memory);
     memory.launch = &main_launch;
 }
 
 /* ---- memory ---- */
-
-/* All memory of a move is pinned host memory, including indices and counter; then all is managed memory. */
-static void test_other_memory()
-{
-    unsigned char *const device = memory.device;
-    const size_t bytes = size_t(24) << 20;
-    void *pinned, *mapped, *managed;
-    CUDA(cudaHostAlloc(&pinned, bytes, cudaHostAllocMapped));
-    CUDA(cudaHostGetDevicePointer(&mapped, pinned, 0));
-    memory.device = static_cast<unsigned char *>(mapped);
-    small_matrix(&memory);
-    small_batches(&memory);
-    CUDA(cudaMallocManaged(&managed, bytes));
-    memory.device = static_cast<unsigned char *>(managed);
-    small_matrix(&memory);
-    small_batches(&memory);
-    memory.device = device;
-    CUDA(cudaFreeHost(pinned));
-    CUDA(cudaFree(managed));
-}
 
 /* Memory of each kind, as the current device addresses it. */
 enum memory_kind { DEVICE, PINNED, MANAGED, PEER };
@@ -315,6 +298,23 @@ static unsigned char *open_memory(memory_kind kind, size_t bytes)
 static void close_memory(memory_kind kind, unsigned char *p)
 {
     CUDA(kind == PINNED ? cudaFreeHost(p) : cudaFree(p));
+}
+
+/* All memory of a move is of this kind, including indices and counter. */
+static void moves_in(memory_kind kind)
+{
+    unsigned char *const device = memory.device;
+    memory.device = open_memory(kind, size_t(24) << 20);
+    small_matrix(&memory);
+    small_batches(&memory);
+    close_memory(kind, memory.device);
+    memory.device = device;
+}
+
+static void test_other_memory()
+{
+    moves_in(PINNED);
+    moves_in(MANAGED);
 }
 
 /* Transfers to memory of one kind from that of another, first with the whole GPU, then with a part of it. */
@@ -358,12 +358,7 @@ static void test_peer_memory()
         transfers_between(PEER, kind);
         transfers_between(kind, PEER);
     }
-    unsigned char *const device = memory.device;
-    memory.device = open_memory(PEER, size_t(24) << 20);
-    small_matrix(&memory);
-    small_batches(&memory);
-    close_memory(PEER, memory.device);
-    memory.device = device;
+    moves_in(PEER);
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
@@ -584,6 +579,13 @@ static void test_many_slots()
 
 /* ---- graphs, chains, streams ---- */
 
+static void begin_capture()
+{
+    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+}
+
+static const size_t any_nodes = SIZE_MAX;
+
 static cudaGraphExec_t end_capture(size_t want_nodes)
 {
     cudaGraph_t graph;
@@ -591,16 +593,46 @@ static cudaGraphExec_t end_capture(size_t want_nodes)
     size_t n = 0;
     CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
     CUDA(cudaGraphGetNodes(graph, nullptr, &n));
-    if (n != want_nodes)
+    if (want_nodes != any_nodes && n != want_nodes)
         fail("the graph has %zu nodes, expected %zu", n, want_nodes);
     CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
     CUDA(cudaGraphDestroy(graph));
     return exec;
 }
 
-static void begin_capture()
+/* Captures what `enqueue` does, and replays it. Before each replay `prepare` sets what is expected and, in `got`, what
+   the GPU starts from. */
+template <class Enqueue, class Prepare>
+static void replay_graph(size_t nodes, int replays, const char *what, const Enqueue &enqueue, const Prepare &prepare)
 {
-    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+    begin_capture();
+    enqueue();
+    const cudaGraphExec_t exec = end_capture(nodes);
+    for (int replay = 0; replay < replays; replay++) {
+        prepare();
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        snprintf(current, sizeof current, "%s, pdl %d, replay %d", what, main_launch.pdl, replay);
+        compare(&memory);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+/* Runs the same from a stream, and from a graph, where the launches follow each other without a gap. `start`: what the
+   GPU starts from each time. */
+template <class Enqueue>
+static void run_and_replay(const std::vector<unsigned char> &start, size_t nodes, int replays, const char *what,
+                           const Enqueue &enqueue)
+{
+    const auto restart = [&] { memcpy(memory.got, start.data(), memory.used); };
+    restart();
+    upload(&memory);
+    enqueue();
+    download(&memory);
+    snprintf(current, sizeof current, "%s, pdl %d", what, main_launch.pdl);
+    compare(&memory);
+    replay_graph(nodes, replays, what, enqueue, restart);
 }
 
 /* Stores and gathers that follow each other in one arena. */
@@ -662,34 +694,16 @@ static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, in
     return c;
 }
 
-/* Runs a chain from a stream, and from a graph, where the launches follow each other without a gap. */
 static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
 {
     const int depth = 50;
     const chain c = make_chain(count, row_bytes, last, depth);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
-    char what[120];
+    char what[80];
     chain_on_host(&c);
-    memcpy(memory.got, start.data(), memory.used);
-    upload(&memory);
-    enqueue_chain(&c);
-    download(&memory);
-    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes, pdl %d", static_cast<long long>(count),
-             static_cast<long long>(row_bytes), main_launch.pdl);
-    compare_as(what);
-    begin_capture();
-    enqueue_chain(&c);
-    const cudaGraphExec_t exec = end_capture(2 * depth);
-    for (int replay = 0; replay < (quick ? 2 : 10); replay++) {
-        memcpy(memory.got, start.data(), memory.used);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        snprintf(what, sizeof what, "chain in a graph, replay %d: %lld rows of %lld bytes, pdl %d", replay,
-                 static_cast<long long>(count), static_cast<long long>(row_bytes), main_launch.pdl);
-        compare_as(what);
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes", static_cast<long long>(count),
+             static_cast<long long>(row_bytes));
+    run_and_replay(start, 2 * depth, quick ? 2 : 10, what, [&] { enqueue_chain(&c); });
 }
 
 static void test_chains()
@@ -705,25 +719,13 @@ static void test_chains()
 static void one_graph(int64_t count, int64_t row_bytes)
 {
     const chain c = make_chain(count, row_bytes, &layouts[4], 2);
-    begin_capture();
-    enqueue_chain(&c);
-    const cudaGraphExec_t exec = end_capture(4);
-    for (int replay = 0; replay < 6; replay++) {
-        fill(memory.expected, memory.used);
-        for (size_t i = 0; i < 2; i++) {
-            const kvprim_store_desc *const s = &c.stores[i];
-            const kvprim_gather_desc *const g = &c.gathers[i];
-            fill_index(const_cast<void *>(s->slot), s->slot_type, count, 0, s->k_cache.rows, true);
-            fill_index(const_cast<void *>(g->index), g->index_type, count, 0, g->src.rows, false);
-        }
+    const auto change_all = [&] {
+        refill(&memory);
         memcpy(memory.got, memory.expected, memory.used);
         chain_on_host(&c);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare_as("replay with other indices");
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    };
+    replay_graph(
+        4, 6, "other indices", [&] { enqueue_chain(&c); }, change_all);
 }
 
 static void test_graphs()
@@ -751,8 +753,8 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     std::vector<void *> cache(static_cast<size_t>(layers)), store(cache.size());
     empty(&memory);
     kvprim_transfer_desc out = {};
-    out.src = place_layers(&memory, &layouts[8], rows, row_bytes, 0, layers, true, cache.data(), &out.src_layer_stride);
-    out.dst = place_layers(&memory, &layouts[0], rows, row_bytes, 0, layers, true, store.data(), &out.dst_layer_stride);
+    out.src = place_layers(&memory, {8, 0}, rows, row_bytes, layers, true, cache.data(), &out.src_layer_stride);
+    out.dst = place_layers(&memory, {0, 0}, rows, row_bytes, layers, true, store.data(), &out.dst_layer_stride);
     out.src_layers = cache.data();
     out.dst_layers = store.data();
     out.layers = layers;
@@ -765,26 +767,19 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     std::swap(back.dst, back.src);
     std::swap(back.dst_layers, back.src_layers);
     std::swap(back.dst_index, back.src_index);
-    begin_capture();
-    {
+    const auto enqueue = [&] {
         device_transfer on(&memory, out), on_back(&memory, back);
         CHECK(kvprim_cuda_transfer(&on.d, &main_launch) == KVPRIM_OK);
         CHECK(kvprim_cuda_transfer(&on_back.d, &main_launch) == KVPRIM_OK);
         for (device_transfer *const gone : {&on, &on_back})
             memset(static_cast<void *>(gone), 0xa5, sizeof *gone);
-    }
-    const cudaGraphExec_t exec = end_capture(layers > 231 ? 4 : 2);
-    for (int replay = 0; replay < 4; replay++) {
-        fill(memory.expected, memory.used);
-        fill_index(const_cast<void *>(out.src_index), KVPRIM_I32, count, 0, rows, true);
+    };
+    const auto change_all = [&] {
+        refill(&memory);
         memcpy(memory.got, memory.expected, memory.used);
         CHECK(kvprim_transfer(&out) == KVPRIM_OK && kvprim_transfer(&back) == KVPRIM_OK);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare_as("replayed transfers");
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    };
+    replay_graph(layers > 231 ? 4 : 2, 4, "transfers", enqueue, change_all);
 }
 
 static void test_transfer_graphs()
@@ -994,43 +989,22 @@ static void enqueue_relay(const relay *r)
     }
 }
 
-static void compare_relay(const char *what, size_t count, uint64_t bytes, int round)
-{
-    snprintf(current, sizeof current, "%s: %zu fragments of %llu bytes, pdl %d, round %d", what, count,
-             static_cast<unsigned long long>(bytes), main_launch.pdl, round);
-    compare(&memory);
-}
-
 static void one_relay(size_t count, uint64_t bytes, sizes kind)
 {
-    relay r = make_relay(count, bytes, kind, 8);
+    const relay r = make_relay(count, bytes, kind, 8);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    char what[80];
     for (size_t s = 0; s < r.batches.size(); s++) {
         const kvprim_unpack_desc d = step_of(&r, s);
         CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     }
-    memcpy(memory.got, start.data(), memory.used);
-    upload(&memory);
-    enqueue_relay(&r);
-    download(&memory);
-    compare_relay("relay", count, bytes, 0);
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    begin_capture();
-    enqueue_relay(&r);
-    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
-    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
-    CUDA(cudaGraphDestroy(graph));
-    for (std::vector<kvprim_fragment> &f : r.batches)
-        memset(f.data(), 0xff, f.size() * sizeof f[0]);
-    for (int replay = 1; replay < (quick ? 3 : 6); replay++) {
-        memcpy(memory.got, start.data(), memory.used);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare_relay("relay in a graph", count, bytes, replay);
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    snprintf(what, sizeof what, "relay of %zu fragments of %llu bytes", count, static_cast<unsigned long long>(bytes));
+    run_and_replay(start, any_nodes, quick ? 2 : 5, what, [&] {
+        relay gone = r;
+        enqueue_relay(&gone);
+        for (std::vector<kvprim_fragment> &f : gone.batches)
+            memset(f.data(), 0xff, f.size() * sizeof f[0]);
+    });
 }
 
 /* Batches of one launch, and of several that overlap. */
@@ -1278,7 +1252,7 @@ static bool named(kvprim_status status, const char *field)
 #define UNREACHABLE(change, field)                                                                                     \
     d = good;                                                                                                          \
     d.change;                                                                                                          \
-    CHECK(named(run_on_gpu(&d, &main_launch), field))
+    CHECK(named(functions<decltype(d)>::gpu(&d, &main_launch), field))
 
 static void unreachable_gathers(void *host)
 {

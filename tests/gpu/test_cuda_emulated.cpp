@@ -76,14 +76,14 @@ static unsigned char *allocate_aligned(size_t bytes)
 static void test_counts()
 {
     static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 2048, 2049, 4096, 4097, 20000};
-    count_matrix(&memory, quick ? 1 << 18 : 1 << 21, counts, sizeof counts / sizeof *counts);
+    count_matrix(&memory, quick ? 1 << 17 : 1 << 21, counts, sizeof counts / sizeof *counts);
 }
 
 static void test_max_sms()
 {
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += quick ? 4 : 1) {
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += quick ? 5 : 1) {
         launch.pdl = launch.max_sms % 2;
         small_matrix(&memory);
         small_transfers(&memory);
@@ -95,7 +95,7 @@ static void test_transfer()
 {
     transfer_matrix(&memory);
     transfer_heads_apart(&memory);
-    transfer_counts(&memory, quick ? 1 << 18 : 4 << 20);
+    transfer_counts(&memory, quick ? 1 << 17 : 4 << 20);
 }
 
 /* A launch takes at least as many layers as the header says. */
@@ -150,11 +150,11 @@ static void test_moves()
 {
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
-    random_moves(&memory, quick ? 60 : 200);
+    random_moves(&memory, quick ? 30 : 200);
     repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
-        random_moves(&memory, quick ? 15 : 40);
+        random_moves(&memory, quick ? 10 : 40);
     memory.launch = nullptr;
 }
 
@@ -344,12 +344,18 @@ static void test_unlike_moves()
 
 static void test_unpack()
 {
-    batch_matrix(&memory, 700000);
+    batch_matrix(&memory, quick ? 100000 : 700000);
+}
+
+/* All short lengths, then some longer ones. */
+static size_t next_length(size_t bytes)
+{
+    return bytes + (bytes < 34 ? 1 : quick ? 251 : bytes < 300 ? 1 : 61);
 }
 
 static void test_unpack_lengths()
 {
-    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61)
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes = next_length(bytes))
         one_length(&memory, bytes, bytes % 2 != 0);
 }
 
@@ -374,7 +380,7 @@ static void test_unpack_options()
 {
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1) {
         launch.pdl = launch.max_sms % 2;
         small_batches(&memory);
     }
@@ -409,7 +415,7 @@ static void test_warps()
     const size_t most = warp_alignments * warp_slot(longest_warp_copy);
     unsigned char *const src = memory.expected + most;
     fill(src, most);
-    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61) {
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes = next_length(bytes)) {
         one_warp_length(src, memory.got, memory.expected, bytes, false);
         one_warp_length(src, memory.got, memory.expected, bytes, true);
     }
@@ -719,7 +725,8 @@ int main(int argc, char **argv)
         fprintf(stderr, "usage: %s [quick|all]\n", argv[0]);
         return 2;
     }
-    thin = all ? 1 : quick ? 13 : 3;
+    thin = all ? 1 : quick ? 31 : 3;
+    small_bytes = quick ? 1 << 16 : 1 << 20;
     fuzz_rounds = quick ? 1000 : 6000;
     memory.capacity = 24 << 20;
     memory.expected = allocate_aligned(memory.capacity);

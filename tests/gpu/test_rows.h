@@ -11,7 +11,7 @@
 #include <vector>
 
 /* What runs now. It is static so that it can be printed if AddressSanitizer ends the program. */
-static thread_local char current[320];
+static thread_local char current[600];
 
 /* ---- memory ---- */
 
@@ -23,6 +23,14 @@ struct named_table {
     int64_t row_bytes;
 };
 
+/* An index in the arena, and how it is filled. */
+struct placed_index {
+    void *data;
+    kvprim_index_type type;
+    int64_t count, base, rows, stride;
+    bool distinct;
+};
+
 /* All memory of one move: tables, indices and counter, with random bytes in and between them. Both sides start with the
    same contents. Descriptors hold addresses in `expected`. */
 struct arena {
@@ -31,6 +39,7 @@ struct arena {
     unsigned char *source;         /* where it finds what transfers read, which must not change; NULL: `device` */
     size_t capacity, used;
     int64_t index_room; /* how many indices there is memory for */
+    std::vector<placed_index> indices;
     const kvprim_cuda_launch *launch;
     std::vector<std::pair<size_t, size_t>> allowed; /* offset and bytes of what may be accessed */
     std::vector<unsigned char> taken;               /* per byte: 1 if it is written, or is of an index or the counter */
@@ -58,6 +67,7 @@ static void empty(arena *a)
 {
     a->used = 0;
     a->index_room = 0;
+    a->indices.clear();
     a->tables.clear();
 }
 
@@ -228,31 +238,19 @@ template <> struct on_gpu<kvprim_transfer_desc> {
 };
 typedef on_gpu<kvprim_transfer_desc> device_transfer;
 
-/* The functions for each kind of descriptor under one name. */
-#define OPERATION(name)                                                                                                \
-    [[maybe_unused]] static const char *name_of(const kvprim_##name##_desc *)                                          \
-    {                                                                                                                  \
-        return #name;                                                                                                  \
-    }                                                                                                                  \
-    [[maybe_unused]] static kvprim_status check(const kvprim_##name##_desc *d, kvprim_##name##_desc *resolved)         \
-    {                                                                                                                  \
-        return kvprim_##name##_check(d, resolved);                                                                     \
-    }                                                                                                                  \
-    [[maybe_unused]] static kvprim_status moves_of(const kvprim_##name##_desc *d, kvprim_move *moves)                  \
-    {                                                                                                                  \
-        return kvprim_##name##_moves(d, moves);                                                                        \
-    }                                                                                                                  \
-    [[maybe_unused]] static kvprim_status run_on_host(const kvprim_##name##_desc *d)                                   \
-    {                                                                                                                  \
-        return kvprim_##name(d);                                                                                       \
-    }                                                                                                                  \
-    [[maybe_unused]] static kvprim_status run_on_gpu(const kvprim_##name##_desc *d, const kvprim_cuda_launch *launch)  \
-    {                                                                                                                  \
-        return kvprim_cuda_##name(d, launch);                                                                          \
+/* What each kind of descriptor is for. */
+template <class Desc> struct functions;
+#define FUNCTIONS(operation)                                                                                           \
+    template <> struct functions<kvprim_##operation##_desc> {                                                          \
+        static constexpr const char *name = #operation;                                                                \
+        static constexpr auto check = kvprim_##operation##_check;                                                      \
+        static constexpr auto moves = kvprim_##operation##_moves;                                                      \
+        static constexpr auto host = kvprim_##operation;                                                               \
+        static constexpr auto gpu = kvprim_cuda_##operation;                                                           \
     }
-OPERATION(gather)
-OPERATION(store)
-OPERATION(transfer)
+FUNCTIONS(gather);
+FUNCTIONS(store);
+FUNCTIONS(transfer);
 
 /* ---- rows, as the contract states them ---- */
 
@@ -298,6 +296,7 @@ struct rows_move {
     int32_t layers;
     bool zero; /* a row without a source becomes zeros */
     uint32_t *rejected;
+    std::vector<std::pair<int64_t, int64_t>> rows; /* of dst and src, or less than 0 */
 };
 
 static side side_of(const char *name, const kvprim_table &table, const void *index = nullptr,
@@ -309,17 +308,23 @@ static side side_of(const char *name, const kvprim_table &table, const void *ind
 /* From resolved descriptors, not from kvprim's own moves, which are under test as well. */
 static std::vector<rows_move> rows_of(const kvprim_gather_desc *d)
 {
-    return {{side_of("dst", d->dst), side_of("src", d->src, d->index, d->index_type, d->index_base, d->index_stride),
-             d->row_bytes, d->count, 1, true, d->rejected}};
+    return {{side_of("dst", d->dst),
+             side_of("src", d->src, d->index, d->index_type, d->index_base, d->index_stride),
+             d->row_bytes,
+             d->count,
+             1,
+             true,
+             d->rejected,
+             {}}};
 }
 
 static std::vector<rows_move> rows_of(const kvprim_store_desc *d)
 {
     const side k = side_of("k_cache", d->k_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
     const side v = side_of("v_cache", d->v_cache, d->slot, d->slot_type, d->slot_base, d->slot_stride);
-    std::vector<rows_move> moves = {{k, side_of("k", d->k), d->k_bytes, d->count, 1, false, d->rejected}};
+    std::vector<rows_move> moves = {{k, side_of("k", d->k), d->k_bytes, d->count, 1, false, d->rejected, {}}};
     if (d->v_cache.data)
-        moves.push_back({v, side_of("v", d->v), d->v_bytes, d->count, 1, false, nullptr});
+        moves.push_back({v, side_of("v", d->v), d->v_bytes, d->count, 1, false, nullptr, {}});
     return moves;
 }
 
@@ -331,7 +336,7 @@ static std::vector<rows_move> rows_of(const kvprim_transfer_desc *d)
                        d->src_index_base, d->src_index_stride);
     dst.layers = d->dst_layers, dst.layer_stride = d->dst_layer_stride;
     src.layers = d->src_layers, src.layer_stride = d->src_layer_stride;
-    return {{dst, src, d->row_bytes, d->count, d->layers, false, d->rejected}};
+    return {{dst, src, d->row_bytes, d->count, d->layers, false, d->rejected, {}}};
 }
 
 static kvprim_table layer_of(const side *s, int32_t l)
@@ -429,8 +434,8 @@ static bool visit_layer(arena *a, const rows_move *m, int32_t l, bool write)
     const kvprim_table t = layer_of(s, l);
     bool good = !s->index || reachable(a, &t, m->row_bytes);
     a->tables.push_back({s->name, l, t, m->row_bytes});
-    for (int64_t i = 0; good && i < m->count; i++) {
-        const int64_t to = row_at(&m->dst, i), from = row_at(&m->src, i);
+    for (size_t i = 0; good && i < m->rows.size(); i++) {
+        const int64_t to = m->rows[i].first, from = m->rows[i].second;
         const bool writes = to >= 0 && (from >= 0 || m->zero), reads = from >= 0 && (to >= 0 || !m->src.index);
         good = (write ? !writes : !reads) || visit(a, &t, m->row_bytes, write ? to : from, write);
     }
@@ -438,19 +443,38 @@ static bool visit_layer(arena *a, const rows_move *m, int32_t l, bool write)
 }
 
 /* Visits indices and counters, then all that is written; then checks that none of it is read. */
-static bool visit_moves(arena *a, const std::vector<rows_move> &moves)
+static bool visit_moves(arena *a, std::vector<rows_move> moves)
 {
     bool good = true;
-    for (const rows_move &m : moves) {
+    for (rows_move &m : moves) {
         if (m.rejected)
             visit_word(a, m.rejected, 4);
         good = good && visit_index(a, &m.dst, m.count) && visit_index(a, &m.src, m.count);
+        for (int64_t i = 0; good && i < m.count; i++)
+            m.rows.push_back({row_at(&m.dst, i), row_at(&m.src, i)});
     }
     for (const bool write : {true, false})
         for (const rows_move &m : moves)
             for (int32_t l = 0; good && l < m.layers; l++)
                 good = visit_layer(a, &m, l, write);
     return good;
+}
+
+/* Adds to `current` how the rows lie. */
+static void describe(const std::vector<rows_move> &moves)
+{
+    size_t n = strlen(current);
+    for (const rows_move &m : moves)
+        for (const side *const s : {&m.dst, &m.src}) {
+            const kvprim_table &t = s->table;
+            if (n < sizeof current)
+                n += static_cast<size_t>(
+                    snprintf(current + n, sizeof current - n,
+                             "; %s %p + %td, %d x %td rows of %td bytes %td apart, %td a page %td apart, %d heads %td "
+                             "apart, index type %d, base %td, stride %td",
+                             s->name, t.data, s->layer_stride, m.layers, t.rows, m.row_bytes, t.stride, t.page_rows,
+                             t.page_stride, t.heads, t.head_stride, s->index ? s->type : 0, s->base, s->stride));
+        }
 }
 
 /* ---- one call, by the host function and by the code under test ---- */
@@ -518,34 +542,35 @@ template <class Desc> static outcome try_move(arena *a, const Desc *desc, const 
 {
     const on_gpu<Desc> on(a, *desc);
     Desc resolved = {};
-    snprintf(current, sizeof current, "%s: %s", name_of(desc), what);
+    snprintf(current, sizeof current, "%s: %s", functions<Desc>::name, what);
     (void)kvprim_fail(KVPRIM_OK, "-");
-    const kvprim_status want = check(&on.d, nullptr);
+    const kvprim_status want = functions<Desc>::check(&on.d, nullptr);
     const std::string want_text = kvprim_last_error();
     const bool runs = want == KVPRIM_OK && desc->count > 0;
     start_visit(a);
-    if (runs && (check(desc, &resolved) != KVPRIM_OK || !visit_moves(a, rows_of(&resolved))))
+    if (runs && (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_moves(a, rows_of(&resolved))))
         return OUTSIDE;
+    if (runs)
+        describe(rows_of(&resolved));
     return run_both(
-        a, want, want_text, runs, [&] { return run_on_host(desc); }, [&] { return run_on_gpu(&on.d, a->launch); });
+        a, want, want_text, runs, [&] { return functions<Desc>::host(desc); },
+        [&] { return functions<Desc>::gpu(&on.d, a->launch); });
 }
 
 /* ---- layouts and indices ---- */
 
 /* heads_inside: the heads of a row follow each other, as in a token-major cache. */
 struct layout {
-    const char *name;
     int64_t pad, page_rows, page_pad;
     int32_t heads;
     bool heads_inside;
 };
 
+/* Packed rows, strided ones; pages, padded, of one row, one page only; heads in pages, padded, without pages; ... */
 static const layout layouts[] = {
-    {"packed", 0, 0, 0, 0, false},        {"strided 48", 48, 0, 0, 0, false},   {"strided 24", 24, 0, 0, 0, false},
-    {"strided 4", 4, 0, 0, 0, false},     {"paged", 0, 16, 0, 0, false},        {"padded pages", 7, 5, 33, 0, false},
-    {"pages of 1", 0, 1, 32, 0, false},   {"one page", 0, 128, 0, 0, false},    {"HND pages", 0, 16, 0, 4, false},
-    {"HND padded", 3, 4, 11, 2, false},   {"HND unpaged", 0, 0, 0, 4, false},   {"HND of 8", 16, 8, 0, 8, false},
-    {"heads inside", 16, 16, 0, 4, true}, {"HND pages of 6", 0, 6, 0, 2, false}};
+    {0, 0, 0, 0, false},  {48, 0, 0, 0, false}, {24, 0, 0, 0, false},  {4, 0, 0, 0, false},  {0, 16, 0, 0, false},
+    {7, 5, 33, 0, false}, {0, 1, 32, 0, false}, {0, 128, 0, 0, false}, {0, 16, 0, 4, false}, {3, 4, 11, 2, false},
+    {0, 0, 0, 4, false},  {16, 8, 0, 8, false}, {16, 16, 0, 4, true},  {0, 6, 0, 2, false}};
 enum { n_layouts = sizeof layouts / sizeof *layouts };
 
 /* Returns the layout's table with every field filled in, and how many bytes it spans. */
@@ -606,31 +631,39 @@ static std::vector<int64_t> shuffled(int64_t rows)
 
 /* Fills in rows, padding, indices past the end, and indices far out. `distinct`: no row occurs twice, and count is at
    most rows. */
-static void fill_index(void *index, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
-                       int64_t stride = 1)
+static void fill_index(const placed_index &x)
 {
-    const std::vector<int64_t> order = shuffled(distinct ? rows : 0);
-    for (int64_t i = 0; i < count; i++) {
+    const std::vector<int64_t> order = shuffled(x.distinct ? x.rows : 0);
+    for (int64_t i = 0; i < x.count; i++) {
         const int64_t row =
-            distinct ? order[static_cast<size_t>(i)] : static_cast<int64_t>(below(static_cast<uint64_t>(rows)));
+            x.distinct ? order[static_cast<size_t>(i)] : static_cast<int64_t>(below(static_cast<uint64_t>(x.rows)));
         const uint64_t kind = below(12);
-        int64_t value = base + (kind == 1 ? rows : kind == 2 ? -1 : row);
+        int64_t value = x.base + (kind == 1 ? x.rows : kind == 2 ? -1 : row);
         if (kind == 0)
-            value = wild(type);
-        if (distinct && kind == 0 && ruled(value, base, rows) >= 0)
-            value = base + row;
-        set_index(index, type, i * stride, value);
+            value = wild(x.type);
+        if (x.distinct && kind == 0 && ruled(value, x.base, x.rows) >= 0)
+            value = x.base + row;
+        set_index(x.data, x.type, i * x.stride, value);
     }
+}
+
+/* Fills all memory, and the indices in it, with other contents. */
+static void refill(arena *a)
+{
+    fill(a->expected, a->used);
+    for (const placed_index &x : a->indices)
+        fill_index(x);
 }
 
 /* Every stride-th element is an index, the others are noise. */
 static void *place_index(arena *a, kvprim_index_type type, int64_t count, int64_t base, int64_t rows, bool distinct,
-                         int64_t stride = 0)
+                         int64_t stride = 1)
 {
     const size_t width = type == KVPRIM_I64 ? 8 : 4;
-    const int64_t elements = stride > 1 && count > 0 ? (count - 1) * stride + 1 : count;
+    const int64_t step = stride ? stride : 1, elements = count > 0 ? (count - 1) * step + 1 : 0;
     void *const index = reserve(a, static_cast<size_t>(elements) * width, width * below(4));
-    fill_index(index, type, count, base, rows, distinct, stride > 1 ? stride : 1);
+    a->indices.push_back({index, type, count, base, rows, step, distinct});
+    fill_index(a->indices.back());
     a->index_room = elements > a->index_room ? elements : a->index_room;
     return index;
 }
@@ -646,106 +679,11 @@ static const int64_t index_strides[] = {0, 1, 2, 0, 3, 0, 5, 0}; /* in elements;
 
 /* ---- the matrix ---- */
 
-struct gather_case {
-    int64_t row_bytes;
-    const layout *dst_layout, *src_layout;
-    size_t dst_align, src_align;
-    int64_t count, src_rows, base;
-    kvprim_index_type type;
-    bool counted;
-};
-
-static void one_gather(arena *a, const gather_case *c)
-{
-    empty(a);
-    const kvprim_table dst = place(a, c->dst_layout, c->count, c->row_bytes, c->dst_align);
-    const kvprim_table src = place(a, c->src_layout, c->src_rows, c->row_bytes, c->src_align);
-    const int64_t stride = index_strides[below(8)];
-    const void *const index = place_index(a, c->type, c->count, c->base, c->src_rows, false, stride);
-    kvprim_gather_desc d =
-        gather_of(dst, src, c->row_bytes, index, c->type, c->base, c->count, c->counted ? reserve_counter(a) : nullptr);
-    d.index_stride = stride;
-    char what[240];
-    snprintf(what, sizeof what,
-             "%lld rows of %lld bytes, %s <- %s, alignments %zu and %zu, base %lld, int%d, index stride %lld",
-             static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->dst_layout->name,
-             c->src_layout->name, c->dst_align, c->src_align, static_cast<long long>(c->base),
-             c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(stride));
-    CHECK(try_move(a, &d, what) == RAN);
-}
-
-/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token follow each other. INTERLEAVED: the cache
-   is [page][K or V][row], and the inputs are separate. */
-enum store_form { K_ONLY, PACKED, APART, INTERLEAVED };
-static const unsigned n_forms = 4;
-static const char *const form_names[] = {"K only", "packed QKV", "K and V apart", "interleaved caches"};
-
-struct store_case {
-    int64_t k_bytes, v_bytes;
-    const layout *cache_layout, *input_layout;
-    size_t cache_align, input_align;
-    int64_t count, rows, base;
-    kvprim_index_type type;
-    store_form form;
-    bool counted;
-};
-
-static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
-{
-    if (c->form != PACKED) {
-        d->k = place(a, c->input_layout, c->count, c->k_bytes, c->input_align);
-        d->v = place(a, c->input_layout, c->count, c->v_bytes, (c->input_align * 5 + 3) % 16);
-        return;
-    }
-    const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
-    char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input_align));
-    d->k = table_of(qkv + q_bytes, c->count, token);
-    d->v = table_of(qkv + q_bytes + c->k_bytes, c->count, token);
-}
-
-static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
-{
-    if (c->form != INTERLEAVED) {
-        d->k_cache = place(a, c->cache_layout, c->rows, c->k_bytes, c->cache_align);
-        d->v_cache = place(a, c->cache_layout, c->rows, c->v_bytes, (c->cache_align * 3 + 16 - c->input_align) % 16);
-        return;
-    }
-    const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
-    const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
-    char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache_align));
-    d->k_cache = pages_of(cache, c->rows, page_rows, page);
-    d->v_cache = pages_of(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
-}
-
-static void one_store(arena *a, const store_case *c)
-{
-    empty(a);
-    kvprim_store_desc d = {};
-    place_inputs(a, c, &d);
-    place_caches(a, c, &d);
-    d.k_bytes = c->k_bytes;
-    d.v_bytes = c->v_bytes;
-    d.slot_stride = index_strides[below(8)];
-    d.slot = place_index(a, c->type, c->count, c->base, c->rows, true, d.slot_stride);
-    d.slot_type = c->type;
-    d.slot_base = c->base;
-    d.count = c->count;
-    d.rejected = c->counted ? reserve_counter(a) : nullptr;
-    if (c->form == K_ONLY)
-        drop_v(&d);
-    char what[260];
-    snprintf(
-        what, sizeof what,
-        "%lld rows of %lld and %lld bytes, %s, %s <- %s, alignments %zu and %zu, base %lld, int%d, slot stride %lld",
-        static_cast<long long>(c->count), static_cast<long long>(c->k_bytes), static_cast<long long>(c->v_bytes),
-        form_names[c->form], c->cache_layout->name, c->input_layout->name, c->cache_align, c->input_align,
-        static_cast<long long>(c->base), c->type == KVPRIM_I64 ? 64 : 32, static_cast<long long>(d.slot_stride));
-    CHECK(try_move(a, &d, what) == RAN);
-}
-
-/* Every thin-th case of a matrix runs, and so many rounds of random descriptors. */
+/* Every thin-th case of a matrix runs, and so many rounds of random descriptors. small_bytes: at most, of a table where
+   many options are tried. */
 static int thin = 1;
 static unsigned fuzz_rounds = 6000;
+static int64_t small_bytes = 1 << 20;
 
 static kvprim_index_type type_of(unsigned n)
 {
@@ -757,17 +695,105 @@ static int64_t rows_for(int64_t row_bytes)
     return row_bytes <= 2100 ? 37 : 7;
 }
 
-/* Runs case n. Whatever is not given follows from n. */
-static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
-                            size_t dst_align, size_t src_align)
+/* Where rows lie: which layout, and how many bytes past a multiple of 64. */
+struct lie {
+    unsigned layout;
+    size_t align;
+};
+
+static kvprim_table place(arena *a, const lie &l, int64_t rows, int64_t row_bytes)
 {
-    const gather_case c = {row_bytes,           &layouts[dst_layout],    &layouts[src_layout], dst_align,  src_align,
-                           rows_for(row_bytes), rows_for(row_bytes) - 5, bases[n / 2 % 4],     type_of(n), n % 3 != 0};
-    one_gather(a, &c);
+    return place(a, &layouts[l.layout], rows, row_bytes, l.align);
 }
 
-typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
-                           size_t dst_align, size_t src_align);
+/* Makes case n. Whatever is not given follows from n. */
+static kvprim_gather_desc make_gather(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from,
+                                      int64_t count, int64_t src_rows)
+{
+    kvprim_gather_desc d = {};
+    d.dst = place(a, to, count, row_bytes);
+    d.src = place(a, from, src_rows, row_bytes);
+    d.row_bytes = row_bytes, d.count = count;
+    d.index_type = type_of(n), d.index_base = bases[n / 2 % 4], d.index_stride = index_strides[below(8)];
+    d.index = place_index(a, d.index_type, count, d.index_base, src_rows, false, d.index_stride);
+    d.rejected = n % 3 ? reserve_counter(a) : nullptr;
+    return d;
+}
+
+static void one_gather(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from, int64_t count,
+                       int64_t src_rows)
+{
+    empty(a);
+    const kvprim_gather_desc d = make_gather(a, n, row_bytes, to, from, count, src_rows);
+    CHECK(try_move(a, &d, "a case") == RAN);
+}
+
+/* Where the inputs and caches of a store lie. PACKED: Q, K and V of a token follow each other. INTERLEAVED: the cache
+   is [page][K or V][row], and the inputs are separate. */
+enum store_form { K_ONLY, PACKED, APART, INTERLEAVED };
+static const unsigned n_forms = 4;
+
+struct store_case {
+    int64_t k_bytes, v_bytes;
+    lie cache, input;
+    int64_t count, rows;
+    store_form form;
+};
+
+static void place_inputs(arena *a, const store_case *c, kvprim_store_desc *d)
+{
+    if (c->form != PACKED) {
+        d->k = place(a, c->input, c->count, c->k_bytes);
+        d->v = place(a, {c->input.layout, (c->input.align * 5 + 3) % 16}, c->count, c->v_bytes);
+        return;
+    }
+    const int64_t q_bytes = c->k_bytes * 2, token = q_bytes + c->k_bytes + c->v_bytes;
+    char *const qkv = static_cast<char *>(reserve(a, static_cast<size_t>(c->count * token), c->input.align));
+    d->k = table_of(qkv + q_bytes, c->count, token);
+    d->v = table_of(qkv + q_bytes + c->k_bytes, c->count, token);
+}
+
+static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
+{
+    if (c->form != INTERLEAVED) {
+        d->k_cache = place(a, c->cache, c->rows, c->k_bytes);
+        d->v_cache = place(a, {c->cache.layout, (c->cache.align * 3 + 16 - c->input.align) % 16}, c->rows, c->v_bytes);
+        return;
+    }
+    const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
+    const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
+    char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache.align));
+    d->k_cache = pages_of(cache, c->rows, page_rows, page);
+    d->v_cache = pages_of(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
+}
+
+static kvprim_store_desc make_store(arena *a, unsigned n, const store_case &c)
+{
+    kvprim_store_desc d = {};
+    place_inputs(a, &c, &d);
+    place_caches(a, &c, &d);
+    d.k_bytes = c.k_bytes, d.v_bytes = c.v_bytes, d.count = c.count;
+    d.slot_type = type_of(n), d.slot_base = bases[n / 2 % 4], d.slot_stride = index_strides[below(8)];
+    d.slot = place_index(a, d.slot_type, c.count, d.slot_base, c.rows, true, d.slot_stride);
+    d.rejected = n % 3 ? reserve_counter(a) : nullptr;
+    if (c.form == K_ONLY)
+        drop_v(&d);
+    return d;
+}
+
+static void one_store(arena *a, unsigned n, const store_case &c)
+{
+    empty(a);
+    const kvprim_store_desc d = make_store(a, n, c);
+    CHECK(try_move(a, &d, "a case") == RAN);
+}
+
+static void numbered_gather(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from)
+{
+    one_gather(a, n, row_bytes, to, from, rows_for(row_bytes), rows_for(row_bytes) - 5);
+}
+
+typedef void numbered_move(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from);
 
 /* Combines every size with every pair of layouts, and every size with every pair of alignments. */
 static void size_matrix(arena *a, numbered_move *move)
@@ -775,12 +801,12 @@ static void size_matrix(arena *a, numbered_move *move)
     const unsigned step = static_cast<unsigned>(thin);
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned l = s % step; l < n_layouts * n_layouts; l += step)
-            move(a, l + s, row_sizes[s], l % n_layouts, l / n_layouts, (l * 5 + s) % 4 ? 0 : l % 16,
-                 (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16);
+            move(a, l + s, row_sizes[s], {l % n_layouts, (l * 5 + s) % 4 ? 0 : l % 16},
+                 {l / n_layouts, (l * 3 + s) % 4 ? 0 : (l * 7 + s) % 16});
     for (unsigned s = 0; s < n_row_sizes; s++)
         for (unsigned align = s % step; align < 256; align += step)
-            move(a, align + s, row_sizes[s], (align + s) % 5 ? 0 : 5, (align + s) % 3 ? 0 : align % n_layouts,
-                 align % 16, align / 16);
+            move(a, align + s, row_sizes[s], {(align + s) % 5 ? 0u : 5u, align % 16},
+                 {(align + s) % 3 ? 0 : align % n_layouts, align / 16});
 }
 
 static void gather_matrix(arena *a)
@@ -788,23 +814,18 @@ static void gather_matrix(arena *a)
     size_matrix(a, numbered_gather);
 }
 
-static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_bytes, unsigned cache_layout,
-                           size_t cache_align, size_t input_align)
+static void numbered_store(arena *a, unsigned n, int64_t k_bytes, int64_t v_bytes, unsigned layout, size_t cache_align,
+                           size_t input_align)
 {
     const int64_t count = rows_for(k_bytes > v_bytes ? k_bytes : v_bytes);
-    const store_case c = {k_bytes,
-                          v_bytes,
-                          &layouts[cache_layout],
-                          &layouts[n / 3 % n_layouts],
-                          cache_align,
-                          input_align,
-                          count,
-                          count + 11,
-                          bases[n / 2 % 4],
-                          type_of(n),
-                          static_cast<store_form>(n / 4 % n_forms),
-                          n % 3 != 0};
-    one_store(a, &c);
+    one_store(a, n,
+              {k_bytes,
+               v_bytes,
+               {layout, cache_align},
+               {n / 3 % n_layouts, input_align},
+               count,
+               count + 11,
+               static_cast<store_form>(n / 4 % n_forms)});
 }
 
 /* In every other case K and V are equally wide. */
@@ -830,23 +851,10 @@ static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, si
         for (unsigned i = 0; i < n_counts; i++) {
             if (counts[i] * sizes[s] > most_bytes)
                 continue;
-            const int64_t rows = counts[i] + 3;
-            const gather_case g = {
-                sizes[s], &layouts[s % 2 * 4], &layouts[i % 2 * 4], 0, 0, counts[i], rows, 1, type_of(s + i), true};
-            const store_case t = {sizes[s],
-                                  sizes[s] - sizes[s] % 16 / 2,
-                                  &layouts[i % 2 * 4],
-                                  &layouts[0],
-                                  0,
-                                  0,
-                                  counts[i],
-                                  rows,
-                                  0,
-                                  type_of(s + i),
-                                  s % 3 ? APART : K_ONLY,
-                                  true};
-            one_gather(a, &g);
-            one_store(a, &t);
+            const int64_t count = counts[i], rows = count + 3, v_bytes = sizes[s] - sizes[s] % 16 / 2;
+            const unsigned n = 3 * (s + i) + 1; /* with a counter */
+            one_gather(a, n, sizes[s], {s % 2 * 4, 0}, {i % 2 * 4, 0}, count, rows);
+            one_store(a, n, {sizes[s], v_bytes, {i % 2 * 4, 0}, {0, 0}, count, rows, s % 3 ? APART : K_ONLY});
         }
 }
 
@@ -856,11 +864,11 @@ static void small_matrix(arena *a)
     static const int64_t sizes[] = {1, 12, 16, 100, 128, 256, 257, 512, 1000, 1152, 2048, 4096, 8192, 20000};
     for (unsigned s = 0; s < sizeof sizes / sizeof *sizes; s++)
         for (unsigned l = 0; l < n_layouts; l++) {
-            numbered_gather(a, l + s, sizes[s], l, (l + s) % n_layouts, l % 2 * s, 0);
+            numbered_gather(a, l + s, sizes[s], {l, l % 2 * s}, {(l + s) % n_layouts, 0});
             numbered_store(a, l + s, sizes[s], sizes[(s + l) % 2 ? s : 3], l, 0, l % 3 ? 0 : s);
         }
     static const int64_t counts[] = {1, 33, 1000, 5000};
-    count_matrix(a, 1 << 20, counts, 4);
+    count_matrix(a, small_bytes, counts, 4);
 }
 
 /* ---- uses ---- */
@@ -911,7 +919,6 @@ static void row_tails(arena *a)
     for (int64_t row_bytes = 1; row_bytes <= 160; row_bytes += row_bytes < 48 ? 1 : 13) {
         const int64_t rows = 9, count = 7, stride = (row_bytes + 16) / 16 * 16;
         const size_t cache_bytes = static_cast<size_t>(rows * stride), bytes = static_cast<size_t>(count * stride);
-        char what[40];
         empty(a);
         const kvprim_table cache = table_of(reserve(a, cache_bytes, 0), rows, stride);
         const kvprim_table input = table_of(reserve(a, bytes, 0), count, stride);
@@ -922,10 +929,9 @@ static void row_tails(arena *a)
             store.v = table_of(reserve(a, bytes, 0), count, stride);
             store.v_bytes = row_bytes + 1;
         }
-        snprintf(what, sizeof what, "tail of %lld bytes", static_cast<long long>(row_bytes));
-        CHECK(try_move(a, &store, what) == RAN);
+        CHECK(try_move(a, &store, "tails") == RAN);
         const kvprim_gather_desc gather = gather_of(input, cache, row_bytes, index, KVPRIM_I32, 0, count, nullptr);
-        CHECK(try_move(a, &gather, what) == RAN);
+        CHECK(try_move(a, &gather, "tails") == RAN);
     }
 }
 
@@ -936,7 +942,6 @@ static void row_parts(arena *a)
                                        {512, 1024}, {256, 128}, {128, 256},   {2048, 1024}, {64, 128}};
     for (const int64_t(&bytes)[2] : sizes) {
         const int64_t rows = 70, count = 60;
-        char what[60];
         empty(a);
         kvprim_store_desc d = {};
         d.k_cache = place(a, &layouts[0], rows, bytes[0], 0), d.k = place(a, &layouts[0], count, bytes[0], 0);
@@ -944,14 +949,12 @@ static void row_parts(arena *a)
             d.v_cache = place(a, &layouts[0], rows, bytes[1], 0), d.v = place(a, &layouts[0], count, bytes[1], 0);
         d.k_bytes = bytes[0], d.v_bytes = bytes[1], d.count = count, d.slot_type = KVPRIM_I32;
         d.slot = place_index(a, KVPRIM_I32, count, 0, rows, true);
-        snprintf(what, sizeof what, "parts of %lld and %lld bytes", static_cast<long long>(bytes[0]),
-                 static_cast<long long>(bytes[1]));
-        CHECK(try_move(a, &d, what) == RAN);
+        CHECK(try_move(a, &d, "parts") == RAN);
         kvprim_gather_desc gather = gather_of(d.k, d.k_cache, bytes[0], d.slot, KVPRIM_I32, 0, count, nullptr);
-        CHECK(try_move(a, &gather, what) == RAN);
+        CHECK(try_move(a, &gather, "parts") == RAN);
         gather.src.rows = rows / 2 - 1, gather.src.stride = 2 * bytes[0] + 16;
         gather.src.heads = 2, gather.src.head_stride = bytes[0] / 2 + 8;
-        CHECK(try_move(a, &gather, what) == RAN);
+        CHECK(try_move(a, &gather, "parts") == RAN);
     }
 }
 
@@ -1164,7 +1167,7 @@ template <class Desc> static void bad_launches(arena *a, const Desc &good)
                  {0, 0, 1, "launch.reserved"}};
     const on_gpu<Desc> on(a, good);
     const Desc none = {};
-    const std::string function = std::string("kvprim_cuda_") + name_of(&good) + ": ";
+    const std::string function = std::string("kvprim_cuda_") + functions<Desc>::name + ": ";
     memcpy(a->got, a->expected, a->used);
     start_visit(a);
     before(a);
@@ -1172,11 +1175,10 @@ template <class Desc> static void bad_launches(arena *a, const Desc &good)
         kvprim_cuda_launch bad = launch_like(a, c.pdl, c.max_sms);
         bad.reserved = c.reserved;
         snprintf(current, sizeof current, "%spdl %d, max_sms %d", function.c_str(), c.pdl, c.max_sms);
-        CHECK(run_on_gpu(&none, &bad) == KVPRIM_OK);
-        CHECK_ERROR(run_on_gpu(&on.d, &bad), KVPRIM_ERROR_ARGUMENT, (function + c.field).c_str());
+        CHECK(functions<Desc>::gpu(&none, &bad) == KVPRIM_OK);
+        CHECK_ERROR(functions<Desc>::gpu(&on.d, &bad), KVPRIM_ERROR_ARGUMENT, (function + c.field).c_str());
     }
-    CHECK_ERROR(run_on_gpu(static_cast<const Desc *>(nullptr), a->launch), KVPRIM_ERROR_NULL,
-                (function + "desc is NULL").c_str());
+    CHECK_ERROR(functions<Desc>::gpu(nullptr, a->launch), KVPRIM_ERROR_NULL, (function + "desc is NULL").c_str());
     after(a, false);
     compare(a);
 }

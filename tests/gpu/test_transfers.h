@@ -3,6 +3,7 @@
 #ifndef TEST_TRANSFERS_H
 #define TEST_TRANSFERS_H
 
+#include <algorithm>
 #include <functional>
 #include <memory>
 
@@ -11,8 +12,7 @@
 /* indexed, apart: bit 0 is for dst, bit 1 for src. apart: each layer has its own memory, found by a pointer. */
 struct transfer_case {
     int64_t row_bytes;
-    const layout *dst_layout, *src_layout;
-    size_t dst_align, src_align;
+    lie to, from;
     int64_t count;
     int32_t layers;
     unsigned indexed, apart;
@@ -21,12 +21,12 @@ struct transfer_case {
 };
 
 /* Places the layers of one side and puts pointers to them into `starts`. Layers that lie apart are in reverse order. */
-static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align,
-                                 int32_t layers, bool apart, void **starts, int64_t *layer_stride)
+static kvprim_table place_layers(arena *a, const lie &l, int64_t rows, int64_t row_bytes, int32_t layers, bool apart,
+                                 void **starts, int64_t *layer_stride)
 {
     size_t span;
-    kvprim_table t = lay_out(l, rows, row_bytes, &span);
-    const size_t step = align ? span + 7 : (span + 31) / 16 * 16;
+    kvprim_table t = lay_out(&layouts[l.layout], rows, row_bytes, &span);
+    const size_t align = l.align, step = align ? span + 7 : (span + 31) / 16 * 16;
     *layer_stride = apart ? 0 : static_cast<int64_t>(step);
     char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
     for (int32_t n = 0; n < layers; n++)
@@ -40,12 +40,14 @@ static void place_mapping(arena *a, kvprim_transfer_desc *d)
 {
     const size_t width = d->index_type == KVPRIM_I64 ? 8 : 4;
     char *const mapping = static_cast<char *>(reserve(a, 2 * static_cast<size_t>(d->count) * width, 0));
-    fill_index(mapping, d->index_type, d->count, 0, d->src.rows, false, 2);
-    fill_index(mapping + width, d->index_type, d->count, 0, d->dst.rows, true, 2);
+    a->indices.push_back({mapping, d->index_type, d->count, 0, d->src.rows, 2, false});
+    a->indices.push_back({mapping + width, d->index_type, d->count, 0, d->dst.rows, 2, true});
+    fill_index(a->indices.end()[-2]);
+    fill_index(a->indices.back());
     d->src_index = mapping;
     d->dst_index = mapping + width;
     d->src_index_stride = d->dst_index_stride = 2;
-    a->index_room = 2 * d->count;
+    a->index_room = std::max(a->index_room, 2 * d->count);
 }
 
 /* Each side has its own base and stride, and sometimes its own type. indexed: bit 0 is for dst, bit 1 for src. */
@@ -73,49 +75,35 @@ static void place_indices(arena *a, kvprim_transfer_desc *d, unsigned indexed, k
                                    d->src_index_stride);
 }
 
-static void one_transfer(arena *a, const transfer_case *c)
+/* dst_bases and src_bases have room for a pointer for each layer. */
+static kvprim_transfer_desc make_transfer(arena *a, const transfer_case &c, void **dst_bases, void **src_bases)
+{
+    const int64_t dst_rows = c.count + (c.indexed & 1 ? 9 : 0), src_rows = c.count + (c.indexed & 2 ? 4 : 2);
+    kvprim_transfer_desc d = {};
+    d.dst = place_layers(a, c.to, dst_rows, c.row_bytes, c.layers, c.apart & 1, dst_bases, &d.dst_layer_stride);
+    d.src = place_layers(a, c.from, src_rows, c.row_bytes, c.layers, c.apart & 2, src_bases, &d.src_layer_stride);
+    d.dst_layers = c.apart & 1 ? dst_bases : nullptr;
+    d.src_layers = c.apart & 2 ? src_bases : nullptr;
+    d.layers = c.layers, d.row_bytes = c.row_bytes, d.count = c.count;
+    place_indices(a, &d, c.indexed, c.type);
+    d.rejected = c.counted ? reserve_counter(a) : nullptr;
+    return d;
+}
+
+static void one_transfer(arena *a, const transfer_case &c)
 {
     static thread_local void *dst_bases[most_layers], *src_bases[most_layers];
-    const int64_t dst_rows = c->count + (c->indexed & 1 ? 9 : 0), src_rows = c->count + (c->indexed & 2 ? 4 : 2);
     empty(a);
-    kvprim_transfer_desc d = {};
-    d.dst = place_layers(a, c->dst_layout, dst_rows, c->row_bytes, c->dst_align, c->layers, c->apart & 1, dst_bases,
-                         &d.dst_layer_stride);
-    d.src = place_layers(a, c->src_layout, src_rows, c->row_bytes, c->src_align, c->layers, c->apart & 2, src_bases,
-                         &d.src_layer_stride);
-    d.dst_layers = c->apart & 1 ? dst_bases : nullptr;
-    d.src_layers = c->apart & 2 ? src_bases : nullptr;
-    d.layers = c->layers;
-    d.row_bytes = c->row_bytes;
-    d.count = c->count;
-    place_indices(a, &d, c->indexed, c->type);
-    d.rejected = c->counted ? reserve_counter(a) : nullptr;
-    char what[240];
-    snprintf(
-        what, sizeof what,
-        "%lld rows of %lld bytes, %d layers, %s <- %s, alignments %zu and %zu, indexed %u, apart %u, types %d %d %d",
-        static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->layers, c->dst_layout->name,
-        c->src_layout->name, c->dst_align, c->src_align, c->indexed, c->apart, d.index_type, d.dst_index_type,
-        d.src_index_type);
-    CHECK(try_move(a, &d, what) == RAN);
+    const kvprim_transfer_desc d = make_transfer(a, c, dst_bases, src_bases);
+    CHECK(try_move(a, &d, "a case") == RAN);
 }
 
 /* Runs case n. Whatever is not given follows from n. */
-static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
-                              size_t dst_align, size_t src_align)
+static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from)
 {
-    const transfer_case c = {row_bytes,
-                             &layouts[dst_layout],
-                             &layouts[src_layout],
-                             dst_align,
-                             src_align,
-                             rows_for(row_bytes) - n % 2,
-                             1 + static_cast<int32_t>(n / 3 % 3),
-                             n % 4,
-                             n / 4 % 4,
-                             type_of(n / 2),
-                             n % 5 != 0};
-    one_transfer(a, &c);
+    const int32_t layers = 1 + static_cast<int32_t>(n / 3 % 3);
+    one_transfer(
+        a, {row_bytes, to, from, rows_for(row_bytes) - n % 2, layers, n % 4, n / 4 % 4, type_of(n / 2), n % 5 != 0});
 }
 
 static void transfer_matrix(arena *a)
@@ -134,18 +122,8 @@ static void layer_matrix(arena *a)
             for (unsigned apart = 0; apart < 4; apart++, n++) {
                 if (layers > 61 && n % static_cast<unsigned>(2 * thin - 1)) /* only some cases, as these take long */
                     continue;
-                const transfer_case c = {row_bytes,
-                                         &layouts[n % 3 * 4],
-                                         &layouts[n / 4 % 3 * 4],
-                                         0,
-                                         0,
-                                         5,
-                                         layers,
-                                         n / 3 % 4,
-                                         apart,
-                                         type_of(n),
-                                         true};
-                one_transfer(a, &c);
+                one_transfer(
+                    a, {row_bytes, {n % 3 * 4, 0}, {n / 4 % 3 * 4, 0}, 5, layers, n / 3 % 4, apart, type_of(n), true});
             }
 }
 
@@ -157,19 +135,9 @@ static void transfer_counts(arena *a, int64_t most_bytes)
     for (const int64_t count : counts)
         for (const int64_t row_bytes : sizes)
             for (unsigned indexed = 0; indexed < 4; indexed++, n++) {
-                const transfer_case c = {row_bytes,
-                                         &layouts[n / 4 % 2 * 4],
-                                         &layouts[n / 8 % 2 * 4],
-                                         0,
-                                         0,
-                                         count,
-                                         2,
-                                         indexed,
-                                         n % 4,
-                                         type_of(n),
-                                         true};
+                const lie to = {n / 4 % 2 * 4, 0}, from = {n / 8 % 2 * 4, 0};
                 if (count * row_bytes <= most_bytes)
-                    one_transfer(a, &c);
+                    one_transfer(a, {row_bytes, to, from, count, 2, indexed, n % 4, type_of(n), true});
             }
 }
 
@@ -196,15 +164,16 @@ static void small_transfers(arena *a)
     unsigned n = 0;
     for (const int64_t row_bytes : sizes)
         for (unsigned l = 0; l < n_layouts; l++, n++)
-            numbered_transfer(a, n, row_bytes, l, (l * 5 + n) % n_layouts, n % 3 ? 0 : n % 16, n % 7 ? 0 : n / 7 % 16);
-    transfer_counts(a, 1 << 20);
+            numbered_transfer(a, n, row_bytes, {l, n % 3 ? 0 : n % 16},
+                              {(l * 5 + n) % n_layouts, n % 7 ? 0 : n / 7 % 16});
+    transfer_counts(a, small_bytes);
 }
 
 /* ---- copies inside one cache ---- */
 
 /* Copies half of the rows, in random order, over the other half. Some are copied twice, and some indices are padding.
    */
-static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const layout *l, size_t align)
+static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lie &l)
 {
     static thread_local void *starts[most_layers];
     const int64_t rows = 40, count = rows / 2;
@@ -212,7 +181,7 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lay
     empty(a);
     kvprim_transfer_desc d = {};
     d.layers = 1 + static_cast<int32_t>(n % 3);
-    d.dst = place_layers(a, l, rows, row_bytes, align, d.layers, n % 2, starts, &d.dst_layer_stride);
+    d.dst = place_layers(a, l, rows, row_bytes, d.layers, n % 2, starts, &d.dst_layer_stride);
     d.dst_layers = n % 2 ? starts : nullptr;
     d.src = d.dst;
     d.src_layers = d.dst_layers;
@@ -231,12 +200,9 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lay
     d.index_type = type;
     d.count = count;
     d.rejected = reserve_counter(a);
-    char what[160];
     CHECK(try_move(a, &d, "one cache, and it is not said") == REFUSED);
     d.same_cache = 1;
-    snprintf(what, sizeof what, "inside one cache, rows of %lld bytes, %s, alignment %zu, %d layers",
-             static_cast<long long>(row_bytes), l->name, align, d.layers);
-    CHECK(try_move(a, &d, what) == RAN);
+    CHECK(try_move(a, &d, "inside one cache") == RAN);
 }
 
 static void copies_on_write(arena *a)
@@ -245,25 +211,16 @@ static void copies_on_write(arena *a)
     unsigned n = 0;
     for (const int64_t row_bytes : sizes)
         for (unsigned l = 0; l < n_layouts; l++, n++)
-            one_copy_on_write(a, n, row_bytes, &layouts[l], n % 3 ? 0 : n % 16);
+            one_copy_on_write(a, n, row_bytes, {l, n % 3 ? 0 : n % 16});
 }
 
 /* ---- several moves in one call ---- */
-
-struct placed_index {
-    void *data;
-    kvprim_index_type type;
-    int64_t count, base, rows, stride;
-    bool distinct;
-};
 
 /* Calls whose moves run together. */
 struct together {
     std::vector<kvprim_move> moves; /* checked at the addresses of the code under test */
     std::vector<rows_move> rows;
     std::vector<std::function<kvprim_status()>> one_by_one;
-    std::vector<placed_index> indices;
-    std::vector<std::vector<void *>> layers;
     std::vector<std::shared_ptr<void>> kept; /* what `moves` point to */
 };
 
@@ -272,77 +229,36 @@ template <class Desc> static void add_call(arena *a, together *t, const Desc &d)
     const std::shared_ptr<on_gpu<Desc>> on = std::make_shared<on_gpu<Desc>>(a, d);
     Desc resolved;
     kvprim_move m[2];
-    CHECK(check(&d, &resolved) == KVPRIM_OK && moves_of(&on->d, m) == KVPRIM_OK);
+    CHECK(functions<Desc>::check(&d, &resolved) == KVPRIM_OK && functions<Desc>::moves(&on->d, m) == KVPRIM_OK);
     t->moves.insert(t->moves.end(), m, m + (std::is_same<Desc, kvprim_store_desc>::value ? 2 : 1));
     for (const rows_move &one : rows_of(&resolved))
         t->rows.push_back(one);
-    t->one_by_one.push_back([d] { return run_on_host(&d); });
+    t->one_by_one.push_back([d] { return functions<Desc>::host(&d); });
     t->kept.push_back(on);
 }
 
-static const placed_index *add_index(arena *a, together *t, int64_t count, int64_t rows, bool distinct)
-{
-    const kvprim_index_type type = type_of(static_cast<unsigned>(below(2)));
-    const int64_t base = bases[below(4)], stride = index_strides[below(8)];
-    void *const data = place_index(a, type, count, base, rows, distinct, stride);
-    t->indices.push_back({data, type, count, base, rows, stride ? stride : 1, distinct});
-    return &t->indices.back();
-}
-
-static void add_gather(arena *a, together *t, int64_t count, int64_t row_bytes)
-{
-    const kvprim_table dst = place(a, &layouts[below(n_layouts)], count, row_bytes, below(3) * below(16));
-    const kvprim_table src = place(a, &layouts[below(n_layouts)], count + 5, row_bytes, 0);
-    const placed_index *const x = add_index(a, t, count, count + 5, false);
-    kvprim_gather_desc d = gather_of(dst, src, row_bytes, x->data, x->type, x->base, count, reserve_counter(a));
-    d.index_stride = x->stride;
-    add_call(a, t, d);
-}
-
 /* Adds a store of K and V, or of K only if v_bytes is 0. */
-static void add_store(arena *a, together *t, int64_t count, int64_t k_bytes, int64_t v_bytes)
+static void add_store(arena *a, together *t, unsigned n, int64_t count, int64_t k_bytes, int64_t v_bytes)
 {
-    const layout *const l = &layouts[below(n_layouts)];
-    kvprim_store_desc d = {};
-    d.k_cache = place(a, l, count + 7, k_bytes, 0);
-    d.k = place(a, &layouts[0], count, k_bytes, below(3) * below(16));
-    d.k_bytes = k_bytes;
-    if (v_bytes) {
-        d.v_cache = place(a, l, count + 7, v_bytes, 0);
-        d.v = place(a, &layouts[0], count, v_bytes, 0);
-        d.v_bytes = v_bytes;
-    }
-    const placed_index *const x = add_index(a, t, count, count + 7, true);
-    d.slot = x->data, d.slot_type = x->type, d.slot_base = x->base, d.slot_stride = x->stride;
-    d.count = count;
-    d.rejected = reserve_counter(a);
-    add_call(a, t, d);
+    add_call(a, t,
+             make_store(a, n,
+                        {k_bytes,
+                         v_bytes ? v_bytes : 16,
+                         {n % n_layouts, 0},
+                         {0, n / 5 % 3 * n % 16},
+                         count,
+                         count + 7,
+                         v_bytes ? APART : K_ONLY}));
 }
 
-static void add_transfer(arena *a, together *t, int64_t count, int64_t row_bytes, int32_t layers)
+static void add_transfer(arena *a, together *t, unsigned n, int64_t count, int64_t row_bytes, int32_t layers)
 {
-    kvprim_transfer_desc d = {};
-    t->layers.push_back(std::vector<void *>(static_cast<size_t>(layers)));
-    void **const starts = t->layers.back().data();
-    void *unused[most_layers];
-    d.dst =
-        place_layers(a, &layouts[below(n_layouts)], count + 9, row_bytes, 0, layers, true, starts, &d.dst_layer_stride);
-    d.src = place_layers(a, &layouts[below(n_layouts)], count + 4, row_bytes, 0, layers, false, unused,
-                         &d.src_layer_stride);
-    d.dst_layers = starts;
-    d.layers = layers;
-    d.row_bytes = row_bytes;
-    d.count = count;
-    if (chance(2)) {
-        const placed_index *const x = add_index(a, t, count, count + 9, true);
-        d.dst_index = x->data, d.dst_index_type = x->type, d.dst_index_base = x->base, d.dst_index_stride = x->stride;
-    }
-    if (chance(2)) {
-        const placed_index *const x = add_index(a, t, count, count + 4, false);
-        d.src_index = x->data, d.src_index_type = x->type, d.src_index_base = x->base, d.src_index_stride = x->stride;
-    }
-    d.rejected = reserve_counter(a);
-    add_call(a, t, d);
+    const std::shared_ptr<std::vector<void *>> bases = std::make_shared<std::vector<void *>>(2 * most_layers);
+    const lie to = {n % n_layouts, 0}, from = {n / 3 % n_layouts, 0};
+    t->kept.push_back(bases);
+    add_call(a, t,
+             make_transfer(a, {row_bytes, to, from, count, layers, n / 2 % 4, 1, type_of(n), true}, bases->data(),
+                           bases->data() + most_layers));
 }
 
 /* Runs the moves twice. In between all of the memory changes, including the indices. */
@@ -350,9 +266,7 @@ static void run_together(arena *a, const together *t, const char *what)
 {
     for (int round = 0; round < 2; round++) {
         if (round)
-            fill(a->expected, a->used);
-        for (const placed_index &x : t->indices)
-            fill_index(x.data, x.type, x.count, x.base, x.rows, x.distinct, x.stride);
+            refill(a);
         snprintf(current, sizeof current, "%zu moves at once, run %d: %s", t->moves.size(), round, what);
         start_visit(a);
         CHECK(visit_moves(a, t->rows));
@@ -373,23 +287,23 @@ static void usual_moves(arena *a)
     for (unsigned n = 0; n < 4; n++) {
         together t;
         empty(a);
-        const int64_t count = n % 2 ? 300 : 8;
+        const int64_t count = n % 2 == 0 ? 8 : small_bytes < 1 << 20 ? 60 : 300;
         switch (n / 2 + n % 2 * 2) {
         case 0: /* K and V of different width */
-            add_store(a, &t, count, 192, 128);
+            add_store(a, &t, n * 7 + 1, count, 192, 128);
             break;
         case 1: /* values, their scales, and an index key */
-            add_store(a, &t, count, 576, 8);
-            add_store(a, &t, count, 132, 0);
+            add_store(a, &t, n * 7 + 1, count, 576, 8);
+            add_store(a, &t, n * 7 + 1, count, 132, 0);
             break;
         case 2: /* layers of different row size */
-            add_transfer(a, &t, count, 192, 30);
-            add_transfer(a, &t, count, 128, 30);
-            add_transfer(a, &t, count, 1152, 7);
+            add_transfer(a, &t, n * 7 + 1, count, 192, 30);
+            add_transfer(a, &t, n * 7 + 1, count, 128, 30);
+            add_transfer(a, &t, n * 7 + 1, count, 1152, 7);
             break;
         default: /* more layers than one launch takes */
-            add_transfer(a, &t, count, 64, 150);
-            add_transfer(a, &t, count, 16, 300);
+            add_transfer(a, &t, n * 7 + 1, count, 64, 150);
+            add_transfer(a, &t, n * 7 + 1, count, 16, 300);
         }
         run_together(a, &t, "a usual cache");
     }
@@ -406,12 +320,14 @@ static void random_moves(arena *a, unsigned rounds)
         empty(a);
         for (unsigned n = 0; n <= round % 5; n++) {
             const int64_t count = counts[below(5)], row_bytes = sizes[below(13)];
+            const unsigned any = static_cast<unsigned>(below(1 << 20));
+            const lie to = {any % n_layouts, any / 3 % 3 * any % 16}, from = {any / 7 % n_layouts, 0};
             if (chance(3))
-                add_gather(a, &t, count, row_bytes);
+                add_call(a, &t, make_gather(a, any, row_bytes, to, from, count, count + 5));
             else if (chance(2))
-                add_store(a, &t, count, row_bytes, chance(3) ? 0 : sizes[below(13)]);
+                add_store(a, &t, any, count, row_bytes, chance(3) ? 0 : sizes[below(13)]);
             else
-                add_transfer(a, &t, count, row_bytes, 1 + static_cast<int32_t>(below(4)));
+                add_transfer(a, &t, any, count, row_bytes, 1 + static_cast<int32_t>(below(4)));
         }
         char what[40];
         snprintf(what, sizeof what, "round %u", round);
@@ -460,9 +376,9 @@ static void repointed_moves(arena *a)
         m.dst.index = after_it.d.dst_index, m.src.index = after_it.d.src_index;
         m.rejected = after_it.d.rejected, m.count = after_it.d.count;
         start_visit(a);
-        CHECK(check(&d, &resolved) == KVPRIM_OK && visit_moves(a, rows_of(&resolved)));
+        CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && visit_moves(a, rows_of(&resolved)));
         run_both(
-            a, KVPRIM_OK, "-", true, [&] { return run_on_host(&d); },
+            a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(&d); },
             [&] { return kvprim_cuda_move(&m, 1, a->launch); });
     }
 }
