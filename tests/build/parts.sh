@@ -253,7 +253,7 @@ fuzzers()
         skip 'fuzzers: no compiler here has AddressSanitizer'
         return
     fi
-    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program whose inputs stay short, or lead nowhere, fails.
+    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails if its inputs stay short or lead nowhere.
     for fuzzer in prefix:80 moves:600 unpack:400 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
         cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz/fuzz_$name.c" -std=c11 $address -o "$by_name"
