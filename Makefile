@@ -8,7 +8,8 @@
 #     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
 #     make run TRACE=path ARGS='...'     replays another trace, with options of the example
 #     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
-#     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places
+#     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places; NCCL is
+#                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
 
 # Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no
@@ -42,7 +43,7 @@ DEVICE ?=
 NVCC ?= $(or $(firstword $(wildcard $(CUDA_HOME:%=%/bin/nvcc))),$(call first,nvcc),$(firstword $(wildcard \
     /usr/local/cuda/bin/nvcc /opt/cuda/bin/nvcc /usr/lib/nvidia-cuda-toolkit/bin/nvcc)))
 CUDA_PLACES = $(CUDA_HOME) $(NVCC:%/bin/nvcc=%) /usr/local/cuda /opt/cuda /usr
-NCCL_PLACES = $(NCCL_HOME) $(CUDA_PLACES) /usr/local /opt/nccl
+NCCL_PLACES = $(or $(NCCL_HOME),$(CUDA_PLACES) /usr/local /opt/nccl)
 CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLACES:%=%/include/cuda_runtime.h))))
 NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
 NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \

@@ -9,7 +9,9 @@
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_nccl.h"
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 enum { count = 16 * 4096, max_gpus = 8 }; /* 16 tokens of a hidden size of 4096, fp32 */
 

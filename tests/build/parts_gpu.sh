@@ -4,11 +4,10 @@
 
 # ---- what several parts use ----
 
-# frugal ARCH: compiles the kernels; none of them may use the stack.
-frugal()
+# frugally NVCC...: compiles kernels; none of them may use the stack.
+frugally()
 {
-    "$NVCC" -std=c++17 -O3 -arch="$1" -Xptxas -v $strict -I. $nccl_headers -cubin "$build/kernels.cu" \
-        -o "$build/kernels_$1.cubin" >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
+    "$@" -Xptxas -v $strict >"$build/ptxas" 2>&1 || { cat "$build/ptxas"; return 1; }
     grep 'bytes stack frame' "$build/ptxas" >"$build/stacks" || return 1
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
@@ -19,7 +18,8 @@ kernels_for()
     newest=75
     for arch; do
         if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
-            cell "kernels for sm_$arch, no stack and no spills" frugal sm_$arch
+            cell "kernels for sm_$arch, no stack and no spills" frugally "$NVCC" -std=c++17 -O3 -arch=sm_$arch -I. \
+                $nccl_headers -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
             newest=$arch
         else
             skip "kernels for sm_$arch: this nvcc does not know it"
@@ -47,33 +47,32 @@ sass()
 
 # ---- nccl ----
 
+# nccl_emulated address|thread [quick]: runs the kernels of kvprim_nccl.h on the CPU under this sanitizer.
 nccl_emulated()
 {
-    tested=no
-    for checks in "$address" "$thread"; do
-        has "$CXX" && starts "$CXX" -x c++ $checks || continue
-        cell "test_nccl_emulated, $CXX $checks" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
-            tests/nccl/test_nccl_emulated.cpp -pthread -o "$build/test_nccl_emulated"
-        group "test_nccl_emulated compiled, $CXX $checks"
-        program 'test_nccl_emulated' $launcher "$build/test_nccl_emulated" 300
-        tested=yes
-    done
-    [ $tested = yes ] || skip 'collectives emulated on the CPU: no C++ compiler with sanitizers'
+    checks=$address on_cpu=${build%/*}/test_nccl_emulated_$1 # `make test` and `make check` share it
+    [ "$1" = address ] || checks=$thread
+    if ! has "$CXX" || ! starts "$CXX" -x c++ $checks; then
+        skip "collectives emulated on the CPU: no C++ compiler with $checks"
+        return
+    fi
+    cell "test_nccl_emulated, $CXX $checks" once "$on_cpu" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
+        tests/nccl/test_nccl_emulated.cpp -pthread
+    group "test_nccl_emulated compiled, $CXX $checks"
+    program "test_nccl_emulated ${2-}" $launcher "$on_cpu" ${2-}
 }
 
-# Runs a communicator's life over fakes of CUDA and NCCL.
+# nccl_life FLAGS: runs a communicator's life over fakes of CUDA and NCCL.
 nccl_life()
 {
-    tested=no
-    for checks in "$address" "$thread"; do
-        compiler_with $checks || continue
-        cell "test_nccl_life, $cc $checks" $cc -std=c11 $warnings $checks -I. $system tests/nccl/test_nccl_life.c -pthread \
-            -o "$build/test_nccl_life"
-        group "test_nccl_life compiled, $cc $checks"
-        program 'test_nccl_life' env TSAN_OPTIONS=history_size=7 $launcher "$build/test_nccl_life"
-        tested=yes
-    done
-    [ $tested = yes ] || skip "a communicator's life: no C compiler with sanitizers"
+    if ! compiler_with $1; then
+        skip "a communicator's life: no C compiler with $1"
+        return
+    fi
+    cell "test_nccl_life, $cc $1" $cc -std=c11 $warnings $1 -I. $system tests/nccl/test_nccl_life.c -pthread \
+        -o "$build/test_nccl_life"
+    group "test_nccl_life compiled, $cc $1"
+    program 'test_nccl_life' env TSAN_OPTIONS=history_size=7 $launcher "$build/test_nccl_life"
 }
 
 # Prints how to link with NCCL_LIBRARY and CUDA's runtime, from their folders.
@@ -149,17 +148,27 @@ nccl_cuda()
         skip "kvprim_nccl.h as CUDA: no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)"
         return
     fi
-    for source in tests/nccl/test_nccl.c tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu \
-        tests/profile/profile.cu examples/06_allreduce.c; do
-        cell "$source, nvcc" "$NVCC" -x cu -std=c++17 -I. $nccl_headers -DPROFILE_NCCL "$source" $nccl_link \
-            -o "$build/$(basename "${source%.*}")_cuda"
-    done
-    group "test_nccl and what runs on GPUs compiled, $NVCC"
+    cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_headers"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    kernels_for 75 80 90 100 120
+    kernels_for 75 80 100 120
+    # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
+    cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu -c tests/nccl/test_nccl.c \
+        -o "$build/test_nccl.o"
     group 'kernels of kvprim_nccl.h for five architectures'
-    sass "$build/kernels_sm_90.cubin"
+    sass "$build/test_nccl.o"
+    cell 'test_nccl linked' "$NVCC" "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
+    for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu; do
+        cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
+    done
+    # As if this unit had implemented the headers already.
+    implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
+    cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
+        -o "$build/program"
+    for source in tests/bench/bench_nccl.cu tests/profile/profile.cu; do # these use more than the API
+        cell "$source, nvcc" $cu -DPROFILE_NCCL $source $nccl_link -o "$build/program"
+    done
+    group "test_nccl and what runs on GPUs compiled, $NVCC"
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }
 
@@ -175,15 +184,18 @@ nccl_here()
 
 nccl()
 {
-    nccl_emulated
+    nccl_emulated address quick
     nccl_here 'kvprim_nccl.h with NCCL' || return
-    nccl_life
+    nccl_life "$address"
     nccl_programs
 }
 
 nccl_headers()
 {
+    nccl_emulated address
+    nccl_emulated thread
     nccl_here 'kvprim_nccl.h with headers of NCCL' || return
+    nccl_life "$thread"
     nccl_implemented
     nccl_versions
 }
@@ -293,22 +305,70 @@ gpu_programs()
     group "examples, tests and benchmarks for a GPU, $NVCC"
 }
 
-# Builds it as its two builds do.
+# Makes a place of NCCL's that is not beside CUDA, and sets home. Whatever includes its nccl.h has a mark.
+make_home()
+{
+    home=$(mktemp -d) && mkdir "$home/include" "$home/lib" && ln -s "$NCCL_LIBRARY" "$home/lib/libnccl.so.2" &&
+        printf '#include "%s/nccl.h"\n%s\n' "$NCCL_INCLUDE" \
+            'static const char kvprim_mark[] __attribute__((used)) = "the mark of this nccl.h";' \
+            >"$home/include/nccl.h"
+}
+
+# at_home COMMAND...: runs it with NCCL_HOME set, and nothing else that says where NCCL is.
+at_home()
+{
+    env -u NCCL_INCLUDE -u NCCL_LIBRARY MAKEFLAGS= NCCL_HOME="$home" "$@"
+}
+
+# is_of_home PROGRAM: it was compiled with the nccl.h of home, and finds the library there, not beside CUDA.
+is_of_home()
+{
+    grep -q 'the mark of this nccl.h' "$1" || { echo "$1: another nccl.h"; return 1; }
+    LD_LIBRARY_PATH=$(dirname "$NCCL_LIBRARY") ldd "$1" >"$build/named"
+    grep "$home/lib/libnccl.so.2" "$build/named" || { cat "$build/named"; return 1; }
+}
+
+# The flags of tests/gpu/environment.sh, for NCCL in home.
+compiled_at_home()
+{
+    unit nccl_home '#include <nccl.h>' 'int main(void) { int version; return (int)ncclGetVersion(&version); }'
+    (
+        NCCL_INCLUDE=$home/include NCCL_LIBRARY=$home/lib/libnccl.so.2
+        . tests/gpu/environment.sh
+        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home"
+    ) && is_of_home "$build/nccl_home"
+}
+
+found_at_home()
+{
+    at_home make -n nccl-test | grep "NCCL_INCLUDE='$home/include' NCCL_LIBRARY='$home/lib/libnccl.so.2'"
+}
+
+# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA.
 engine_built()
 {
-    for nccl in no ${NCCL_LIBRARY:+yes}; do
-        cell "examples/07_engine, NCCL=$nccl" make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=$nccl \
-            NCCL_INCLUDE="$NCCL_INCLUDE" NCCL_LIBRARY="$NCCL_LIBRARY" CUDA_ARCH=sm_90 BUILD="../../$build/engine"
-    done
+    home=
+    cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=no CUDA_ARCH=sm_90 \
+        BUILD="../../$build/engine_alone"
+    if [ -n "$NCCL_LIBRARY" ]; then
+        cell 'an NCCL_HOME' make_home
+        cell 'NCCL_HOME, Makefile' found_at_home
+        cell 'NCCL_HOME, nvcc' compiled_at_home
+        cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" NVCC="$NVCC" CUDA_ARCH=sm_90 \
+            BUILD="../../$build/engine"
+        cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"
+    fi
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
-        cell 'examples/07_engine, CMake' env CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine -B "$build/cmake" \
-            -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine \
+            -B "$build/cmake" -DCMAKE_CUDA_ARCHITECTURES=90
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
+        [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"
     else
         skip 'examples/07_engine by CMake: no cmake'
     fi
-    group "examples/07_engine, $NVCC"
+    [ -z "$home" ] || rm -rf "$home"
+    group "NCCL_HOME and examples/07_engine, $NVCC"
 }
 
 programs()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-# Shared by the scripts about GPUs, which read it with `. tests/gpu/environment.sh` in the top folder. CUDA_HOME, NVCC, CUDA_ARCH,
-# CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
+# Shared by the scripts about GPUs, which read it with `. tests/gpu/environment.sh` in the top folder. CUDA_HOME, NVCC,
+# CUDA_ARCH, CUDA_INCLUDE, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 #
 # NVLink multicast stays off unless NCCL_NVLS_ENABLE says otherwise.
 
@@ -17,11 +17,14 @@ system_headers()
     done
 }
 
-# nvcc's flags to compile with NCCL, and to link with that very library, whose only name may be libnccl.so.2.
-nccl_headers=$(system_headers "$NCCL_INCLUDE")
+# nvcc's flags to compile with this very nccl.h: it is included by path, because nvcc searches its own folder, which may
+# hold another one, before those of -isystem. And to link with this very library, whose only name may be libnccl.so.2,
+# and find it before one on LD_LIBRARY_PATH.
+nccl_headers=
+[ -z "$NCCL_INCLUDE" ] || nccl_headers="-include $NCCL_INCLUDE/nccl.h$(system_headers "$NCCL_INCLUDE")"
 nccl_link=
-[ -z "$NCCL_LIBRARY" ] ||
-    nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker -rpath -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
+[ -z "$NCCL_LIBRARY" ] || nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker --disable-new-dtags -Xlinker -rpath \
+    -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
 
 # tool NAME PACKAGE: prints where one of NVIDIA's tools is, or says what to install.
 tool()
@@ -35,12 +38,12 @@ tool()
 }
 
 # recorded FILE HEADERS COMMAND...: prints the headers' checksums and the command's output, and keeps both in
-# tests/results/FILE.
+# build/results/FILE.
 recorded()
 {
-    result=tests/results/$1 checked=$2
+    result=build/results/$1 checked=$2
     shift 2
-    mkdir -p build tests/results
+    mkdir -p build/results
     { sha256sum $checked && "$@"; echo $? >build/recorded_code; } >"$result" 2>&1
     cat "$result"
     return "$(cat build/recorded_code)"

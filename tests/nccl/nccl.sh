@@ -1,12 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# usage: tests/nccl/nccl.sh test [quick]|bench|sanitize      from the top folder; make's gpu-test, gpu-bench and sanitize
-# call it; quick: fewer sizes and environments
+# usage: tests/nccl/nccl.sh test [quick]|bench|sanitize      from the top folder, by make's gpu-test, gpu-bench and
+# sanitize; quick: fewer sizes and environments
 #
 # Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
 # collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's memcheck on 2. With one GPU,
 # tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
-# also goes to tests/results/, after the checksums of the headers.
+# also goes to build/results/, after the checksums of the headers.
 #
 # Tests run as threads and as processes; on two GPUs also in the environments that engines set, and with each
 # libnccl.so.2 that NCCL_OTHERS lists (files of other versions than the one they were built with).
@@ -14,6 +14,10 @@
 : "${NCCL_OTHERS=}"
 quick=$2
 . tests/gpu/environment.sh
+if [ "$gpus" -eq 0 ]; then
+    echo 'no GPU here: nvidia-smi lists none' >&2
+    exit 1
+fi
 least=2
 [ "$1" != test ] || least=1
 if [ "$gpus" -lt $least ]; then
@@ -25,13 +29,22 @@ if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
     exit 0
 fi
 
+cuda="$NVCC -std=c++17 -O3 -arch=$CUDA_ARCH -lineinfo -I. $nccl_headers"
+
 # build SOURCE [FLAG...]: compiles it as CUDA into build/. If that fails, no program of an older run is left.
 build()
 {
     source=$1 output=build/$(basename "${1%.*}")
     shift
     rm -f "$output"
-    "$NVCC" -x cu -std=c++17 -O3 -arch="$CUDA_ARCH" -lineinfo -I. $nccl_headers "$@" "$source" -o "$output" $nccl_link
+    $cuda -x cu "$source" "$@" -o "$output" $nccl_link
+}
+
+# Compiles the implementation, which most programs link with.
+build_implementation()
+{
+    echo '#include "kvprim_nccl.h"' >build/kvprim_nccl.cu
+    $cuda -DKVPRIM_IMPLEMENTATION -c build/kvprim_nccl.cu -o build/kvprim_nccl.o
 }
 
 # run GPUS COMMAND...: runs it on these GPUs, if there are so many.
@@ -83,9 +96,10 @@ faults_elsewhere()
 
 run_tests()
 {
-    build tests/nccl/test_nccl_gpu.cu &
-    build tests/nccl/test_nccl_faults.cu &
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
+    build_implementation || code=1
+    build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o &
+    build tests/nccl/test_nccl_faults.cu -Xlinker build/kvprim_nccl.o &
     wait # a program that does not compile is missing when it is run
     if [ "$gpus" -eq 1 ]; then
         run 0 build/test_nccl_gpu processes $quick on
@@ -121,7 +135,7 @@ run_benches()
 # Errors of the API are not reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer.
 run_memcheck()
 {
-    build tests/nccl/test_nccl_gpu.cu || return 1
+    build_implementation && build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o || return 1
     run 0,1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 build/test_nccl_gpu quick on
     return $code
 }

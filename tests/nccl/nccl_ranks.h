@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
 /* What the tests of kvprim_nccl.h on GPUs share: ranks, which are threads of one process or a process each; checks;
-   sums that are made and verified on the GPU. Each rank has a GPU. The test includes the implementation of the headers
-   first.
+   sums that are made and verified on the GPU. Each rank has a GPU. The headers may be implemented by another object.
 
        program [quick] [on | off]                a thread per GPU
        program processes [quick] [on | off]      a process per GPU; with one GPU, two processes that share it
@@ -10,23 +9,28 @@
 #ifndef NCCL_RANKS_H
 #define NCCL_RANKS_H
 
+#include "../../kvprim_nccl.h"
+#include "../harness.h"
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
-#include <cstdarg>
-#include <cstdlib>
 #include <functional>
 #include <string>
 #include <thread>
 #include <vector>
-#include <fcntl.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <nccl.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 /* State of all ranks, in memory that processes share. */
 struct shared_state {
-    std::atomic<int> here, passed, failed, skipped, faults; /* faults: of the running test */
+    harness counts;
+    std::atomic<int> here;
     std::atomic<uint64_t> meetings;
     kvprim_comm_id id;
     unsigned long long scratch[8]; /* for a test's own use */
@@ -36,19 +40,6 @@ static shared_state *shared;
 static bool quick, processes;
 static int world, gpus, only_rank; /* only_rank: the rank of this process, if each rank is one */
 static const char *expected = "";
-
-__attribute__((format(printf, 1, 2))) static void fail(const char *format, ...)
-{
-    if (shared->faults++ > 4)
-        return;
-    char text[700];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    printf("  %s\n", text);
-    fflush(stdout);
-}
 
 /* Ends the program, because the other ranks would wait for ever. */
 [[noreturn]] static void die(const char *what, int line, const char *why)
@@ -65,24 +56,8 @@ static void check_cuda(cudaError_t error, const char *call, int line)
 }
 #define CUDA(call) check_cuda(call, #call, __LINE__)
 
-static void check_status(kvprim_status got, kvprim_status wanted, const char *call, int line)
-{
-    if (got != wanted)
-        fail("line %d: %s: %s instead of %s, last error: %s", line, call, kvprim_status_name(got),
-             kvprim_status_name(wanted), kvprim_last_error());
-}
-#define IS(call, wanted) check_status(call, wanted, #call, __LINE__)
+#define IS(call, wanted) CHECK_ERROR(call, wanted, "")
 #define OK(call) IS(call, KVPRIM_OK)
-#define CHECK(condition)                                                                                               \
-    do                                                                                                                 \
-        if (!(condition))                                                                                              \
-            fail("line %d: false: %s", __LINE__, #condition);                                                          \
-    while (0)
-#define SAYS(word)                                                                                                     \
-    do                                                                                                                 \
-        if (!strstr(kvprim_last_error(), word))                                                                        \
-            fail("line %d: \"%s\" does not say \"%s\"", __LINE__, kvprim_last_error(), word);                          \
-    while (0)
 
 static double seconds()
 {
@@ -159,19 +134,15 @@ static bool speaks()
 
 static void run(const char *name, const std::function<void(rank_state &)> &body)
 {
-    if (processes)
-        meet();
-    if (speaks())
-        shared->faults = 0;
-    if (processes)
-        meet();
     const double begun = seconds();
     on_all(body);
-    if (!speaks())
-        return;
-    shared->faults ? shared->failed++ : shared->passed++;
-    printf("%s nccl: %s (%.1f s)\n", shared->faults ? "FAIL" : "ok", name, seconds() - begun);
-    fflush(stdout);
+    if (speaks()) {
+        char text[120];
+        snprintf(text, sizeof text, "nccl: %s (%.1f s)", name, seconds() - begun);
+        finish_test(text);
+    }
+    if (processes) /* nobody fails the next test before this one is counted */
+        meet();
 }
 
 /* The id of a communicator that all ranks open together. */
@@ -252,7 +223,7 @@ template <class T> __device__ uint32_t bits_of(T v)
 }
 
 template <class T>
-__global__ void fill(T *out, size_t count, const uint64_t *iteration, uint64_t seed, int rank, bool exact)
+__global__ void fill_values(T *out, size_t count, const uint64_t *iteration, uint64_t seed, int rank, bool exact)
 {
     for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)
         out[i] = value_at<T>(seed + *iteration, i, rank, exact);
@@ -300,13 +271,39 @@ static __global__ void advance(uint64_t *iteration)
     ++*iteration;
 }
 
+/* Calls f with a value of a type that own kernels sum. */
+template <class F> static void with_sum_type(kvprim_dtype t, const F &f)
+{
+    if (t == KVPRIM_F16)
+        f(__half());
+    else if (t == KVPRIM_BF16)
+        f(__nv_bfloat16());
+    else
+        f(float());
+}
+
+/* Up to how many bytes own kernels sum, as the communicator describes it: of all_reduce, or of what each rank sends to
+   reduce_scatter. 0: they are off. */
+static size_t own_limit_of(const kvprim_comm *comm, bool scatters)
+{
+    const char *const text = kvprim_comm_describe(comm), *const limits =
+                                                             strstr(text, "all_reduce and reduce_scatter up to ");
+    unsigned long long reduce = 0, scatter = 0;
+    if (strstr(text, "sums of any size"))
+        return SIZE_MAX;
+    if (comm->peer[0])
+        CHECK(limits &&
+              sscanf(limits, "all_reduce and reduce_scatter up to %llu and %llu sent", &reduce, &scatter) == 2);
+    return size_t(scatters ? scatter : reduce);
+}
+
 template <class T>
 static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
                         kvprim_dtype dtype, uint64_t seed)
 {
     const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
-    const bool exact = kvpn_choose(comm, count * sizeof(T), dtype, KVPRIM_SUM) != kvpn_by_nccl;
-    fill<T><<<blocks, 256, 0, stream>>>(static_cast<T *>(send), count, r.iteration, seed, r.rank, exact);
+    const bool exact = count * sizeof(T) <= own_limit_of(comm, false);
+    fill_values<T><<<blocks, 256, 0, stream>>>(static_cast<T *>(send), count, r.iteration, seed, r.rank, exact);
     OK(kvprim_all_reduce(comm, recv, send, count, dtype, KVPRIM_SUM, stream));
     verify<T>
         <<<blocks, 256, 0, stream>>>(static_cast<const T *>(recv), count, r.iteration, seed, world, r.wrong, exact);
@@ -316,12 +313,20 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
 static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, void *send, void *recv, size_t count,
                         kvprim_dtype dtype, uint64_t seed)
 {
-    if (dtype == KVPRIM_F16)
-        enqueue_sum<__half>(r, comm, stream, send, recv, count, dtype, seed);
-    else if (dtype == KVPRIM_BF16)
-        enqueue_sum<__nv_bfloat16>(r, comm, stream, send, recv, count, dtype, seed);
-    else
-        enqueue_sum<float>(r, comm, stream, send, recv, count, dtype, seed);
+    with_sum_type(dtype, [&](auto x) { enqueue_sum<decltype(x)>(r, comm, stream, send, recv, count, dtype, seed); });
+}
+
+/* A graph of what `work` enqueues on the rank's stream. */
+static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    work();
+    CUDA(cudaStreamEndCapture(r.stream, &graph));
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return exec;
 }
 
 /* How many elements verify has found wrong since the last call of this. */
@@ -373,15 +378,22 @@ static void close_ranks(rank_state &r)
     CUDA(cudaStreamDestroy(r.stream));
 }
 
-static shared_state *map_shared(const char *file)
+/* The memory that processes share, behind a file that has no name. They inherit its descriptor. */
+static int open_shared()
 {
-    const int fd = open(file, O_RDWR);
-    void *const at = fd < 0 || ftruncate(fd, sizeof(shared_state)) != 0
-                         ? MAP_FAILED
-                         : mmap(nullptr, sizeof(shared_state), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    const int fd = memfd_create("ranks", 0);
+    if (fd < 0 || ftruncate(fd, sizeof(shared_state)) != 0)
+        die("memfd_create", __LINE__, strerror(errno));
+    return fd;
+}
+
+static void map_shared(int fd)
+{
+    void *const at = mmap(nullptr, sizeof(shared_state), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (at == MAP_FAILED)
-        die("mmap", __LINE__, file);
-    return static_cast<shared_state *>(at);
+        die("mmap", __LINE__, strerror(errno));
+    shared = static_cast<shared_state *>(at);
+    counts = &shared->counts;
 }
 
 /* Counts them in a process of its own, because CUDA's state does not survive a fork. */
@@ -411,19 +423,13 @@ static pid_t start(std::vector<std::string> arguments)
     return pid;
 }
 
-static int finish()
-{
-    printf("%d passed, %d failed, %d skipped\n", int(shared->passed), int(shared->failed), int(shared->skipped));
-    return shared->failed ? 1 : 0;
-}
-
 /* If a rank's process ends early, it kills the others. */
-static int run_processes(const char *file, int argc, char **argv)
+static int run_processes(int fd, int argc, char **argv)
 {
     std::vector<pid_t> pids;
     bool killed = false;
     for (int r = 0; r < world; r++) {
-        std::vector<std::string> arguments = {"rank", std::to_string(r), std::to_string(world), file};
+        std::vector<std::string> arguments = {"rank", std::to_string(r), std::to_string(world), std::to_string(fd)};
         arguments.insert(arguments.end(), argv + 2, argv + argc);
         pids.push_back(start(arguments));
     }
@@ -433,7 +439,8 @@ static int run_processes(const char *file, int argc, char **argv)
         if (killed || (WIFEXITED(status) && WEXITSTATUS(status) <= 1))
             continue;
         printf("FAIL process %d ended with status %x\n", int(pid), unsigned(status));
-        killed = true, shared->failed++;
+        killed = true;
+        __atomic_add_fetch(&counts->failed, 1, __ATOMIC_RELAXED);
         for (const pid_t other : pids)
             kill(other, SIGKILL);
     }
@@ -445,13 +452,12 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
                        const std::function<void()> &tests)
 {
     static shared_state own;
-    char file[] = "/tmp/kvprim_ranks_XXXXXX";
     int next = 1;
-    shared = &own;
+    shared = &own, counts = &own.counts;
     if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
         processes = true;
         only_rank = atoi(argv[2]), world = atoi(argv[3]), gpus = count_gpus();
-        shared = map_shared(argv[4]);
+        map_shared(atoi(argv[4]));
         next = 5;
     }
     const bool parent = next == 1 && argc > 1 && strcmp(argv[1], "processes") == 0;
@@ -470,33 +476,30 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
     if (parent && gpus == 1)
         world = 2;
     if (world < 2) {
-        printf("skip nccl: %d GPUs, it takes two, or one and the argument processes\n", gpus);
-        shared->skipped++;
-        return finish();
+        skip("%d GPUs, it takes two, or one and the argument processes", gpus);
+        finish_test("nccl");
+        (void)finish();
+        return 0;
     }
     if (parent) {
-        const int fd = mkstemp(file);
-        if (fd < 0)
-            die("mkstemp", __LINE__, file);
-        close(fd);
-        shared = map_shared(file);
+        const int fd = open_shared();
+        map_shared(fd);
         if (!quick)
             before_gpus();
-        const int code = run_processes(file, argc, argv);
-        unlink(file);
-        return code;
+        return run_processes(fd, argc, argv);
     }
     ranks.resize(size_t(world));
     for (int r = 0; r < world; r++)
         ranks[size_t(r)].rank = r;
     if (processes)
         take_device(only_rank);
+    const int failed = counts->failed;
     run("open", open_ranks);
-    if (shared->faults == 0) {
+    if (counts->failed == failed) {
         tests();
         run("close", close_ranks);
     }
-    return processes ? shared->failed != 0 : finish();
+    return processes ? counts->failed != 0 : finish();
 }
 
 #endif /* NCCL_RANKS_H */

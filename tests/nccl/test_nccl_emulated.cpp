@@ -3,16 +3,18 @@
    the other. Calls have random kinds, sizes and alignments, and ranks run ahead of each other as they like.
    ThreadSanitizer sees whether ranks share anything except the words of slots.
 
-       c++ -std=c++17 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp -o test && ./test */
+       c++ -std=c++17 -O1 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp && ./a.out [quick] */
 #include "../gpu/cuda_shim.h"
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <thread>
 #include <vector>
+
+/* Every rank takes part, so a wait may sleep: polling would take the processor from the rank that it waits for. If a rank
+   stays away, the others poll, as their deadline comes after so many polls. */
+static bool all_take_part;
 
 /* The kernels' memory accesses. Slots are accessed 4 bytes at a time, and y and w, which may be flags, never before the
    words beside them. */
@@ -22,6 +24,9 @@ static uint4 kvpn_load_slot(const char *slot)
     uint4 v;
     v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
     v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
+    static thread_local unsigned empty;
+    if (all_take_part && (v.y & v.w) == 0xffffffff && ++empty % 16 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
     return v;
 }
 
@@ -32,12 +37,14 @@ static void kvpn_store_slot(char *slot, uint4 v)
     __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
 }
 
+static bool quick;
 static uint32_t *counted; /* reads of this address are counted in `reads` */
 static unsigned reads;
 
 static uint32_t kvpn_load_word(uint32_t *at)
 {
-    std::this_thread::yield();
+    if (!all_take_part)
+        std::this_thread::yield();
     if (at == counted)
         reads++;
     return __atomic_load_n(at, __ATOMIC_RELAXED);
@@ -85,18 +92,9 @@ static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
 
 #define KVPRIM_NCCL_EMULATE
 #include "../../kvprim_nccl.h"
+#include "../harness.h"
 
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16 };
-static int passed, failed;
-static std::atomic<int> faults;
-
-static uint64_t mix(uint64_t h)
-{
-    h = (h ^ h >> 30) * 0xbf58476d1ce4e5b9ull;
-    h = (h ^ h >> 27) * 0x94d049bb133111ebull;
-    return h ^ h >> 31;
-}
-
 enum kind {
     one_shot_f32,
     one_shot_bf16,
@@ -131,7 +129,7 @@ static bool gathers(kind what)
 static call call_of(uint64_t number, uint32_t world)
 {
     call c = {};
-    const uint64_t h = mix(number);
+    const uint64_t h = hash_u64(number);
     c.number = number;
     c.what = static_cast<kind>(h % kinds);
     const bool halves = c.what == one_shot_bf16 || c.what == two_shot_bf16 || c.what == scatter_bf16;
@@ -157,10 +155,10 @@ static call call_of(uint64_t number, uint32_t world)
 /* Byte b of what a rank passes to a call. Many bytes are ones, so that words are all ones, or give -0. */
 static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
 {
-    const uint64_t h = mix(c.number * 1000003 + (b / 4) * 17 + rank);
+    const uint64_t h = hash_u64(c.number * 1000003 + (b / 4) * 17 + rank);
     return h % 8 == 0   ? 0xff
            : h % 8 == 1 ? (b % c.element == c.element - 1 ? 0x80 : 0)
-                        : static_cast<unsigned char>(mix(h + b));
+                        : static_cast<unsigned char>(hash_u64(h + b));
 }
 
 static float element_of(const unsigned char *at, size_t element)
@@ -208,7 +206,7 @@ static void end_turns(const kvpn_params &p, const std::vector<kvpn_thread> &thre
 {
     for (const kvpn_thread &me : threads)
         if (me.thread == 0 && me.role == 0) {
-            faults += me.turn > 1;
+            CHECK(me.turn <= 1);
             p.turn[me.block] = me.turn ^ 1;
         }
 }
@@ -287,7 +285,7 @@ struct places {
 
 static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned char *a, unsigned char *b)
 {
-    const uint64_t h = mix(c.number * 31 + rank);
+    const uint64_t h = hash_u64(c.number * 31 + rank);
     const size_t bytes = c.count * c.element, parts = (world - 1) * c.pitch + bytes;
     places p = {a + (h & 2 ? h / 8 % 8 * c.element : 0), b + (h & 4 ? h / 64 % 8 * c.element : 0),
                 scatters(c.what) ? parts : bytes, gathers(c.what) ? parts : bytes};
@@ -346,71 +344,59 @@ static bool run_one(job &j, uint32_t rank, uint64_t number)
 static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
 {
     for (uint64_t n = first; n < first + calls; n++) {
-        if (!run_one(j, rank, n) && faults++ < 3)
-            printf("  world %u, rank %u: call %llu, kind %d of %zu elements: wrong result, or wrong bytes after it\n",
-                   j.world, rank, static_cast<unsigned long long>(n), call_of(n, j.world).what,
-                   call_of(n, j.world).count);
-        if (mix(n * 7 + rank) % 32 == 0)
+        if (!run_one(j, rank, n) && all_take_part)
+            fail("world %u, rank %u: call %llu, kind %d of %zu elements: wrong result, or wrong bytes after it",
+                 j.world, rank, static_cast<unsigned long long>(n), call_of(n, j.world).what,
+                 call_of(n, j.world).count);
+        if (hash_u64(n * 7 + rank) % 32 == 0)
             std::this_thread::yield();
     }
-}
-
-static void report(const char *name)
-{
-    faults ? failed++ : passed++;
-    printf("%s %s\n", faults ? "FAIL" : "ok", name);
-    faults = 0;
 }
 
 static void test_world(uint32_t world, uint64_t calls)
 {
     job j = job_of(world, 10000000000ull);
     std::vector<std::thread> threads;
+    all_take_part = true;
     for (uint32_t r = 0; r < world; r++)
         threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
     for (std::thread &t : threads)
         t.join();
+    all_take_part = false;
     for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: no rank has stopped */
         for (size_t k = page_words; k < memory.size(); k++)
-            if (kvpn_largest_word<false>(memory[k]) != kvpn_empty_word ||
-                kvpn_largest_word<true>(memory[k]) != kvpn_empty_word)
-                faults++;
+            CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
+                  kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
-    report(name);
+    finish_test(name);
 }
 
 /* Rank 1 of 3 does not take part in a call, of any kind. The others stop, and say which rank was missing. */
 static void test_missing()
 {
-    int named = 0;
     for (int what = 0; what < kinds; what++) {
         job j = job_of(3, 20000000);
         uint64_t number = 5;
         while (call_of(number, 3).what != what || call_of(number, 3).count < 200)
             number++;
-        faults = 3; /* wrong results are expected here */
         std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
         run_rank(j, 2, number, 1);
         zero.join();
         for (uint32_t r : {0u, 2u}) /* by itself, or because the other one said so */
-            named += (j.stop[r] | 2 << 8) == (kvpn_stop_timeout | 2 << 8 | 1 << 16);
-        named += page_of(j, 1)[kvpn_stop_reason_word] != 0;
+            CHECK((j.stop[r] | 2 << 8) == (kvpn_stop_timeout | 2 << 8 | 1 << 16));
+        CHECK(page_of(j, 1)[kvpn_stop_reason_word] != 0);
     }
-    faults = named != 3 * kinds;
-    report("nccl emulated: a rank that stays away is named");
 }
 
 /* Ranks stop in a wait, run what is queued after it, and then the late rank comes. Each of its calls has the right
    result or, from the first wrong one on, an error. `told`: its page says that they stopped. If not, what the others
    sent before they stopped must still be there. */
-static int late_faults(uint32_t world, uint64_t first, bool told)
+static void come_late(uint32_t world, uint64_t first, bool told)
 {
     enum { queued = 6 };
-    int wrong = 0;
     job j = job_of(world, 2000000);
     std::vector<std::thread> others;
-    faults = 3; /* their results are wrong */
     for (uint32_t r = 1; r < world; r++)
         others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
     for (std::thread &t : others)
@@ -419,31 +405,25 @@ static int late_faults(uint32_t world, uint64_t first, bool told)
     if (!told)
         page_of(j, 0)[kvpn_stop_reason_word] = 0;
     for (uint64_t n = first; n < first + queued; n++)
-        wrong += !run_one(j, 0, n) && j.stop[0] == 0;
+        CHECK(run_one(j, 0, n) || j.stop[0] != 0);
     for (uint32_t r = 0; r < world; r++)
-        wrong += j.stop[r] == 0;
-    return wrong;
+        CHECK(j.stop[r] != 0);
 }
 
 static void test_late_after_the_end()
 {
-    int wrong = 0;
     for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < 6; first++)
-            wrong += late_faults(world, first, first % 2 == 0);
-    faults = wrong;
-    report("nccl emulated: a rank that comes after the others have stopped");
+        for (uint64_t first = 0; first < (quick ? 2 : 6); first++)
+            come_late(world, first, first % 2 == 0);
 }
 
 /* If the host says stop, the rank stops and tells the others. */
 static void test_stop()
 {
     job j = job_of(2, 10000000000ull);
-    faults = 3;
     j.stop[0] = kvpn_stop_aborted;
     run_rank(j, 0, 5, 1);
-    faults = j.stop[0] != kvpn_stop_aborted || page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
-    report("nccl emulated: a wait that is stopped ends");
+    CHECK(j.stop[0] == kvpn_stop_aborted && page_of(j, 1)[kvpn_stop_reason_word] == kvpn_stop_aborted);
 }
 
 /* While others may still come, a wait must not read the host's memory. A thousand warps that read it take longer than
@@ -458,31 +438,29 @@ static void test_short_waits()
     p.peer[1] = reinterpret_cast<char *>(page_of(j, 1)) + kvpn_page;
     counted = &stop, reads = 0;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_keep_waiting(p, waiting, 1);
-    faults += reads != 0;
-    faults += !kvpn_keep_waiting(p, waiting, 1) || reads != 1;
+        CHECK(kvpn_keep_waiting(p, waiting, 1));
+    CHECK(reads == 0);
+    CHECK(kvpn_keep_waiting(p, waiting, 1) && reads == 1);
     stop = kvpn_stop_aborted;
     for (uint32_t n = 1; n < kvpn_polls_per_stop_check; n++)
-        faults += !kvpn_keep_waiting(p, waiting, 1);
-    faults += kvpn_keep_waiting(p, waiting, 1) || reads != 2 || !waiting.stopped_first;
+        CHECK(kvpn_keep_waiting(p, waiting, 1));
+    CHECK(!kvpn_keep_waiting(p, waiting, 1) && reads == 2 && waiting.stopped_first);
     kvpn_stop_rank(p, waiting);
     for (uint32_t n = 1; n < kvpn_polls_per_page_check; n++) /* a thread that waits after that learns of it at once */
-        faults += !kvpn_keep_waiting(p, late, 1);
-    faults += kvpn_keep_waiting(p, late, 1) || reads != 2 || late.stopped_first;
-    faults += page_of(j, 1)[kvpn_stop_reason_word] != kvpn_stop_aborted;
+        CHECK(kvpn_keep_waiting(p, late, 1));
+    CHECK(!kvpn_keep_waiting(p, late, 1) && reads == 2 && !late.stopped_first);
+    CHECK(page_of(j, 1)[kvpn_stop_reason_word] == kvpn_stop_aborted);
     counted = nullptr;
-    report("nccl emulated: short waits do not read the host's memory");
 }
 
 int main(int argc, char **argv)
 {
-    const uint64_t calls = argc > 1 ? strtoull(argv[1], nullptr, 10) : 2000;
+    quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, calls);
-    test_missing();
-    test_late_after_the_end();
-    test_stop();
-    test_short_waits();
-    printf("%d passed, %d failed, 0 skipped\n", passed, failed);
-    return failed != 0;
+        test_world(world, quick ? 60 : 300);
+    run("nccl emulated: a rank that stays away is named", test_missing);
+    run("nccl emulated: a rank that comes after the others have stopped", test_late_after_the_end);
+    run("nccl emulated: a wait that is stopped ends", test_stop);
+    run("nccl emulated: short waits do not read the host's memory", test_short_waits);
+    return finish();
 }

@@ -1,12 +1,10 @@
 /* SPDX-License-Identifier: MIT */
 /* Tests what goes wrong around the collectives of kvprim_nccl.h, on two GPUs or more, in threads or processes
-   (tests/nccl/nccl_ranks.h says how to call it). Ranks are late, stay away, fail or die. Watchdogs abort beside graphs,
+   (nccl_ranks.h says how to call it). Ranks are late, stay away, fail or die. Watchdogs abort beside graphs,
    captures and other communicators. Kernels before a collective let it start early. Every case ends in time, with the
    right result or an error. The GPU's context survives, its memory comes back, and a new communicator works.
 
-       nvcc -arch=native -std=c++17 -O2 -I. tests/nccl/test_nccl_faults.cu -o faults -lnccl && ./faults */
-#define KVPRIM_IMPLEMENTATION
-#include "../../kvprim_nccl.h"
+       nvcc -arch=native -std=c++17 -O2 -I. -DKVPRIM_IMPLEMENTATION tests/nccl/test_nccl_faults.cu -lnccl && ./a.out */
 #include "nccl_ranks.h"
 #include <cuda_fp8.h>
 
@@ -20,8 +18,7 @@ static void abort_in_time(rank_state &r, kvprim_comm *comm)
     if (seconds() - begun > abort_takes)
         fail("rank %d: abort took %.2f s", r.rank, seconds() - begun);
     IS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT);
-    IS(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT);
-    SAYS("was aborted");
+    CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
 }
 
 /* Waits for a stream's work, for at most five seconds. */
@@ -107,15 +104,13 @@ static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dt
     meet();
     if (r.rank != world - 1) {
         OK(call(r, &comm, count, dtype));
-        const kvprim_status status = watch(&comm, 5, &took);
-        CHECK(status == KVPRIM_ERROR_TIMEOUT);
+        const bool own = named && comm.peer[0];
+        const std::string name = "for rank " + std::to_string(world - 1);
+        CHECK_ERROR(watch(&comm, 5, &took), KVPRIM_ERROR_TIMEOUT, own ? name.c_str() : "");
         if (took < 0.4 || took > 1.5)
             fail("rank %d: the timeout of 0.5 s was reported after %.2f s", r.rank, took);
-        const std::string name = "for rank " + std::to_string(world - 1);
-        if (named && comm.peer[0]) {
-            SAYS(name.c_str());
-            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT); /* every later call says so too */
-        }
+        if (own) /* every later call says so too */
+            IS(call(r, &comm, count, dtype), KVPRIM_ERROR_TIMEOUT);
     }
     meet();
     abort_in_time(r, &comm);
@@ -141,19 +136,16 @@ static void one_too_late(rank_state &r, bool replays)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 500);
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
     double took = 0;
     OK(kvprim_comm_init(&comm, &desc));
     if (!comm.peer[0])
         return OK(kvprim_comm_destroy(&comm));
     enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 1);
     expect_none_wrong(r, "before", 0);
-    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-    advance<<<1, 1, 0, r.stream>>>(r.iteration);
-    enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 2);
-    CUDA(cudaStreamEndCapture(r.stream, &graph));
-    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    const cudaGraphExec_t exec = captured(r, [&] {
+        advance<<<1, 1, 0, r.stream>>>(r.iteration);
+        enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 2);
+    });
     meet();
     if (r.rank == 0)
         sleep_ms(1200);
@@ -175,7 +167,6 @@ static void one_too_late(rank_state &r, bool replays)
     meet();
     OK(kvprim_comm_destroy(&comm));
     CUDA(cudaGraphExecDestroy(exec));
-    CUDA(cudaGraphDestroy(graph));
 }
 
 static void test_too_late(rank_state &r)
@@ -198,8 +189,7 @@ static void test_watchdog(rank_state &r)
     if (r.rank != world - 1) {
         double took = 0;
         std::thread watchdog([&] {
-            CHECK(watch(&comm, 5, &took) == KVPRIM_ERROR_TIMEOUT);
-            SAYS("a collective of NCCL's");
+            CHECK_ERROR(watch(&comm, 5, &took), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's");
             const double begun = seconds();
             OK(kvprim_comm_abort(&comm));
             CHECK(seconds() - begun < abort_takes);
@@ -258,17 +248,14 @@ static void test_abort_beside_replays(rank_state &r)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 20000);
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
     OK(kvprim_comm_init(&comm, &desc));
     if (!comm.peer[0])
         return OK(kvprim_comm_destroy(&comm));
-    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-    for (int n = 0; n < 5; n++)
-        OK(sum_of_device(r, &comm, size_t(1000) << 2 * n, KVPRIM_BF16));
-    OK(gather_of_device(r, &comm, 100000, KVPRIM_F32));
-    CUDA(cudaStreamEndCapture(r.stream, &graph));
-    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    const cudaGraphExec_t exec = captured(r, [&] {
+        for (int n = 0; n < 5; n++)
+            OK(sum_of_device(r, &comm, size_t(1000) << 2 * n, KVPRIM_BF16));
+        OK(gather_of_device(r, &comm, 100000, KVPRIM_F32));
+    });
     meet();
     std::thread watchdog([&] {
         sleep_ms(30 + 20 * r.rank);
@@ -287,7 +274,6 @@ static void test_abort_beside_replays(rank_state &r)
     meet();
     OK(kvprim_comm_destroy(&comm));
     CUDA(cudaGraphExecDestroy(exec));
-    CUDA(cudaGraphDestroy(graph));
     expect_works(r);
 }
 
@@ -306,8 +292,8 @@ static void test_one_aborts(rank_state &r)
     meet();
     if (r.rank != 0 && comm.peer[0]) {
         OK(sum_of_device(r, &comm, 1000, KVPRIM_BF16));
-        CHECK(watch(&comm, 5, &took) == KVPRIM_ERROR_TIMEOUT && took < 1);
-        SAYS("rank 0 was aborted");
+        CHECK_ERROR(watch(&comm, 5, &took), KVPRIM_ERROR_TIMEOUT, "rank 0 was aborted");
+        CHECK(took < 1);
         expect_drained(r, r.stream, "after another rank's abort");
     }
     if (r.rank == 0) /* the others' memory, and their mappings of it, stay as they are */
@@ -381,8 +367,7 @@ static void test_init_alone(rank_state &r)
     desc.init_timeout_ms = 700;
     double begun = seconds();
     if (r.rank != world - 1) {
-        IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_TIMEOUT);
-        SAYS("waited 700 ms for the others");
+        CHECK_ERROR(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_TIMEOUT, "waited 700 ms for the others");
         if (seconds() - begun < 0.6 || seconds() - begun > 1.7)
             fail("rank %d: init's timeout of 0.7 s took %.2f s", r.rank, seconds() - begun);
         IS(kvprim_comm_destroy(&comm), KVPRIM_ERROR_ARGUMENT);
@@ -397,8 +382,7 @@ static void test_init_alone(rank_state &r)
             CHECK(seconds() - now < abort_takes);
         });
         begun = seconds();
-        IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_TIMEOUT);
-        SAYS("kvprim_comm_abort was called");
+        CHECK_ERROR(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
         CHECK(seconds() - begun < 0.3 + abort_takes);
         other.join();
     }
@@ -429,11 +413,8 @@ static void test_init_fails_on_one(rank_state &r)
     (void)cudaGetLastError();
     desc.buffer_bytes = shared->scratch[0];
     const double begun = seconds();
-    IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_CUDA);
-    if (r.rank == world - 1)
-        SAYS("cudaMalloc");
-    else
-        SAYS((std::string("rank ") + std::to_string(world - 1) + " failed").c_str());
+    const std::string failed = "rank " + std::to_string(world - 1) + " failed";
+    CHECK_ERROR(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_CUDA, r.rank == world - 1 ? "cudaMalloc" : failed.c_str());
     CHECK(seconds() - begun < 10);
     for (void *part : taken)
         CUDA(cudaFree(part));
@@ -494,10 +475,8 @@ static void test_graphs_of_nccl(rank_state &r)
         meet();
         const double begun = seconds();
         const kvprim_status status = kvprim_comm_destroy(&comm);
-        if (status != KVPRIM_OK) { /* in one process NCCL leaves the end to the last rank */
-            CHECK(status == KVPRIM_ERROR_TIMEOUT);
-            SAYS("destroy the graphs");
-        }
+        if (status != KVPRIM_OK) /* in one process NCCL leaves the end to the last rank */
+            CHECK(status == KVPRIM_ERROR_TIMEOUT && strstr(kvprim_last_error(), "destroy the graphs"));
         if (seconds() - begun > 2.5)
             fail("rank %d: destroy took %.2f s", r.rank, seconds() - begun);
         meet();
@@ -628,21 +607,15 @@ static int role(const char *what)
     meet();
     const int code = strcmp(what, "dead") == 0 ? dead_context(&comm, stream)
                                                : killed(&comm, stream, data, strcmp(what, "killed_big") == 0);
-    return code || shared->faults;
+    return code || counts->faults;
 }
 
 static void run_role(const char *name, const char *what)
 {
-    char file[] = "/tmp/kvprim_role_XXXXXX";
     std::vector<pid_t> pids;
-    const int fd = mkstemp(file);
-    shared->faults = 0;
-    if (fd < 0)
-        die("mkstemp", __LINE__, file);
-    close(fd);
-    (void)map_shared(file);
+    const int fd = open_shared();
     for (int r = 0; r < world; r++)
-        pids.push_back(start({"role", what, std::to_string(r), std::to_string(world), file}));
+        pids.push_back(start({"role", what, std::to_string(r), std::to_string(world), std::to_string(fd)}));
     for (int r = 0; r < world; r++) {
         int status = 0;
         waitpid(pids[size_t(r)], &status, 0);
@@ -650,23 +623,22 @@ static void run_role(const char *name, const char *what)
         if (kills ? !WIFSIGNALED(status) : !WIFEXITED(status) || WEXITSTATUS(status))
             fail("process of rank %d: status %x", r, unsigned(status));
     }
-    unlink(file);
-    shared->faults ? shared->failed++ : shared->passed++;
-    printf("%s nccl: %s\n", shared->faults ? "FAIL" : "ok", name);
+    close(fd);
+    finish_test(name);
 }
 
 static void run_roles()
 {
-    run_role("a process per GPU, one killed", "killed");
-    run_role("a process per GPU, one killed, sums of 80 MB", "killed_big");
-    run_role("a process per GPU, a context dies", "dead");
+    run_role("nccl: a process per GPU, one killed", "killed");
+    run_role("nccl: a process per GPU, one killed, sums of 80 MB", "killed_big");
+    run_role("nccl: a process per GPU, a context dies", "dead");
 }
 
 int main(int argc, char **argv)
 {
     if (argc == 6 && strcmp(argv[1], "role") == 0) {
         only_rank = atoi(argv[3]), world = atoi(argv[4]), gpus = count_gpus();
-        shared = map_shared(argv[5]);
+        map_shared(atoi(argv[5]));
         return role(argv[2]);
     }
     return run_program(argc, argv, run_roles, [] {

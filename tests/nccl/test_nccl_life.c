@@ -7,7 +7,7 @@
    With -fsanitize=thread, set TSAN_OPTIONS=history_size=7, or a race is not reported if its first access is
    forgotten. */
 #include "nccl_fake.h"
-#include "nccl_check.h"
+#include "../harness.h"
 
 static void begin(void)
 {
@@ -26,14 +26,12 @@ static void end(void)
     CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
 }
 
-static void run(const char *name, void (*test)(void))
+static void live(const char *name, void (*test)(void))
 {
-    faults = 0;
     begin();
     test();
     end();
-    *(faults ? &failed : &passed) += 1;
-    printf("%s %s\n", faults ? "FAIL" : "ok", name);
+    finish_test(name);
 }
 
 static kvprim_comm_desc desc_of(int world)
@@ -63,7 +61,7 @@ static void test_plain(void)
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
     CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
     CHECK(called("CommDestroy"));
-    FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     free(comm);
 }
 
@@ -116,21 +114,21 @@ static void test_late_nccl(void)
     watchdog w;
     d.init_timeout_ms = short_timeout_ms;
     fake.hang_init = 1;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 40 ms");
     CHECK(called("CommInitRank CommAbort"));
-    FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
+    CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     end(), begin();
     fake.hang_init = 1;
     d.init_timeout_ms = test_timeout_ms;
     start(&w, abort_when, comm, &fake.hanging);
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
     free(comm); /* abort no longer uses it */
     comm = new_comm();
     CHECK(result_of(&w) == KVPRIM_OK && called("CommInitRank CommAbort"));
     end(), begin();
     fake.late_init = 1;
     d.init_timeout_ms = short_timeout_ms;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(load(&threads) == 1 && load(&call_count) == 1);
     free(comm);
     store(&fake.gate, 1); /* NCCL has a communicator after all */
@@ -143,7 +141,7 @@ static void test_late_cuda(void)
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.init_timeout_ms = short_timeout_ms, fake.late_memory = 1;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     free(comm);
     store(&fake.gate, 1);
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called(""));
@@ -181,12 +179,12 @@ static void test_late_exchanges(void)
     d.init_timeout_ms = short_timeout_ms;
     for (int k = 0; k < 3; k++) {
         fake.hang_gather = k + 1;
-        FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
         end();
         CHECK(called(ends[k]));
         begin();
         fake.hang_copy = 2 * k + 1; /* one copy before each exchange, one after it */
-        FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
         end();
         CHECK(called(k == 0 ? "CommInitRank CommAbort" : ends[k - 1]));
         begin();
@@ -230,11 +228,11 @@ static void test_no_end(void)
         const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
         CHECK(kvpn_now_us() - before < 1000000);
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
-        FAILS(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
-        FAILS(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
-        FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
-        FAILS(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
+        CHECK_ERROR(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        CHECK_ERROR(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
         store(&fake.gate, 1);
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
         CHECK(called(aborts ? "CommAbort" : "CommDestroy"));
@@ -332,10 +330,20 @@ static void test_aborts_with_window(void)
     kvprim_comm_desc d = desc_of(1);
     d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = short_timeout_ms;
     fake.hang_gather = 3; /* after the window was made */
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
     CHECK(called(IN_WINDOW " CommAbort MemFree"));
     free(comm);
+}
+#else
+static void test_window(void)
+{
+    skip("compiled with NCCL before 2.27");
+}
+
+static void test_aborts_with_window(void)
+{
+    test_window();
 }
 #endif
 
@@ -347,8 +355,8 @@ static void test_foreign(void)
     memset(&id, 0, sizeof id);
     CHECK(ncclCommInitRank(&d.nccl, 1, id, 0) == ncclSuccess && called("CommInitRank"));
     d.world = 2;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT,
-          "desc->nccl is rank 0 of 1 on device 2, but desc says rank 0 of 2");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT,
+                "desc->nccl is rank 0 of 1 on device 2, but desc says rank 0 of 2");
     CHECK(called(""));
     d.world = 1, d.buffer_bytes = 64, d.nccl_window = 1;
     for (int aborts = 0; aborts < 2; aborts++) {
@@ -358,7 +366,7 @@ static void test_foreign(void)
         CHECK(called("MemAlloc AllGather AllGather AllGather MemFree"));
     }
     d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which is the caller's task */
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("AllGather AllGather CommAbort"));
     current_device = home;
@@ -389,7 +397,7 @@ static void test_exchange(void)
         exchanges e = {0, fails_at, false, pthread_self()};
         d.exchange = exchange, d.exchange_context = &e;
         if (fails_at)
-            FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->exchange returned 5");
+            CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->exchange returned 5");
         else
             CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
         CHECK(e.made == (fails_at ? fails_at : 3) && !e.elsewhere);
@@ -406,7 +414,7 @@ static void test_no_threads(void)
     kvprim_comm_desc d = desc_of(1);
     d.timeout_ms = short_timeout_ms;
     fake.no_threads = 1;
-    FAILS(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
     CHECK(called(""));
     for (int aborts = 0; aborts < 2; aborts++) {
         fake.no_threads = 0;
@@ -452,11 +460,11 @@ static void test_checks(void)
         s = call_and_check(comm), wait_ms(1);
     while (s == KVPRIM_OK && kvpn_now_us() - before < test_timeout_ms * 1000);
     CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now_us() - before > short_timeout_ms * 1000);
-    FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
+    CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
     store(&fake.work_hangs, 0);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
     fake.dead = 1;
-    FAILS(kvprim_comm_check(comm), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
+    CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
     CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
     CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
     free(comm);
@@ -475,8 +483,8 @@ static void test_fp8(void)
             if (newer)
                 CHECK(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
             else
-                FAILS(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
-                      "NCCL 2.24; this is 22304");
+                CHECK_ERROR(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
+                            "NCCL 2.24; this is 22304");
         }
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
         free(comm);
@@ -494,12 +502,12 @@ static void test_no_dtypes(void)
     for (int k = 0; k < 16; k++) {
         const kvprim_dtype t = (kvprim_dtype)k;
         static const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
-        FAILS(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
-        FAILS(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
-        FAILS(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
-        FAILS(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
-        FAILS(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
-        FAILS(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
+        CHECK_ERROR(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
     }
     CHECK(called("") && kvprim_comm_destroy(comm) == KVPRIM_OK);
     free(comm);
@@ -535,7 +543,7 @@ static void test_other_rank(void)
     d.rank = 1, d.buffer_bytes = 64;
     for (int k = 0; k < 3; k++) {
         fake.other_rank = cases[k].change;
-        FAILS(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
+        CHECK_ERROR(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
         CHECK(called("CommInitRank AllGather CommAbort"));
         end(), begin();
     }
@@ -545,28 +553,22 @@ static void test_other_rank(void)
 
 int main(void)
 {
-    run("life: init and destroy", test_plain);
-    run("life: NCCL makes no communicator", test_late_nccl);
-    run("life: CUDA takes too long", test_late_cuda);
-    run("life: exchanges that hang", test_late_exchanges);
-    run("life: checks during init", test_checks_during_init);
-    run("life: abort, and destroy at once", test_aborts);
-    run("life: NCCL does not end", test_no_end);
-    run("life: collectives, blocking or not", test_collectives);
-#ifdef KVPRIM_NCCL_WINDOWS
-    run("life: tensors in a window", test_window);
-    run("life: aborts with a window", test_aborts_with_window);
-#else
-    printf("skip life, windows: compiled with NCCL before 2.27\n");
-    skipped += 2;
-#endif
-    run("life: the caller's communicator", test_foreign);
-    run("life: the caller's exchange", test_exchange);
-    run("life: no threads", test_no_threads);
-    run("life: checks", test_checks);
-    run("life: fp8", test_fp8);
-    run("life: index types are not element types", test_no_dtypes);
-    run("life: the other rank reports an error", test_other_rank);
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed != 0;
+    live("life: init and destroy", test_plain);
+    live("life: NCCL makes no communicator", test_late_nccl);
+    live("life: CUDA takes too long", test_late_cuda);
+    live("life: exchanges that hang", test_late_exchanges);
+    live("life: checks during init", test_checks_during_init);
+    live("life: abort, and destroy at once", test_aborts);
+    live("life: NCCL does not end", test_no_end);
+    live("life: collectives, blocking or not", test_collectives);
+    live("life: tensors in a window", test_window);
+    live("life: aborts with a window", test_aborts_with_window);
+    live("life: the caller's communicator", test_foreign);
+    live("life: the caller's exchange", test_exchange);
+    live("life: no threads", test_no_threads);
+    live("life: checks", test_checks);
+    live("life: fp8", test_fp8);
+    live("life: index types are not element types", test_no_dtypes);
+    live("life: the other rank reports an error", test_other_rank);
+    return finish();
 }
