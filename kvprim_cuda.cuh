@@ -1,27 +1,24 @@
 /* SPDX-License-Identifier: MIT */
-/* kvprim_cuda.cuh: kvprim's gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and newer, sm_75
-   and newer.
+/* kvprim_cuda.cuh: gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and sm_75, or newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
        #define KVPRIM_IMPLEMENTATION
        #include "kvprim_cuda.cuh"
 
-       kvprim_status keep(void *cache, int64_t slots, void *rows, const int32_t *slot, int64_t count,
-                          cudaStream_t stream)
+       kvprim_status keep(void *cache, int64_t slots, void *rows, const int32_t *slot, int64_t n, cudaStream_t stream)
        {
            kvprim_store_desc store = {};
            store.k_cache.data = cache, store.k_cache.rows = slots;
-           store.k.data = rows, store.k.rows = count, store.k_bytes = 1024;
-           store.slot = slot, store.slot_type = KVPRIM_I32, store.count = count;
+           store.k.data = rows, store.k.rows = n, store.k_bytes = 1024;
+           store.slot = slot, store.slot_type = KVPRIM_I32, store.count = n;
            kvprim_cuda_launch launch = {};
            launch.stream = stream;
            return kvprim_cuda_store(&store, &launch);
        }
 
-   What it does: moves rows in the memory of the current device. It takes the descriptors of kvprim.h, and its results
-   are those of the functions there byte for byte. Its callers need neither CUDA's headers nor nvcc: a cudaStream_t is a
-   struct CUstream_st *.
+   What it does: moves rows in the memory of the current device, by the descriptors of kvprim.h, with the same results
+   byte for byte. Its callers need neither CUDA's headers nor nvcc: a cudaStream_t is a struct CUstream_st *.
 
    What it does NOT do: allocate, synchronise, create streams or events, or print.
 
@@ -53,8 +50,7 @@
        Threads    Any number of threads may call every function at once.
        Memory     The GPU reads and writes tables, indices and `rejected`: device memory, managed memory, pinned host
                   memory that the device can address, or another GPU's memory to which it has peer access or a mapped
-                  window. They must stay valid until the work is done. Descriptors are host memory, free to reuse on
-                  return.
+                  window, valid until the work is done. Descriptors are host memory, free to reuse on return.
        Alignment  Any. Multiples of 16 bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the
                   GPU only reads those in the same aligned 16 bytes, and writes none.
 */
