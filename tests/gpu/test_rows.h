@@ -981,8 +981,8 @@ static uint32_t *odd_counter(uint32_t *rejected)
     return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
 }
 
-/* kvprim's check refuses what tests/core lists. Here stand what proves that the GPU's functions ask it first, and what
-   would be worst on a GPU. */
+/* tests/core lists what kvprim's check refuses. Here stands an error of each kind, which proves that the GPU's functions
+   ask that check before they enqueue anything, and what is not in that list. */
 #define BAD(change)                                                                                                    \
     d = good;                                                                                                          \
     d.change;                                                                                                          \
@@ -994,16 +994,11 @@ static void bad_gathers(arena *a)
     kvprim_gather_desc d = good;
     CHECK(try_move(a, &good, "good") == RAN);
     BAD(dst.data = nullptr);
-    BAD(index = nullptr);
     BAD(index_type = static_cast<kvprim_index_type>(0));
-    BAD(index_stride = INT64_MAX);
     BAD(count = INT64_MIN);
     BAD(count = INT64_MAX);
-    BAD(row_bytes = 0);
     BAD(row_bytes = INT64_MAX);
     BAD(dst.rows = 3);
-    BAD(src.rows = INT64_MAX);
-    BAD(src.stride = 127);
     BAD(dst.page_rows = INT64_MIN);
     BAD(dst.heads = INT32_MIN);
     BAD(dst.heads = 2); /* and no head_stride */
@@ -1014,8 +1009,6 @@ static void bad_gathers(arena *a)
     BAD(src.bytes = 8 * 128 - 1);
     BAD(dst.bytes = 4 * 128 - 1);
     BAD(reserved = 1);
-    BAD(rejected = odd_counter(good.rejected));
-    BAD(rejected = static_cast<uint32_t *>(good.dst.data) + 127);
     d = good;
     d.src.bytes = 8 * 128;
     d.dst.bytes = 4 * 128;
@@ -1048,10 +1041,8 @@ static void bad_stores(arena *a)
     const kvprim_store_desc good = good_store(a);
     kvprim_store_desc d = good;
     CHECK(try_move(a, &good, "good") == RAN);
-    BAD(slot = nullptr);
     BAD(k_cache.data = nullptr);
     BAD(k.data = nullptr);
-    BAD(v_cache.data = nullptr);
     BAD(k_bytes = 0);
     BAD(v_bytes = INT64_MIN);
     BAD(v.rows = 0);
@@ -1061,13 +1052,10 @@ static void bad_stores(arena *a)
     BAD(k_cache.heads = 2);
     BAD(v_cache.page_rows = -4);
     BAD(count = INT64_MAX);
-    BAD(k.data = good.k_cache.data);
     BAD(v_cache.data = static_cast<char *>(good.k_cache.data) + 63);
     BAD(slot_type = static_cast<kvprim_index_type>(0));
     BAD(k_cache.bytes = 8 * 64 - 1);
     BAD(v.bytes = 2 * 32 - 1);
-    BAD(reserved_slot = 1);
-    BAD(rejected = odd_counter(good.rejected));
     BAD(rejected = static_cast<uint32_t *>(good.v.data));
     d = good;
     d.v_cache = table_of(nullptr, 0);
@@ -1099,17 +1087,15 @@ static void bad_transfers(arena *a)
     const kvprim_transfer_desc good = good_transfer(a);
     char *const dst = static_cast<char *>(good.dst.data), *const src = static_cast<char *>(good.src.data);
     void *const no_layer[2] = {dst, nullptr}, *const shared[2] = {src, dst + 1900};
-    void *const twice[2] = {dst, dst}, *const stacked[2] = {dst, dst + 1024};
+    void *const stacked[2] = {dst, dst + 1024};
     kvprim_transfer_desc d = good;
     CHECK(try_move(a, &good, "good") == RAN);
     BAD(dst.data = nullptr);
     BAD(dst_layers = no_layer);
     BAD(src_layers = shared);
-    BAD(dst_layers = twice);
     BAD(dst_layers = stacked; d.dst_layer_stride = 1024);
     BAD(dst_layer_stride = 1023);
     BAD(layers = INT32_MIN);
-    BAD(layers = 65537);
     BAD(row_bytes = 0);
     BAD(row_bytes = INT64_MAX);
     BAD(count = -1);
@@ -1128,12 +1114,10 @@ static void bad_transfers(arena *a)
     BAD(src.heads = INT32_MIN);
     BAD(src.data = dst);
     BAD(src.data = dst + 2047);
-    BAD(same_cache = 1);
     BAD(dst.bytes = 2 * 8 * 128 - 1);
     BAD(src.bytes = 2 * 16 * 128 - 1);
     BAD(reserved = -1);
     BAD(src.reserved[0] = 1);
-    BAD(rejected = odd_counter(good.rejected));
     BAD(rejected = static_cast<uint32_t *>(good.src.data) + 1023);
     BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.dst_index)) + 3);
     BAD(dst_index = nullptr; d.dst.rows = 3); /* a side without an index has as many rows as are moved */
