@@ -5,11 +5,14 @@
    here, because it cannot know that. Those are only checked and not run. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
-#include <stdlib.h>
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+#include "fuzz.h"
 
-enum { MAX_COUNT = 80, MAX_ROW = 300, MAX_LAYERS = 3, MAX_BYTES = 1 << 15, MAX_BLOCKS = 4 * MAX_LAYERS };
+enum { MAX_COUNT = 80, MAX_ROW = 300, MAX_LAYERS = 3, MAX_BYTES = 1 << 15, MAX_BLOCKS = 4 * MAX_LAYERS + 2 };
+
+static struct reach reaches[4] = {{"gather", "rows", 300, MAX_COUNT, 0, 0, 0},
+                                  {"store", "rows", 300, MAX_COUNT, 0, 0, 0},
+                                  {"transfer", "rows of all layers", 400, MAX_COUNT *MAX_LAYERS, 0, 0, 0}};
 
 __extension__ typedef __int128 wide;
 static const wide too_much = (wide)1 << 63;      /* saturates, so that the product of two fits */
@@ -30,69 +33,37 @@ static wide times(wide a, wide b) /* of two that are not negative */
     return least(least(a, too_much) * least(b, too_much), too_much);
 }
 
-static void require(int condition, const char *what)
-{
-    if (condition)
-        return;
-    fprintf(stderr, "%s; kvprim_last_error(): '%s'\n", what, kvprim_last_error());
-    abort();
-}
-
-/* ---- input ---- */
-
-struct input {
-    const uint8_t *next, *end;
-};
-
-static uint64_t take(struct input *in, size_t bytes)
-{
-    uint64_t value = 0;
-    while (bytes-- && in->next < in->end)
-        value = value << 8 | *in->next++;
-    return value;
-}
-
-static int chance(struct input *in, unsigned one_in)
-{
-    return take(in, 1) % one_in == one_in - 1;
-}
-
 static int64_t take_wild(struct input *in)
 {
     const uint64_t kind = take(in, 1) % 4, power = (uint64_t)1 << take(in, 1) % 64, near = take(in, 1) % 5;
-    if (kind == 0)
-        return (int64_t)take(in, 8);
-    return (int64_t)((kind == 1   ? 0
-                      : kind == 2 ? power
-                                  : (uint64_t)INT64_MAX) +
-                     near - 2); /* wraps to the most negative */
+    const uint64_t around = kind == 1 ? 0 : kind == 2 ? power : (uint64_t)INT64_MAX;
+    return (int64_t)(kind == 0 ? take(in, 8) : around + near - 2); /* wraps to the most negative */
 }
 
-/* ---- memory: blocks of exactly the bytes that a table may touch, and what they should hold afterwards ---- */
+/* ---- memory: blocks of exactly the bytes that may be touched, and what they should hold afterwards ---- */
 
 static struct block {
     uint8_t *now, *expected;
     size_t bytes;
 } blocks[MAX_BLOCKS];
-static size_t blocks_count;
+static size_t blocks_count, index_blocks; /* those of indices come first */
 
 /* What the reference wrote: several values for one byte if destinations repeat. */
 static struct write {
-    uint8_t *at, value;
-} writes[MAX_COUNT * MAX_ROW * MAX_LAYERS * 2];
-static size_t writes_count;
+    uint8_t *at;
+    const uint8_t *value;
+    size_t bytes;
+} writes[MAX_COUNT * MAX_ROW * MAX_LAYERS];
+static uint8_t values[MAX_COUNT * MAX_ROW * MAX_LAYERS];
+static size_t writes_count, values_count;
 
 static uint8_t *new_block(size_t bytes)
 {
-    static uint32_t x = 1;
     require(blocks_count < MAX_BLOCKS, "too few blocks");
     struct block *const b = &blocks[blocks_count++];
-    b->now = malloc(bytes ? bytes : 1);
-    b->expected = malloc(bytes ? bytes : 1);
+    b->now = new_bytes(bytes);
+    b->expected = memcpy(allocate(bytes), b->now, bytes);
     b->bytes = bytes;
-    require(b->now && b->expected, "out of memory");
-    for (size_t i = 0; i < bytes; i++)
-        b->now[i] = b->expected[i] = (uint8_t)((x = x * 1664525u + 1013904223u) >> 24);
     return b->now;
 }
 
@@ -102,17 +73,24 @@ static void free_blocks(void)
         free(blocks[i].now);
         free(blocks[i].expected);
     }
-    blocks_count = writes_count = 0;
+    blocks_count = index_blocks = writes_count = values_count = 0;
 }
 
-static void expect_byte(uint8_t *at, uint8_t value)
+/* Expects what `from` holds now; NULL: zeros. */
+static void expect_bytes(uint8_t *at, const uint8_t *from, size_t bytes)
 {
+    uint8_t *const value = values + values_count;
+    require(writes_count < sizeof writes / sizeof *writes && values_count + bytes <= sizeof values, "too few writes");
+    writes[writes_count++] = (struct write){at, value, bytes};
+    values_count += bytes;
+    if (from)
+        memcpy(value, from, bytes);
+    else
+        memset(value, 0, bytes);
     for (size_t i = 0; i < blocks_count; i++) {
         const uintptr_t offset = (uintptr_t)at - (uintptr_t)blocks[i].now;
-        if (offset < blocks[i].bytes) {
-            blocks[i].expected[offset] = value;
-            writes[writes_count].at = at;
-            writes[writes_count++].value = value;
+        if (offset < blocks[i].bytes && bytes <= blocks[i].bytes - offset) {
+            memcpy(blocks[i].expected + offset, value, bytes);
             return;
         }
     }
@@ -121,17 +99,23 @@ static void expect_byte(uint8_t *at, uint8_t value)
 
 static int was_written(const uint8_t *at)
 {
-    for (size_t i = 0; i < writes_count; i++)
-        if (writes[i].at == at && writes[i].value == *at)
+    for (size_t i = 0; i < writes_count; i++) {
+        const uintptr_t offset = (uintptr_t)at - (uintptr_t)writes[i].at;
+        if (offset < writes[i].bytes && writes[i].value[offset] == *at)
             return 1;
+    }
     return 0;
 }
 
 static void compare_blocks(void)
 {
-    for (size_t i = 0; i < blocks_count; i++)
-        for (size_t j = 0; j < blocks[i].bytes; j++)
-            require(blocks[i].now[j] == blocks[i].expected[j] || was_written(&blocks[i].now[j]), "a byte is wrong");
+    for (size_t i = 0; i < blocks_count; i++) {
+        const struct block *const b = &blocks[i];
+        if (memcmp(b->now, b->expected, b->bytes) == 0)
+            continue;
+        for (size_t j = 0; j < b->bytes; j++)
+            require(b->now[j] == b->expected[j] || was_written(&b->now[j]), "a byte is wrong");
+    }
 }
 
 /* ---- the reference ---- */
@@ -154,14 +138,21 @@ static void may(struct verdict *v, int doubtful, kvprim_status status)
     v->may |= doubtful ? BIT(status) : 0;
 }
 
+/* The layers of one side. Zero fields: one layer; `stride` apart; at `bases` */
+struct stack {
+    int32_t layers;
+    int64_t stride;
+    void **bases;
+};
+
 /* A table with its defaults filled in, and its layers. */
 struct layout {
-    kvprim_table table;
+    kvprim_table *table;
     wide piece, stride, page_rows, page_stride, heads, head_stride, layers, layer_stride;
     wide used;   /* rows that may be touched: count, if no index leads to others */
     wide extent; /* bytes from a layer's start to the end of what is touched; 0 if the geometry is wrong */
     wide reach;  /* of all rows and layers, from table.data on */
-    void *const *bases;
+    void **bases;
 };
 
 struct dimension {
@@ -216,16 +207,17 @@ static wide extent_of(const struct layout *t, wide rows)
     return least(last + times(t->heads - 1, t->head_stride) + t->piece, too_much);
 }
 
-static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t row_bytes, wide used, int32_t layers,
-                                 int64_t layer_stride, void *const *bases)
+static struct layout judge_table(struct verdict *v, kvprim_table *judged, int64_t row_bytes, wide used,
+                                 const struct stack *stack)
 {
+    const kvprim_table table = *judged;
+    const int32_t layers = stack->layers;
+    const int64_t layer_stride = stack->stride;
+    void **const bases = stack->bases;
     const int negative = table.rows < 0 || table.stride < 0 || table.page_rows < 0 || table.heads < 0 || layers < 0 ||
                          (table.page_rows > 0 && table.page_stride < 0) || (table.heads > 1 && table.head_stride < 0) ||
                          (layers > 1 && !bases && layer_stride < 0);
-    struct layout t;
-    memset(&t, 0, sizeof t);
-    t.table = table;
-    t.bases = bases;
+    struct layout t = {.table = judged, .bases = bases};
     t.layers = most(layers, 1);
     const int wrong =
         negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
@@ -257,32 +249,33 @@ static struct layout judge_table(struct verdict *v, kvprim_table table, int64_t 
     must(v, bad || overlap, KVPRIM_ERROR_SIZE);
     /* rows that exist but are not used may be judged too, and so may strides that no row needs */
     may(v, rows_overlap(&t, most(table.rows, 1), most(in_page, 1)) || t.page_stride < t.piece, KVPRIM_ERROR_SIZE);
-    const wide stack = bases ? 0 : times(t.layers - 1, t.layer_stride), all = extent_of(&t, whole) + stack;
+    const wide other_layers = bases ? 0 : times(t.layers - 1, t.layer_stride);
+    const wide all = extent_of(&t, whole) + other_layers;
     may(v, most(all, most(page_packed, t.head_stride)) >= address_space, KVPRIM_ERROR_SIZE);
     if (!bad && !overlap)
         t.extent = extent_of(&t, t.used);
-    t.reach = table.rows > 0 ? extent_of(&t, table.rows) + stack : 0;
+    t.reach = table.rows > 0 ? extent_of(&t, table.rows) + other_layers : 0;
     must(v, table.bytes > 0 && t.reach > table.bytes, KVPRIM_ERROR_SIZE);
-    v->outside |= t.extent > MAX_BYTES || stack > MAX_BYTES || t.layers > MAX_LAYERS || row_bytes > MAX_ROW;
+    v->outside |= t.extent > MAX_BYTES || other_layers > MAX_BYTES || t.layers > MAX_LAYERS || row_bytes > MAX_ROW;
     return t;
 }
 
 static uint8_t *layer_of(const struct layout *t, wide layer)
 {
-    const uintptr_t layers = (uintptr_t)t->table.data; /* NULL if there are no rows: no pointer to add to */
+    const uintptr_t layers = (uintptr_t)t->table->data; /* NULL if there are no rows: no pointer to add to */
     return t->bases ? t->bases[layer] : (uint8_t *)(layers + (uintptr_t)(layer * t->layer_stride));
 }
 
-static uint8_t *byte_of(const struct layout *t, wide layer, wide row, wide byte)
+static uint8_t *piece_of(const struct layout *t, wide layer, wide row, wide head)
 {
-    return layer_of(t, layer) + (int64_t)(offset_of(t, row) + byte / t->piece * t->head_stride + byte % t->piece);
+    return layer_of(t, layer) + (int64_t)(offset_of(t, row) + head * t->head_stride);
 }
 
 static void judge_memory(struct verdict *v, const struct layout *t)
 {
-    must(v, t->table.rows == 0 && (t->table.data || t->bases), KVPRIM_ERROR_SIZE);
+    must(v, t->table->rows == 0 && (t->table->data || t->bases), KVPRIM_ERROR_SIZE);
     for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no array has more than MAX_LAYERS */
-        const void *const base = t->bases ? t->bases[layer] : t->table.data;
+        const void *const base = t->bases ? t->bases[layer] : t->table->data;
         must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
         may(v, !base, KVPRIM_ERROR_NULL);
         v->outside |= !base;
@@ -303,16 +296,17 @@ static void judge_overlap(struct verdict *v, const struct layout *a, const struc
     may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
 }
 
-/* Whether a row of one layer overlaps a row of another. */
+/* Whether a row of one layer overlaps a row of another. Both layers have at most MAX_BYTES, and they overlap. */
 static int rows_meet(const struct layout *a, const struct layout *b)
 {
+    static uint8_t taken[2 * MAX_BYTES];
+    const uint8_t *const low = layer_of(a, 0) < layer_of(b, 0) ? layer_of(a, 0) : layer_of(b, 0);
+    memset(taken, 0, sizeof taken);
     for (wide i = 0; i < a->used * a->heads; i++)
-        for (wide j = 0; j < b->used * b->heads; j++) {
-            const wide x = (wide)(uintptr_t)byte_of(a, 0, i / a->heads, i % a->heads * a->piece);
-            const wide y = (wide)(uintptr_t)byte_of(b, 0, j / b->heads, j % b->heads * b->piece);
-            if (x < y + b->piece && y < x + a->piece)
-                return 1;
-        }
+        memset(taken + (piece_of(a, 0, i / a->heads, i % a->heads) - low), 1, (size_t)a->piece);
+    for (wide i = 0; i < b->used * b->heads; i++)
+        if (memchr(taken + (piece_of(b, 0, i / b->heads, i % b->heads) - low), 1, (size_t)b->piece))
+            return 1;
     return 0;
 }
 
@@ -350,12 +344,18 @@ static wide row_of(const struct index_list *x, int64_t i)
            x->base;
 }
 
-static void expect_row(const struct layout *dst, wide dst_row, const struct layout *src, wide src_row,
-                       int64_t row_bytes)
+/* The heads of dst and src may divide a row differently. */
+static void expect_row(const struct layout *dst, wide dst_row, const struct layout *src, wide src_row)
 {
+    const wide row_bytes = dst->piece * dst->heads;
     for (wide layer = 0; layer < dst->layers; layer++)
-        for (wide byte = 0; byte < row_bytes; byte++)
-            expect_byte(byte_of(dst, layer, dst_row, byte), src ? *byte_of(src, layer, src_row, byte) : 0);
+        for (wide at = 0, bytes; at < row_bytes; at += bytes) {
+            uint8_t *const to = piece_of(dst, layer, dst_row, at / dst->piece);
+            const uint8_t *const from = src ? piece_of(src, layer, src_row, at / src->piece) : NULL;
+            const wide skip_to = at % dst->piece, skip_from = src ? at % src->piece : 0;
+            bytes = least(dst->piece - skip_to, src ? src->piece - skip_from : row_bytes);
+            expect_bytes(to + (size_t)skip_to, from ? from + (size_t)skip_from : NULL, (size_t)bytes);
+        }
 }
 
 /* ---- descriptors from input ---- */
@@ -388,14 +388,13 @@ static kvprim_table take_table(struct input *in, int64_t rows, int64_t row_bytes
 }
 
 /* Sets `bytes` to exactly what the table reaches, or to a byte more or less. */
-static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, int32_t layers, int64_t layer_stride,
-                       void *const *bases)
+static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, const struct stack *stack)
 {
     struct verdict ignored = {0, 0, 0};
     if (!chance(in, 4))
         return;
-    const struct layout l = judge_table(&ignored, *t, row_bytes, t->rows, layers, layer_stride, bases);
-    t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(l.reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
+    const wide reach = judge_table(&ignored, t, row_bytes, t->rows, stack).reach;
+    t->bytes = chance(in, 16) ? take_wild(in) : (int64_t)least(reach, MAX_BYTES) + (int64_t)(take(in, 1) % 3) - 1;
 }
 
 static void spoil_table(struct input *in, kvprim_table *t)
@@ -417,42 +416,43 @@ static void spoil_table(struct input *in, kvprim_table *t)
 static void *take_index(struct input *in, struct index_list *x, int64_t count, int64_t rows)
 {
     const size_t width = x->type == KVPRIM_I64 ? 8 : 4, step = (size_t)(x->stride ? x->stride : 1);
-    const size_t elements = count > 0 ? ((size_t)count - 1) * step + 1 : 0;
-    const int64_t base = x->base;
-    uint8_t *const index = malloc(elements * width + 1);
-    require(index != NULL, "out of memory");
-    x->data = index;
-    memset(index, 0x55, elements * width);
+    uint8_t *const index = new_block(count > 0 ? (((size_t)count - 1) * step + 1) * width : 0);
     const uint64_t range = (uint64_t)(rows < 0 || rows > 64 ? 64 : rows) + 4;
     for (int64_t i = 0; i < count; i++) {
-        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)base; /* may wrap: only the value counts */
+        const uint64_t row = take(in, 1) % range - 2 + (uint64_t)x->base; /* may wrap: only the value counts */
         const int64_t value = chance(in, 16) ? take_wild(in) : (int64_t)row;
         const int32_t narrow = (int32_t)(uint32_t)(uint64_t)value;
         memcpy(index + (size_t)i * step * width, width == 8 ? (const void *)&value : (const void *)&narrow, width);
     }
+    struct block *const b = &blocks[blocks_count - 1];
+    memcpy(b->expected, index, b->bytes); /* nothing writes there */
+    index_blocks = blocks_count;
+    x->data = index;
     return index;
 }
 
 /* Gives a table its memory: its own blocks, or a place in the previous table's block. */
-static void place(struct input *in, struct layout *t, void **bases)
+static void place(struct input *in, struct layout *t)
 {
     const wide layers = least(most(t->layers, 1), MAX_LAYERS);
-    const wide stack = t->bases ? 0 : least(times(layers - 1, t->layer_stride), MAX_BYTES);
-    const size_t bytes = (size_t)(least(t->extent, MAX_BYTES) + stack), shift = take(in, 1) % 17;
-    const struct block *const before = blocks_count ? &blocks[blocks_count - 1] : NULL;
-    for (wide layer = 0; t->bases && layer < layers; layer++)
-        bases[layer] = chance(in, 64) ? NULL : layer && chance(in, 64) ? bases[0] : new_block(bytes + shift) + shift;
+    const wide others = t->bases ? 0 : least(times(layers - 1, t->layer_stride), MAX_BYTES);
+    const size_t bytes = (size_t)(least(t->extent, MAX_BYTES) + others), shift = take(in, 1) % 17;
+    const struct block *const before = blocks_count > index_blocks ? &blocks[blocks_count - 1] : NULL;
+    for (wide l = 0; t->bases && l < layers; l++)
+        t->bases[l] = chance(in, 64) ? NULL : l && chance(in, 64) ? t->bases[0] : new_block(bytes + shift) + shift;
     if (t->bases)
         return;
     if (before && bytes <= before->bytes && chance(in, 4))
-        t->table.data = before->now + take(in, 2) % (before->bytes - bytes + 1);
+        t->table->data = before->now + take(in, 2) % (before->bytes - bytes + 1);
     else
-        t->table.data = new_block(shift + bytes + (chance(in, 4) ? take(in, 2) % 2000 : 0)) + shift;
-    if ((t->table.rows == 0 && !chance(in, 8)) || chance(in, 64))
-        t->table.data = NULL;
+        t->table->data = new_block(shift + bytes + (chance(in, 4) ? take(in, 2) % 2000 : 0)) + shift;
+    if ((t->table->rows == 0 && !chance(in, 8)) || chance(in, 64))
+        t->table->data = NULL;
 }
 
 /* ---- the three operations ---- */
+
+static const struct stack single = {0, 0, NULL};
 
 /* All three operations begin with this: the number of rows to move, their bytes, and the rows of the indexed side. */
 struct shape {
@@ -466,12 +466,9 @@ static int64_t take_row_bytes(struct input *in)
 
 static struct shape take_shape(struct input *in)
 {
-    struct shape s;
-    const int many = chance(in, 4); /* more rows than kvprim prefetches ahead */
-    s.row_bytes = take_row_bytes(in);
-    s.count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
-    s.rows = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20));
-    return s;
+    const int many = chance(in, 2); /* more rows than kvprim prefetches ahead */
+    const int64_t row_bytes = take_row_bytes(in), count = (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 8));
+    return (struct shape){count, row_bytes, (int64_t)(take(in, 1) % (many ? MAX_COUNT + 1 : 20))};
 }
 
 static struct index_list take_list(struct input *in)
@@ -535,18 +532,17 @@ static void end_call(kvprim_status checked, kvprim_status status, uint32_t rejec
     compare_blocks();
 }
 
-static void fuzz_gather(struct input *in)
+/* Each operation returns how many rows it moved, and has compared. */
+static int64_t fuzz_gather(struct input *in)
 {
     const struct shape s = take_shape(in);
     struct verdict v = {0, 0, 0};
-    kvprim_gather_desc d, resolved;
-    memset(&d, 0, sizeof d);
     struct index_list x = take_list(in);
-    d.index_type = x.type;
-    d.index_base = x.base;
-    d.index_stride = x.stride;
-    d.row_bytes = s.row_bytes;
-    d.count = s.count;
+    kvprim_gather_desc resolved, d = {.row_bytes = s.row_bytes,
+                                      .index_type = x.type,
+                                      .index_base = x.base,
+                                      .index_stride = x.stride,
+                                      .count = s.count};
     d.src = take_table(in, s.rows, s.row_bytes);
     d.dst = take_table(in, rows_for(in, s.count), s.row_bytes);
     void *const index = take_index(in, &x, s.count, s.rows);
@@ -558,14 +554,12 @@ static void fuzz_gather(struct input *in)
     spoil(in, &d.count);
     d.rejected = take_rejected(in);
 
-    take_bytes(in, &d.src, d.row_bytes, 0, 0, NULL);
-    take_bytes(in, &d.dst, d.row_bytes, 0, 0, NULL);
-    struct layout src = judge_table(&v, d.src, d.row_bytes, d.src.rows, 0, 0, NULL);
-    struct layout dst = judge_table(&v, d.dst, d.row_bytes, d.count, 0, 0, NULL);
-    place(in, &src, NULL);
-    place(in, &dst, NULL);
-    d.src = src.table;
-    d.dst = dst.table;
+    take_bytes(in, &d.src, d.row_bytes, &single);
+    take_bytes(in, &d.dst, d.row_bytes, &single);
+    struct layout src = judge_table(&v, &d.src, d.row_bytes, d.src.rows, &single);
+    struct layout dst = judge_table(&v, &d.dst, d.row_bytes, d.count, &single);
+    place(in, &src);
+    place(in, &dst);
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     judge_index(&v, &x, d.index_stride, d.count);
@@ -578,33 +572,54 @@ static void fuzz_gather(struct input *in)
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
         const wide row = row_of(&x, i);
-        expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row, d.row_bytes);
+        expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row);
         expected += d.rejected && row >= d.src.rows;
     }
     end_call(checked, good || checked != KVPRIM_OK ? kvprim_gather(&d) : checked, expected);
     require(!good || kvprim_gather_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    free(index);
+    return good ? d.count : 0;
 }
 
-static void fuzz_store(struct input *in)
+/* What may be wrong with a store's sides: K's, V's, and the one beside the other. */
+static void judge_store(struct verdict *v, const kvprim_store_desc *d, const struct verdict *v_half,
+                        const struct layout *k_cache, const struct layout *k, const struct layout *v_cache,
+                        const struct layout *v_in)
 {
-    const struct shape s = take_shape(in);
-    struct verdict v = {0, 0, 0};
-    kvprim_store_desc d, resolved;
-    memset(&d, 0, sizeof d);
-    struct index_list x = take_list(in);
-    d.slot_type = x.type;
-    d.slot_base = x.base;
-    d.slot_stride = x.stride;
-    d.k_bytes = s.row_bytes;
-    d.v_bytes = chance(in, 2) ? take_row_bytes(in) : s.row_bytes;
-    d.count = s.count;
-    d.k_cache = take_table(in, s.rows, d.k_bytes);
-    d.v_cache = take_table(in, s.rows, d.v_bytes);
-    d.k = take_table(in, rows_for(in, s.count), d.k_bytes);
-    d.v = take_table(in, rows_for(in, s.count), d.v_bytes);
-    void *const slot = take_index(in, &x, s.count, s.rows);
-    x.data = d.slot = chance(in, 64) ? NULL : slot;
+    must(v, d->count < 0 || d->k.rows < d->count, KVPRIM_ERROR_SIZE);
+    judge_memory(v, k_cache);
+    judge_memory(v, k);
+    judge_overlap(v, k_cache, k);
+    if (!d->v_cache.data) {
+        must(v, d->k_cache.rows != 0 && (d->v.data || d->v_bytes), KVPRIM_ERROR_NULL);
+        return;
+    }
+    v->must |= v_half->must;
+    v->may |= v_half->may;
+    v->outside |= v_half->outside;
+    must(v, d->v.rows < d->count || d->k_cache.rows != d->v_cache.rows, KVPRIM_ERROR_SIZE);
+    judge_memory(v, v_cache);
+    judge_memory(v, v_in);
+    judge_overlap(v, v_cache, v_in);
+    judge_overlap(v, v_cache, k);
+    judge_overlap(v, k_cache, v_in);
+    judge_pair(v, k_cache, v_cache);
+}
+
+static kvprim_store_desc take_store(struct input *in, const struct shape *s, struct index_list *x)
+{
+    *x = take_list(in);
+    kvprim_store_desc d = {.k_bytes = s->row_bytes,
+                           .v_bytes = chance(in, 2) ? take_row_bytes(in) : s->row_bytes,
+                           .slot_type = x->type,
+                           .slot_base = x->base,
+                           .slot_stride = x->stride,
+                           .count = s->count};
+    d.k_cache = take_table(in, s->rows, d.k_bytes);
+    d.v_cache = take_table(in, s->rows, d.v_bytes);
+    d.k = take_table(in, rows_for(in, s->count), d.k_bytes);
+    d.v = take_table(in, rows_for(in, s->count), d.v_bytes);
+    void *const slot = take_index(in, x, s->count, s->rows);
+    x->data = d.slot = chance(in, 64) ? NULL : slot;
     spoil(in, &d.slot_stride);
     kvprim_table *const tables[] = {&d.k_cache, &d.v_cache, &d.k, &d.v};
     spoil_table(in, tables[take(in, 1) % 4]);
@@ -612,48 +627,34 @@ static void fuzz_store(struct input *in)
     spoil(in, chance(in, 2) ? &d.k_bytes : &d.v_bytes);
     spoil(in, &d.count);
     d.rejected = take_rejected(in);
+    return d;
+}
 
+static int64_t fuzz_store(struct input *in)
+{
+    const struct shape s = take_shape(in);
+    struct verdict v = {0, 0, 0}, v_half = {0, 0, 0};
+    struct index_list x;
+    kvprim_store_desc d = take_store(in, &s, &x), resolved;
     const int k_only = chance(in, 4);
-    struct verdict v_half = {0, 0, 0};
-    take_bytes(in, &d.k_cache, d.k_bytes, 0, 0, NULL);
-    take_bytes(in, &d.v, d.v_bytes, 0, 0, NULL);
-    struct layout k_cache = judge_table(&v, d.k_cache, d.k_bytes, d.k_cache.rows, 0, 0, NULL);
-    struct layout k = judge_table(&v, d.k, d.k_bytes, d.count, 0, 0, NULL);
-    struct layout v_cache = judge_table(&v_half, d.v_cache, d.v_bytes, d.v_cache.rows, 0, 0, NULL);
-    struct layout v_in = judge_table(&v_half, d.v, d.v_bytes, d.count, 0, 0, NULL);
-    place(in, &k_cache, NULL);
-    place(in, &v_cache, NULL);
-    place(in, &k, NULL);
-    place(in, &v_in, NULL);
+    take_bytes(in, &d.k_cache, d.k_bytes, &single);
+    take_bytes(in, &d.v, d.v_bytes, &single);
+    struct layout k_cache = judge_table(&v, &d.k_cache, d.k_bytes, d.k_cache.rows, &single);
+    struct layout k = judge_table(&v, &d.k, d.k_bytes, d.count, &single);
+    struct layout v_cache = judge_table(&v_half, &d.v_cache, d.v_bytes, d.v_cache.rows, &single);
+    struct layout v_in = judge_table(&v_half, &d.v, d.v_bytes, d.count, &single);
+    place(in, &k_cache);
+    place(in, &v_cache);
+    place(in, &k);
+    place(in, &v_in);
     if (k_only) {
-        memset(&v_cache.table, 0, sizeof v_cache.table);
-        memset(&v_in.table, 0, sizeof v_in.table);
+        memset(&d.v_cache, 0, sizeof d.v_cache);
+        memset(&d.v, 0, sizeof d.v);
         d.v_bytes = 0;
     }
-    d.k_cache = k_cache.table;
-    d.v_cache = v_cache.table;
-    d.k = k.table;
-    d.v = v_in.table;
-    must(&v, d.count < 0 || d.k.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     judge_index(&v, &x, d.slot_stride, d.count);
-    judge_memory(&v, &k_cache);
-    judge_memory(&v, &k);
-    judge_overlap(&v, &k_cache, &k);
-    if (d.v_cache.data) {
-        v.must |= v_half.must;
-        v.may |= v_half.may;
-        v.outside |= v_half.outside;
-        must(&v, d.v.rows < d.count || d.k_cache.rows != d.v_cache.rows, KVPRIM_ERROR_SIZE);
-        judge_memory(&v, &v_cache);
-        judge_memory(&v, &v_in);
-        judge_overlap(&v, &v_cache, &v_in);
-        judge_overlap(&v, &v_cache, &k);
-        judge_overlap(&v, &k_cache, &v_in);
-        judge_pair(&v, &k_cache, &v_cache);
-    } else {
-        must(&v, d.k_cache.rows != 0 && (d.v.data || d.v_bytes), KVPRIM_ERROR_NULL);
-    }
+    judge_store(&v, &d, &v_half, &k_cache, &k, &v_cache, &v_in);
 
     const kvprim_status checked = kvprim_store_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);
@@ -663,13 +664,13 @@ static void fuzz_store(struct input *in)
         expected += d.rejected && row >= d.k_cache.rows;
         if (row < 0 || row >= d.k_cache.rows)
             continue;
-        expect_row(&k_cache, row, &k, i, d.k_bytes);
+        expect_row(&k_cache, row, &k, i);
         if (d.v_cache.data)
-            expect_row(&v_cache, row, &v_in, i, d.v_bytes);
+            expect_row(&v_cache, row, &v_in, i);
     }
     end_call(checked, good || checked != KVPRIM_OK ? kvprim_store(&d) : checked, expected);
     require(!good || kvprim_store_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    free(slot);
+    return good ? d.count : 0;
 }
 
 /* No layer is written twice. */
@@ -702,9 +703,13 @@ static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, c
             v->outside |= row_of(to, i) == row_of(from, j);
 }
 
-/* If both sides have the same type, only index_type says so; otherwise src has its own. */
-static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, const struct index_list *from)
+/* Makes the indices. If both sides have the same type, only index_type says so; otherwise src has its own. */
+static void take_lists(struct input *in, kvprim_transfer_desc *d, struct index_list *to, struct index_list *from)
 {
+    void *const dst_index = take_index(in, to, d->count, d->dst.rows);
+    void *const src_index = take_index(in, from, d->count, d->src.rows);
+    to->data = d->dst_index = d->dst_index ? dst_index : NULL;
+    from->data = d->src_index = d->src_index ? src_index : NULL;
     d->index_type = to->type;
     d->src_index_type = from->type == to->type ? (kvprim_index_type)0 : from->type;
     if (from->type == (kvprim_index_type)0) { /* not set, so the common type must not be set either */
@@ -717,105 +722,104 @@ static void set_lists(kvprim_transfer_desc *d, const struct index_list *to, cons
     d->src_index_stride = from->stride;
 }
 
-static void fuzz_transfer(struct input *in)
+static void take_stack(struct input *in, struct stack *stack, void **bases)
+{
+    stack->bases = chance(in, 3) ? bases : NULL;
+    stack->stride = (!stack->bases || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
+}
+
+/* Sets everything except where the memory is. */
+static kvprim_transfer_desc take_transfer(struct input *in, const struct shape *s, struct index_list *to,
+                                          struct index_list *from, struct stack *dst, struct stack *src)
+{
+    static void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
+    kvprim_transfer_desc d = {.row_bytes = s->row_bytes, .count = s->count};
+    *to = take_list(in), *from = take_list(in);
+    d.dst_index = chance(in, 3) ? NULL : "";
+    d.src_index = chance(in, 3) ? NULL : "";
+    d.same_cache = chance(in, 4);
+    d.dst = take_table(in, d.dst_index ? (int64_t)(take(in, 1) % 20) : rows_for(in, s->count), s->row_bytes);
+    d.src = take_table(in, d.src_index ? s->rows : rows_for(in, s->count), s->row_bytes);
+    take_lists(in, &d, to, from);
+    take_stack(in, dst, dst_bases);
+    take_stack(in, src, src_bases);
+    spoil_table(in, &d.src);
+    spoil_table(in, &d.dst);
+    d.src = d.same_cache ? d.dst : d.src;
+    *src = d.same_cache ? *dst : *src;
+    spoil(in, &d.row_bytes);
+    spoil(in, &d.count);
+    struct stack *const spoilt = chance(in, 2) ? dst : src;
+    if (!d.same_cache && !spoilt->bases)
+        spoil(in, &spoilt->stride);
+    d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
+    if (!dst->bases && !src->bases && chance(in, 48))
+        d.layers = (int32_t)(uint64_t)take_wild(in);
+    dst->layers = src->layers = d.layers;
+    d.dst_layers = dst->bases, d.dst_layer_stride = dst->stride;
+    d.src_layers = src->bases, d.src_layer_stride = src->stride;
+    d.rejected = take_rejected(in);
+    return d;
+}
+
+static int64_t fuzz_transfer(struct input *in)
 {
     const struct shape s = take_shape(in);
     struct verdict v = {0, 0, 0};
-    kvprim_transfer_desc d, resolved;
-    memset(&d, 0, sizeof d);
-    struct index_list to_list = take_list(in), from_list = take_list(in);
-    d.row_bytes = s.row_bytes;
-    d.count = s.count;
-    d.layers = (int32_t)(take(in, 1) % (MAX_LAYERS + 1));
-    const int dst_indexed = !chance(in, 3), src_indexed = !chance(in, 3), same = chance(in, 4);
-    const int64_t dst_rows = dst_indexed ? (int64_t)(take(in, 1) % 20) : rows_for(in, s.count);
-    const int64_t src_rows = src_indexed ? s.rows : rows_for(in, s.count);
-    d.dst = take_table(in, dst_rows, s.row_bytes);
-    d.src = take_table(in, src_rows, s.row_bytes);
-    void *const dst_index = take_index(in, &to_list, s.count, dst_rows);
-    void *const src_index = take_index(in, &from_list, s.count, src_rows);
-    to_list.data = d.dst_index = dst_indexed ? dst_index : NULL;
-    from_list.data = d.src_index = src_indexed ? src_index : NULL;
-    set_lists(&d, &to_list, &from_list);
-    void *dst_bases[MAX_LAYERS], *src_bases[MAX_LAYERS];
-    d.dst_layers = chance(in, 3) ? dst_bases : NULL;
-    d.src_layers = chance(in, 3) ? src_bases : NULL;
-    d.dst_layer_stride = (!d.dst_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
-    d.src_layer_stride = (!d.src_layers || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
-    spoil_table(in, &d.src);
-    spoil_table(in, &d.dst);
-    if (same) {
-        d.src = d.dst;
-        d.src_layers = d.dst_layers;
-        d.src_layer_stride = d.dst_layer_stride;
-    }
-    d.same_cache = chance(in, 32) ? (int32_t)(uint64_t)take_wild(in) : same;
-    spoil(in, &d.row_bytes);
-    spoil(in, &d.count);
-    const int of_dst = chance(in, 2);
-    if (!same && !(of_dst ? d.dst_layers : d.src_layers))
-        spoil(in, of_dst ? &d.dst_layer_stride : &d.src_layer_stride);
-    if (!d.dst_layers && !d.src_layers && chance(in, 48))
-        d.layers = (int32_t)(uint64_t)take_wild(in);
-    d.rejected = take_rejected(in);
+    struct index_list to, from;
+    struct stack dst_stack, src_stack;
+    kvprim_transfer_desc d = take_transfer(in, &s, &to, &from, &dst_stack, &src_stack), resolved;
+    const int same = d.same_cache;
+    if (chance(in, 32))
+        d.same_cache = (int32_t)(uint64_t)take_wild(in);
 
     const wide dst_used = d.dst_index ? d.dst.rows : d.count, src_used = d.src_index ? d.src.rows : d.count;
-    take_bytes(in, &d.dst, d.row_bytes, d.layers, d.dst_layer_stride, d.dst_layers);
+    take_bytes(in, &d.dst, d.row_bytes, &dst_stack);
     if (!same)
-        take_bytes(in, &d.src, d.row_bytes, d.layers, d.src_layer_stride, d.src_layers);
-    struct layout src = judge_table(&v, d.src, d.row_bytes, src_used, d.layers, d.src_layer_stride, d.src_layers);
-    struct layout dst = judge_table(&v, d.dst, d.row_bytes, dst_used, d.layers, d.dst_layer_stride, d.dst_layers);
+        take_bytes(in, &d.src, d.row_bytes, &src_stack);
+    struct layout src = judge_table(&v, &d.src, d.row_bytes, src_used, &src_stack);
+    struct layout dst = judge_table(&v, &d.dst, d.row_bytes, dst_used, &dst_stack);
     if (same) {
         struct layout *const larger = dst.extent > src.extent ? &dst : &src;
-        place(in, larger, dst_bases);
-        dst.table.data = src.table.data = larger->table.data;
+        place(in, larger);
+        d.dst.data = d.src.data = larger->table->data;
     } else {
-        place(in, &src, src_bases);
-        place(in, &dst, dst_bases);
+        place(in, &src);
+        place(in, &dst);
     }
-    d.src = src.table;
-    d.dst = dst.table;
     must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     if (d.dst_index)
-        judge_index(&v, &to_list, d.dst_index_stride, d.count);
+        judge_index(&v, &to, d.dst_index_stride, d.count);
     if (d.src_index)
-        judge_index(&v, &from_list, d.src_index_stride, d.count);
+        judge_index(&v, &from, d.src_index_stride, d.count);
     judge_memory(&v, &src);
     judge_memory(&v, &dst);
     judge_layers(&v, &dst);
-    judge_same_cache(&v, &d, &dst, &src, &to_list, &from_list, same);
+    judge_same_cache(&v, &d, &dst, &src, &to, &from, same);
 
     const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
     const int good = succeeds(&v, d.count, checked);
     uint32_t expected = rejected;
     for (int64_t i = 0; good && i < d.count; i++) {
-        const wide to = row_of(&to_list, i), from = row_of(&from_list, i);
-        expected += d.rejected && (to >= d.dst.rows || from >= d.src.rows);
-        if (to >= 0 && to < d.dst.rows && from >= 0 && from < d.src.rows)
-            expect_row(&dst, to, &src, from, d.row_bytes);
+        const wide row = row_of(&to, i), from_row = row_of(&from, i);
+        expected += d.rejected && (row >= d.dst.rows || from_row >= d.src.rows);
+        if (row >= 0 && row < d.dst.rows && from_row >= 0 && from_row < d.src.rows)
+            expect_row(&dst, row, &src, from_row);
     }
     end_call(checked, good || checked != KVPRIM_OK ? kvprim_transfer(&d) : checked, expected);
     require(!good || kvprim_transfer_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    free(dst_index);
-    free(src_index);
+    return good ? d.count * (d.layers ? d.layers : 1) : 0;
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
+    static int64_t (*const operations[])(struct input *) = {fuzz_gather, fuzz_store, fuzz_transfer};
     struct input in = {data, data + size};
-    switch (take(&in, 1) % 3) {
-    case 0:
-        fuzz_gather(&in);
-        break;
-    case 1:
-        fuzz_store(&in);
-        break;
-    default:
-        fuzz_transfer(&in);
-    }
+    const size_t which = take(&in, 1) % 3;
+    count_reach(&reaches[which], size, (uint64_t)operations[which](&in));
     free_blocks();
     return 0;
 }
