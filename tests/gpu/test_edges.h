@@ -104,13 +104,10 @@ static void one_far_table(const far_table *f, unsigned char *far_memory, int64_t
 
 static void test_far_tables()
 {
-    const uint64_t bytes = static_cast<uint64_t>(10 * gib + 65536);
-    unsigned char *const far_memory = reserve_addresses(bytes);
+    const addresses memory_of(uint64_t(10 * gib + 65536));
     for (const far_table &f : far_tables)
-        for (int n = 0; far_memory && n < 4; n++)
-            one_far_table(&f, far_memory, n / 2 ? 64 : 34, n % 2);
-    if (far_memory)
-        munmap(far_memory, bytes);
+        for (int n = 0; memory_of.p && n < 4; n++)
+            one_far_table(&f, memory_of.p, n / 2 ? 64 : 34, n % 2);
 }
 
 /* Indices 2 GiB apart, and rows past 2^32. */
@@ -149,14 +146,9 @@ static void one_far_index(unsigned char *index, unsigned char *table, int64_t ro
 static void test_far_indices()
 {
     const int64_t many = (int64_t(1) << 32) + 7;
-    const uint64_t index_bytes = uint64_t(8 * int64_t(KVPRIM_MAX_INDEX_STRIDE) + 1) * 8, bytes = uint64_t(many);
-    unsigned char *const index = reserve_addresses(index_bytes), *const table = reserve_addresses(bytes);
-    for (int n = 0; index && table && n < 6; n++)
-        one_far_index(index, table, n < 4 ? 1 << 20 : many, n < 2 ? KVPRIM_I32 : KVPRIM_I64, n % 2);
-    if (index)
-        munmap(index, index_bytes);
-    if (table)
-        munmap(table, bytes);
+    const addresses index(uint64_t(8 * int64_t(KVPRIM_MAX_INDEX_STRIDE) + 1) * 8), table(static_cast<uint64_t>(many));
+    for (int n = 0; index.p && table.p && n < 6; n++)
+        one_far_index(index.p, table.p, n < 4 ? 1 << 20 : many, n < 2 ? KVPRIM_I32 : KVPRIM_I64, n % 2);
 }
 
 /* ---- indices whose difference to the base wraps, rows that end near the end of a part ---- */
