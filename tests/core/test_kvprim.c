@@ -1866,10 +1866,10 @@ static void test_index_inside(void)
         const void *const index = to[kind >= 2] + (inside ? 504 : 512); /* all of them are 0 */
         gather.index = store.slot = index;
         transfer.dst_index = kind == 3 ? index : NULL, transfer.src_index = kind == 4 ? index : NULL;
-        EXPECT_ERROR(kind == 0  ? kvprim_gather_check(&gather, NULL)
-                     : kind < 3 ? kvprim_store_check(&store, NULL)
-                                : kvprim_transfer_check(&transfer, NULL),
-                     inside ? KVPRIM_ERROR_OVERLAP : KVPRIM_OK, inside ? words[kind] : "");
+        CHECK_ERROR(kind == 0  ? kvprim_gather_check(&gather, NULL)
+                    : kind < 3 ? kvprim_store_check(&store, NULL)
+                               : kvprim_transfer_check(&transfer, NULL),
+                    inside ? KVPRIM_ERROR_OVERLAP : KVPRIM_OK, inside ? words[kind] : "");
     }
 }
 
@@ -1900,7 +1900,7 @@ static void test_streamed_rows(void)
         kvprim_move m;
         CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK);
         if (kvpi_streams(&m) != cases[n].streams)
-            FAIL("case %d: streamed %d", (int)n, kvpi_streams(&m));
+            fail("case %d: streamed %d", (int)n, kvpi_streams(&m));
     }
 }
 #endif

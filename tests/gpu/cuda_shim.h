@@ -51,14 +51,20 @@ static inline uint32_t __umulhi(uint32_t a, uint32_t b)
 static bool kvprim_emulate_ready = true;
 static unsigned kvprim_emulate_early; /* accesses of threads that may not, so far */
 
-static inline void kvprim_emulate_access()
+/* A thread reads or writes so many bytes at once, which a GPU does at multiples of them only. */
+static inline void kvprim_emulate_access(uint64_t address, uint32_t bytes)
 {
     kvprim_emulate_early += !kvprim_emulate_ready;
+    if (address % bytes) {
+        printf("FAIL no GPU accesses %u bytes at %llx\n", bytes, static_cast<unsigned long long>(address));
+        fflush(stdout);
+        abort();
+    }
 }
 
 static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(reinterpret_cast<uintptr_t>(at), 4);
     const uint32_t before = *at;
     *at = before + value;
     return before;
@@ -121,25 +127,25 @@ static inline void kvpc_pdl_trigger()
 
 static inline uint4 kvpc_load16(uint64_t address)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(address, 16);
     return *reinterpret_cast<const uint4 *>(static_cast<uintptr_t>(address));
 }
 
 static inline void kvpc_store16(uint64_t address, uint4 v)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(address, 16);
     *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
 }
 
 static inline int32_t kvpc_load_i32(uint64_t address)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(address, 4);
     return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
 }
 
 static inline char *kvpc_global(uint64_t address)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(address, 1);
     return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
 }
 
@@ -148,9 +154,9 @@ static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
     return base + static_cast<uint64_t>(row) * stride;
 }
 
-static inline void kvpc_fetch_edges(uint64_t, uint32_t)
+static inline void kvpc_fetch_edges(uint64_t row, uint32_t)
 {
-    kvprim_emulate_access();
+    kvprim_emulate_access(row, 1);
 }
 
 static inline bool kvpc_has_pdl()

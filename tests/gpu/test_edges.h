@@ -104,13 +104,10 @@ static void one_far_table(const far_table *f, unsigned char *far_memory, int64_t
 
 static void test_far_tables()
 {
-    const uint64_t bytes = static_cast<uint64_t>(10 * gib + 65536);
-    unsigned char *const far_memory = reserve_addresses(bytes);
+    const addresses memory_of(uint64_t(10 * gib + 65536));
     for (const far_table &f : far_tables)
-        for (int n = 0; far_memory && n < 4; n++)
-            one_far_table(&f, far_memory, n / 2 ? 64 : 34, n % 2);
-    if (far_memory)
-        munmap(far_memory, bytes);
+        for (int n = 0; memory_of.p && n < 4; n++)
+            one_far_table(&f, memory_of.p, n / 2 ? 64 : 34, n % 2);
 }
 
 /* Indices 2 GiB apart, and rows past 2^32. */
@@ -149,129 +146,105 @@ static void one_far_index(unsigned char *index, unsigned char *table, int64_t ro
 static void test_far_indices()
 {
     const int64_t many = (int64_t(1) << 32) + 7;
-    const uint64_t index_bytes = uint64_t(8 * int64_t(KVPRIM_MAX_INDEX_STRIDE) + 1) * 8, bytes = uint64_t(many);
-    unsigned char *const index = reserve_addresses(index_bytes), *const table = reserve_addresses(bytes);
-    for (int n = 0; index && table && n < 6; n++)
-        one_far_index(index, table, n < 4 ? 1 << 20 : many, n < 2 ? KVPRIM_I32 : KVPRIM_I64, n % 2);
-    if (index)
-        munmap(index, index_bytes);
-    if (table)
-        munmap(table, bytes);
+    const addresses index(uint64_t(8 * int64_t(KVPRIM_MAX_INDEX_STRIDE) + 1) * 8), table(static_cast<uint64_t>(many));
+    for (int n = 0; index.p && table.p && n < 6; n++)
+        one_far_index(index.p, table.p, n < 4 ? 1 << 20 : many, n < 2 ? KVPRIM_I32 : KVPRIM_I64, n % 2);
 }
 
-/* ---- indices whose difference to the base wraps ---- */
+/* ---- indices whose difference to the base wraps, rows that end near the end of a part ---- */
 
-/* Tables that begin below the largest index and end past it: no index of the other sign is in them. */
-static void one_wrap(kvprim_index_type type, int operation, int64_t row_bytes)
-{
-    const int64_t count = 9, rows = 100;
-    const int64_t least = type == KVPRIM_I64 ? INT64_MIN : INT32_MIN, most = type == KVPRIM_I64 ? INT64_MAX : INT32_MAX;
-    const int64_t base = most - 39,
-                  values[count] = {most, base, base - 1, least, least + 10, least + 58, least + 59, -1, base + 20};
-    const size_t table_bytes = size_t(rows) * 64, near_bytes = size_t(count) * 64;
-    block got(near_bytes + table_bytes + 64), want;
-    alignas(8) unsigned char index[count * 8];
-    unsigned char *const near_rows = got.data() + (64 - reinterpret_cast<uintptr_t>(got.data()) % 64) % 64;
-    unsigned char *const table = near_rows + near_bytes;
-    const bool into = operation == 1;
-    uint32_t rejected = 0;
-    kvprim_move m;
-    for (int i = 0; i < count; i++)
-        set_index(index, type, i, values[i]);
-    fill(got.data(), got.size());
-    want = got;
-    for (int64_t i = 0; i < count; i++) {
-        const int64_t row = ruled(values[i], base, rows);
-        unsigned char *const wanted = want.data() + (near_rows - got.data()) + i * 64;
-        if (row >= 0 && into)
-            memcpy(want.data() + (table - got.data()) + row * 64, wanted, static_cast<size_t>(row_bytes));
-        else if (row >= 0)
-            memcpy(wanted, table + row * 64, static_cast<size_t>(row_bytes));
-        else if (operation == 0)
-            memset(wanted, 0, static_cast<size_t>(row_bytes));
-    }
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(into ? table : near_rows, into ? rows : count, 64);
-    d.src = table_of(into ? near_rows : table, into ? count : rows, 64);
-    (into ? d.dst_index : d.src_index) = index;
-    (into ? d.dst_index_base : d.src_index_base) = base;
-    d.row_bytes = row_bytes, d.index_type = type, d.count = count, d.rejected = &rejected;
-    const kvprim_gather_desc gather = gather_of(d.dst, d.src, row_bytes, index, type, base, count, &rejected);
-    CHECK((operation ? kvprim_transfer_moves(&d, &m) : kvprim_gather_moves(&gather, &m)) == KVPRIM_OK);
-    everywhere(&m, 1, &got, want, operation == 0 ? "gather" : into ? "store" : "transfer");
-    CHECK(rejected == 0);
-}
-
-static void test_wraps()
-{
-    for (const kvprim_index_type type : {KVPRIM_I32, KVPRIM_I64})
-        for (int operation = 0; operation < 3; operation++)
-            for (const int64_t row_bytes : {64, 20})
-                one_wrap(type, operation, row_bytes);
-}
-
-/* ---- rows that end near the end of a part ---- */
+/* Indices into `rows` rows from `base` on. Some are padding, `past` of them are past the table. */
+struct ruled_index {
+    kvprim_index_type type;
+    int64_t base, rows, past, count, values[9];
+};
 
 /* Bytes past a multiple of 16 at which rows begin, and their strides. */
 struct row_place {
     int64_t dst, src, stride;
 };
 
-/* Rows of K, and of V if v_bytes. Some indices are padding, one or two are past the table. */
-static void one_end(int64_t k_bytes, int64_t v_bytes, const row_place *place, bool gather)
+/* Operation 0 is a gather, 1 a store, 2 a transfer by src_index. A store also has V if v_bytes. */
+static void one_ruled(const ruled_index *x, int operation, int64_t k_bytes, int64_t v_bytes, const row_place *place)
 {
     enum { most = 16384 };
-    const int64_t rows = 3;
-    static const int64_t values[] = {2, -1, 0, 3, 1, int64_t(1) << 32, -(int64_t(1) << 32)};
+    static const char *const names[] = {"gather", "store", "transfer"};
     alignas(64) static unsigned char from[2][most];
     static block got(2 * most + 64), want;
     unsigned char *const to = got.data() + (64 - reinterpret_cast<uintptr_t>(got.data()) % 64) % 64 + place->dst;
-    const kvprim_index_type type = type_of(k_bytes % 2 != 0);
-    const int64_t count = type == KVPRIM_I64 ? 7 : 5;
-    int64_t index[7];
+    const bool into = operation == 1;
+    int64_t index[9];
     uint32_t rejected = 0;
-    char what[100];
+    char what[120];
     kvprim_move m[2];
-    kvprim_store_desc d = {};
     kvprim_gather_desc g = {};
-    snprintf(what, sizeof what, "%s of %lld and %lld bytes, alignments %d, %d and %d", gather ? "gather" : "store",
-             static_cast<long long>(k_bytes), static_cast<long long>(v_bytes), int(place->dst), int(place->src),
-             int(place->stride));
+    kvprim_store_desc s = {};
+    kvprim_transfer_desc t = {};
     fill(from[0], sizeof from);
     want = got;
     for (int v = 0; v < (v_bytes ? 2 : 1); v++) {
         const int64_t bytes = v ? v_bytes : k_bytes, stride = (bytes + 31) / 16 * 16 + place->stride;
         unsigned char *const wanted = want.data() + (to - got.data()) + v * most, *const source = from[v] + place->src;
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t row = ruled(values[i], 0, rows);
-            set_index(index, type, i, values[i]);
+        for (int64_t i = 0; i < x->count; i++) {
+            const int64_t row = ruled(x->values[i], x->base, x->rows);
+            set_index(index, x->type, i, x->values[i]);
             if (row >= 0)
-                memcpy(wanted + (gather ? i : row) * stride, source + (gather ? row : i) * stride, size_t(bytes));
-            else if (gather)
+                memcpy(wanted + (into ? row : i) * stride, source + (into ? i : row) * stride, size_t(bytes));
+            else if (operation == 0)
                 memset(wanted + i * stride, 0, size_t(bytes));
         }
-        const kvprim_table dst = table_of(to + v * most, gather ? count : rows, stride);
-        const kvprim_table src = table_of(source, gather ? rows : count, stride);
-        g = gather_of(dst, src, bytes, index, type, 0, count, &rejected);
-        (v ? d.v_cache : d.k_cache) = dst, (v ? d.v : d.k) = src, (v ? d.v_bytes : d.k_bytes) = bytes;
+        const kvprim_table dst = table_of(to + v * most, into ? x->rows : x->count, stride);
+        const kvprim_table src = table_of(source, into ? x->count : x->rows, stride);
+        g = gather_of(dst, src, bytes, index, x->type, x->base, x->count, &rejected);
+        t.dst = dst, t.src = src, t.row_bytes = bytes;
+        (v ? s.v_cache : s.k_cache) = dst, (v ? s.v : s.k) = src, (v ? s.v_bytes : s.k_bytes) = bytes;
     }
-    d.slot = index, d.slot_type = type, d.count = count, d.rejected = &rejected;
-    CHECK((gather ? kvprim_gather_moves(&g, m) : kvprim_store_moves(&d, m)) == KVPRIM_OK);
-    everywhere(m, gather ? 1 : 2, &got, want, what);
-    if (rejected != (type == KVPRIM_I64 ? 6u : 3u))
+    s.slot = t.src_index = index, s.slot_type = t.index_type = x->type, s.slot_base = t.src_index_base = x->base;
+    s.count = t.count = x->count, s.rejected = t.rejected = &rejected;
+    CHECK((operation == 0 ? kvprim_gather_moves(&g, m)
+           : into         ? kvprim_store_moves(&s, m)
+                          : kvprim_transfer_moves(&t, m)) == KVPRIM_OK);
+    snprintf(what, sizeof what, "%s of %d and %d bytes, alignments %d, %d and %d, base %lld", names[operation],
+             int(k_bytes), int(v_bytes), int(place->dst), int(place->src), int(place->stride),
+             static_cast<long long>(x->base));
+    everywhere(m, into ? 2 : 1, &got, want, what);
+    if (rejected != 3 * x->past)
         fail("%s: %u rejected in three runs", what, rejected);
+}
+
+static const row_place places[] = {{0, 0, 0}, {15, 0, 0}, {3, 9, 0}, {3, 3, 0}, {0, 0, 8}, {5, 2, 1}};
+
+/* The tables begin below the largest index and end past it: no index of the other sign is in them. */
+static void test_wraps()
+{
+    static const int64_t most[] = {INT32_MAX, INT64_MAX}, least[] = {INT32_MIN, INT64_MIN};
+    for (int wide = 0; wide < 2; wide++) {
+        const int64_t last = most[wide], first = least[wide];
+        const ruled_index x = {type_of(unsigned(wide)),
+                               last - 39,
+                               100,
+                               0,
+                               9,
+                               {last, last - 39, last - 40, first, first + 10, first + 58, first + 59, -1, last - 19}};
+        for (int operation = 0; operation < 3; operation++)
+            for (const row_place &place : places)
+                one_ruled(&x, operation, 64, 0, &place);
+    }
 }
 
 static void test_row_ends()
 {
-    static const row_place places[] = {{0, 0, 0}, {15, 0, 0}, {3, 9, 0}, {3, 3, 0}, {0, 0, 8}, {5, 2, 1}};
     static const int64_t parts[] = {128, 256, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 2064};
+    static const ruled_index indices[] = {
+        {KVPRIM_I32, 0, 3, 1, 5, {2, -1, 0, 3, 1}},
+        {KVPRIM_I64, 0, 3, 2, 7, {2, -1, 0, 3, 1, int64_t(1) << 32, -(int64_t(1) << 32)}}};
     for (const int64_t part : parts)
         for (const int64_t more : {-15, -2, -1, 0, 1, 2, 16, 18})
             for (const row_place &place : places) {
-                one_end(part + more, 0, &place, true);
-                one_end(part + more, part % 256 ? 0 : 1170, &place, false);
-                one_end(1170, part + more, &place, false);
+                const ruled_index *const x = &indices[(part / 128 + more) & 1];
+                one_ruled(x, 0, part + more, 0, &place);
+                one_ruled(x, 1, part + more, part % 256 ? 0 : 1170, &place);
+                one_ruled(x, 1, 1170, part + more, &place);
             }
 }
 
