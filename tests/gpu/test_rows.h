@@ -852,9 +852,9 @@ static void count_matrix(arena *a, int64_t most_bytes, const int64_t *counts, si
             if (counts[i] * sizes[s] > most_bytes)
                 continue;
             const int64_t count = counts[i], rows = count + 3, v_bytes = sizes[s] - sizes[s] % 16 / 2;
-            const unsigned n = 3 * (s + i) + 1; /* with a counter */
-            one_gather(a, n, sizes[s], {s % 2 * 4, 0}, {i % 2 * 4, 0}, count, rows);
-            one_store(a, n, {sizes[s], v_bytes, {i % 2 * 4, 0}, {0, 0}, count, rows, s % 3 ? APART : K_ONLY});
+            const unsigned i64 = (s + i) % 2; /* the cases below have a counter; base 1 for gathers, 0 for stores */
+            one_gather(a, i64 ? 11 : 2, sizes[s], {s % 2 * 4, 0}, {i % 2 * 4, 0}, count, rows);
+            one_store(a, i64 ? 1 : 8, {sizes[s], v_bytes, {i % 2 * 4, 0}, {0, 0}, count, rows, s % 3 ? APART : K_ONLY});
         }
 }
 
@@ -958,12 +958,25 @@ static void row_parts(arena *a)
     }
 }
 
+/* Plain rows of the sizes and counts at which another kernel takes over. */
+static void plain_sizes(arena *a)
+{
+    static const int64_t cases[][2] = {{1024, 128}, {1024, 129}, {512, 2048},  {512, 2049}, {256, 4096},
+                                       {256, 4097}, {128, 9},    {128, 16385}, {64, 9},     {80, 9}};
+    for (const int64_t(&c)[2] : cases) {
+        one_gather(a, 2, c[0], {0, 0}, {0, 0}, c[1], c[1] + 3);
+        one_store(a, 8, {c[0], c[0], {0, 0}, {0, 0}, c[1], c[1] + 3, K_ONLY});
+        one_store(a, 8, {c[0], c[0], {0, 0}, {0, 0}, c[1], c[1] + 3, APART});
+    }
+}
+
 static void uses(arena *a)
 {
     vocabulary_shard(a);
     padding_alone(a);
     row_tails(a);
     row_parts(a);
+    plain_sizes(a);
 }
 
 /* ---- descriptors that must be refused ---- */
