@@ -8,8 +8,8 @@
 #     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
 #     make run TRACE=path ARGS='...'     replays another trace, with options of the example
 #     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
-#     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places. NCCL is then
-#                                        searched for only there
+#     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places; NCCL is
+#                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
 
 # Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no

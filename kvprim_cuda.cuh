@@ -252,6 +252,7 @@ enum {
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
+#define KVPRIM_IN_PLACE                 /* a kernel's parameters; the emulation passes a reference */
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
@@ -474,7 +475,8 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
    - All addresses come before the loads, and all loads before the stores. */
 
 template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_gather_kernel(const __grid_constant__ kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
     uint32_t i, part;
@@ -495,7 +497,8 @@ static __global__ void __launch_bounds__(kvpc_threads) kvpc_gather_kernel(const 
 
 /* tables: 1, or 2 for K and V. */
 template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_store_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_store_kernel(const __grid_constant__ kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
     uint32_t i, part;
@@ -560,7 +563,8 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
 /* Gather and store for plain rows of any size and alignment. Each group of kvpc_bytes_lanes threads moves one part of a
    row, of K or of V. An index is counted before the copy, so that it takes no registers there: with 44 instead of 40,
    dependent launches are 10 % slower. */
-static __global__ void __launch_bounds__(kvpc_threads) kvpc_bytes_kernel(const __grid_constant__ kvpc_plain p)
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_bytes_kernel(const __grid_constant__ kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
     uint32_t i, part;
@@ -721,7 +725,7 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number
 /* On the whole GPU: each group of threads moves one chunk. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_threads)
-    kvpc_move_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_kernel(const __grid_constant__ kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
 {
     const uint32_t work = blockIdx.x * (kvpc_threads / lanes) + threadIdx.x / lanes, at = 16 * (threadIdx.x % lanes);
     if (work >= (uint32_t)p.total)
@@ -737,7 +741,7 @@ static __global__ void __launch_bounds__(kvpc_threads)
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
-    kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_few_kernel(const __grid_constant__ kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
     uint4 v[loads];
@@ -756,7 +760,7 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
 template <uint32_t lanes, class number, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_unaligned_threads)
-    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> p)
+    kvpc_move_bytes_kernel(const __grid_constant__ kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
 {
     const uint32_t lane = threadIdx.x % lanes;
     const number in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
@@ -912,7 +916,7 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
 template <bool small, bool aligned, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
-    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> p)
+    kvpc_unpack_kernel(const __grid_constant__ kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
 {
     const kvpc_unpack &h = p.head;
     const uint32_t lanes = 1u << h.lanes_shift;
@@ -1178,8 +1182,8 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
 }
 
 /* `parts` groups of threads share a row. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void (*kernel)(kvpc_plain), uint32_t parts,
-                                     uint32_t lanes)
+static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p,
+                                     void (*kernel)(const kvpc_plain KVPRIM_IN_PLACE), uint32_t parts, uint32_t lanes)
 {
     const kvpc_divisor divisor = kvpc_divisor_of(parts);
     p->parts = parts;
@@ -1192,8 +1196,8 @@ static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p, void 
 template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
 {
-    static void (*const kernels[])(kvpc_plain) = {kvpc_gather_kernel<lanes, loads, exact, false>,
-                                                  kvpc_gather_kernel<lanes, loads, exact, true>};
+    static void (*const kernels[])(const kvpc_plain KVPRIM_IN_PLACE) = {kvpc_gather_kernel<lanes, loads, exact, false>,
+                                                                        kvpc_gather_kernel<lanes, loads, exact, true>};
     return kvpc_start_rows(call, p, kernels[p->pdl], kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
 }
 
@@ -1201,7 +1205,7 @@ template <uint32_t lanes, uint32_t loads, bool exact>
 static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
 {
     const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    static void (*const kernels[])(kvpc_plain) = {
+    static void (*const kernels[])(const kvpc_plain KVPRIM_IN_PLACE) = {
         kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
         kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
     return kvpc_start_rows(call, p, kernels[2 * (p->row_bytes[1] != 0) + p->pdl],
@@ -1361,7 +1365,8 @@ template <uint32_t most_tasks> static void kvpc_cut(kvpc_batch<most_tasks> *p, u
 
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
 template <uint32_t most_tasks>
-static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvpc_batch<most_tasks>),
+static kvprim_status kvpc_start_groups(const kvpc_call *call,
+                                       void (*kernel)(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE),
                                        uint32_t most_threads, uint32_t lanes, const kvpc_batch<most_tasks> *p)
 {
     const uint64_t limit = (uint64_t)call->launch.max_sms;
@@ -1376,7 +1381,7 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(kvp
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
-    static void (*const kernels[2][3])(kvpc_batch<most_tasks>) = {
+    static void (*const kernels[2][3])(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE) = {
         {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
         {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
          kvpc_move_few_kernel<32, 4, most_tasks>}};

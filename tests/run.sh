@@ -58,8 +58,8 @@ show()
     printf '%s\n' "$line" >"$scratch/last"
 }
 
-# begin N COMMAND: writes its output to $scratch/N and then its exit code to N.code. While it runs, N.runs says since when
-# and what it is.
+# begin N COMMAND: writes its output to $scratch/N and then its exit code to N.code. While it runs, N.runs says since
+# when, and what it is.
 begin()
 {
     echo "$(date +%s) ${2##*build/}" >"$scratch/$1.runs"

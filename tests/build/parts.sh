@@ -35,8 +35,8 @@ warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wund
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
-address='-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all'
-thread='-O1 -g -fsanitize=thread'
+address='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all'
+thread='-O1 -g1 -fsanitize=thread'
 headers='kvprim.h kvprim_cuda.cuh kvprim_nccl.h' units=tests/build/units
 launcher= passed=0 failed=0 skipped=0
 mkdir -p "$build" || exit 1
@@ -253,7 +253,7 @@ fuzzers()
         skip 'fuzzers: no compiler here has AddressSanitizer'
         return
     fi
-    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program whose inputs stay short, or lead nowhere, fails.
+    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails if its inputs stay short or lead nowhere.
     for fuzzer in prefix:80 moves:600 unpack:400 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
         cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz/fuzz_$name.c" -std=c11 $address -o "$by_name"

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: MIT */
-/* Tests of kvprim.h. They compute what they expect from the contracts, byte by byte, not with the code under test.
+/* Tests of kvprim.h. They compute what they expect from the contracts, not with the code under test.
 
-       cc -O2 -I. tests/core/test_kvprim.c -lpthread && ./a.out */
+       cc -O2 -I. tests/core/test_kvprim.c -lpthread && ./a.out [quick]
+
+   `quick` takes every fourth case where there are thousands alike: for a run under sanitizers. */
 #if !defined(_WIN32)
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #endif
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
-#include <stdlib.h>
+
+#include "../harness.h"
 #include <time.h>
 #if !defined(_WIN32)
 #include <pthread.h>
@@ -15,59 +18,8 @@
 #include <unistd.h>
 #endif
 
-/* ---- harness ---- */
-
-static int passed, failed, skipped, failures; /* failures: in the test that runs now */
-
-/* Prints like printf and fails the test. Only a test's first few failures are printed. */
-#define FAIL(...) (failures++ < 5 ? (printf("  "), printf(__VA_ARGS__), printf("\n")) : 0)
-#define CHECK(condition) ((condition) ? 0 : FAIL("line %d: %s", __LINE__, #condition))
-
-static void run(const char *name, void (*test)(void))
-{
-    failures = 0;
-    test();
-    printf(failures ? "FAIL %s: %d failures\n" : "ok %s\n", name, failures);
-    failed += failures != 0;
-    passed += failures == 0;
-}
-
-static uint64_t random_state = 1;
-
-static uint64_t random_u64(void) /* splitmix64 */
-{
-    uint64_t z = random_state += 0x9e3779b97f4a7c15u;
-    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-    return z ^ z >> 31;
-}
-
-static void fill(void *p, size_t bytes)
-{
-    for (size_t i = 0; i < bytes; i++)
-        ((unsigned char *)p)[i] = (unsigned char)(random_u64() >> 56);
-}
-
-static void *allocate(size_t bytes)
-{
-    void *const p = malloc(bytes ? bytes : 1);
-    if (!p) {
-        printf("FAIL out of memory\n0 passed, 1 failed, 0 skipped\n");
-        exit(1);
-    }
-    return p;
-}
-
-static void expect_error(int line, kvprim_status got, kvprim_status want, const char *words)
-{
-    if (got != want)
-        FAIL("line %d: status %s, expected %s (%s)", line, kvprim_status_name(got), kvprim_status_name(want),
-             kvprim_last_error());
-    if (!strstr(kvprim_last_error(), words))
-        FAIL("line %d: the error \"%s\" does not say \"%s\"", line, kvprim_last_error(), words);
-}
-/* Clears the text first, so that an older one cannot pass for this call's. */
-#define EXPECT_ERROR(call, want, words) ((void)kvprim_fail(KVPRIM_OK, "-"), expect_error(__LINE__, call, want, words))
+#define LENGTH(array) (sizeof(array) / sizeof *(array))
+static size_t every = 1; /* 4 if quick */
 
 /* ---- status ---- */
 
@@ -78,7 +30,7 @@ static void test_status(void)
     CHECK(strcmp(kvprim_status_name((kvprim_status)99), "unknown kvprim_status") == 0);
     CHECK(strlen(kvprim_status_text(KVPRIM_ERROR_NULL)) > 10);
     CHECK(strcmp(kvprim_last_error(), "") == 0);
-    EXPECT_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
+    CHECK_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
     (void)kvprim_fail(KVPRIM_ERROR_NULL, "mine: %s", kvprim_last_error()); /* as a wrapper would */
     CHECK(strcmp(kvprim_last_error(), "mine: kvprim_gather: desc is NULL") == 0);
 }
@@ -90,15 +42,26 @@ _Static_assert(KVPRIM_I32 == 1 && KVPRIM_I64 == 2 && KVPRIM_F16 >= 16, "no eleme
 /* Bindings compare these. */
 static void test_version_and_sizes(void)
 {
+#define SIZE_OF(type)                                                                                                  \
+    {                                                                                                                  \
+#type, sizeof(type)                                                                                            \
+    }
+    static const struct {
+        const char *name;
+        size_t size;
+    } types[] = {SIZE_OF(kvprim_table),
+                 SIZE_OF(kvprim_gather_desc),
+                 SIZE_OF(kvprim_store_desc),
+                 SIZE_OF(kvprim_transfer_desc),
+                 SIZE_OF(kvprim_unpack_desc),
+                 SIZE_OF(kvprim_fragment),
+                 SIZE_OF(kvprim_move),
+                 {"kvprim", 0},
+                 {"", 0}};
+#undef SIZE_OF
     CHECK(kvprim_version() == KVPRIM_VERSION);
-    CHECK(kvprim_sizeof("kvprim_table") == sizeof(kvprim_table));
-    CHECK(kvprim_sizeof("kvprim_gather_desc") == sizeof(kvprim_gather_desc));
-    CHECK(kvprim_sizeof("kvprim_store_desc") == sizeof(kvprim_store_desc));
-    CHECK(kvprim_sizeof("kvprim_transfer_desc") == sizeof(kvprim_transfer_desc));
-    CHECK(kvprim_sizeof("kvprim_unpack_desc") == sizeof(kvprim_unpack_desc));
-    CHECK(kvprim_sizeof("kvprim_fragment") == sizeof(kvprim_fragment));
-    CHECK(kvprim_sizeof("kvprim_move") == sizeof(kvprim_move));
-    CHECK(kvprim_sizeof("kvprim") == 0 && kvprim_sizeof("") == 0);
+    for (size_t i = 0; i < LENGTH(types); i++)
+        CHECK(kvprim_sizeof(types[i].name) == types[i].size);
 }
 
 /* ---- prefix ---- */
@@ -129,132 +92,98 @@ static int variants(variant *out)
     return n;
 }
 
-static size_t naive_i32(const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
+static size_t naive(const void *a, size_t a_len, const void *b, size_t b_len, size_t token)
 {
     size_t i = 0;
-    while (i < a_len && i < b_len && a[i] == b[i])
+    while (i < a_len && i < b_len && memcmp((const char *)a + i * token, (const char *)b + i * token, token) == 0)
         i++;
     return i;
 }
 
-static size_t naive_i64(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
-{
-    size_t i = 0;
-    while (i < a_len && i < b_len && a[i] == b[i])
-        i++;
-    return i;
-}
-
-static void check_i32(const variant *v, const int32_t *a, size_t a_len, const int32_t *b, size_t b_len)
-{
-    const size_t want = naive_i32(a, a_len, b, b_len), got = v->i32(a, a_len, b, b_len);
-    if (got != want)
-        FAIL("%s i32: lengths %zu and %zu, alignments %zu and %zu: %zu, expected %zu", v->name, a_len, b_len,
-             (size_t)((uintptr_t)a % 64), (size_t)((uintptr_t)b % 64), got, want);
-}
-
-static void check_i64(const variant *v, const int64_t *a, size_t a_len, const int64_t *b, size_t b_len)
-{
-    const size_t want = naive_i64(a, a_len, b, b_len), got = v->i64(a, a_len, b, b_len);
-    if (got != want)
-        FAIL("%s i64: lengths %zu and %zu, alignments %zu and %zu: %zu, expected %zu", v->name, a_len, b_len,
-             (size_t)((uintptr_t)a % 64), (size_t)((uintptr_t)b % 64), got, want);
-}
-
-/* An error of kvprim_prefix_many_i32. */
-#define EXPECT_PREFIX_ERROR(call, words)                                                                               \
-    EXPECT_ERROR((call) == KVPRIM_PREFIX_ERROR ? KVPRIM_ERROR_NULL : KVPRIM_OK, KVPRIM_ERROR_NULL, words)
-
-enum { longest = 300, step_i32 = 16 };
-
-/* Compares lengths 0 to 300 at all alignments of both arrays in a cache line. The arrays differ at each place in turn, or
-   nowhere. */
-static void test_prefix_everywhere(void)
+/* Compares arrays of int32 or int64, whose size is `token`, with every variant that this machine can run. */
+static void check_prefix(const void *a, size_t a_len, const void *b, size_t b_len, size_t token)
 {
     variant v[8];
-    const int n_variants = variants(v);
-    static int32_t a_memory[longest + 64], b_memory[longest + 64];
-    for (size_t align = 0; align < step_i32 * step_i32; align++) {
-        int32_t *const a = a_memory + align % step_i32, *const b = b_memory + align / step_i32;
-        for (size_t i = 0; i < longest; i++)
-            a[i] = b[i] = (int32_t)random_u64();
-        for (size_t n = 0; n <= longest; n++)
-            for (size_t bad = 0; bad <= n; bad++) {
-                const int32_t was = b[bad];
-                b[bad] ^= bad < n ? (int32_t)(1u << (align + bad) % 32) : 0;
-                for (int k = 0; k < n_variants; k++) {
-                    const size_t got = v[k].i32(a, n, b, n);
-                    if (got != bad)
-                        FAIL("%s: length %zu, differs at %zu: %zu", v[k].name, n, bad, got);
-                }
-                b[bad] = was;
-            }
+    const int n = variants(v);
+    const size_t want = naive(a, a_len, b, b_len, token);
+    for (int k = 0; k < n; k++) {
+        const size_t got = token == 4 ? v[k].i32(a, a_len, b, b_len) : v[k].i64(a, a_len, b, b_len);
+        if (got != want)
+            fail("%s, tokens of %zu bytes: lengths %zu and %zu, alignments %zu and %zu: %zu, expected %zu", v[k].name,
+                 token, a_len, b_len, (size_t)((uintptr_t)a % 64), (size_t)((uintptr_t)b % 64), got, want);
     }
 }
 
-/* Does the same for arrays long enough that whole blocks are compared: lengths around the ends of blocks, and every 11th
-   place. */
-static void test_prefix_blocks(void)
+/* An error of kvprim_prefix_many_i32. */
+#define CHECK_PREFIX_ERROR(call, words)                                                                                \
+    CHECK_ERROR((call) == KVPRIM_PREFIX_ERROR ? KVPRIM_ERROR_NULL : KVPRIM_OK, KVPRIM_ERROR_NULL, words)
+
+enum { longest = 300, longer = 720, step_i32 = 16 };
+
+/* b differs from a in one bit at `bad`, or nowhere if that is n. The plain name calls another variant in each pass over
+   the instruction sets; if there is one pass, the scalar variant is checked beside it. */
+static void check_place(const int32_t *a, int32_t *b, size_t n, size_t bad)
 {
-    enum { most = 720 };
-    static const size_t lengths[] = {400, 511, 512, 513, 575, 576, 577, 591, 592, 593, 608, 640, 655, 656, 700, most};
-    variant v[8];
-    const int n_variants = variants(v);
-    static int32_t a_memory[most + 64], b_memory[most + 64];
+    const int32_t was = b[bad];
+    b[bad] ^= bad < n ? (int32_t)(1u << (n + bad) % 32) : 0;
+    const size_t got = kvprim_prefix_i32(a, n, b, n);
+#ifdef KVPRIM_X86
+    const size_t scalar = bad;
+#else
+    const size_t scalar = kvprim_prefix_i32_scalar(a, n, b, n);
+#endif
+    b[bad] = was;
+    if (got != bad || scalar != bad)
+        fail("length %zu, alignments %zu and %zu, differs at %zu: %zu, scalar %zu", n, (size_t)((uintptr_t)a % 64),
+             (size_t)((uintptr_t)b % 64), bad, got, scalar);
+}
+
+/* Compares lengths 0 to 300 at all alignments of both arrays in a cache line, with a difference at each place in turn;
+   and lengths around the ends of whole blocks, with a difference at every 11th place. */
+static void test_prefix_everywhere(void)
+{
+    static const size_t lengths[] = {400, 511, 512, 513, 575, 576, 577, 591, 592, 593, 608, 640, 655, 656, 700, longer};
+    static int32_t a_memory[longer + 64], b_memory[longer + 64];
     for (size_t align = 0; align < step_i32 * step_i32; align++) {
         int32_t *const a = a_memory + align % step_i32, *const b = b_memory + align / step_i32;
-        for (size_t i = 0; i < most; i++)
-            a[i] = b[i] = (int32_t)random_u64();
-        for (size_t l = 0; l < sizeof lengths / sizeof *lengths; l++)
-            for (size_t bad = (align + l) % 11; bad <= lengths[l] + 11; bad += 11) {
-                const size_t n = lengths[l], want = bad < n ? bad : n;
-                const int32_t flip = bad < n ? (int32_t)(1u << bad % 32) : 0;
-                b[want] ^= flip;
-                for (int k = 0; k < n_variants; k++) {
-                    const size_t got = v[k].i32(a, n, b, n);
-                    if (got != want)
-                        FAIL("%s: length %zu, alignment %zu, differs at %zu: %zu", v[k].name, n, align, want, got);
-                }
-                b[want] ^= flip;
-            }
+        fill(a, sizeof *a * longer);
+        memcpy(b, a, sizeof *b * longer);
+        for (size_t n = (align + align / step_i32) % every; n <= longest; n += every)
+            for (size_t bad = 0; bad <= n; bad++)
+                check_place(a, b, n, bad);
+        for (size_t l = 0; l < LENGTH(lengths); l++)
+            for (size_t bad = (align + l) % 11; bad <= lengths[l] + 11; bad += 11)
+                check_place(a, b, lengths[l], bad < lengths[l] ? bad : lengths[l]);
     }
 }
 
 static void test_prefix_lengths_and_i64(void)
 {
-    variant v[8];
-    const int n_variants = variants(v);
     static int64_t a_memory[longest + 64], b_memory[longest + 64];
     for (int round = 0; round < 40000; round++) {
-        int64_t *const a = a_memory + random_u64() % 8, *const b = b_memory + random_u64() % 8;
-        const size_t a_len = random_u64() % (longest / 2), b_len = random_u64() % (longest / 2);
-        for (size_t i = 0; i < longest / 2; i++)
-            a[i] = b[i] = (int64_t)random_u64();
+        int64_t *const a = a_memory + below(8), *const b = b_memory + below(8);
+        const size_t a_len = below(longest / 2), b_len = below(longest / 2);
+        fill(a, sizeof *a * (longest / 2));
+        memcpy(b, a, sizeof *b * (longest / 2));
         if (b_len > 0 && round % 4 != 0) /* in either half of an int64 */
-            b[random_u64() % b_len] ^= (int64_t)((uint64_t)1 << random_u64() % 64);
-        for (int k = 0; k < n_variants; k++) {
-            check_i64(&v[k], a, a_len, b, b_len);
-            check_i32(&v[k], (const int32_t *)(const void *)a, 2 * a_len, (const int32_t *)(const void *)b,
-                      2 * b_len + 1);
-        }
+            b[below(b_len)] ^= (int64_t)((uint64_t)1 << below(64));
+        check_prefix(a, a_len, b, b_len, 8);
+        check_prefix(a, 2 * a_len, b, 2 * b_len + 1, 4);
     }
 }
 
 static void test_prefix_large(void)
 {
-    variant v[8];
-    const int n_variants = variants(v);
     const size_t n = 200000;
     int32_t *const a = allocate(4 * (n + 16)), *const b = allocate(4 * (n + 16));
     for (size_t i = 0; i < n + 16; i++)
         a[i] = b[i] = (int32_t)i;
-    for (size_t shift = 0; shift < 4; shift++)
-        for (int k = 0; k < n_variants; k++) {
-            memmove(b + shift, a, 4 * n);
-            check_i32(&v[k], a, n, b + shift, n - shift);
-            b[shift + n / 2] = -1;
-            check_i32(&v[k], a, n, b + shift, n);
-        }
+    for (size_t shift = 0; shift < 4; shift++) {
+        memmove(b + shift, a, 4 * n);
+        check_prefix(a, n, b + shift, n - shift, 4);
+        b[shift + n / 2] = -1;
+        check_prefix(a, n, b + shift, n, 4);
+    }
     free(a);
     free(b);
 }
@@ -269,17 +198,17 @@ static void test_prefix_null_and_pages(void)
     CHECK(kvprim_prefix_i32(NULL, 0, NULL, 0) == 0);
     CHECK(kvprim_prefix_i32(NULL, 0, a, 3) == 0);
     CHECK(kvprim_prefix_i64(b, 3, NULL, 0) == 0);
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_i32(NULL, 5, a, 3), KVPRIM_OK,
-                 "kvprim_prefix_i32: a is NULL and a_len is 5");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_i32(NULL, 5, a, 0), KVPRIM_OK,
-                 "kvprim_prefix_i32: a is NULL and a_len is 5");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_i32(a, 3, NULL, 900), KVPRIM_OK, "b is NULL and b_len is 900");
-    EXPECT_ERROR((kvprim_status)kvprim_prefix_i64(b, 3, NULL, 7), KVPRIM_OK,
-                 "kvprim_prefix_i64: b is NULL and b_len is 7");
-    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, lens, 2, out), "keys[1] is NULL and its length is 2");
-    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(NULL, 3, keys, lens, 1, out), "query is NULL, query_len is 3");
-    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, NULL, lens, 1, out), "keys is NULL");
-    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, NULL, 1, out), "key_lens is NULL");
+    CHECK_ERROR((kvprim_status)kvprim_prefix_i32(NULL, 5, a, 3), KVPRIM_OK,
+                "kvprim_prefix_i32: a is NULL and a_len is 5");
+    CHECK_ERROR((kvprim_status)kvprim_prefix_i32(NULL, 5, a, 0), KVPRIM_OK,
+                "kvprim_prefix_i32: a is NULL and a_len is 5");
+    CHECK_ERROR((kvprim_status)kvprim_prefix_i32(a, 3, NULL, 900), KVPRIM_OK, "b is NULL and b_len is 900");
+    CHECK_ERROR((kvprim_status)kvprim_prefix_i64(b, 3, NULL, 7), KVPRIM_OK,
+                "kvprim_prefix_i64: b is NULL and b_len is 7");
+    CHECK_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, lens, 2, out), "keys[1] is NULL and its length is 2");
+    CHECK_PREFIX_ERROR(kvprim_prefix_many_i32(NULL, 3, keys, lens, 1, out), "query is NULL, query_len is 3");
+    CHECK_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, NULL, lens, 1, out), "keys is NULL");
+    CHECK_PREFIX_ERROR(kvprim_prefix_many_i32(a, 3, keys, NULL, 1, out), "key_lens is NULL");
     CHECK(out[0] == 77 && out[1] == 77);
     CHECK(kvprim_prefix_pages(35, 16) == 32 && kvprim_prefix_pages(35, 0) == 35 && kvprim_prefix_pages(15, 16) == 0);
 }
@@ -309,7 +238,7 @@ static void test_prefix_many_answers(void)
 
     out[0] = 77; /* an error: nothing is written, also for the keys before the wrong one */
     lens[3] = 1;
-    EXPECT_PREFIX_ERROR(kvprim_prefix_many_i32(query, 3, keys, lens, 4, out), "keys[3] is NULL and its length is 1");
+    CHECK_PREFIX_ERROR(kvprim_prefix_many_i32(query, 3, keys, lens, 4, out), "keys[3] is NULL and its length is 1");
     CHECK(out[0] == 77);
 }
 
@@ -320,18 +249,17 @@ static void test_prefix_many(void)
     const int32_t *keys[n_keys];
     size_t lens[n_keys], out[n_keys];
     for (int round = 0; round < 300; round++) {
-        const size_t query_len = random_u64() % longest, span = round % 3 == 0 ? longest : 24;
+        const size_t query_len = below(longest), span = round % 3 == 0 ? longest : 24;
         size_t best = KVPRIM_PREFIX_NONE, best_len = 0;
-        for (size_t i = 0; i < longest; i++)
-            query[i] = (int32_t)random_u64();
+        fill(query, sizeof query);
         for (size_t k = 0; k < n_keys; k++) {
             memcpy(memory[k], query, sizeof query);
-            memory[k][random_u64() % span] ^= 1;
-            const size_t start = random_u64() % 4;
+            memory[k][below(span)] ^= 1;
+            const size_t start = below(4);
             memmove(memory[k] + start, memory[k], sizeof query - 4 * start);
             keys[k] = memory[k] + start;
-            lens[k] = random_u64() % (longest - start);
-            const size_t len = naive_i32(query, query_len, keys[k], lens[k]);
+            lens[k] = below(longest - start);
+            const size_t len = naive(query, query_len, keys[k], lens[k], 4);
             if (len > best_len) {
                 best_len = len;
                 best = k;
@@ -340,8 +268,8 @@ static void test_prefix_many(void)
         CHECK(kvprim_prefix_many_i32(query, query_len, keys, lens, n_keys, out) == best);
         CHECK(kvprim_prefix_many_i32(query, query_len, keys, lens, n_keys, NULL) == best);
         for (size_t k = 0; k < n_keys; k++)
-            if (out[k] != naive_i32(query, query_len, keys[k], lens[k]))
-                FAIL("key %zu of length %zu, query %zu: %zu", k, lens[k], query_len, out[k]);
+            if (out[k] != naive(query, query_len, keys[k], lens[k], 4))
+                fail("key %zu of length %zu, query %zu: %zu", k, lens[k], query_len, out[k]);
     }
 }
 
@@ -361,33 +289,28 @@ static char *guarded(size_t pages)
 /* Nothing before or after an array is read. */
 static void test_prefix_guard_pages(void)
 {
-    variant v[8];
-    const int n_variants = variants(v);
     const size_t bytes = (size_t)sysconf(_SC_PAGESIZE);
     char *const a = guarded(1), *const b = guarded(1);
     size_t out;
-    for (size_t i = 0; i < bytes / 4; i++)
-        ((int32_t *)(void *)a)[i] = ((int32_t *)(void *)b)[i] = 7;
+    memset(a, 7, bytes);
+    memset(b, 7, bytes);
     /* a ends `gap` bytes before the end of its page, or starts `gap` bytes after its start; b ends with its page */
     for (size_t n = 0; n <= 700; n += n < longest ? 1 : 13)
         for (size_t gap = 0; gap <= 68; gap += 4) {
-            const int32_t *const a_end = (const int32_t *)(const void *)(a + bytes - gap) - n;
-            const int32_t *const b_end = (const int32_t *)(const void *)(b + bytes) - n;
-            const int32_t *const a_start = (const int32_t *)(const void *)(a + gap);
-            for (int k = 0; k < n_variants; k++) {
-                check_i32(&v[k], a_end, n, b_end, n);
-                check_i32(&v[k], a_start, n, b_end, n);
-                check_i32(&v[k], (const int32_t *)(const void *)b, n, a_end, n);
-                check_i32(&v[k], a_end, n, (const int32_t *)(const void *)b, bytes / 4);
-                if (8 * n <= bytes)
-                    check_i64(&v[k], (const int64_t *)(const void *)(a + bytes - 8 * n), n,
-                              (const int64_t *)(const void *)b, n);
-            }
-            CHECK(kvprim_prefix_many_i32(a_end, n, &b_end, &n, 1, &out) == (n ? 0 : KVPRIM_PREFIX_NONE) && out == n);
+            const char *const a_end = a + bytes - gap - 4 * n, *const b_end = b + bytes - 4 * n;
+            const int32_t *const key = (const int32_t *)(const void *)b_end;
+            check_prefix(a_end, n, b_end, n, 4);
+            check_prefix(a + gap, n, b_end, n, 4);
+            check_prefix(b, n, a_end, n, 4);
+            check_prefix(a_end, n, b, bytes / 4, 4);
+            if (8 * n <= bytes)
+                check_prefix(a + bytes - 8 * n, n, b, n, 8);
+            CHECK(kvprim_prefix_many_i32((const int32_t *)(const void *)a_end, n, &key, &n, 1, &out) ==
+                      (n ? 0 : KVPRIM_PREFIX_NONE) &&
+                  out == n);
         }
-    const size_t page = bytes;
-    munmap(a - page, 3 * page);
-    munmap(b - page, 3 * page);
+    munmap(a - bytes, 3 * bytes);
+    munmap(b - bytes, 3 * bytes);
 }
 
 static void *dispatch_thread(void *result)
@@ -440,6 +363,37 @@ static kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t p
     return t;
 }
 
+/* Descriptors whose indices are int32. */
+static kvprim_gather_desc gather_of(kvprim_table dst, kvprim_table src, int64_t row_bytes, const int32_t *index,
+                                    int64_t count)
+{
+    const kvprim_gather_desc d = {
+        .dst = dst, .src = src, .row_bytes = row_bytes, .index = index, .index_type = KVPRIM_I32, .count = count};
+    return d;
+}
+
+/* K only. */
+static kvprim_store_desc store_of(kvprim_table k_cache, kvprim_table k, int64_t k_bytes, const int32_t *slot,
+                                  int64_t count)
+{
+    const kvprim_store_desc d = {
+        .k_cache = k_cache, .k = k, .k_bytes = k_bytes, .slot = slot, .slot_type = KVPRIM_I32, .count = count};
+    return d;
+}
+
+static void add_v(kvprim_store_desc *d, kvprim_table v_cache, kvprim_table v, int64_t v_bytes)
+{
+    d->v_cache = v_cache, d->v = v, d->v_bytes = v_bytes;
+}
+
+/* Row i to row i, until an index is set. */
+static kvprim_transfer_desc transfer_of(kvprim_table dst, kvprim_table src, int64_t row_bytes, int64_t count)
+{
+    const kvprim_transfer_desc d = {
+        .dst = dst, .src = src, .row_bytes = row_bytes, .index_type = KVPRIM_I32, .count = count};
+    return d;
+}
+
 /* Finds byte `byte` of row `row` of a table with every field given. */
 static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, int64_t byte)
 {
@@ -448,6 +402,22 @@ static unsigned char *at(const kvprim_table *t, int64_t row_bytes, int64_t row, 
         t->page_rows ? row / t->page_rows * t->page_stride + row % t->page_rows * t->stride : row * t->stride;
     offset += byte / piece * t->head_stride + byte % piece;
     return (unsigned char *)t->data + offset;
+}
+
+/* Copies a row, or writes zeros if there is no row to copy. */
+static void copy_row(const kvprim_table *to, int64_t to_row, const kvprim_table *from, int64_t from_row,
+                     int64_t row_bytes)
+{
+    const int64_t to_piece = row_bytes / (to->heads > 1 ? to->heads : 1);
+    const int64_t from_piece = from ? row_bytes / (from->heads > 1 ? from->heads : 1) : row_bytes;
+    for (int64_t b = 0, n; b < row_bytes; b += n) {
+        const int64_t to_rest = to_piece - b % to_piece, from_rest = from_piece - b % from_piece;
+        n = to_rest < from_rest ? to_rest : from_rest;
+        if (from)
+            memcpy(at(to, row_bytes, to_row, b), at(from, row_bytes, from_row, b), (size_t)n);
+        else
+            memset(at(to, row_bytes, to_row, b), 0, (size_t)n);
+    }
 }
 
 /* A table, its memory with guard bytes on both sides, and a copy for the reference to work on. */
@@ -487,12 +457,13 @@ static kvprim_table on_reference(const memory *m)
 
 static void check_same(const memory *m, const char *what)
 {
-    for (size_t i = 0; i < m->size; i++)
-        if (m->bytes[i] != m->reference[i]) {
-            const long long offset = (long long)i - ((unsigned char *)m->t.data - m->bytes);
-            FAIL("%s: byte %lld of the table: got %02x, expected %02x", what, offset, m->bytes[i], m->reference[i]);
-            return;
-        }
+    size_t i = 0;
+    if (memcmp(m->bytes, m->reference, m->size) == 0)
+        return;
+    while (m->bytes[i] == m->reference[i])
+        i++;
+    const long long offset = (long long)i - ((unsigned char *)m->t.data - m->bytes);
+    fail("%s: byte %lld of the table: got %02x, expected %02x", what, offset, m->bytes[i], m->reference[i]);
 }
 
 /* The layout of a test's table: padded or not, in pages or not, head-major or not. */
@@ -505,7 +476,7 @@ typedef struct layout {
 static const layout layouts[] = {{"packed", 0, 0, 0, 0},        {"strided", 24, 0, 0, 0},   {"paged", 0, 16, 0, 0},
                                  {"padded pages", 7, 5, 33, 0}, {"HND pages", 0, 16, 0, 4}, {"HND padded", 3, 4, 11, 2},
                                  {"HND unpaged", 0, 0, 0, 4}};
-enum { n_layouts = sizeof layouts / sizeof *layouts };
+enum { n_layouts = (int)LENGTH(layouts) };
 
 /* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
@@ -532,25 +503,6 @@ static const void *index_data(const index_list *list)
     return list->type == KVPRIM_I64 ? (const void *)list->i64 : (const void *)list->i32;
 }
 
-/* Fills in rows, padding, indices past the end, and indices far out, all relative to base. */
-static void fill_index(index_list *list, int count, int64_t base, int64_t rows)
-{
-    for (int i = 0; i < count; i++) {
-        static const int64_t wild64[] = {INT64_MIN, INT64_MAX, -1, INT64_MAX - 1, (int64_t)1 << 40};
-        static const int64_t wild32[] = {INT32_MIN, INT32_MAX, -1, INT32_MAX - 1, 1 << 30};
-        const uint64_t kind = random_u64() % 8;
-        int64_t value = base + (int64_t)(random_u64() % (uint64_t)rows);
-        if (kind == 0)
-            value = list->type == KVPRIM_I64 ? wild64[random_u64() % 5] : wild32[random_u64() % 5];
-        if (kind == 1)
-            value = base + rows;
-        if (kind == 2)
-            value = base - 1;
-        list->i64[i] = value;
-        list->i32[i] = (int32_t)value;
-    }
-}
-
 /* The index rule as the contract states it: returns the row, -1 for padding, or -2 past the end. */
 static int64_t ruled(int64_t value, int64_t base, int64_t rows)
 {
@@ -561,9 +513,32 @@ static int64_t ruled(int64_t value, int64_t base, int64_t rows)
     return value - base;
 }
 
+/* Fills in rows, padding, indices past the end, and indices far out, all relative to base. If `distinct`, no row is
+   named twice. */
+static void fill_index(index_list *list, int count, int64_t base, int64_t rows, int distinct)
+{
+    static const int64_t wild64[] = {INT64_MIN, INT64_MAX, -1, INT64_MAX - 1, (int64_t)1 << 40};
+    static const int64_t wild32[] = {INT32_MIN, INT32_MAX, -1, INT32_MAX - 1, 1 << 30};
+    for (int i = 0; i < count; i++) {
+        const uint64_t kind = below(8), wild = below(5);
+        const int64_t row = distinct ? (i * 17 + 3) % rows : (int64_t)below((uint64_t)rows);
+        int64_t value = base + row;
+        if (kind == 0)
+            value = list->type == KVPRIM_I64 ? wild64[wild] : wild32[wild];
+        if (kind == 1)
+            value = base + rows;
+        if (kind == 2)
+            value = base - 1;
+        if (distinct && ruled(value, base, rows) >= 0) /* a wild one, too */
+            value = base + row;
+        list->i64[i] = value;
+        list->i32[i] = (int32_t)value;
+    }
+}
+
 static const int64_t row_sizes[] = {1,  2,  3,   4,   7,   8,   12,  15,  16,  17,   31,   32,
                                     48, 64, 100, 128, 132, 255, 256, 257, 576, 1000, 1152, 2051};
-enum { n_row_sizes = sizeof row_sizes / sizeof *row_sizes };
+enum { n_row_sizes = (int)LENGTH(row_sizes) };
 static const int64_t bases[] = {0, 1, 1000, -7};
 
 static void one_gather(int64_t row_bytes, const layout *dst_layout, const layout *src_layout, size_t dst_align,
@@ -575,25 +550,18 @@ static void one_gather(int64_t row_bytes, const layout *dst_layout, const layout
     const kvprim_table src_table = lay_out(src_layout, src_rows, row_bytes, &src_span);
     memory dst = make(dst_table, dst_span, dst_align), src = make(src_table, src_span, src_align);
     index_list index = {type, {0}, {0}};
-    fill_index(&index, count, base, src_rows);
+    fill_index(&index, count, base, src_rows, 0);
     uint32_t rejected = 5, want_rejected = 5;
-    const kvprim_gather_desc d = {.dst = dst.t,
-                                  .src = src.t,
-                                  .row_bytes = row_bytes,
-                                  .index = index_data(&index),
-                                  .index_type = type,
-                                  .index_base = base,
-                                  .count = count,
-                                  .rejected = &rejected};
-    const kvprim_status status = kvprim_gather(&d);
-    if (status != KVPRIM_OK)
-        FAIL("%s", kvprim_last_error());
+    kvprim_gather_desc d = gather_of(dst.t, src.t, row_bytes, NULL, count);
+    d.index = index_data(&index), d.index_type = type, d.index_base = base;
+    d.rejected = &rejected;
+    if (kvprim_gather(&d) != KVPRIM_OK)
+        fail("%s", kvprim_last_error());
     const kvprim_table reference = on_reference(&dst);
     for (int i = 0; i < count; i++) {
         const int64_t row = ruled(index.i64[i], base, src_rows);
         want_rejected += row == -2;
-        for (int64_t b = 0; b < row_bytes; b++)
-            *at(&reference, row_bytes, i, b) = row >= 0 ? *at(&src.t, row_bytes, row, b) : 0;
+        copy_row(&reference, i, row >= 0 ? &src.t : NULL, row, row_bytes);
     }
     char what[200];
     snprintf(what, sizeof what, "gather %lld bytes, %s <- %s, alignments %zu %zu, base %lld", (long long)row_bytes,
@@ -628,31 +596,23 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
     kvprim_table v_input = input.t;
     v_input.data = (char *)input.t.data + k_bytes;
     index_list slot = {type, {0}, {0}};
-    fill_index(&slot, count, base, rows);
-    for (int i = 0; i < count; i++) /* those in range are distinct */
-        if (ruled(slot.i64[i], base, rows) >= 0)
-            slot.i32[i] = (int32_t)(slot.i64[i] = base + (i * 17 + 3) % rows);
+    fill_index(&slot, count, base, rows, 1);
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_store_desc d = {.k_cache = k_cache.t,
-                           .k = input.t,
-                           .k_bytes = k_bytes,
-                           .slot = index_data(&slot),
-                           .slot_type = type,
-                           .slot_base = base,
-                           .count = count,
-                           .rejected = &rejected};
+    kvprim_store_desc d = store_of(k_cache.t, input.t, k_bytes, NULL, count);
+    d.slot = index_data(&slot), d.slot_type = type, d.slot_base = base;
+    d.rejected = &rejected;
     if (with_v)
-        d.v_cache = v_cache.t, d.v = v_input, d.v_bytes = v_bytes;
+        add_v(&d, v_cache.t, v_input, v_bytes);
     if (kvprim_store(&d) != KVPRIM_OK)
-        FAIL("%s", kvprim_last_error());
+        fail("%s", kvprim_last_error());
     const kvprim_table k_reference = on_reference(&k_cache), v_reference = on_reference(&v_cache);
     for (int i = 0; i < count; i++) {
         const int64_t row = ruled(slot.i64[i], base, rows);
         want_rejected += row == -2;
-        for (int64_t b = 0; b < k_bytes && row >= 0; b++)
-            *at(&k_reference, k_bytes, row, b) = *at(&input.t, k_bytes, i, b);
-        for (int64_t b = 0; b < v_bytes && row >= 0 && with_v; b++)
-            *at(&v_reference, v_bytes, row, b) = *at(&v_input, v_bytes, i, b);
+        if (row >= 0)
+            copy_row(&k_reference, row, &input.t, i, k_bytes);
+        if (row >= 0 && with_v)
+            copy_row(&v_reference, row, &v_input, i, v_bytes);
     }
     check_same(&k_cache, "k_cache");
     check_same(&v_cache, "v_cache");
@@ -667,7 +627,7 @@ static void test_store(void)
 {
     for (int s = 0; s < n_row_sizes; s++)
         for (int l = 0; l < n_layouts; l++)
-            for (size_t align = 0; align < 16; align++)
+            for (size_t align = (size_t)(s + l) % every; align < 16; align += every)
                 one_store(row_sizes[s], row_sizes[(s + (int)align) % n_row_sizes], &layouts[l], align, bases[align % 4],
                           align % 3 ? KVPRIM_I32 : KVPRIM_I64, (l + s) % 4 != 0);
 }
@@ -683,15 +643,9 @@ static void test_store_interleaved(void)
     memcpy(want, cache, sizeof cache);
     fill(input, sizeof input);
     const int64_t page_stride = 2 * page_rows * row_bytes;
-    const kvprim_store_desc d = {.k_cache = paged(cache, rows, page_rows, page_stride),
-                                 .v_cache = paged(cache + page_rows * row_bytes, rows, page_rows, page_stride),
-                                 .k = table_of(input[0], count),
-                                 .v = table_of(input[1], count),
-                                 .k_bytes = row_bytes,
-                                 .v_bytes = row_bytes,
-                                 .slot = slot,
-                                 .slot_type = KVPRIM_I32,
-                                 .count = count};
+    kvprim_store_desc d =
+        store_of(paged(cache, rows, page_rows, page_stride), table_of(input[0], count), row_bytes, slot, count);
+    add_v(&d, paged(cache + page_rows * row_bytes, rows, page_rows, page_stride), table_of(input[1], count), row_bytes);
     CHECK(kvprim_store(&d) == KVPRIM_OK);
     for (int i = 0; i < count; i++)
         for (int kv = 0; kv < 2; kv++)
@@ -711,32 +665,21 @@ static void one_transfer(int64_t row_bytes, const layout *dst_layout, const layo
     const int32_t n = layers ? layers : 1;
     memory dst = make(dst_table, (size_t)(n * dst_step), 3), src = make(src_table, (size_t)(n * src_step), 8);
     index_list to = {KVPRIM_I32, {0}, {0}}, from = {KVPRIM_I32, {0}, {0}};
-    fill_index(&to, count, 0, rows);
-    fill_index(&from, count, 0, rows);
-    for (int i = 0; i < count; i++)
-        if (ruled(to.i64[i], 0, rows) >= 0)
-            to.i32[i] = (int32_t)(to.i64[i] = (i * 7 + 1) % rows); /* distinct */
+    fill_index(&to, count, 0, rows, 1);
+    fill_index(&from, count, 0, rows, 0);
     void *dst_layers[most_layers], *src_layers[most_layers];
     for (int l = 0; l < n; l++) {
         dst_layers[l] = (char *)dst.t.data + (n - 1 - l) * dst_step; /* in the opposite order */
         src_layers[l] = (char *)src.t.data + l * src_step;
     }
     uint32_t rejected = 0, want_rejected = 0;
-    kvprim_transfer_desc d = {.dst = dst.t,
-                              .src = src.t,
-                              .dst_layers = pointers & 1 ? dst_layers : NULL,
-                              .src_layers = pointers & 2 ? src_layers : NULL,
-                              .dst_layer_stride = pointers & 1 ? 0 : dst_step,
-                              .src_layer_stride = pointers & 2 ? 0 : src_step,
-                              .layers = layers,
-                              .row_bytes = row_bytes,
-                              .dst_index = indexed & 1 ? to.i32 : NULL,
-                              .src_index = indexed & 2 ? from.i32 : NULL,
-                              .index_type = KVPRIM_I32,
-                              .count = count,
-                              .rejected = &rejected};
+    kvprim_transfer_desc d = transfer_of(dst.t, src.t, row_bytes, count);
+    d.layers = layers, d.rejected = &rejected;
+    d.dst_layers = pointers & 1 ? dst_layers : NULL, d.dst_layer_stride = pointers & 1 ? 0 : dst_step;
+    d.src_layers = pointers & 2 ? src_layers : NULL, d.src_layer_stride = pointers & 2 ? 0 : src_step;
+    d.dst_index = indexed & 1 ? to.i32 : NULL, d.src_index = indexed & 2 ? from.i32 : NULL;
     if (kvprim_transfer(&d) != KVPRIM_OK)
-        FAIL("%s", kvprim_last_error());
+        fail("%s", kvprim_last_error());
     for (int l = 0; l < n; l++) {
         kvprim_table reference = on_reference(&dst), source = src.t;
         reference.data = (char *)reference.data + (pointers & 1 ? n - 1 - l : l) * dst_step;
@@ -745,8 +688,8 @@ static void one_transfer(int64_t row_bytes, const layout *dst_layout, const layo
             const int64_t dst_row = indexed & 1 ? ruled(to.i64[i], 0, rows) : i;
             const int64_t src_row = indexed & 2 ? ruled(from.i64[i], 0, rows) : i;
             want_rejected += l == 0 && (dst_row == -2 || src_row == -2);
-            for (int64_t b = 0; b < row_bytes && dst_row >= 0 && src_row >= 0; b++)
-                *at(&reference, row_bytes, dst_row, b) = *at(&source, row_bytes, src_row, b);
+            if (dst_row >= 0 && src_row >= 0)
+                copy_row(&reference, dst_row, &source, src_row, row_bytes);
         }
     }
     check_same(&dst, "transfer");
@@ -795,22 +738,22 @@ static void test_unpack(void)
     unsigned char *const src = allocate(src_bytes), *const dst = allocate(dst_bytes), *const want = allocate(dst_bytes);
     for (int round = 0; round < 200; round++) {
         kvprim_fragment f[n];
-        uint64_t at_dst = random_u64() % 16;
+        uint64_t at_dst = below(16);
         fill(src, src_bytes);
         fill(dst, dst_bytes);
         memcpy(want, dst, dst_bytes);
         for (int i = 0; i < n; i++) {
-            const uint64_t bytes = random_u64() % 400;
-            f[i] = (kvprim_fragment){random_u64() % (src_bytes - bytes + 1), at_dst, bytes};
+            const uint64_t bytes = below(400);
+            f[i] = (kvprim_fragment){below(src_bytes - bytes + 1), at_dst, bytes};
             memcpy(want + at_dst, src + f[i].src_offset, bytes);
-            at_dst += bytes + random_u64() % 3 * (random_u64() % 2);
+            at_dst += bytes + below(3) * below(2);
         }
         const kvprim_unpack_desc d = {
             .src = src, .src_bytes = src_bytes, .dst = dst, .dst_bytes = dst_bytes, .fragments = f, .count = n};
         CHECK(at_dst <= dst_bytes && kvprim_unpack(&d) == KVPRIM_OK);
         for (int i = 0; i < dst_bytes; i++)
             if (dst[i] != want[i]) {
-                FAIL("byte %d: got %02x, expected %02x", i, dst[i], want[i]);
+                fail("byte %d: got %02x, expected %02x", i, dst[i], want[i]);
                 break;
             }
     }
@@ -838,47 +781,48 @@ static void test_unpack_over_descriptor(void)
 
 static void test_unpack_errors(void)
 {
+    static const struct {
+        kvprim_fragment second;
+        const char *words;
+    } cases[] = {{{60, 0, 8}, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64"},
+                 {{0, 57, 8}, "fragments[1] is 8 bytes at dst_offset 57, past dst_bytes 64"},
+                 {{UINT64_MAX - 3, 0, 8}, "fragments[1]"},
+                 {{0, 8, UINT64_MAX}, "fragments[1]"},
+                 {{8, UINT64_MAX - 7, 8}, "fragments[1]"},
+                 {{UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}, "fragments[1]"}}; /* only their sum is too large */
     unsigned char src[64], dst[64], want[64];
     memset(dst, 1, sizeof dst);
     memcpy(want, dst, sizeof dst);
-    kvprim_fragment f[2] = {{0, 0, 8}, {60, 0, 8}};
+    kvprim_fragment f[2] = {{0, 0, 8}, {0, 0, 0}};
     kvprim_unpack_desc d = {.src = src, .src_bytes = 64, .dst = dst, .dst_bytes = 64, .fragments = f, .count = 2};
-    EXPECT_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1] is 8 bytes at src_offset 60, past src_bytes 64");
-    f[1] = (kvprim_fragment){0, 57, 8};
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1] is 8 bytes at dst_offset 57, past dst_bytes 64");
-    f[1] = (kvprim_fragment){UINT64_MAX - 3, 0, 8};
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
-    f[1] = (kvprim_fragment){0, 8, UINT64_MAX};
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
-    f[1] = (kvprim_fragment){8, UINT64_MAX - 7, 8};
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    f[1] = (kvprim_fragment){UINT64_MAX / 2, UINT64_MAX / 2, UINT64_MAX / 2}; /* only their sum is out of range */
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, "fragments[1]");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
+    CHECK_ERROR(kvprim_unpack(NULL), KVPRIM_ERROR_NULL, "desc is NULL");
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+        f[1] = cases[i].second;
+        CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_BOUNDS, cases[i].words);
+        CHECK(memcmp(dst, want, sizeof dst) == 0);
+    }
 #ifdef KVPRIM_DEBUG
-    f[1] = (kvprim_fragment){0, 7, 8};
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
-    f[0].dst_offset = 14;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
+    for (uint64_t first = 0; first <= 14; first += 14) {
+        f[0] = (kvprim_fragment){0, first, 8}, f[1] = (kvprim_fragment){0, 7, 8};
+        CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "fragments[0] and fragments[1] overlap in dst");
+    }
     f[0].dst_offset = 15;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 #endif
     d.reserved = 1;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
     d.reserved = 0;
     d.dst = src + 63;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
     d.dst = f;
     d.dst_bytes = sizeof f;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps fragments");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps fragments");
     d.dst_bytes = 64;
     d.dst = NULL;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "dst is NULL");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "dst is NULL");
     d.dst = dst;
     d.fragments = NULL;
-    EXPECT_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "fragments is NULL");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_NULL, "fragments is NULL");
     d.count = 0;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 }
@@ -903,179 +847,270 @@ static void test_products(void)
             }
 }
 
+/* One check is under all operations. `operands` are what they have in common; an operation names its own fields. A store
+   is there twice: what is wrong is in K, or in V. */
+typedef struct operands {
+    kvprim_table dst, src;
+    const void *index;
+    uint32_t *rejected;
+    int64_t row_bytes, count, index_type, index_stride, reserved, reserved_index;
+} operands;
+
+static const struct operation {
+    const char *function, *dst, *src, *index, *row_bytes;
+    int dst_indexed;
+} operations[] = {{"kvprim_gather: ", "dst", "src", "index", "row_bytes", 0},
+                  {"kvprim_store: ", "k_cache", "k", "slot", "k_bytes", 1},
+                  {"kvprim_store: ", "v_cache", "v", "slot", "v_bytes", 1},
+                  {"kvprim_transfer: ", "dst", "src", "src_index", "row_bytes", 0},
+                  {"kvprim_transfer: ", "dst", "src", "dst_index", "row_bytes", 1}};
+
+static kvprim_status operate(size_t operation, const operands *o)
+{
+    static unsigned char k_cache[1024], k[512]; /* while V is looked at, nothing is wrong here */
+    const kvprim_index_type type = (kvprim_index_type)o->index_type;
+    const int32_t reserved_index = (int32_t)o->reserved_index;
+    if (operation == 0) {
+        kvprim_gather_desc d = gather_of(o->dst, o->src, o->row_bytes, o->index, o->count);
+        d.index_type = type, d.index_stride = o->index_stride, d.rejected = o->rejected;
+        d.reserved = o->reserved, d.reserved_index = reserved_index;
+        return kvprim_gather(&d);
+    }
+    if (operation <= 2) {
+        kvprim_store_desc d = store_of(o->dst, o->src, o->row_bytes, o->index, o->count);
+        d.slot_type = type, d.slot_stride = o->index_stride, d.rejected = o->rejected;
+        d.reserved = o->reserved, d.reserved_slot = reserved_index;
+        if (operation == 2) {
+            d.k_cache = table_of(k_cache, 8), d.k = table_of(k, 8), d.k_bytes = 64;
+            d.v_cache = o->dst, d.v = o->src, d.v_bytes = o->row_bytes;
+        }
+        return kvprim_store(&d);
+    }
+    kvprim_transfer_desc d = transfer_of(o->dst, o->src, o->row_bytes, o->count);
+    *(operation == 3 ? &d.src_index : &d.dst_index) = o->index;
+    *(operation == 3 ? &d.src_index_stride : &d.dst_index_stride) = o->index_stride;
+    d.index_type = type, d.rejected = o->rejected;
+    d.reserved = o->reserved, d.reserved_index = reserved_index;
+    return kvprim_transfer(&d);
+}
+
+enum { NULLS = KVPRIM_ERROR_NULL, SIZE = KVPRIM_ERROR_SIZE, ARGUMENT = KVPRIM_ERROR_ARGUMENT };
+enum { OVERLAP = KVPRIM_ERROR_OVERLAP, GOOD = KVPRIM_OK };
+
+/* What becomes of a good table of eight rows of 128 bytes, and the error after the table's name. */
+static const struct bad_table {
+    kvprim_table t;
+    int status;
+    const char *words;
+} bad_tables[] = {
+    {{.rows = -2}, SIZE, ".rows is -2"},
+    {{.rows = 0}, SIZE, ".rows is 0"},
+    {{.rows = INT64_MAX}, SIZE, ".rows is 9223372036854775807"},
+    {{.rows = 8, .stride = 127}, SIZE, ".stride is 127, less than a row's bytes, 128"},
+    {{.rows = 8, .stride = -128}, SIZE, ".stride is -128"},
+    {{.rows = 8, .stride = INT64_MIN}, SIZE, ".stride is -9223372036854775808"},
+    {{.rows = 8, .stride = INT64_MAX}, SIZE, ".rows is 8"},
+    {{.rows = 8, .page_rows = 4, .stride = INT64_MAX}, SIZE, ".rows is 8, which makes the table larger"},
+    {{.rows = 8, .page_rows = -1}, SIZE, ".page_rows is -1"},
+    {{.rows = 8, .page_stride = -1}, SIZE, ".page_stride is -1"},
+    {{.rows = 8, .page_rows = 8, .page_stride = 127}, SIZE, ".page_stride is 127, less than a row's"},
+    {{.rows = 8, .page_rows = 4, .page_stride = 400},
+     SIZE,
+     ".page_stride is 400, but what lies inside that step takes"},
+    {{.rows = 8, .heads = -1}, SIZE, ".heads is -1"},
+    {{.rows = 8, .heads = 3}, SIZE, ".heads is 3, which does not divide the bytes of a row, 128"},
+    {{.rows = 8, .heads = 2}, SIZE, ".head_stride is 0, less than the bytes of one head, 64"},
+    {{.rows = 8, .heads = 2, .stride = 64, .head_stride = 100}, SIZE, ".head_stride is 100, but what lies inside that"},
+    {{.rows = 8, .heads = 2, .head_stride = 64, .page_rows = 4, .page_stride = 63}, SIZE, ".page_stride is 63, less"},
+    {{.rows = 8, .bytes = -1}, SIZE, ".bytes is -1"},
+    {{.rows = 8, .bytes = 1023}, SIZE, ".bytes is 1023"},
+    {{.rows = 8, .bytes = 1024}, GOOD, ""},
+    {{.rows = 8, .reserved_heads = 1}, ARGUMENT, " is not 0"},
+    {{.rows = 8, .reserved = {1, 0}}, ARGUMENT, " is not 0"},
+    {{.rows = 8, .reserved = {0, 1}}, ARGUMENT, " is not 0"},
+};
+
+static _Alignas(16) unsigned char arena[4][2048], arena_want[4][2048];
+
+/* Unless all is good, nothing is written, and the error has a name and some words after it. */
+static void check_operands(size_t operation, const operands *o, int status, const char *name, const char *words)
+{
+    char text[200];
+    snprintf(text, sizeof text, "%s%s", name, words);
+    CHECK_ERROR(operate(operation, o), (kvprim_status)status, status == GOOD ? "-" : text);
+    if (status != GOOD && memcmp(arena, arena_want, sizeof arena) != 0)
+        fail("%swrites although %s", operations[operation].function, text);
+    memcpy(arena, arena_want, sizeof arena);
+}
+
+static void check_bad_tables(size_t operation, const operands *good)
+{
+    const struct operation *const names = &operations[operation];
+    for (size_t i = 0; i < 2 * LENGTH(bad_tables); i++) {
+        const struct bad_table *const b = &bad_tables[i / 2];
+        operands o = *good;
+        kvprim_table *const t = i % 2 ? &o.src : &o.dst;
+        void *const data = t->data;
+        *t = b->t;
+        t->data = data;
+        check_operands(operation, &o, b->status, i % 2 ? names->src : names->dst, b->words);
+    }
+    operands o = *good;
+    (names->dst_indexed ? &o.src : &o.dst)->rows = 3;
+    check_operands(operation, &o, SIZE, names->dst_indexed ? names->src : names->dst,
+                   ".rows is 3, less than count, which is 4");
+}
+
+#define FIELD(field) offsetof(operands, field), sizeof(((operands *)NULL)->field)
+#define AT(pointer) (int64_t)(intptr_t)(pointer)
+
+static void check_bad_fields(size_t operation, const operands *good)
+{
+    const struct operation *const n = &operations[operation];
+    unsigned char *const dst = good->dst.data, *const src = good->src.data, *const index = arena[2];
+    /* the side with indices has eight rows to reach, the other one has four */
+    unsigned char *const dst_end = dst + (n->dst_indexed ? 1024 : 512), *const src_end = src + 1536 - (dst_end - dst);
+    const struct {
+        size_t at, size;
+        int64_t value;
+        int status;
+        const char *name, *words;
+    } cases[] = {
+        {FIELD(dst.data), 0, NULLS, n->dst, ".data is NULL"},
+        {FIELD(src.data), 0, NULLS, n->src, ".data is NULL"},
+        {FIELD(index), AT(index + 1), ARGUMENT, n->index, " ("},
+        {FIELD(index_type), 7, ARGUMENT, n->index, "_type is 7"},
+        {FIELD(index_type), 0, ARGUMENT, n->index, "_type is 0"},
+        {FIELD(index_type), -1, ARGUMENT, n->index, "_type is -1"},
+        {FIELD(index_stride), -1, SIZE, n->index, "_stride is -1"},
+        {FIELD(index_stride), INT64_MAX, SIZE, n->index, "_stride is 9223372036854775807"},
+        {FIELD(index_stride), KVPRIM_MAX_INDEX_STRIDE + 1, SIZE, n->index, "_stride is 268435457"},
+        {FIELD(count), -1, SIZE, n->function, "count is -1"},
+        {FIELD(count), INT64_MIN, SIZE, n->function, "count is -9223372036854775808"},
+        {FIELD(count), INT64_MAX, SIZE, n->function, "count is 9223372036854775807, which makes "},
+        {FIELD(count), (int64_t)1 << 60, SIZE, n->function, "count is 1152921504606846976, which makes "},
+        {FIELD(row_bytes), 0, SIZE, n->row_bytes, " is 0, less than 1"},
+        {FIELD(row_bytes), -128, SIZE, n->row_bytes, " is -128"},
+        {FIELD(reserved), 1, ARGUMENT, n->function, "a reserved field"},
+        {FIELD(reserved_index), 1, ARGUMENT, n->function, "a reserved field"},
+        {FIELD(src.data), AT(dst_end - 1), OVERLAP, "", "overlaps"},
+        {FIELD(dst.data), AT(src_end - 1), OVERLAP, "", "overlaps"},
+        {FIELD(dst.data), AT(index + 15), OVERLAP, n->index, " ("},
+        {FIELD(rejected), AT(index + 2), ARGUMENT, "", "rejected ("},
+        {FIELD(rejected), AT(dst_end - 4), OVERLAP, "overlaps ", n->dst},
+        {FIELD(rejected), AT(src_end - 4), OVERLAP, "overlaps ", n->src},
+        {FIELD(rejected), AT(index + 12), OVERLAP, "overlaps ", n->index},
+        {FIELD(src.data), AT(dst_end), GOOD, "", ""},
+        {FIELD(dst.data), AT(src_end), GOOD, "", ""},
+        {FIELD(dst.data), AT(index + 16), GOOD, "", ""},
+        {FIELD(rejected), AT(dst_end), GOOD, "", ""},
+        {FIELD(rejected), AT(src - 4), GOOD, "", ""},
+        {FIELD(rejected), AT(index + 16), GOOD, "", ""},
+    };
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+        operands o = *good;
+        memcpy((char *)&o + cases[i].at, &cases[i].value, cases[i].size);
+        check_operands(operation, &o, cases[i].status, cases[i].name, cases[i].words);
+    }
+}
+
+static void test_bad_descriptors(void)
+{
+    static const int32_t index[4] = {0, 1, 2, 3};
+    fill(arena, sizeof arena);
+    memcpy(arena[2], index, sizeof index);
+    memcpy(arena_want, arena, sizeof arena);
+    for (size_t operation = 0; operation < LENGTH(operations); operation++) {
+        operands good = {.dst = table_of(arena[0], 8), .src = table_of(arena[1], 8), .index = arena[2]};
+        good.row_bytes = 128, good.index_type = KVPRIM_I32, good.count = 4;
+        CHECK(operate(operation, &good) == KVPRIM_OK && memcmp(arena[0], arena[1], 512) == 0);
+        memcpy(arena, arena_want, sizeof arena);
+        check_bad_tables(operation, &good);
+        check_bad_fields(operation, &good);
+    }
+}
+
+/* Each is done to a good descriptor. */
+#define BAD(function, change, status, words)                                                                           \
+    d = good;                                                                                                          \
+    d.change;                                                                                                          \
+    CHECK_ERROR(function(&d), (kvprim_status)status, words)
+
+static void test_gather_errors(void)
+{
+    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
+    static const int32_t index[4] = {0, 1, 2, 3};
+    const kvprim_gather_desc good = gather_of(table_of(dst, 4), table_of(src, 8), 128, index, 4);
+    kvprim_gather_desc d;
+    fill(src, sizeof src);
+    fill(dst, sizeof dst);
+    memcpy(want, dst, sizeof dst);
+    CHECK_ERROR(kvprim_gather(NULL), KVPRIM_ERROR_NULL, "kvprim_gather: desc is NULL");
+    BAD(kvprim_gather, index = NULL, NULLS, "index is NULL");
+    d = good; /* the last of the indices, which lie apart, is in dst */
+    d.index = dst + 1024, d.dst.data = dst + 1024 + 4 * 90, d.index_stride = 30;
+    CHECK_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
+    CHECK(memcmp(dst, want, sizeof dst) == 0);
+    memset(&d, 0, sizeof d);
+    d.reserved = d.row_bytes = d.src.rows = -1;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK); /* count 0 */
+    uint32_t rejected = 0;
+    d = good; /* an empty shard: every index is past it */
+    d.src = table_of(NULL, 0), d.rejected = &rejected;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
+    d = good; /* an empty table has no layout to get wrong */
+    d.src = table_of(NULL, 0), d.src.heads = 4, d.src.head_stride = 32;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d = good; /* one table starts where the other's partial last page ends: no overlap */
+    d.src = paged(src, 5, 4, 0), d.dst.data = src + 5 * 128;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d = good; /* dst begins right after the last of the indices, which lie two apart */
+    memset(src, 0, sizeof src);
+    d.src.data = dst, d.dst.data = src + 28, d.index = src, d.index_stride = 2;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d.dst.data = src + 27;
+    CHECK_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
+    d = good;
+    d.count = 1, d.index_stride = KVPRIM_MAX_INDEX_STRIDE;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+}
+
 /* Returns an address where a counter could lie by mistake. */
 static uint32_t *counter_at(void *block, size_t offset)
 {
     return (uint32_t *)(void *)((char *)block + offset);
 }
 
-static void test_gather_errors(void)
-{
-    static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
-    int32_t index[4] = {0, 1, 2, 3};
-    const kvprim_gather_desc good = {.dst = table_of(dst, 4),
-                                     .src = table_of(src, 8),
-                                     .row_bytes = 128,
-                                     .index = index,
-                                     .index_type = KVPRIM_I32,
-                                     .count = 4};
-    kvprim_gather_desc d;
-    fill(src, sizeof src);
-    CHECK(kvprim_gather(&good) == KVPRIM_OK && memcmp(dst, src, 512) == 0);
-    memcpy(want, dst, sizeof dst);
-    fill(src, sizeof src);
-#define BAD(change, status, words)                                                                                     \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    EXPECT_ERROR(kvprim_gather(&d), status, words)
-    BAD(dst.data = NULL, KVPRIM_ERROR_NULL, "kvprim_gather: dst.data is NULL");
-    BAD(src.data = NULL, KVPRIM_ERROR_NULL, "src.data is NULL");
-    BAD(index = NULL, KVPRIM_ERROR_NULL, "index is NULL");
-    BAD(index_type = (kvprim_index_type)7, KVPRIM_ERROR_ARGUMENT, "index_type is 7");
-    BAD(count = -1, KVPRIM_ERROR_SIZE, "count is -1");
-    BAD(row_bytes = 0, KVPRIM_ERROR_SIZE, "kvprim_gather: row_bytes is 0, less than 1");
-    BAD(row_bytes = -128, KVPRIM_ERROR_SIZE, "row_bytes is -128");
-    BAD(src.rows = -2, KVPRIM_ERROR_SIZE, "src.rows is -2");
-    BAD(dst.rows = 3, KVPRIM_ERROR_SIZE, "dst.rows is 3, less than count, which is 4");
-    BAD(src.stride = 127, KVPRIM_ERROR_SIZE, "src.stride is 127, less than a row's bytes, 128");
-    BAD(dst.stride = -128, KVPRIM_ERROR_SIZE, "dst.stride is -128");
-    BAD(src.stride = INT64_MIN, KVPRIM_ERROR_SIZE, "src.stride is -9223372036854775808");
-    BAD(src.page_rows = -1, KVPRIM_ERROR_SIZE, "src.page_rows is -1");
-    BAD(src.page_stride = -1, KVPRIM_ERROR_SIZE, "src.page_stride is -1");
-    BAD(src.heads = -1, KVPRIM_ERROR_SIZE, "src.heads is -1");
-    BAD(src.heads = 3, KVPRIM_ERROR_SIZE, "src.heads is 3, which does not divide the bytes of a row, 128");
-    BAD(src.rows = INT64_MAX, KVPRIM_ERROR_SIZE, "src.rows is 9223372036854775807");
-    BAD(src.stride = INT64_MAX, KVPRIM_ERROR_SIZE, "src.rows is 8");
-    BAD(src.data = dst + 511, KVPRIM_ERROR_OVERLAP, "overlaps");
-    BAD(dst.data = src + 1023, KVPRIM_ERROR_OVERLAP, "overlaps");
-    BAD(dst.data = index, KVPRIM_ERROR_OVERLAP, "index (");
-    BAD(index = (const char *)index + 1, KVPRIM_ERROR_ARGUMENT, "is not aligned to its type");
-    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
-    BAD(index_stride = -1, KVPRIM_ERROR_SIZE, "index_stride is -1");
-    BAD(index_stride = INT64_MAX, KVPRIM_ERROR_SIZE, "index_stride is 9223372036854775807");
-    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(src.heads = 2, KVPRIM_ERROR_SIZE, "src.head_stride is 0, less than the bytes of one head, 64");
-    BAD(src.page_rows = 8; d.src.page_stride = 127, KVPRIM_ERROR_SIZE, "src.page_stride is 127, less than a row's");
-    BAD(src.bytes = -1, KVPRIM_ERROR_SIZE, "src.bytes is -1");
-    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
-    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_gather: a reserved field");
-    BAD(src.reserved_heads = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of src");
-    BAD(dst.reserved[1] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of dst");
-    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
-    BAD(rejected = counter_at(dst, 508), KVPRIM_ERROR_OVERLAP, "rejected (");
-    BAD(rejected = counter_at(src, 1020), KVPRIM_ERROR_OVERLAP, "rejected (");
-    BAD(rejected = counter_at(index, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
-#undef BAD
-    d = good;
-    d.src.page_rows = 4;
-    d.src.page_stride = 400;
-    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE,
-                 "src.page_stride is 400, but what lies inside that step takes bytes: 512");
-    d = good;
-    d.src.heads = 2;
-    d.src.stride = 64;
-    d.src.head_stride = 100;
-    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE,
-                 "src.head_stride is 100, but what lies inside that step takes bytes: 512");
-    d = good; /* the last of the indices, which lie apart, is in dst */
-    d.index = dst + 1024;
-    d.dst.data = dst + 1024 + 4 * 90;
-    d.index_stride = 30;
-    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
-    CHECK(memcmp(dst, want, sizeof dst) == 0);
-    memset(&d, 0, sizeof d);
-    d.reserved = d.row_bytes = d.src.rows = -1;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK); /* count 0 */
-    d = good;
-    d.src.rows = 0;
-    d.src.data = NULL; /* an empty shard: every index is past it */
-    uint32_t rejected = 0;
-    d.rejected = &rejected;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
-    d = good; /* an empty table has no layout to get wrong */
-    d.src = table_of(NULL, 0);
-    d.src.heads = 4;
-    d.src.head_stride = 32;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* one table starts where the other's partial last page ends: no overlap */
-    d.src = paged(src, 5, 4, 0);
-    d.dst.data = src + 5 * 128;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d = good; /* dst begins right after the last of the indices, which lie two apart */
-    memset(src, 0, sizeof src);
-    d.src.data = dst;
-    d.dst.data = src + 28;
-    d.index = src;
-    d.index_stride = 2;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d.dst.data = src + 27;
-    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_OVERLAP, "index (");
-    d = good;
-    d.count = 1;
-    d.index_stride = KVPRIM_MAX_INDEX_STRIDE;
-    CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    d.index_stride++;
-    EXPECT_ERROR(kvprim_gather(&d), KVPRIM_ERROR_SIZE, "index_stride is 268435457");
-}
-
+/* What is wrong between K and V. */
 static void test_store_errors(void)
 {
     static _Alignas(16) unsigned char cache[2][2048], input[2][1024], want[2][2048];
     int64_t slot[2] = {1, 3};
-    const kvprim_store_desc good = {.k_cache = table_of(cache[0], 8),
-                                    .v_cache = table_of(cache[1], 8),
-                                    .k = table_of(input[0], 2),
-                                    .v = table_of(input[1], 2),
-                                    .k_bytes = 64,
-                                    .v_bytes = 32,
-                                    .slot = slot,
-                                    .slot_type = KVPRIM_I64,
-                                    .count = 2};
-    kvprim_store_desc d;
+    kvprim_store_desc d, good = store_of(table_of(cache[0], 8), table_of(input[0], 2), 64, NULL, 2);
+    add_v(&good, table_of(cache[1], 8), table_of(input[1], 2), 32);
+    good.slot = slot, good.slot_type = KVPRIM_I64;
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
-    EXPECT_ERROR(kvprim_store(NULL), KVPRIM_ERROR_NULL, "kvprim_store: desc is NULL");
-#define BAD(change, status, words)                                                                                     \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    EXPECT_ERROR(kvprim_store(&d), status, words)
-    BAD(slot = NULL, KVPRIM_ERROR_NULL, "slot is NULL");
-    BAD(slot = (const char *)slot + 4, KVPRIM_ERROR_ARGUMENT, "slot (");
-    BAD(slot_type = (kvprim_index_type)-1, KVPRIM_ERROR_ARGUMENT, "slot_type is -1");
-    BAD(k_cache.data = NULL, KVPRIM_ERROR_NULL, "k_cache.data is NULL");
-    BAD(v.data = NULL, KVPRIM_ERROR_NULL, "v.data is NULL");
-    BAD(v_bytes = 0, KVPRIM_ERROR_SIZE, "v_bytes is 0");
-    BAD(k.rows = 1, KVPRIM_ERROR_SIZE, "k.rows is 1, less than count, which is 2");
-    BAD(v_cache.rows = 7, KVPRIM_ERROR_SIZE, "v_cache.rows is 7, but k_cache.rows is 8");
-    BAD(v_cache.rows = 9, KVPRIM_ERROR_SIZE, "v_cache.rows is 9, but k_cache.rows is 8");
-    BAD(v.stride = 31, KVPRIM_ERROR_SIZE, "v.stride is 31");
-    BAD(count = INT64_MIN, KVPRIM_ERROR_SIZE, "count is -9223372036854775808");
-    BAD(v.data = cache[0] + 100, KVPRIM_ERROR_OVERLAP, "k_cache");
-    BAD(k.data = cache[1] + 100, KVPRIM_ERROR_OVERLAP, "v_cache");
-    BAD(k.data = cache[0], KVPRIM_ERROR_OVERLAP, "k_cache");
-    BAD(v_cache.data = cache[0] + 63, KVPRIM_ERROR_OVERLAP, "v_cache");
-    BAD(slot_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "slot_type is 0");
-    BAD(slot_stride = -3, KVPRIM_ERROR_SIZE, "slot_stride is -3");
-    BAD(k_cache.rows = 0, KVPRIM_ERROR_SIZE, "k_cache.rows is 0");
-    BAD(v_cache.heads = 4, KVPRIM_ERROR_SIZE, "v_cache.head_stride is 0");
-    BAD(v_cache.data = NULL, KVPRIM_ERROR_NULL, "v_cache.data is NULL");
-    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
-    BAD(reserved_slot = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_store: a reserved field");
-    BAD(v.reserved[0] = 1, KVPRIM_ERROR_ARGUMENT, "a reserved field of v");
-    BAD(rejected = counter_at(slot, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
-    BAD(rejected = counter_at(slot, 12), KVPRIM_ERROR_OVERLAP, "rejected (");
-    BAD(rejected = counter_at(cache[0], 508), KVPRIM_ERROR_OVERLAP, "k_cache");
-    BAD(rejected = counter_at(cache[1], 252), KVPRIM_ERROR_OVERLAP, "v_cache");
-    BAD(rejected = counter_at(input[0], 124), KVPRIM_ERROR_OVERLAP, "k (");
-    BAD(rejected = counter_at(input[1], 60), KVPRIM_ERROR_OVERLAP, "v (");
-    d.rejected = NULL; /* half of V */
-    BAD(v_cache = table_of(NULL, 0), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    CHECK_ERROR(kvprim_store(NULL), KVPRIM_ERROR_NULL, "kvprim_store: desc is NULL");
+    BAD(kvprim_store, slot = NULL, NULLS, "slot is NULL");
+    BAD(kvprim_store, slot = (const char *)slot + 4, ARGUMENT, "slot (");
+    BAD(kvprim_store, v_cache.rows = 7, SIZE, "v_cache.rows is 7, but k_cache.rows is 8");
+    BAD(kvprim_store, v_cache.rows = 9, SIZE, "v_cache.rows is 9, but k_cache.rows is 8");
+    BAD(kvprim_store, v.data = cache[0] + 100, OVERLAP, "k_cache");
+    BAD(kvprim_store, k.data = cache[1] + 100, OVERLAP, "v_cache");
+    BAD(kvprim_store, v_cache.data = cache[0] + 63, OVERLAP, "v_cache");
+    BAD(kvprim_store, v_cache.data = NULL, NULLS, "v_cache.data is NULL");
+    BAD(kvprim_store, rejected = counter_at(slot, 12), OVERLAP, "rejected (");
+    BAD(kvprim_store, rejected = counter_at(cache[0], 508), OVERLAP, "k_cache");
+    BAD(kvprim_store, rejected = counter_at(cache[1], 252), OVERLAP, "v_cache");
+    BAD(kvprim_store, rejected = counter_at(input[0], 124), OVERLAP, "k (");
+    BAD(kvprim_store, rejected = counter_at(input[1], 60), OVERLAP, "v (");
+    BAD(kvprim_store, v_cache = table_of(NULL, 0), NULLS, "v_cache.data is NULL"); /* half of V */
     d.v = table_of(NULL, 0);
-    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
+    CHECK_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
     d.v = good.v;
     d.v_bytes = 0;
-    EXPECT_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
-#undef BAD
+    CHECK_ERROR(kvprim_store(&d), KVPRIM_ERROR_NULL, "v_cache.data is NULL");
     uint32_t rejected = 0;
     d = good; /* an empty shard: no slot lies in it */
     d.k_cache = d.v_cache = table_of(NULL, 0);
@@ -1086,6 +1121,43 @@ static void test_store_errors(void)
     CHECK(kvprim_store(&d) == KVPRIM_OK);
 }
 
+static kvprim_table with_pages(kvprim_table t, int64_t page_rows, int64_t page_stride)
+{
+    t.page_rows = page_rows, t.page_stride = page_stride;
+    return t;
+}
+
+static kvprim_table with_heads(kvprim_table t, int32_t heads, int64_t head_stride)
+{
+    t.heads = heads, t.head_stride = head_stride;
+    return t;
+}
+
+/* One cache on both sides, except for what differs in each case. */
+static void check_unlike_sides(unsigned char *cache, kvprim_transfer_desc d)
+{
+    const kvprim_table plain = table_of(cache, 8);
+    const struct {
+        kvprim_table dst, src;
+        int64_t src_layer_stride;
+        const char *words;
+    } cases[] = {
+        {plain, with_pages(plain, 4, 0), 0, "dst.page_rows is 0 and src.page_rows 4"},
+        {with_pages(plain, 4, 0), with_pages(plain, 4, 300), 0, "dst.page_stride is 256 and src.page_stride 300"},
+        {plain, strided(cache, 8, 72), 0, "dst.stride is 64 and src.stride 72"},
+        {plain, with_heads(strided(cache, 8, 64), 2, 1024), 0, "dst.heads is 1 and src.heads 2"},
+        {with_heads(strided(cache, 8, 64), 2, 512), with_heads(strided(cache, 8, 64), 2, 1024), 0,
+         "dst.head_stride is 512 and src.head_stride 1024"},
+        {plain, plain, 1024, "layer 1 is at"},
+    };
+    d.same_cache = 1;
+    for (size_t i = 0; i < LENGTH(cases); i++) {
+        d.dst = cases[i].dst, d.src = cases[i].src, d.src_layer_stride = cases[i].src_layer_stride;
+        CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, cases[i].words);
+    }
+}
+
+/* What is wrong with layers, with one of two indices, and with one cache on both sides. */
 static void test_transfer_errors(void)
 {
     static _Alignas(16) unsigned char dst[4096], src[4096], want[4096];
@@ -1093,81 +1165,39 @@ static void test_transfer_errors(void)
     void *const dst_layers[2] = {dst, dst + 2048}, *const src_layers[2] = {src, src + 512};
     void *const null_layers[2] = {src, NULL}, *const none[2] = {NULL, NULL};
     void *const mixed[2] = {src, dst + 100}, *const twice[2] = {dst, dst};
-    const kvprim_transfer_desc good = {.dst = table_of(dst, 8),
-                                       .src = table_of(src, 8),
-                                       .layers = 2,
-                                       .row_bytes = 64,
-                                       .dst_index = index,
-                                       .src_index = index,
-                                       .index_type = KVPRIM_I32,
-                                       .count = 2};
-    kvprim_transfer_desc d;
+    kvprim_transfer_desc d, good = transfer_of(table_of(dst, 8), table_of(src, 8), 64, 2);
+    good.layers = 2, good.dst_index = good.src_index = index;
     fill(dst, sizeof dst);
     memcpy(want, dst, sizeof dst);
-    EXPECT_ERROR(kvprim_transfer(NULL), KVPRIM_ERROR_NULL, "kvprim_transfer: desc is NULL");
-#define BAD(change, status, words)                                                                                     \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    EXPECT_ERROR(kvprim_transfer(&d), status, words)
-    BAD(layers = -1, KVPRIM_ERROR_SIZE, "layers is -1");
-    BAD(src_layers = null_layers, KVPRIM_ERROR_NULL, "src_layers[1] is NULL");
-    BAD(count = INT64_MAX, KVPRIM_ERROR_SIZE, "kvprim_transfer: count is 9223372036854775807, which makes dst_index");
-    BAD(count = (int64_t)1 << 60, KVPRIM_ERROR_SIZE, "count is 1152921504606846976, which makes dst_index");
-    BAD(dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
-        d.src_index_stride = 1 << 28, KVPRIM_ERROR_SIZE, "which makes src_index");
-    BAD(dst.heads = 2; d.dst.head_stride = 32; d.dst.page_rows = 4;
-        d.dst.page_stride = 31, KVPRIM_ERROR_SIZE, "dst.page_stride is 31, less than the bytes of one head, 32");
-    BAD(src_layers = mixed, KVPRIM_ERROR_OVERLAP, "overlaps");
-    BAD(dst_layer_stride = 500, KVPRIM_ERROR_SIZE,
+    CHECK_ERROR(kvprim_transfer(NULL), KVPRIM_ERROR_NULL, "kvprim_transfer: desc is NULL");
+    BAD(kvprim_transfer, layers = -1, SIZE, "layers is -1");
+    BAD(kvprim_transfer, layers = 65537, SIZE, "layers is 65537");
+    BAD(kvprim_transfer, layers = INT32_MAX, SIZE, "layers is 2147483647");
+    BAD(kvprim_transfer, src_layers = null_layers, NULLS, "src_layers[1] is NULL");
+    BAD(kvprim_transfer, dst_index = NULL; d.dst.rows = d.count = (int64_t)1 << 50; d.dst.bytes = 0;
+        d.src_index_stride = 1 << 28, SIZE, "which makes src_index");
+    BAD(kvprim_transfer, dst = with_heads(with_pages(table_of(dst, 8), 4, 31), 2, 32), SIZE,
+        "dst.page_stride is 31, less than the bytes of one head, 32");
+    BAD(kvprim_transfer, src_layers = mixed, OVERLAP, "overlaps");
+    BAD(kvprim_transfer, dst_layer_stride = 500, SIZE,
         "kvprim_transfer: dst_layer_stride is 500, but what lies inside that step takes bytes: 512");
-    BAD(src_layer_stride = -8, KVPRIM_ERROR_SIZE, "src_layer_stride is -8");
-    BAD(index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "index_type is 3");
-    BAD(src.data = dst + 1000, KVPRIM_ERROR_OVERLAP, "overlaps"); /* dst's second layer */
-    BAD(src.data = NULL, KVPRIM_ERROR_NULL, "src.data is NULL");
-    BAD(dst.heads = 5, KVPRIM_ERROR_SIZE, "dst.heads is 5");
-    BAD(same_cache = 2, KVPRIM_ERROR_ARGUMENT, "same_cache is 2");
-    BAD(same_cache = -1, KVPRIM_ERROR_ARGUMENT, "same_cache is -1");
-    BAD(same_cache = 1, KVPRIM_ERROR_ARGUMENT, "same_cache is 1, but layer 0 is at");
-    BAD(index_type = (kvprim_index_type)0, KVPRIM_ERROR_ARGUMENT, "index_type is 0");
-    BAD(src_index_type = (kvprim_index_type)3, KVPRIM_ERROR_ARGUMENT, "src_index_type is 3");
-    BAD(dst_index_stride = -1, KVPRIM_ERROR_SIZE, "dst_index_stride is -1");
-    BAD(src.rows = 0, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(src = table_of(NULL, 0); d.src_layers = src_layers, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(src = table_of(NULL, 0); d.src_layers = none, KVPRIM_ERROR_SIZE, "src.rows is 0");
-    BAD(dst.heads = 2, KVPRIM_ERROR_SIZE, "dst.head_stride is 0");
-    BAD(reserved = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
-    BAD(reserved_index = 1, KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: a reserved field");
-    BAD(layers = 65537, KVPRIM_ERROR_SIZE, "layers is 65537");
-    BAD(layers = INT32_MAX, KVPRIM_ERROR_SIZE, "layers is 2147483647");
-    BAD(dst_layers = twice, KVPRIM_ERROR_OVERLAP, "layer of dst");
-    BAD(dst_layers = dst_layers; d.dst_layer_stride = 2048, KVPRIM_ERROR_ARGUMENT, "dst_layer_stride");
-    BAD(src_layers = src_layers; d.src_layer_stride = 512, KVPRIM_ERROR_ARGUMENT, "src_layer_stride");
-    BAD(rejected = counter_at(index, 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
-    BAD(rejected = counter_at(index, 4), KVPRIM_ERROR_OVERLAP, "rejected (");
-    BAD(rejected = counter_at(dst, 1020), KVPRIM_ERROR_OVERLAP, "dst"); /* in the second layer */
-    BAD(rejected = counter_at(src, 512), KVPRIM_ERROR_OVERLAP, "src");
-    BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "to copy rows inside one cache set same_cache");
-    BAD(src.data = dst, KVPRIM_ERROR_OVERLAP, "dst layer 0");
-#undef BAD
-    d.same_cache = 1; /* except for what changes here it is one cache now */
-    d.src.page_rows = 4;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_rows is 0 and src.page_rows 4");
-    d.dst.page_rows = 4;
-    d.src.page_stride = 300;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.page_stride is 256 and src.page_stride 300");
-    d.dst = d.src = table_of(dst, 8);
-    d.src.stride = 72;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.stride is 64 and src.stride 72");
-    d.src.stride = 64;
-    d.src.heads = 2;
-    d.src.head_stride = 1024;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.heads is 1 and src.heads 2");
-    d.dst = d.src;
-    d.dst.head_stride = 512;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.head_stride is 512 and src.head_stride 1024");
-    d.dst = d.src = table_of(dst, 8);
-    d.src_layer_stride = 1024;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "layer 1 is at");
+    BAD(kvprim_transfer, src_layer_stride = -8, SIZE, "src_layer_stride is -8");
+    BAD(kvprim_transfer, src.data = dst + 1000, OVERLAP, "overlaps"); /* dst's second layer */
+    BAD(kvprim_transfer, same_cache = 2, ARGUMENT, "same_cache is 2");
+    BAD(kvprim_transfer, same_cache = -1, ARGUMENT, "same_cache is -1");
+    BAD(kvprim_transfer, same_cache = 1, ARGUMENT, "same_cache is 1, but layer 0 is at");
+    BAD(kvprim_transfer, src_index_type = (kvprim_index_type)3, ARGUMENT, "src_index_type is 3");
+    BAD(kvprim_transfer, dst_index_type = (kvprim_index_type)3, ARGUMENT, "dst_index_type is 3");
+    BAD(kvprim_transfer, src = table_of(NULL, 0); d.src_layers = src_layers, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(kvprim_transfer, src = table_of(NULL, 0); d.src_layers = none, KVPRIM_ERROR_SIZE, "src.rows is 0");
+    BAD(kvprim_transfer, dst_layers = twice, OVERLAP, "layer of dst");
+    BAD(kvprim_transfer, dst_layers = dst_layers; d.dst_layer_stride = 2048, ARGUMENT, "dst_layer_stride");
+    BAD(kvprim_transfer, src_layers = src_layers; d.src_layer_stride = 512, ARGUMENT, "src_layer_stride");
+    BAD(kvprim_transfer, rejected = counter_at(dst, 1020), OVERLAP, "dst"); /* in the second layer */
+    BAD(kvprim_transfer, rejected = counter_at(src, 512), OVERLAP, "src");
+    BAD(kvprim_transfer, src.data = dst, OVERLAP, "to copy rows inside one cache set same_cache");
+    BAD(kvprim_transfer, src.data = dst, OVERLAP, "dst layer 0");
+    check_unlike_sides(dst, good);
     CHECK(memcmp(dst, want, sizeof dst) == 0);
     d = good;
     d.dst.data = NULL; /* the layers' pointers are enough */
@@ -1176,25 +1206,25 @@ static void test_transfer_errors(void)
     d.dst.bytes = 512; /* each of them has memory of its own */
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     d.dst.bytes = 511;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 511");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 511");
     d = good; /* an empty table: its layer stride leads nowhere */
-    d.dst = table_of(NULL, 0);
-    d.dst_layer_stride = INT64_MAX;
+    d.dst = table_of(NULL, 0), d.dst_layer_stride = INT64_MAX;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     d = good; /* the indices lie in the second layer of dst */
     d.dst_index = d.src_index = (const int32_t *)(const void *)(dst + 512);
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst_index (");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst_index (");
     d = good; /* layers of both sides alternate: [layer][src or dst][row] */
     d.src.data = dst + 512;
     d.dst_layer_stride = d.src_layer_stride = 1024;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(dst + 1024 + 192, dst + 1536 + 192, 64) == 0);
     d.src.data = dst + 511;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 0");
     d.src.data = dst + 513;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 1");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "dst layer 1");
     memset(&d, 0, sizeof d);
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
 }
+#undef BAD
 
 /* Copies pages inside one cache whose layers have pointers. One source is copied twice, one index is padding. */
 static void test_same_cache(void)
@@ -1204,8 +1234,6 @@ static void test_same_cache(void)
     static const int32_t to[] = {7, 2, 11, -1, 3}, from[] = {0, 0, 5, 4, 12};
     void *pointers[layers];
     uint32_t rejected = 0;
-    kvprim_transfer_desc d;
-    memset(&d, 0, sizeof d);
     fill(cache, sizeof cache);
     memcpy(want, cache, sizeof cache);
     for (int l = 0; l < layers; l++) {
@@ -1214,17 +1242,10 @@ static void test_same_cache(void)
             memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
                    row_bytes);
     }
-    d.dst.rows = d.src.rows = rows;
-    d.dst.page_rows = d.src.page_rows = 4;
-    d.dst_layers = d.src_layers = pointers;
-    d.layers = layers;
-    d.row_bytes = row_bytes;
-    d.dst_index = to;
-    d.src_index = from;
-    d.index_type = KVPRIM_I32;
-    d.count = 5;
-    d.rejected = &rejected;
-    d.same_cache = 1;
+    kvprim_transfer_desc d = transfer_of(paged(NULL, rows, 4, 0), paged(NULL, rows, 4, 0), row_bytes, 5);
+    d.dst_layers = d.src_layers = pointers, d.layers = layers;
+    d.dst_index = to, d.src_index = from;
+    d.rejected = &rejected, d.same_cache = 1;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
 }
 
@@ -1251,19 +1272,14 @@ static void one_bytes(const kvprim_table *t, unsigned char *other, int64_t step)
     const int64_t reach = reach_of(t, bytes_of_row);
     for (int n = 0; n < 12; n++) {
         const int dst = n % 2, missing = n / 2 % 3 - 1, layers = n < 6 ? 1 : 3;
-        kvprim_transfer_desc d = {.dst = table_of(other, bytes_rows),
-                                  .src = table_of(other, bytes_rows),
-                                  .layers = layers,
-                                  .row_bytes = bytes_of_row,
-                                  .src_index = index,
-                                  .index_type = KVPRIM_I32,
-                                  .count = 1};
+        kvprim_transfer_desc d = transfer_of(table_of(other, bytes_rows), table_of(other, bytes_rows), bytes_of_row, 1);
+        d.layers = layers, d.src_index = index;
         kvprim_table *const told = dst ? &d.dst : &d.src;
         *told = *t;
         told->bytes = reach + (layers - 1) * step - missing;
         *(dst ? &d.dst_layer_stride : &d.src_layer_stride) = step;
         if (missing > 0)
-            EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
+            CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, dst ? "dst.bytes is" : "src.bytes is");
         else
             CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     }
@@ -1288,9 +1304,8 @@ static void test_bytes(void)
 static void test_partial_pages(void)
 {
     static unsigned char to[16384], from[4096];
-    kvprim_transfer_desc d = {
-        .dst = paged(to, 5, 4, 0), .src = table_of(from, 5), .layers = 2, .row_bytes = 64, .count = 5};
-    kvprim_transfer_desc resolved;
+    kvprim_transfer_desc resolved, d = transfer_of(paged(to, 5, 4, 0), table_of(from, 5), 64, 5);
+    d.layers = 2;
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 4 * 64);
     d.dst = paged(to, 4, 100, 256), d.count = 4; /* less than one page */
     d.dst_layer_stride = 256;
@@ -1300,7 +1315,7 @@ static void test_partial_pages(void)
     d.row_bytes = 512, d.layers = 1, d.count = 5, d.dst_layer_stride = 0;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     d.dst.bytes--;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 12799");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "dst.bytes is 12799");
 }
 
 /* ---- many layers ---- */
@@ -1313,7 +1328,7 @@ static void order_layers(void **layers, unsigned char *first, size_t step, int o
     for (size_t l = 0; l < most_layers; l++)
         layers[l] = first + step * (order == descending ? most_layers - 1 - l : l);
     for (size_t l = most_layers; order == shuffled && l > 1; l--) {
-        const size_t other = random_u64() % l;
+        const size_t other = below(l);
         void *const layer = layers[l - 1];
         layers[l - 1] = layers[other];
         layers[other] = layer;
@@ -1322,13 +1337,8 @@ static void order_layers(void **layers, unsigned char *first, size_t step, int o
 
 static kvprim_transfer_desc many_layers(void *const *dst, void *const *src)
 {
-    const kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
-                                    .src = table_of(NULL, 1),
-                                    .dst_layers = dst,
-                                    .src_layers = src,
-                                    .layers = most_layers,
-                                    .row_bytes = layer_bytes,
-                                    .count = 1};
+    kvprim_transfer_desc d = transfer_of(table_of(NULL, 1), table_of(NULL, 1), layer_bytes, 1);
+    d.dst_layers = dst, d.src_layers = src, d.layers = most_layers;
     return d;
 }
 
@@ -1344,21 +1354,21 @@ static void one_layer_order(unsigned char *memory_of, void **dst, void **src, in
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
     const double seconds = (double)(clock() - start) / CLOCKS_PER_SEC;
     if (seconds >= 1)
-        FAIL("the check of %d layers takes %.1f s, orders %d and %d", most_layers, seconds, dst_order, src_order);
+        fail("the check of %d layers takes %.1f s, orders %d and %d", most_layers, seconds, dst_order, src_order);
     void *const last = dst[most_layers - 1], *const first = dst[0];
     dst[most_layers - 1] = (unsigned char *)last + 1; /* into the layer of src after it */
-    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 65535");
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 65535");
     dst[most_layers - 1] = first;
-    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "layer of dst");
     dst[most_layers - 1] = last;
     const size_t later = last == memory_of ? 0 : most_layers - 1; /* has a layer of src before it */
     void *const was = dst[later];
     dst[later] = (unsigned char *)was - 1;
-    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer");
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer");
     dst[later] = was;
     void *const some = src[most_layers / 3];
     src[most_layers / 3] = (unsigned char *)first + layer_bytes - 1;
-    EXPECT_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "dst layer 0 (");
     src[most_layers / 3] = some;
 }
 
@@ -1377,7 +1387,7 @@ static void test_many_layers(void)
     d.src.page_rows = 4;
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
     d.layers = most_layers + 1;
-    EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
     free(memory_of);
     free(dst);
     free(src);
@@ -1390,12 +1400,8 @@ static void test_repeated_layers(void)
     static const int places[] = {0, 1, 1023, 1024, 2047, 2048, 2049, 4095, 4096, n - 1};
     static unsigned char dst[n], src[n];
     static void *layers[n];
-    kvprim_transfer_desc d = {.dst = table_of(NULL, 1),
-                              .src = table_of(src, 1),
-                              .dst_layers = layers,
-                              .layers = n,
-                              .row_bytes = 1,
-                              .count = 1};
+    kvprim_transfer_desc d = transfer_of(table_of(NULL, 1), table_of(src, 1), 1, 1);
+    d.dst_layers = layers, d.layers = n;
     for (int order = 0; order < 2; order++) {
         for (int l = 0; l < n; l++)
             layers[l] = dst + (order ? n - 1 - l : l);
@@ -1404,7 +1410,7 @@ static void test_repeated_layers(void)
             void **const place = &layers[places[k % 10]], *const was = *place;
             *place = layers[places[k / 10]];
             if (k % 10 != k / 10)
-                EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "layer of dst");
+                CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "layer of dst");
             *place = was;
         }
     }
@@ -1418,15 +1424,9 @@ static void test_empty_side(void)
     static unsigned char byte[most_layers];
     for (int side = 0; side < 2; side++) {
         uint32_t rejected = 7;
-        kvprim_transfer_desc d = {.dst = table_of(side ? byte : NULL, side),
-                                  .src = table_of(side ? NULL : byte, !side),
-                                  .layers = most_layers,
-                                  .row_bytes = 1,
-                                  .dst_index = index,
-                                  .src_index = index,
-                                  .index_type = KVPRIM_I32,
-                                  .count = count,
-                                  .rejected = &rejected};
+        kvprim_transfer_desc d =
+            transfer_of(table_of(side ? byte : NULL, side), table_of(side ? NULL : byte, !side), 1, count);
+        d.layers = most_layers, d.dst_index = d.src_index = index, d.rejected = &rejected;
         for (int i = 0; i < count; i++)
             index[i] = i % 3 - 1; /* -1; 0 and 1, which are past one side or both */
         const clock_t start = clock();
@@ -1435,7 +1435,7 @@ static void test_empty_side(void)
         CHECK(rejected == 7 + count / 3 * 2);
         d.count = 3;
         d.layers = most_layers + 1;
-        EXPECT_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
+        CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "layers is 65537");
     }
 }
 
@@ -1503,25 +1503,19 @@ static void one_pair(const pair_case *c)
     for (int32_t i = 0; i < most_rows; i++)
         slot[i] = i;
     fill(input, sizeof input);
-    const kvprim_store_desc d = {.k_cache = pair_table(c, cache + middle),
-                                 .v_cache = pair_table(c, cache + middle + c->delta),
-                                 .k = table_of(input[0], c->rows),
-                                 .v = table_of(input[1], c->rows),
-                                 .k_bytes = c->k_bytes,
-                                 .v_bytes = c->v_bytes,
-                                 .slot = slot,
-                                 .slot_type = KVPRIM_I32,
-                                 .count = c->rows};
+    kvprim_store_desc d =
+        store_of(pair_table(c, cache + middle), table_of(input[0], c->rows), c->k_bytes, slot, c->rows);
+    add_v(&d, pair_table(c, cache + middle + c->delta), table_of(input[1], c->rows), c->v_bytes);
     const kvprim_status status = kvprim_store(&d);
     if (status != (c->legal ? KVPRIM_OK : KVPRIM_ERROR_OVERLAP))
-        FAIL("%s: %s (%s)", c->name, kvprim_status_name(status), kvprim_last_error());
+        fail("%s: %s (%s)", c->name, kvprim_status_name(status), kvprim_last_error());
     for (int64_t i = 0; c->legal && i < c->rows; i++) {
         for (int64_t b = 0; b < c->k_bytes; b++)
             if (*at(&d.k_cache, c->k_bytes, i, b) != input[0][i * c->k_bytes + b])
-                FAIL("%s: K row %lld byte %lld", c->name, (long long)i, (long long)b);
+                fail("%s: K row %lld byte %lld", c->name, (long long)i, (long long)b);
         for (int64_t b = 0; b < c->v_bytes; b++)
             if (*at(&d.v_cache, c->v_bytes, i, b) != input[1][i * c->v_bytes + b])
-                FAIL("%s: V row %lld byte %lld", c->name, (long long)i, (long long)b);
+                fail("%s: V row %lld byte %lld", c->name, (long long)i, (long long)b);
     }
 }
 
@@ -1530,15 +1524,9 @@ static void check_unlike_pair(kvprim_table k_cache, kvprim_table v_cache)
 {
     static unsigned char input[2][1024];
     static const int32_t slot[1] = {0};
-    const kvprim_store_desc d = {.k_cache = k_cache,
-                                 .v_cache = v_cache,
-                                 .k = table_of(input[0], 1),
-                                 .v = table_of(input[1], 1),
-                                 .k_bytes = k_cache.heads ? 64 : 32,
-                                 .v_bytes = k_cache.heads ? 64 : 32,
-                                 .slot = slot,
-                                 .slot_type = KVPRIM_I32,
-                                 .count = 1};
+    const int64_t row_bytes = k_cache.heads ? 64 : 32;
+    kvprim_store_desc d = store_of(k_cache, table_of(input[0], 1), row_bytes, slot, 1);
+    add_v(&d, v_cache, table_of(input[1], 1), row_bytes);
     CHECK(kvprim_store(&d) == KVPRIM_OK);
 }
 
@@ -1577,15 +1565,15 @@ static void make_index(strided_index *x, int64_t count, int64_t rows)
 {
     static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 100, (int64_t)1 << 40};
     static const int64_t bases32[] = {0, 1, -1, 1000, -7, INT32_MIN, INT32_MAX - 100, 1 << 20};
-    x->type = random_u64() % 2 ? KVPRIM_I64 : KVPRIM_I32;
-    x->base = x->type == KVPRIM_I64 ? bases64[random_u64() % 8] : bases32[random_u64() % 8];
-    x->stride = 1 + (int64_t)(random_u64() % 5);
+    x->type = below(2) ? KVPRIM_I64 : KVPRIM_I32;
+    x->base = x->type == KVPRIM_I64 ? bases64[below(8)] : bases32[below(8)];
+    x->stride = 1 + (int64_t)below(5);
     fill(&x->u, sizeof x->u);
     for (int64_t i = 0; i < count; i++) {
-        const uint64_t kind = random_u64() % 8;
+        const uint64_t kind = below(8);
         int64_t value = x->base + (i * 7 + 3) % rows;
         if (kind == 0)
-            value = x->base + rows + (int64_t)(random_u64() % 3);
+            value = x->base + rows + (int64_t)below(3);
         if (kind == 1 && x->base != INT64_MIN && x->base != INT32_MIN)
             value = x->base - 1;
         if (x->type == KVPRIM_I64)
@@ -1628,43 +1616,22 @@ static void one_rule(int operation)
     memcpy(want, to, sizeof to);
     const uint32_t past = expect_rows(want, from, has_dst ? &dst : NULL, has_src ? &src : NULL, operation == 0);
     const kvprim_table to_table = table_of(to, ruled_rows), from_table = table_of(from, ruled_rows);
-    const kvprim_gather_desc gather = {.dst = to_table,
-                                       .src = from_table,
-                                       .row_bytes = ruled_bytes,
-                                       .index = &src.u,
-                                       .index_type = src.type,
-                                       .index_base = src.base,
-                                       .index_stride = src.stride,
-                                       .count = ruled_count,
-                                       .rejected = &rejected};
-    const kvprim_store_desc store = {.k_cache = to_table,
-                                     .k = from_table,
-                                     .k_bytes = ruled_bytes,
-                                     .slot = &dst.u,
-                                     .slot_type = dst.type,
-                                     .slot_base = dst.base,
-                                     .slot_stride = dst.stride,
-                                     .count = ruled_count,
-                                     .rejected = &rejected};
-    kvprim_transfer_desc transfer = {.dst = to_table,
-                                     .src = from_table,
-                                     .row_bytes = ruled_bytes,
-                                     .dst_index = has_dst ? &dst.u : NULL,
-                                     .src_index = has_src ? &src.u : NULL,
-                                     .dst_index_type = dst.type,
-                                     .src_index_type = src.type,
-                                     .dst_index_base = dst.base,
-                                     .src_index_base = src.base,
-                                     .dst_index_stride = dst.stride,
-                                     .src_index_stride = src.stride,
-                                     .count = ruled_count,
-                                     .rejected = &rejected};
-    if (dst.type == src.type || random_u64() % 2) { /* dst's type, and src's only if it is another one */
+    kvprim_gather_desc gather = gather_of(to_table, from_table, ruled_bytes, src.u.i32, ruled_count);
+    gather.index_type = src.type, gather.index_base = src.base, gather.index_stride = src.stride;
+    kvprim_store_desc store = store_of(to_table, from_table, ruled_bytes, dst.u.i32, ruled_count);
+    store.slot_type = dst.type, store.slot_base = dst.base, store.slot_stride = dst.stride;
+    kvprim_transfer_desc transfer = transfer_of(to_table, from_table, ruled_bytes, ruled_count);
+    transfer.dst_index = has_dst ? &dst.u : NULL, transfer.src_index = has_src ? &src.u : NULL;
+    transfer.dst_index_type = dst.type, transfer.dst_index_base = dst.base, transfer.dst_index_stride = dst.stride;
+    transfer.src_index_type = src.type, transfer.src_index_base = src.base, transfer.src_index_stride = src.stride;
+    transfer.index_type = (kvprim_index_type)0;
+    gather.rejected = store.rejected = transfer.rejected = &rejected;
+    if (dst.type == src.type || below(2)) { /* dst's type, and src's only if it is another one */
         transfer.index_type = dst.type;
         transfer.dst_index_type = (kvprim_index_type)0;
         if (dst.type == src.type)
             transfer.src_index_type = (kvprim_index_type)0;
-    } else if (random_u64() % 2) { /* src's type, and dst's own one */
+    } else if (below(2)) { /* src's type, and dst's own one */
         transfer.index_type = src.type;
         transfer.src_index_type = (kvprim_index_type)0;
     }
@@ -1672,7 +1639,7 @@ static void one_rule(int operation)
                                  : operation == 1 ? kvprim_store(&store)
                                                   : kvprim_transfer(&transfer);
     if (status != KVPRIM_OK || memcmp(to, want, sizeof to) != 0 || rejected != 3 + past)
-        FAIL("operation %d, types %d and %d, bases %lld and %lld, strides %lld and %lld: %s, %u rejected, expected %u",
+        fail("operation %d, types %d and %d, bases %lld and %lld, strides %lld and %lld: %s, %u rejected, expected %u",
              operation, dst.type, src.type, (long long)dst.base, (long long)src.base, (long long)dst.stride,
              (long long)src.stride, kvprim_status_name(status), rejected, 3 + past);
 }
@@ -1695,15 +1662,10 @@ static void test_closed_run(void)
         fill(from, sizeof from);
         for (int32_t i = 0; i < count; i++)
             index[i] = (i + 1) % count;
-        const kvprim_transfer_desc d = {.dst = table_of(to, count),
-                                        .src = table_of(from, count),
-                                        .row_bytes = row_bytes,
-                                        .dst_index = index,
-                                        .src_index = index,
-                                        .index_type = KVPRIM_I32,
-                                        .count = count};
+        kvprim_transfer_desc d = transfer_of(table_of(to, count), table_of(from, count), row_bytes, count);
+        d.dst_index = d.src_index = index;
         if (kvprim_transfer(&d) != KVPRIM_OK || memcmp(to, from, (size_t)count * row_bytes) != 0)
-            FAIL("%d rows in a circle: not all of them moved", (int)count);
+            fail("%d rows in a circle: not all of them moved", (int)count);
     }
 }
 
@@ -1717,31 +1679,12 @@ static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *inde
                          kvprim_move *moves)
 {
     unsigned char *const to = memory_of, *const from = memory_of + moves_bytes / 2;
-    const kvprim_gather_desc gather = {.dst = table_of(to, 9),
-                                       .src = table_of(from, 30),
-                                       .row_bytes = 100,
-                                       .index = index,
-                                       .index_type = KVPRIM_I32,
-                                       .count = 9,
-                                       .rejected = rejected};
-    kvprim_store_desc store = {.k_cache = strided(to + 1000, 30, 320),
-                               .v_cache = strided(to + 1192, 30, 320),
-                               .k = table_of(from + 3000, 11),
-                               .v = table_of(from + 6000, 11),
-                               .k_bytes = 192,
-                               .v_bytes = 128,
-                               .slot = index,
-                               .slot_type = KVPRIM_I32,
-                               .count = 11,
-                               .rejected = rejected};
-    kvprim_transfer_desc transfer = {.dst = table_of(to + 20000, 12),
-                                     .src = table_of(from + 12000, 12),
-                                     .layers = 3,
-                                     .row_bytes = 40,
-                                     .dst_index = index,
-                                     .index_type = KVPRIM_I32,
-                                     .count = 12,
-                                     .rejected = rejected};
+    kvprim_gather_desc gather = gather_of(table_of(to, 9), table_of(from, 30), 100, index, 9);
+    kvprim_store_desc store = store_of(strided(to + 1000, 30, 320), table_of(from + 3000, 11), 192, index, 11);
+    kvprim_transfer_desc transfer = transfer_of(table_of(to + 20000, 12), table_of(from + 12000, 12), 40, 12);
+    add_v(&store, strided(to + 1192, 30, 320), table_of(from + 6000, 11), 128);
+    transfer.dst_index = index, transfer.layers = 3;
+    gather.rejected = store.rejected = transfer.rejected = rejected;
     if (kind == 0)
         return kvprim_gather_moves(&gather, moves) == KVPRIM_OK ? 1 : 0;
     if (kind == 1) { /* values of 576 bytes, each followed by its scale of 8 */
@@ -1782,13 +1725,13 @@ static void test_moves(void)
             }
             CHECK(kvprim_cpu_move(moves, n) == KVPRIM_OK);
             if (memcmp(got, want, moves_bytes) != 0 || rejected != want_rejected)
-                FAIL("kinds %d, run %d: the moves together are not what they are one by one", kinds, run_number);
+                fail("kinds %d, run %d: the moves together are not what they are one by one", kinds, run_number);
         }
     }
-    EXPECT_ERROR(kvprim_cpu_move(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
-    EXPECT_ERROR(kvprim_gather_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
-    EXPECT_ERROR(kvprim_store_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
-    EXPECT_ERROR(kvprim_transfer_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
+    CHECK_ERROR(kvprim_cpu_move(NULL, 1), KVPRIM_ERROR_NULL, "kvprim_cpu_move: moves is NULL");
+    CHECK_ERROR(kvprim_gather_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_gather_moves: moves is NULL");
+    CHECK_ERROR(kvprim_store_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_store_moves: moves is NULL");
+    CHECK_ERROR(kvprim_transfer_moves(NULL, NULL), KVPRIM_ERROR_NULL, "kvprim_transfer_moves: moves is NULL");
     CHECK(kvprim_cpu_move(NULL, 0) == KVPRIM_OK);
     free(got);
     free(want);
@@ -1803,20 +1746,18 @@ static void one_stream(unsigned char *dst, const unsigned char *src, const int32
     const int64_t rows = cache.rows;
     cache.data = dst;
     const kvprim_table input = strided((unsigned char *)(uintptr_t)src, rows, 1024);
-    const kvprim_gather_desc gather = {
-        .dst = cache, .src = input, .row_bytes = row_bytes, .index = index, .index_type = KVPRIM_I32, .count = rows};
+    const kvprim_gather_desc gather = gather_of(cache, input, row_bytes, index, rows);
+    const kvprim_store_desc store = store_of(cache, input, row_bytes, index, rows);
     memset(dst, 1, 1024);
     CHECK(kvprim_gather(&gather) == KVPRIM_OK);
     for (int64_t i = 0; i < rows; i++)
         if (memcmp(at(&cache, row_bytes, i, 0), src + index[i] * 1024, (size_t)row_bytes) != 0)
-            FAIL("gather of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
-    const kvprim_store_desc store = {
-        .k_cache = cache, .k = input, .k_bytes = row_bytes, .slot = index, .slot_type = KVPRIM_I32, .count = rows};
+            fail("gather of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
     memset(dst, 1, 1024);
     CHECK(kvprim_store(&store) == KVPRIM_OK);
     for (int64_t i = 0; i < rows; i++)
         if (memcmp(at(&cache, row_bytes, index[i], 0), src + i * 1024, (size_t)row_bytes) != 0)
-            FAIL("store of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
+            fail("store of %lld bytes: row %lld differs", (long long)row_bytes, (long long)i);
     CHECK(cache.stride <= row_bytes || dst[row_bytes] == 1); /* bytes between rows are not written */
 }
 
@@ -1829,8 +1770,7 @@ static void test_streaming(void)
     int32_t *const index = allocate(rows * sizeof *index);
     for (int32_t i = 0; i < rows; i++)
         index[i] = (int32_t)((int64_t)i * 7919 % rows);
-    for (int i = 0; i < bytes / 8; i++)
-        ((uint64_t *)(void *)src)[i] = random_u64();
+    fill(src, bytes);
     one_stream(dst, src, index, strided(NULL, rows, 1024), 1024);
     one_stream(dst, src, index, strided(NULL, rows, 1024), 1000);
     one_stream(dst + 16, src, index, strided(NULL, rows, 1024), 1024);
@@ -1852,8 +1792,7 @@ static void test_large_table(void)
     unsigned char *const table =
         mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (table == MAP_FAILED) {
-        printf("skip rows past 4 GiB: %zu bytes cannot be reserved here\n", bytes);
-        skipped++;
+        skip("%zu bytes cannot be reserved here", bytes);
         return;
     }
     int64_t index[] = {rows - 1, 0, rows, (int64_t)1 << 31, INT64_MAX, INT64_MIN, ((int64_t)1 << 32) + 1, 1500000000};
@@ -1861,21 +1800,11 @@ static void test_large_table(void)
     uint32_t rejected = 0;
     fill(input, sizeof input);
     fill(output, sizeof output);
-    const kvprim_store_desc store = {.k_cache = table_of(table, rows),
-                                     .k = table_of(input, 8),
-                                     .k_bytes = 3,
-                                     .slot = index,
-                                     .slot_type = KVPRIM_I64,
-                                     .count = 8,
-                                     .rejected = &rejected};
+    kvprim_store_desc store = store_of(table_of(table, rows), table_of(input, 8), 3, NULL, 8);
+    kvprim_gather_desc gather = gather_of(table_of(output, 8), table_of(table, rows), 3, NULL, 8);
+    store.slot = gather.index = index, store.slot_type = gather.index_type = KVPRIM_I64;
+    store.rejected = gather.rejected = &rejected;
     CHECK(kvprim_store(&store) == KVPRIM_OK && rejected == 3);
-    const kvprim_gather_desc gather = {.dst = table_of(output, 8),
-                                       .src = table_of(table, rows),
-                                       .row_bytes = 3,
-                                       .index = index,
-                                       .index_type = KVPRIM_I64,
-                                       .count = 8,
-                                       .rejected = &rejected};
     CHECK(kvprim_gather(&gather) == KVPRIM_OK && rejected == 6);
     for (int i = 0; i < 8; i++)
         for (int b = 0; b < 3; b++) {
@@ -1894,18 +1823,10 @@ static void test_rows_guard_pages(void)
         char *const cache = guarded(1), *const input = guarded(1);
         const int64_t rows = (int64_t)page / row_bytes;
         const int32_t slots[] = {(int32_t)rows - 1, 0, -1, (int32_t)rows};
-        kvprim_store_desc store = {.k_cache = table_of(cache + page - rows * row_bytes, rows),
-                                   .k = table_of(input + page - 4 * row_bytes, 4),
-                                   .k_bytes = row_bytes,
-                                   .slot = slots,
-                                   .slot_type = KVPRIM_I32,
-                                   .count = 4};
-        kvprim_gather_desc gather = {.dst = store.k,
-                                     .src = store.k_cache,
-                                     .row_bytes = row_bytes,
-                                     .index = slots,
-                                     .index_type = KVPRIM_I32,
-                                     .count = 4};
+        const kvprim_table last = table_of(cache + page - rows * row_bytes, rows);
+        const kvprim_table packed = table_of(input + page - 4 * row_bytes, 4);
+        kvprim_store_desc store = store_of(last, packed, row_bytes, slots, 4);
+        kvprim_gather_desc gather = gather_of(packed, last, row_bytes, slots, 4);
         CHECK(kvprim_store(&store) == KVPRIM_OK && kvprim_gather(&gather) == KVPRIM_OK);
         store.k_cache.data = cache; /* and the first rows directly after a guard page */
         store.k.data = gather.dst.data = input;
@@ -1921,8 +1842,7 @@ static void test_rows_guard_pages(void)
 static void run_for_isa(void)
 {
     printf("on %s:\n", kvprim_isa());
-    run("prefix: lengths x alignments x places", test_prefix_everywhere);
-    run("prefix: blocks", test_prefix_blocks);
+    run("prefix: lengths x alignments x places, blocks", test_prefix_everywhere);
     run("prefix: unequal lengths, int64", test_prefix_lengths_and_i64);
     run("prefix: long arrays", test_prefix_large);
     run("prefix: NULL, pages", test_prefix_null_and_pages);
@@ -1941,14 +1861,21 @@ static void run_for_isa(void)
 #endif
 }
 
-int main(void)
+#if defined(_WIN32)
+static void test_posix(void)
 {
+    skip("no POSIX threads and mmap here");
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    every = argc > 1 && strcmp(argv[1], "quick") == 0 ? 4 : 1;
 #if !defined(_WIN32)
     run("threads race to the first call", test_threads);
     run("rows: past 4 GiB and 2^31", test_large_table);
 #else
-    printf("skip threads, guard pages, large tables: no POSIX threads and mmap here\n");
-    skipped++;
+    run("threads, guard pages, large tables", test_posix);
 #endif
     run("status", test_status);
     run("version and sizes", test_version_and_sizes);
@@ -1957,6 +1884,7 @@ int main(void)
     run("moves", test_moves);
     run("table: defaults", test_defaults);
     run("sizes: products that do not wrap", test_products);
+    run("bad descriptors of every operation", test_bad_descriptors);
     run("gather: bad descriptors", test_gather_errors);
     run("store: K and V interleaved", test_store_interleaved);
     run("store: bad descriptors", test_store_errors);
@@ -1979,6 +1907,5 @@ int main(void)
         run_for_isa();
     }
 #endif
-    printf("%d passed, %d failed, %d skipped\n", passed, failed, skipped);
-    return failed != 0;
+    return finish();
 }

@@ -17,6 +17,8 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define KVPRIM_UNROLL
+/* Up to 32 KB of parameters are not copied for each thread. */
+#define KVPRIM_IN_PLACE &
 
 struct dim3 {
     unsigned x, y, z;
@@ -139,7 +141,7 @@ static inline bool kvpc_has_pdl()
 }
 
 template <class Call, class Params>
-static kvprim_status kvpc_start(const Call *, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+static kvprim_status kvpc_start(const Call *, void (*kernel)(const Params &), uint32_t blocks, uint32_t threads,
                                 const Params &params)
 {
     kvprim_emulate_launch(kernel, dim3(blocks), threads, params);

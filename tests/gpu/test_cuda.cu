@@ -25,7 +25,7 @@ static void check_cuda(cudaError_t error, const char *call, int line)
     if (error == cudaSuccess)
         return;
     printf("FAIL line %d: %s: %s\n", line, call, cudaGetErrorString(error));
-    failed++;
+    counts->failed++;
     exit(finish());
 }
 #define CUDA(call) check_cuda(call, #call, __LINE__)
@@ -37,6 +37,36 @@ template <class T> static T *device_memory(size_t count)
     return static_cast<T *>(p);
 }
 
+/* Device memory that begins with copies of one byte, or as a copy of the host's, and is freed at the block's end. */
+template <class T> struct gpu_array {
+    T *const p;
+    const size_t count;
+
+    gpu_array(size_t n, int byte) : p(device_memory<T>(n)), count(n)
+    {
+        CUDA(cudaMemset(p, byte, n * sizeof(T)));
+    }
+    gpu_array(const T *host, size_t n) : p(device_memory<T>(n)), count(n)
+    {
+        CUDA(cudaMemcpy(p, host, n * sizeof(T), cudaMemcpyHostToDevice));
+    }
+    gpu_array(const gpu_array &) = delete;
+    ~gpu_array()
+    {
+        CUDA(cudaFree(p));
+    }
+    void read(T *host) const
+    {
+        CUDA(cudaMemcpy(host, p, count * sizeof(T), cudaMemcpyDeviceToHost));
+    }
+    T first() const
+    {
+        T value;
+        CUDA(cudaMemcpy(&value, p, sizeof value, cudaMemcpyDeviceToHost));
+        return value;
+    }
+};
+
 /* Returns NULL and skips the test if there is not that much. */
 static unsigned char *much_device_memory(size_t bytes)
 {
@@ -44,15 +74,13 @@ static unsigned char *much_device_memory(size_t bytes)
     const cudaError_t error = cudaMalloc(&p, bytes);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
-        snprintf(skip_reason, sizeof skip_reason, "%.1f GB of device memory are not free",
-                 static_cast<double>(bytes) / 1e9);
+        skip("%.1f GB of device memory are not free", static_cast<double>(bytes) / 1e9);
         return nullptr;
     }
     CUDA(error);
     return static_cast<unsigned char *>(p);
 }
 
-static arena memory; /* of the main thread */
 static kvprim_cuda_launch main_launch;
 
 static cudaStream_t stream_of(const arena *a)
@@ -71,9 +99,16 @@ static void download(const arena *a)
     CUDA(cudaStreamSynchronize(stream_of(a)));
 }
 
+/* What is in `source` of an arena. */
+static thread_local std::vector<unsigned char> source_contents;
+
 static void before(arena *a)
 {
     upload(a);
+    if (!a->source)
+        return;
+    source_contents.assign(a->got, a->got + a->used);
+    CUDA(cudaMemcpyAsync(a->source, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
 }
 
 static void allow(arena *, size_t, size_t)
@@ -86,33 +121,24 @@ static void after(arena *a, bool)
     if (left != cudaSuccess)
         fail("%s: left behind the error %s", current, cudaGetErrorString(left));
     download(a);
-}
-
-/* The memory of transfers' sources, or NULL: the arena. Its contents must not change. */
-static thread_local unsigned char *other_memory;
-static thread_local std::vector<unsigned char> other_contents;
-
-static void before_source(arena *a)
-{
-    if (!other_memory)
+    if (!a->source)
         return;
-    other_contents.assign(a->got, a->got + a->used);
-    CUDA(cudaMemcpyAsync(other_memory, a->got, a->used, cudaMemcpyDefault, stream_of(a)));
-}
-
-static unsigned char *source_of(const arena *a)
-{
-    return other_memory ? other_memory : a->device;
-}
-
-static void after_source(arena *)
-{
-    if (!other_memory)
-        return;
-    std::vector<unsigned char> left(other_contents.size());
-    CUDA(cudaMemcpy(left.data(), other_memory, left.size(), cudaMemcpyDefault));
-    if (left != other_contents)
+    std::vector<unsigned char> contents(source_contents.size());
+    CUDA(cudaMemcpy(contents.data(), a->source, contents.size(), cudaMemcpyDefault));
+    if (contents != source_contents)
         fail("%s: the memory of the source has changed", current);
+}
+
+/* For reports. */
+static void name_table(const char *name, const kvprim_table &t, int64_t row_bytes)
+{
+    memory.tables.push_back({name, 0, kvprim_table_resolve(t, row_bytes), row_bytes});
+}
+
+static void compare_as(const char *what)
+{
+    snprintf(current, sizeof current, "%s", what);
+    compare(&memory);
 }
 
 /* Gives an arena its own memory. Its descriptors run as `launch` says. */
@@ -137,32 +163,32 @@ static void close_arena(arena *a)
 
 /* ---- the same as in emulation ---- */
 
-static void test_gather()
-{
-    gather_matrix(&memory);
-}
-
-static void test_store()
-{
-    store_matrix(&memory);
-}
-
 static void test_counts()
 {
     static const int64_t counts[] = {0, 1, 31, 32, 33, 1000, 20000, 100000};
     count_matrix(&memory, quick ? 2 << 20 : 60 << 20, counts, sizeof counts / sizeof *counts);
 }
 
+/* Runs a test with each of these limits of multiprocessors, with pdl and without. */
+static void with_options(const std::vector<int32_t> &limits, void (*test)(arena *))
+{
+    for (const int32_t max_sms : limits)
+        for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++) {
+            main_launch.max_sms = max_sms;
+            test(&memory);
+        }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
+static void small_moves(arena *a)
+{
+    small_matrix(a);
+    small_transfers(a);
+}
+
 static void test_options()
 {
-    static const int32_t max_sms[] = {0, 1, 8, 10000};
-    for (int n = 0; n < 8; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        small_matrix(&memory);
-        small_transfers(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
+    with_options({0, 1, 8, 10000}, small_moves);
 }
 
 static void test_null_launch()
@@ -172,23 +198,6 @@ static void test_null_launch()
     memory.launch = &main_launch;
 }
 
-static void test_uses()
-{
-    vocabulary_shard(&memory);
-    padding_alone(&memory);
-    row_tails(&memory);
-    row_parts(&memory);
-}
-
-static void test_refused()
-{
-    bad_gathers(&memory);
-    bad_stores(&memory);
-    bad_transfers(&memory);
-    bad_launches(&memory);
-    bad_moves(&memory);
-}
-
 static void test_transfer()
 {
     transfer_matrix(&memory);
@@ -196,32 +205,16 @@ static void test_transfer()
     transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
 }
 
-static void test_layers()
+static void several_moves(arena *a)
 {
-    layer_matrix(&memory);
+    usual_moves(a);
+    random_moves(a, quick ? 40 : 300);
+    repointed_moves(a);
 }
 
 static void test_moves()
 {
-    static const int32_t max_sms[] = {0, 4};
-    for (int n = 0; n < 4; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        usual_moves(&memory);
-        random_moves(&memory, quick ? 40 : 300);
-        repointed_moves(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
-}
-
-static void test_copies_on_write()
-{
-    copies_on_write(&memory);
-}
-
-static void test_random_transfers()
-{
-    fuzz(&memory, quick ? 300 : 5000, random_transfer);
+    with_options({0, 4}, several_moves);
 }
 
 /* Makes an index type that only a C caller can pass. */
@@ -237,24 +230,14 @@ static void test_bad_types()
     for (const int number : {-1, 0, 3, 256}) {
         kvprim_gather_desc gather = good_gather(&memory);
         gather.index_type = type_numbered(number);
-        CHECK(try_gather(&memory, &gather, "index_type") == REFUSED);
+        CHECK(try_move(&memory, &gather, "index_type") == REFUSED);
         kvprim_store_desc store = good_store(&memory);
         store.slot_type = type_numbered(number);
-        CHECK(try_store(&memory, &store, "slot_type") == REFUSED);
+        CHECK(try_move(&memory, &store, "slot_type") == REFUSED);
         kvprim_transfer_desc transfer = good_transfer(&memory);
         transfer.index_type = type_numbered(number);
-        CHECK(try_transfer(&memory, &transfer, "index_type") == REFUSED);
+        CHECK(try_move(&memory, &transfer, "index_type") == REFUSED);
     }
-}
-
-static void test_random_gathers()
-{
-    fuzz(&memory, quick ? 300 : 5000, random_gather);
-}
-
-static void test_random_stores()
-{
-    fuzz(&memory, quick ? 300 : 5000, random_store);
 }
 
 /* ---- unpack ---- */
@@ -284,49 +267,13 @@ static void test_unpack_counts()
 
 static void test_unpack_options()
 {
-    static const int32_t max_sms[] = {0, 1, 8, 10000};
-    for (int n = 0; n < 8; n++) {
-        main_launch.pdl = n % 2;
-        main_launch.max_sms = max_sms[n / 2];
-        small_batches(&memory);
-    }
-    main_launch.pdl = main_launch.max_sms = 0;
+    with_options({0, 1, 8, 10000}, small_batches);
     memory.launch = nullptr;
     small_batches(&memory);
     memory.launch = &main_launch;
 }
 
-static void test_bad_unpacks()
-{
-    bad_unpacks(&memory);
-}
-
-static void test_random_unpacks()
-{
-    fuzz(&memory, quick ? 300 : 5000, random_unpack);
-}
-
 /* ---- memory ---- */
-
-/* All memory of a move is pinned host memory, including indices and counter; then all is managed memory. */
-static void test_other_memory()
-{
-    unsigned char *const device = memory.device;
-    const size_t bytes = size_t(24) << 20;
-    void *pinned, *mapped, *managed;
-    CUDA(cudaHostAlloc(&pinned, bytes, cudaHostAllocMapped));
-    CUDA(cudaHostGetDevicePointer(&mapped, pinned, 0));
-    memory.device = static_cast<unsigned char *>(mapped);
-    small_matrix(&memory);
-    small_batches(&memory);
-    CUDA(cudaMallocManaged(&managed, bytes));
-    memory.device = static_cast<unsigned char *>(managed);
-    small_matrix(&memory);
-    small_batches(&memory);
-    memory.device = device;
-    CUDA(cudaFreeHost(pinned));
-    CUDA(cudaFree(managed));
-}
 
 /* Memory of each kind, as the current device addresses it. */
 enum memory_kind { DEVICE, PINNED, MANAGED, PEER };
@@ -353,22 +300,39 @@ static void close_memory(memory_kind kind, unsigned char *p)
     CUDA(kind == PINNED ? cudaFreeHost(p) : cudaFree(p));
 }
 
+/* All memory of a move is of this kind, including indices and counter. */
+static void moves_in(memory_kind kind)
+{
+    unsigned char *const device = memory.device;
+    memory.device = open_memory(kind, size_t(24) << 20);
+    small_matrix(&memory);
+    small_batches(&memory);
+    close_memory(kind, memory.device);
+    memory.device = device;
+}
+
+static void test_other_memory()
+{
+    moves_in(PINNED);
+    moves_in(MANAGED);
+}
+
 /* Transfers to memory of one kind from that of another, first with the whole GPU, then with a part of it. */
 static void transfers_between(memory_kind dst, memory_kind src)
 {
     const size_t bytes = size_t(24) << 20;
     unsigned char *const device = memory.device;
-    const int before_it = failures;
+    const int before_it = counts->faults;
     memory.device = open_memory(dst, bytes);
-    other_memory = open_memory(src, bytes);
+    memory.source = open_memory(src, bytes);
     for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
         small_transfers(&memory);
     main_launch.max_sms = 0;
-    close_memory(src, other_memory);
+    close_memory(src, memory.source);
     close_memory(dst, memory.device);
-    other_memory = nullptr;
+    memory.source = nullptr;
     memory.device = device;
-    if (failures != before_it)
+    if (counts->faults != before_it)
         fail("these were transfers to %s from %s memory", kind_names[dst], kind_names[src]);
 }
 
@@ -386,7 +350,7 @@ static void test_peer_memory()
     if (devices > 1)
         CUDA(cudaDeviceCanAccessPeer(&can, 0, 1));
     if (!can) {
-        snprintf(skip_reason, sizeof skip_reason, "none of %d devices can access another one's memory", devices);
+        skip("none of %d devices can access another one's memory", devices);
         return;
     }
     CUDA(cudaDeviceEnablePeerAccess(1, 0));
@@ -394,12 +358,7 @@ static void test_peer_memory()
         transfers_between(PEER, kind);
         transfers_between(kind, PEER);
     }
-    unsigned char *const device = memory.device;
-    memory.device = open_memory(PEER, size_t(24) << 20);
-    small_matrix(&memory);
-    small_batches(&memory);
-    close_memory(PEER, memory.device);
-    memory.device = device;
+    moves_in(PEER);
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
@@ -424,32 +383,22 @@ static void exact_moves(int64_t row_bytes, const kvprim_cuda_launch *launch)
     enum { rows = 6, count = 9 };
     static const int32_t index[count] = {5, 0, -1, 6, 5, 3, INT32_MIN, INT32_MAX, 1}, slots[rows] = {8, 0, -1, 9, 3, 1};
     const size_t src_bytes = static_cast<size_t>(rows * row_bytes), src_room = (src_bytes + 15) / 16 * 16;
-    std::vector<unsigned char> src(src_bytes), want(static_cast<size_t>(count * row_bytes));
-    unsigned char *const src_on = device_memory<unsigned char>(src_room);
-    unsigned char *const dst_on = device_memory<unsigned char>(want.size());
-    int32_t *const index_on = device_memory<int32_t>(count), *const slots_on = device_memory<int32_t>(rows);
+    std::vector<unsigned char> src(src_room), want(static_cast<size_t>(count * row_bytes));
     fill(src.data(), src_bytes);
-    CUDA(cudaMemset(src_on, 0, src_room));
-    CUDA(cudaMemset(dst_on, 0xa5, want.size()));
-    CUDA(cudaMemcpy(src_on, src.data(), src_bytes, cudaMemcpyHostToDevice));
-    CUDA(cudaMemcpy(index_on, index, sizeof index, cudaMemcpyHostToDevice));
-    CUDA(cudaMemcpy(slots_on, slots, sizeof slots, cudaMemcpyHostToDevice));
-    const kvprim_table src_host = table_of(src.data(), rows), src_table = table_of(src_on, rows);
-    const kvprim_table dst_host = table_of(want.data(), count), dst_table = table_of(dst_on, count);
+    const gpu_array<unsigned char> src_on(src.data(), src_room), dst_on(want.size(), 0xa5);
+    const gpu_array<int32_t> index_on(index, count), slots_on(slots, rows);
+    const kvprim_table src_host = table_of(src.data(), rows), src_table = table_of(src_on.p, rows);
+    const kvprim_table dst_host = table_of(want.data(), count), dst_table = table_of(dst_on.p, count);
     const kvprim_gather_desc gather_host =
         gather_of(dst_host, src_host, row_bytes, index, KVPRIM_I32, 0, count, nullptr);
     const kvprim_gather_desc gather =
-        gather_of(dst_table, src_table, row_bytes, index_on, KVPRIM_I32, 0, count, nullptr);
+        gather_of(dst_table, src_table, row_bytes, index_on.p, KVPRIM_I32, 0, count, nullptr);
     CHECK(kvprim_gather(&gather_host) == KVPRIM_OK && kvprim_cuda_gather(&gather, launch) == KVPRIM_OK);
-    check_rows("gather", dst_on, want, row_bytes);
+    check_rows("gather", dst_on.p, want, row_bytes);
     const kvprim_store_desc store_host = store_of(dst_host, src_host, row_bytes, slots, KVPRIM_I32, rows, nullptr);
-    const kvprim_store_desc store = store_of(dst_table, src_table, row_bytes, slots_on, KVPRIM_I32, rows, nullptr);
+    const kvprim_store_desc store = store_of(dst_table, src_table, row_bytes, slots_on.p, KVPRIM_I32, rows, nullptr);
     CHECK(kvprim_store(&store_host) == KVPRIM_OK && kvprim_cuda_store(&store, launch) == KVPRIM_OK);
-    check_rows("store", dst_on, want, row_bytes);
-    CUDA(cudaFree(src_on));
-    CUDA(cudaFree(dst_on));
-    CUDA(cudaFree(index_on));
-    CUDA(cudaFree(slots_on));
+    check_rows("store", dst_on.p, want, row_bytes);
 }
 
 static void test_exact_memory()
@@ -476,13 +425,10 @@ static __global__ void count_others(const unsigned char *p, size_t bytes, unsign
 
 static uint64_t bytes_other_than(unsigned char usual, const unsigned char *p, size_t bytes)
 {
-    unsigned long long *const on = device_memory<unsigned long long>(1), count;
-    CUDA(cudaMemset(on, 0, sizeof *on));
-    count_others<<<2048, 256>>>(p, bytes, usual, on);
+    const gpu_array<unsigned long long> count(1, 0);
+    count_others<<<2048, 256>>>(p, bytes, usual, count.p);
     CUDA(cudaGetLastError());
-    CUDA(cudaMemcpy(&count, on, sizeof count, cudaMemcpyDeviceToHost));
-    CUDA(cudaFree(on));
-    return count;
+    return count.first();
 }
 
 /* No byte outside the rows may have changed. */
@@ -490,38 +436,27 @@ static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, 
 {
     const size_t bytes = static_cast<size_t>(large_rows * row_bytes), small = large_count * large_row_most;
     unsigned char input[small], output[small], stored[large_row_most];
-    uint32_t rejected;
-    large_move m;
-    m.table = much_device_memory(bytes);
-    if (!m.table)
+    unsigned char *const table = much_device_memory(bytes);
+    if (!table)
         return;
-    m.input = device_memory<unsigned char>(small);
-    m.output = device_memory<unsigned char>(small);
-    m.slots = device_memory<int64_t>(large_count);
-    m.rejected = device_memory<uint32_t>(1);
     for (size_t i = 0; i < small; i++)
         input[i] = static_cast<unsigned char>(1 + i); /* never the poison, nor 0 */
-    CUDA(cudaMemset(m.table, 0xa5, bytes));
-    CUDA(cudaMemset(m.output, 0, small));
-    CUDA(cudaMemset(m.rejected, 0, sizeof rejected));
-    CUDA(cudaMemcpy(m.input, input, small, cudaMemcpyHostToDevice));
-    CUDA(cudaMemcpy(m.slots, large_slots, sizeof large_slots, cudaMemcpyHostToDevice));
+    const gpu_array<unsigned char> input_on(input, small), output_on(small, 0);
+    const gpu_array<int64_t> slots(large_slots, large_count);
+    const gpu_array<uint32_t> rejected(1, 0);
+    const large_move m = {table, input_on.p, output_on.p, slots.p, rejected.p};
+    CUDA(cudaMemset(table, 0xa5, bytes));
     move(&m, row_bytes);
-    CUDA(cudaMemcpy(output, m.output, small, cudaMemcpyDeviceToHost));
-    CUDA(cudaMemcpy(&rejected, m.rejected, sizeof rejected, cudaMemcpyDeviceToHost));
-    CHECK(rejected == 2 * large_past);
+    output_on.read(output);
+    CHECK(rejected.first() == 2 * large_past);
     for (int i = 0; i < large_count; i++) {
         if (in_large_table(i))
-            CUDA(cudaMemcpy(stored, m.table + large_slots[i] * row_bytes, static_cast<size_t>(row_bytes),
+            CUDA(cudaMemcpy(stored, table + large_slots[i] * row_bytes, static_cast<size_t>(row_bytes),
                             cudaMemcpyDeviceToHost));
         check_large_row(i, row_bytes, input, output, in_large_table(i) ? stored : nullptr);
     }
-    CHECK(bytes_other_than(0xa5, m.table, bytes) == static_cast<uint64_t>(large_stored * row_bytes));
-    CUDA(cudaFree(m.table));
-    CUDA(cudaFree(m.input));
-    CUDA(cudaFree(m.output));
-    CUDA(cudaFree(m.slots));
-    CUDA(cudaFree(m.rejected));
+    CHECK(bytes_other_than(0xa5, table, bytes) == static_cast<uint64_t>(large_stored * row_bytes));
+    CUDA(cudaFree(table));
 }
 
 static void test_large_table()
@@ -564,42 +499,34 @@ static void test_many_rows()
     if (!block)
         return;
     int32_t *const index = reinterpret_cast<int32_t *>(block);
-    unsigned char *const dst = block + count * 4, *const src = device_memory<unsigned char>(many_rows + 8);
-    unsigned char table[many_rows];
-    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
-    uint32_t *const rejected_on = device_memory<uint32_t>(1), rejected;
+    unsigned char *const dst = block + count * 4;
+    unsigned char table[many_rows + 8] = {0};
     fill(table, many_rows);
+    const gpu_array<unsigned char> src(table, sizeof table);
+    const gpu_array<unsigned long long> wrong(1, 0);
+    const gpu_array<uint32_t> rejected(1, 0);
     CUDA(cudaMemset(dst, 0xa5, count + 4096));
-    CUDA(cudaMemset(src, 0, many_rows + 8));
-    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
-    CUDA(cudaMemset(rejected_on, 0, sizeof rejected));
-    CUDA(cudaMemcpy(src, table, many_rows, cudaMemcpyHostToDevice));
     fill_many<<<2048, 256>>>(index, count);
     CUDA(cudaGetLastError());
     const int64_t rows = static_cast<int64_t>(count);
     const kvprim_gather_desc d =
-        gather_of(table_of(dst, rows), table_of(src, many_rows), 1, index, KVPRIM_I32, 0, rows, rejected_on);
+        gather_of(table_of(dst, rows), table_of(src.p, many_rows), 1, index, KVPRIM_I32, 0, rows, rejected.p);
     kvprim_transfer_desc t = {};
     t.dst = d.dst, t.src = d.src, t.row_bytes = 1, t.src_index = index, t.index_type = KVPRIM_I32;
-    t.count = rows, t.rejected = rejected_on;
+    t.count = rows, t.rejected = rejected.p;
     for (uint64_t moves = 1; moves <= 2; moves++) {
         if ((moves == 1 ? kvprim_cuda_gather(&d, nullptr) : kvprim_cuda_transfer(&t, nullptr)) != KVPRIM_OK)
             fail("%s", kvprim_last_error());
-        check_many<<<2048, 256>>>(dst, src, count, wrong_on);
+        check_many<<<2048, 256>>>(dst, src.p, count, wrong.p);
         CUDA(cudaGetLastError());
-        CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
-        CUDA(cudaMemcpy(&rejected, rejected_on, sizeof rejected, cudaMemcpyDeviceToHost));
-        if (wrong != 0 || rejected != moves * past)
+        if (wrong.first() != 0 || rejected.first() != moves * past)
             fail("move %d: %llu of %llu rows are wrong, %u indices rejected, expected %llu", static_cast<int>(moves),
-                 wrong, static_cast<unsigned long long>(count), rejected,
+                 wrong.first(), static_cast<unsigned long long>(count), rejected.first(),
                  static_cast<unsigned long long>(moves * past));
         CHECK(bytes_other_than(0xa5, dst + count, 4096) == 0);
         CUDA(cudaMemset(dst, 0, count)); /* a transfer skips the rows of padding */
     }
     CUDA(cudaFree(block));
-    CUDA(cudaFree(src));
-    CUDA(cudaFree(wrong_on));
-    CUDA(cudaFree(rejected_on));
 }
 
 /* Row i of a store of more than 2^31 rows goes to the cache's row count - 1 - i. Slots start at INT32_MIN. */
@@ -632,9 +559,8 @@ static void test_many_slots()
         return;
     int32_t *const slot = reinterpret_cast<int32_t *>(block);
     unsigned char *const input = block + count * 4, *const cache = input + count;
-    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    const gpu_array<unsigned long long> wrong(1, 0);
     CUDA(cudaMemset(cache, 0xa5, count + 4096));
-    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
     fill_store<<<2048, 256>>>(slot, input, count);
     CUDA(cudaGetLastError());
     kvprim_store_desc d = {};
@@ -643,17 +569,22 @@ static void test_many_slots()
     d.k_bytes = 1, d.slot = slot, d.slot_type = KVPRIM_I32, d.slot_base = INT32_MIN;
     if (kvprim_cuda_store(&d, nullptr) != KVPRIM_OK)
         fail("%s", kvprim_last_error());
-    check_store<<<2048, 256>>>(cache, count, wrong_on);
+    check_store<<<2048, 256>>>(cache, count, wrong.p);
     CUDA(cudaGetLastError());
-    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
-    if (wrong != 0)
-        fail("%llu of %llu rows are wrong", wrong, static_cast<unsigned long long>(count));
+    if (wrong.first() != 0)
+        fail("%llu of %llu rows are wrong", wrong.first(), static_cast<unsigned long long>(count));
     CHECK(bytes_other_than(0xa5, cache + count, 4096) == 0);
     CUDA(cudaFree(block));
-    CUDA(cudaFree(wrong_on));
 }
 
 /* ---- graphs, chains, streams ---- */
+
+static void begin_capture()
+{
+    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+}
+
+static const size_t any_nodes = SIZE_MAX;
 
 static cudaGraphExec_t end_capture(size_t want_nodes)
 {
@@ -662,16 +593,46 @@ static cudaGraphExec_t end_capture(size_t want_nodes)
     size_t n = 0;
     CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
     CUDA(cudaGraphGetNodes(graph, nullptr, &n));
-    if (n != want_nodes)
+    if (want_nodes != any_nodes && n != want_nodes)
         fail("the graph has %zu nodes, expected %zu", n, want_nodes);
     CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
     CUDA(cudaGraphDestroy(graph));
     return exec;
 }
 
-static void begin_capture()
+/* Captures what `enqueue` does, and replays it. Before each replay `prepare` sets what is expected and, in `got`, what
+   the GPU starts from. */
+template <class Enqueue, class Prepare>
+static void replay_graph(size_t nodes, int replays, const char *what, const Enqueue &enqueue, const Prepare &prepare)
 {
-    CUDA(cudaStreamBeginCapture(main_launch.stream, cudaStreamCaptureModeGlobal));
+    begin_capture();
+    enqueue();
+    const cudaGraphExec_t exec = end_capture(nodes);
+    for (int replay = 0; replay < replays; replay++) {
+        prepare();
+        upload(&memory);
+        CUDA(cudaGraphLaunch(exec, main_launch.stream));
+        download(&memory);
+        snprintf(current, sizeof current, "%s, pdl %d, replay %d", what, main_launch.pdl, replay);
+        compare(&memory);
+    }
+    CUDA(cudaGraphExecDestroy(exec));
+}
+
+/* Runs the same from a stream, and from a graph, where the launches follow each other without a gap. `start`: what the
+   GPU starts from each time. */
+template <class Enqueue>
+static void run_and_replay(const std::vector<unsigned char> &start, size_t nodes, int replays, const char *what,
+                           const Enqueue &enqueue)
+{
+    const auto restart = [&] { memcpy(memory.got, start.data(), memory.used); };
+    restart();
+    upload(&memory);
+    enqueue();
+    download(&memory);
+    snprintf(current, sizeof current, "%s, pdl %d", what, main_launch.pdl);
+    compare(&memory);
+    replay_graph(nodes, replays, what, enqueue, restart);
 }
 
 /* Stores and gathers that follow each other in one arena. */
@@ -695,23 +656,6 @@ static void enqueue_chain(const chain *c)
             kvprim_cuda_gather(&gather, &main_launch) != KVPRIM_OK)
             fail("link %zu: %s", i, kvprim_last_error());
     }
-}
-
-static void compare_chain(const chain *c, const char *what)
-{
-    std::vector<named_table> tables;
-    std::vector<kvprim_table> resolved(c->gathers.size() * 3);
-    for (size_t i = 0; i < c->gathers.size(); i++) {
-        const kvprim_gather_desc *const g = &c->gathers[i];
-        const kvprim_store_desc *const s = &c->stores[i];
-        resolved[3 * i] = kvprim_table_resolve(g->dst, g->row_bytes);
-        resolved[3 * i + 1] = kvprim_table_resolve(s->k_cache, s->k_bytes);
-        resolved[3 * i + 2] = kvprim_table_resolve(s->v_cache, s->v_bytes);
-        tables.push_back({"gathered", &resolved[3 * i], g->row_bytes, g->count});
-        tables.push_back({"k_cache", &resolved[3 * i + 1], s->k_bytes, s->k_cache.rows});
-        tables.push_back({"v_cache", &resolved[3 * i + 2], s->v_bytes, s->v_cache.rows});
-    }
-    compare(&memory, what, tables.data(), static_cast<int>(tables.size()));
 }
 
 /* Link i stores what link i - 1 gathered, as K and as V, into one of two pairs of caches, and gathers from that V. The
@@ -741,40 +685,25 @@ static chain make_chain(int64_t count, int64_t row_bytes, const layout *last, in
         gather.index = place_index(&memory, KVPRIM_I32, count, 0, rows, false);
         gather.index_type = KVPRIM_I32;
         gather.count = count;
+        name_table("gathered", gather.dst, row_bytes);
+        name_table("k_cache", store.k_cache, row_bytes);
+        name_table("v_cache", store.v_cache, row_bytes);
         c.stores.push_back(store);
         c.gathers.push_back(gather);
     }
     return c;
 }
 
-/* Runs a chain from a stream, and from a graph, where the launches follow each other without a gap. */
 static void one_chain(int64_t count, int64_t row_bytes, const layout *last)
 {
     const int depth = 50;
     const chain c = make_chain(count, row_bytes, last, depth);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
-    char what[120];
+    char what[80];
     chain_on_host(&c);
-    memcpy(memory.got, start.data(), memory.used);
-    upload(&memory);
-    enqueue_chain(&c);
-    download(&memory);
-    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes, pdl %d", static_cast<long long>(count),
-             static_cast<long long>(row_bytes), main_launch.pdl);
-    compare_chain(&c, what);
-    begin_capture();
-    enqueue_chain(&c);
-    const cudaGraphExec_t exec = end_capture(2 * depth);
-    for (int replay = 0; replay < (quick ? 2 : 10); replay++) {
-        memcpy(memory.got, start.data(), memory.used);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        snprintf(what, sizeof what, "chain in a graph, replay %d: %lld rows of %lld bytes, pdl %d", replay,
-                 static_cast<long long>(count), static_cast<long long>(row_bytes), main_launch.pdl);
-        compare_chain(&c, what);
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    snprintf(what, sizeof what, "chain of %lld rows of %lld bytes", static_cast<long long>(count),
+             static_cast<long long>(row_bytes));
+    run_and_replay(start, 2 * depth, quick ? 2 : 10, what, [&] { enqueue_chain(&c); });
 }
 
 static void test_chains()
@@ -790,25 +719,13 @@ static void test_chains()
 static void one_graph(int64_t count, int64_t row_bytes)
 {
     const chain c = make_chain(count, row_bytes, &layouts[4], 2);
-    begin_capture();
-    enqueue_chain(&c);
-    const cudaGraphExec_t exec = end_capture(4);
-    for (int replay = 0; replay < 6; replay++) {
-        fill(memory.expected, memory.used);
-        for (size_t i = 0; i < 2; i++) {
-            const kvprim_store_desc *const s = &c.stores[i];
-            const kvprim_gather_desc *const g = &c.gathers[i];
-            fill_index(const_cast<void *>(s->slot), s->slot_type, count, 0, s->k_cache.rows, true);
-            fill_index(const_cast<void *>(g->index), g->index_type, count, 0, g->src.rows, false);
-        }
+    const auto change_all = [&] {
+        refill(&memory);
         memcpy(memory.got, memory.expected, memory.used);
         chain_on_host(&c);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare_chain(&c, "replay with other indices");
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    };
+    replay_graph(
+        4, 6, "other indices", [&] { enqueue_chain(&c); }, change_all);
 }
 
 static void test_graphs()
@@ -836,8 +753,8 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     std::vector<void *> cache(static_cast<size_t>(layers)), store(cache.size());
     empty(&memory);
     kvprim_transfer_desc out = {};
-    out.src = place_layers(&memory, &layouts[8], rows, row_bytes, 0, layers, true, cache.data(), &out.src_layer_stride);
-    out.dst = place_layers(&memory, &layouts[0], rows, row_bytes, 0, layers, true, store.data(), &out.dst_layer_stride);
+    out.src = place_layers(&memory, {8, 0}, rows, row_bytes, layers, true, cache.data(), &out.src_layer_stride);
+    out.dst = place_layers(&memory, {0, 0}, rows, row_bytes, layers, true, store.data(), &out.dst_layer_stride);
     out.src_layers = cache.data();
     out.dst_layers = store.data();
     out.layers = layers;
@@ -850,26 +767,19 @@ static void one_transfer_graph(int32_t layers, int64_t row_bytes)
     std::swap(back.dst, back.src);
     std::swap(back.dst_layers, back.src_layers);
     std::swap(back.dst_index, back.src_index);
-    begin_capture();
-    {
+    const auto enqueue = [&] {
         device_transfer on(&memory, out), on_back(&memory, back);
         CHECK(kvprim_cuda_transfer(&on.d, &main_launch) == KVPRIM_OK);
         CHECK(kvprim_cuda_transfer(&on_back.d, &main_launch) == KVPRIM_OK);
         for (device_transfer *const gone : {&on, &on_back})
             memset(static_cast<void *>(gone), 0xa5, sizeof *gone);
-    }
-    const cudaGraphExec_t exec = end_capture(layers > 231 ? 4 : 2);
-    for (int replay = 0; replay < 4; replay++) {
-        fill(memory.expected, memory.used);
-        fill_index(const_cast<void *>(out.src_index), KVPRIM_I32, count, 0, rows, true);
+    };
+    const auto change_all = [&] {
+        refill(&memory);
         memcpy(memory.got, memory.expected, memory.used);
         CHECK(kvprim_transfer(&out) == KVPRIM_OK && kvprim_transfer(&back) == KVPRIM_OK);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare(&memory, "replayed transfers", nullptr, 0);
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    };
+    replay_graph(layers > 231 ? 4 : 2, 4, "transfers", enqueue, change_all);
 }
 
 static void test_transfer_graphs()
@@ -951,15 +861,14 @@ static void test_crowds()
     cudaDeviceProp device;
     CUDA(cudaGetDeviceProperties(&device, 0));
     if (device.maxThreadsPerMultiProcessor != 2048) {
-        snprintf(skip_reason, sizeof skip_reason, "an SM of this GPU holds %d threads, not 2,048",
-                 device.maxThreadsPerMultiProcessor);
+        skip("an SM of this GPU holds %d threads, not 2,048", device.maxThreadsPerMultiProcessor);
         return;
     }
     cudaFuncAttributes loaded;
     CUDA(cudaFuncGetAttributes(&loaded, crowd)); /* load it before it is to run beside something */
     for (const int32_t max_sms : {1, 4, 8, 32}) {
         const int got = sms_of_transfer(max_sms, device.multiProcessorCount);
-        if (!skip_reason[0] && (got < 1 || got > max_sms))
+        if (!counts->skip[0] && (got < 1 || got > max_sms))
             fail("max_sms %d: a transfer is seen on %d SMs", max_sms, got);
     }
 }
@@ -983,20 +892,14 @@ static unsigned blocks_of(kvprim_status (*call)(const kvprim_cuda_launch *), con
     return kernel.gridDim.x * kernel.gridDim.y * kernel.gridDim.z;
 }
 
+/* Nothing is moved, only captured. */
 static kvprim_status call_gather(const kvprim_cuda_launch *launch)
 {
-    const gather_case c = {1024, &layouts[0], &layouts[8], 0, 0, 5000, 6000, 0, KVPRIM_I32, false};
-    const int64_t bytes = 12 << 20; /* nothing is moved, only captured */
-    kvprim_gather_desc d = {};
+    const int64_t bytes = 12 << 20;
     size_t span;
-    d.dst = lay_out(c.dst_layout, c.count, c.row_bytes, &span);
-    d.src = lay_out(c.src_layout, c.src_rows, c.row_bytes, &span);
-    d.dst.data = memory.device;
-    d.src.data = memory.device + bytes;
-    d.row_bytes = c.row_bytes;
-    d.index = memory.device + 3 * bytes;
-    d.index_type = c.type;
-    d.count = c.count;
+    kvprim_table dst = lay_out(&layouts[0], 5000, 1024, &span), src = lay_out(&layouts[8], 6000, 1024, &span);
+    dst.data = memory.device, src.data = memory.device + bytes;
+    const kvprim_gather_desc d = gather_of(dst, src, 1024, memory.device + 3 * bytes, KVPRIM_I32, 0, 5000, nullptr);
     return kvprim_cuda_gather(&d, launch);
 }
 
@@ -1005,21 +908,14 @@ static kvprim_status call_transfer(const kvprim_cuda_launch *launch)
     kvprim_transfer_desc d = {};
     d.dst = table_of(memory.device, 100);
     d.src = table_of(memory.device + (16 << 20), 100);
-    d.layers = 64;
-    d.row_bytes = 2048;
-    d.count = 100;
+    d.layers = 64, d.row_bytes = 2048, d.count = 100;
     return kvprim_cuda_transfer(&d, launch);
 }
 
 static kvprim_status call_store(const kvprim_cuda_launch *launch)
 {
-    kvprim_store_desc d = {};
-    d.k_cache = table_of(memory.device, 4000);
-    d.k = table_of(memory.device + (16 << 20), 4000);
-    d.k_bytes = 2048;
-    d.slot = memory.device + (32 << 20);
-    d.slot_type = KVPRIM_I32;
-    d.count = 4000;
+    const kvprim_table cache = table_of(memory.device, 4000), input = table_of(memory.device + (16 << 20), 4000);
+    const kvprim_store_desc d = store_of(cache, input, 2048, memory.device + (32 << 20), KVPRIM_I32, 4000, nullptr);
     return kvprim_cuda_store(&d, launch);
 }
 
@@ -1093,43 +989,22 @@ static void enqueue_relay(const relay *r)
     }
 }
 
-static void compare_relay(const char *what, size_t count, uint64_t bytes, int round)
-{
-    snprintf(current, sizeof current, "%s: %zu fragments of %llu bytes, pdl %d, round %d", what, count,
-             static_cast<unsigned long long>(bytes), main_launch.pdl, round);
-    compare(&memory, current, nullptr, 0);
-}
-
 static void one_relay(size_t count, uint64_t bytes, sizes kind)
 {
-    relay r = make_relay(count, bytes, kind, 8);
+    const relay r = make_relay(count, bytes, kind, 8);
     const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    char what[80];
     for (size_t s = 0; s < r.batches.size(); s++) {
         const kvprim_unpack_desc d = step_of(&r, s);
         CHECK(kvprim_unpack(&d) == KVPRIM_OK);
     }
-    memcpy(memory.got, start.data(), memory.used);
-    upload(&memory);
-    enqueue_relay(&r);
-    download(&memory);
-    compare_relay("relay", count, bytes, 0);
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    begin_capture();
-    enqueue_relay(&r);
-    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
-    CUDA(cudaGraphInstantiateWithFlags(&exec, graph, 0));
-    CUDA(cudaGraphDestroy(graph));
-    for (std::vector<kvprim_fragment> &f : r.batches)
-        memset(f.data(), 0xff, f.size() * sizeof f[0]);
-    for (int replay = 1; replay < (quick ? 3 : 6); replay++) {
-        memcpy(memory.got, start.data(), memory.used);
-        upload(&memory);
-        CUDA(cudaGraphLaunch(exec, main_launch.stream));
-        download(&memory);
-        compare_relay("relay in a graph", count, bytes, replay);
-    }
-    CUDA(cudaGraphExecDestroy(exec));
+    snprintf(what, sizeof what, "relay of %zu fragments of %llu bytes", count, static_cast<unsigned long long>(bytes));
+    run_and_replay(start, any_nodes, quick ? 2 : 5, what, [&] {
+        relay gone = r;
+        enqueue_relay(&gone);
+        for (std::vector<kvprim_fragment> &f : gone.batches)
+            memset(f.data(), 0xff, f.size() * sizeof f[0]);
+    });
 }
 
 /* Batches of one launch, and of several that overlap. */
@@ -1169,22 +1044,17 @@ static __global__ void check_far(const unsigned char *dst, const kvprim_fragment
 static void one_far_batch(const far_case *c, unsigned char *dst, const unsigned char *src)
 {
     const std::vector<kvprim_fragment> f = far_fragments(c);
-    kvprim_fragment *const on = device_memory<kvprim_fragment>(f.size());
-    unsigned long long *const wrong_on = device_memory<unsigned long long>(1), wrong;
+    const gpu_array<kvprim_fragment> on(f.data(), f.size());
+    const gpu_array<unsigned long long> wrong(1, 0);
     uint64_t total = 0;
     for (const kvprim_fragment &one : f)
         total += one.bytes;
     CUDA(cudaMemset(dst, 0xa5, far_bytes));
-    CUDA(cudaMemset(wrong_on, 0, sizeof wrong));
-    CUDA(cudaMemcpy(on, f.data(), f.size() * sizeof f[0], cudaMemcpyHostToDevice));
     unpack_far(c, f, dst, src, nullptr);
-    check_far<<<dim3(unsigned(f.size()), c->count < 10 ? 1024 : 1), 256>>>(dst, on, wrong_on);
+    check_far<<<dim3(unsigned(f.size()), c->count < 10 ? 1024 : 1), 256>>>(dst, on.p, wrong.p);
     CUDA(cudaGetLastError());
-    CUDA(cudaMemcpy(&wrong, wrong_on, sizeof wrong, cudaMemcpyDeviceToHost));
-    if (wrong != 0 || bytes_other_than(0xa5, dst, far_bytes) != total)
-        fail("%s: %llu bytes are wrong, or others were written", current, wrong);
-    CUDA(cudaFree(on));
-    CUDA(cudaFree(wrong_on));
+    if (wrong.first() != 0 || bytes_other_than(0xa5, dst, far_bytes) != total)
+        fail("%s: %llu bytes are wrong, or others were written", current, wrong.first());
 }
 
 /* The last case's fragments are cut and have more than 4 GiB together; then comes one fragment of 4 GiB. */
@@ -1206,7 +1076,7 @@ static void thread_main(unsigned seed)
 {
     arena a = {};
     kvprim_cuda_launch launch = {};
-    random_state = seed;
+    random_state = static_cast<uint64_t>(seed) << 40;
     CUDA(cudaStreamCreateWithFlags(&launch.stream, cudaStreamNonBlocking));
     open_arena(&a, size_t(24) << 20, &launch);
     for (int round = 0; round < (quick ? 1 : 4); round++) {
@@ -1284,7 +1154,7 @@ static void one_duplicates(int64_t row_bytes, size_t cache_align, size_t input_a
     download(&memory);
     check_duplicates(&d, "k_cache", &d.k_cache, &d.k, row_bytes);
     check_duplicates(&d, "v_cache", &d.v_cache, &d.v, row_bytes);
-    compare(&memory, "duplicate slots", nullptr, 0);
+    compare_as("duplicate slots");
 }
 
 static void test_duplicates()
@@ -1323,18 +1193,16 @@ static void test_warps()
 {
     const size_t most = warp_alignments * warp_slot(longest_warp_copy);
     std::vector<unsigned char> src(most);
-    unsigned char *const src_on = device_memory<unsigned char>(most);
     static const dim3 blocks[] = {dim3(128), dim3(32), dim3(256), dim3(32, 4)};
     fill(src.data(), most);
-    CUDA(cudaMemcpy(src_on, src.data(), most, cudaMemcpyHostToDevice));
+    const gpu_array<unsigned char> src_on(src.data(), most);
     CUDA(cudaDeviceSynchronize());
     empty(&memory);
     for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 17 : 1) {
-        one_warp_length(src.data(), src_on, bytes, false, blocks[bytes % 4]);
+        one_warp_length(src.data(), src_on.p, bytes, false, blocks[bytes % 4]);
         if (bytes % 3 == 0 || bytes < 300)
-            one_warp_length(src.data(), src_on, bytes, true, blocks[bytes / 3 % 4]);
+            one_warp_length(src.data(), src_on.p, bytes, true, blocks[bytes / 3 % 4]);
     }
-    CUDA(cudaFree(src_on));
 }
 
 /* ---- errors of others ---- */
@@ -1353,7 +1221,7 @@ static void test_earlier_error()
         fail("%s", kvprim_last_error());
     CHECK(cudaGetLastError() == earlier);
     download(&memory);
-    compare(&memory, "after an earlier error", nullptr, 0);
+    compare_as("after an earlier error");
 }
 
 /* CUDA refuses an implicit synchronisation with a stream that is being captured. The error says so. */
@@ -1381,67 +1249,56 @@ static bool named(kvprim_status status, const char *field)
            strstr(kvprim_last_error(), "which the GPU cannot");
 }
 
+#define UNREACHABLE(change, field)                                                                                     \
+    d = good;                                                                                                          \
+    d.change;                                                                                                          \
+    CHECK(named(functions<decltype(d)>::gpu(&d, &main_launch), field))
+
 static void unreachable_gathers(void *host)
 {
-    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
-    kvprim_gather_desc g = gather;
-    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
-    g.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
-    CHECK(kvprim_cuda_gather(&g, &main_launch) == KVPRIM_OK);
-    g = gather, g.dst.data = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "dst"));
-    g = gather, g.src.data = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.src.rows = int64_t(1) << 44; /* after everything else, which it would overlap */
-    g.src.data = on_device(&memory, memory.expected + memory.used);
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "src"));
-    g = gather, g.index = host;
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "index"));
-    g = gather, g.rejected = static_cast<uint32_t *>(host);
-    CHECK(named(kvprim_cuda_gather(&g, &main_launch), "rejected"));
+    const kvprim_gather_desc good = on_device(&memory, good_gather(&memory));
+    kvprim_gather_desc d = good;
+    CHECK(kvprim_cuda_gather(&d, &main_launch) == KVPRIM_OK);
+    d.dst.rows = int64_t(1) << 44; /* a side without an index only has its first `count` rows touched */
+    CHECK(kvprim_cuda_gather(&d, &main_launch) == KVPRIM_OK);
+    UNREACHABLE(dst.data = host, "dst");
+    UNREACHABLE(src.data = host, "src");
+    UNREACHABLE(index = host, "index");
+    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
+    void *const end = on_device(&memory, memory.expected + memory.used); /* after all that it would overlap */
+    UNREACHABLE(src.rows = int64_t(1) << 44; d.src.data = end, "src");
 }
 
 static void unreachable_stores(void *host)
 {
-    const kvprim_store_desc store = on_device(&memory, good_store(&memory));
-    kvprim_store_desc s = store;
-    CHECK(kvprim_cuda_store(&s, &main_launch) == KVPRIM_OK);
-    s.k_cache.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k_cache"));
-    s = store, s.v_cache.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v_cache"));
-    s = store, s.k.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "k reaches"));
-    s = store, s.v.data = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "v reaches"));
-    s = store, s.slot = host;
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "slot"));
-    s = store, s.rejected = static_cast<uint32_t *>(host);
-    CHECK(named(kvprim_cuda_store(&s, &main_launch), "rejected"));
+    const kvprim_store_desc good = on_device(&memory, good_store(&memory));
+    kvprim_store_desc d = good;
+    CHECK(kvprim_cuda_store(&d, &main_launch) == KVPRIM_OK);
+    UNREACHABLE(k_cache.data = host, "k_cache");
+    UNREACHABLE(v_cache.data = host, "v_cache");
+    UNREACHABLE(k.data = host, "k reaches");
+    UNREACHABLE(v.data = host, "v reaches");
+    UNREACHABLE(slot = host, "slot");
+    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
 }
 
 static void unreachable_transfers(void *host)
 {
     const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
-    kvprim_transfer_desc transfer = {};
-    transfer.dst = gather.dst, transfer.src = gather.src, transfer.row_bytes = gather.row_bytes;
-    transfer.src_index = gather.index, transfer.index_type = gather.index_type, transfer.count = gather.count;
-    kvprim_transfer_desc t = transfer;
-    CHECK(kvprim_cuda_transfer(&t, &main_launch) == KVPRIM_OK);
-    t.dst.data = host;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
-    t = transfer, t.src.data = host;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src"));
-    t = transfer, t.src_index = host;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "src_index"));
-    t = transfer, t.dst_index = host;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst_index"));
-    t = transfer, t.rejected = static_cast<uint32_t *>(host);
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "rejected"));
-    void *layers[] = {transfer.dst.data, host};
-    t = transfer, t.layers = 2, t.dst_layers = layers, t.src.rows /= 2;
-    CHECK(named(kvprim_cuda_transfer(&t, &main_launch), "dst"));
+    kvprim_transfer_desc good = {};
+    good.dst = gather.dst, good.src = gather.src, good.row_bytes = gather.row_bytes;
+    good.src_index = gather.index, good.index_type = gather.index_type, good.count = gather.count;
+    kvprim_transfer_desc d = good;
+    void *layers[] = {good.dst.data, host};
+    CHECK(kvprim_cuda_transfer(&d, &main_launch) == KVPRIM_OK);
+    UNREACHABLE(dst.data = host, "dst");
+    UNREACHABLE(src.data = host, "src");
+    UNREACHABLE(src_index = host, "src_index");
+    UNREACHABLE(dst_index = host, "dst_index");
+    UNREACHABLE(rejected = static_cast<uint32_t *>(host), "rejected");
+    UNREACHABLE(layers = 2; d.dst_layers = layers; d.src.rows /= 2, "dst");
 }
+#undef UNREACHABLE
 
 static void unreachable_unpacks(void *host)
 {
@@ -1464,7 +1321,7 @@ static void test_unreachable()
     int pageable;
     CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
     if (pageable) {
-        snprintf(skip_reason, sizeof skip_reason, "this GPU reaches all of the host's memory");
+        skip("this GPU reaches all of the host's memory");
         return;
     }
     void *const host = calloc(1, 1 << 20);
@@ -1514,7 +1371,7 @@ static bool find_device()
     if (error != cudaSuccess || n == 0) {
         run("cuda: a call without a device", test_no_device);
         printf("skip cuda: no CUDA device (%s)\n", error != cudaSuccess ? cudaGetErrorString(error) : "0 devices");
-        skipped++;
+        counts->skipped++;
         return false;
     }
     CUDA(cudaGetDeviceProperties(&device, 0));
@@ -1534,21 +1391,21 @@ static void run_brief()
 
 static void run_quick()
 {
-    run("cuda: gather, sizes x layouts, sizes x alignments", test_gather);
-    run("cuda: store, sizes x layouts, sizes x alignments", test_store);
+    run("cuda: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
+    run("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("cuda: counts", test_counts);
     run("cuda: max_sms, pdl", test_options);
     run("cuda: no launch options", test_null_launch);
-    run("cuda: vocabulary shard, padding alone", test_uses);
-    run("cuda: bad descriptors", test_refused);
+    run("cuda: vocabulary shard, padding alone", in_memory<uses>);
+    run("cuda: bad descriptors", in_memory<bad_descriptors>);
     run("cuda: bad index types", test_bad_types);
-    run("cuda: random gathers", test_random_gathers);
-    run("cuda: random stores", test_random_stores);
+    run("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
+    run("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
-    run("cuda: transfer, layers", test_layers);
-    run("cuda: transfer inside one cache", test_copies_on_write);
+    run("cuda: transfer, layers", in_memory<layer_matrix>);
+    run("cuda: transfer inside one cache", in_memory<copies_on_write>);
     run("cuda: several moves at once", test_moves);
-    run("cuda: random transfers", test_random_transfers);
+    run("cuda: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
     run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
     run("cuda: transfers to and from another GPU's memory", test_peer_memory);
     run("cuda: transfers in graphs", test_transfer_graphs);
@@ -1563,8 +1420,8 @@ static void run_quick()
     run("cuda: unpack, lengths x alignments", test_unpack_lengths);
     run("cuda: unpack, counts", test_unpack_counts);
     run("cuda: unpack, max_sms, pdl", test_unpack_options);
-    run("cuda: unpack, bad descriptors", test_bad_unpacks);
-    run("cuda: random unpacks", test_random_unpacks);
+    run("cuda: unpack, bad descriptors", in_memory<bad_unpacks>);
+    run("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
     run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
     run("cuda: two threads, two streams", test_threads);
 #ifdef KVPRIM_DEBUG
@@ -1596,6 +1453,7 @@ int main(int argc, char **argv)
     if (!find_device())
         return finish();
     thin = quick ? 13 : 1;
+    fuzz_rounds = quick ? 300 : 5000;
     CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
     open_arena(&memory, size_t(288) << 20, &main_launch);
     brief ? run_brief() : run_quick();

@@ -4,7 +4,7 @@
 
        c++ -std=c++17 -O2 -g -fsanitize=address,undefined -I. tests/gpu/test_cuda_emulated.cpp && ./a.out
 
-   With the argument `all` it runs three times as many cases. */
+   The argument `quick` runs about a fifth of the cases, but every test; `all` runs three times as many. */
 #define KVPRIM_CUDA_EMULATE
 #define KVPRIM_DEBUG
 #include "cuda_shim.h"
@@ -40,8 +40,8 @@ static void say_where()
 
 /* ---- memory ---- */
 
-static arena memory;
 static unsigned launches_before;
+static bool quick;
 
 static void before(arena *a)
 {
@@ -64,52 +64,26 @@ static void after(arena *a, bool enqueued)
         fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
 }
 
-static void before_source(arena *)
+/* Returns memory that begins at a multiple of 64. */
+static unsigned char *allocate_aligned(size_t bytes)
 {
-}
-
-static unsigned char *source_of(const arena *a)
-{
-    return a->device;
-}
-
-static void after_source(arena *)
-{
-}
-
-static unsigned char *allocate(size_t bytes)
-{
-    unsigned char *const p = static_cast<unsigned char *>(malloc(bytes + 64));
-    if (!p) {
-        printf("FAIL out of memory\n0 passed, 1 failed, 0 skipped\n");
-        exit(1);
-    }
+    unsigned char *const p = static_cast<unsigned char *>(allocate(bytes + 64));
     return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64;
 }
 
 /* ---- tests ---- */
 
-static void test_gather()
-{
-    gather_matrix(&memory);
-}
-
-static void test_store()
-{
-    store_matrix(&memory);
-}
-
 static void test_counts()
 {
     static const int64_t counts[] = {1, 2, 7, 8, 31, 32, 33, 127, 128, 129, 1000, 2048, 2049, 4096, 4097, 20000};
-    count_matrix(&memory, 1 << 21, counts, sizeof counts / sizeof *counts);
+    count_matrix(&memory, quick ? 1 << 17 : 1 << 21, counts, sizeof counts / sizeof *counts);
 }
 
 static void test_max_sms()
 {
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms++) {
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += quick ? 5 : 1) {
         launch.pdl = launch.max_sms % 2;
         small_matrix(&memory);
         small_transfers(&memory);
@@ -117,28 +91,11 @@ static void test_max_sms()
     memory.launch = nullptr;
 }
 
-static void test_uses()
-{
-    vocabulary_shard(&memory);
-    padding_alone(&memory);
-    row_tails(&memory);
-    row_parts(&memory);
-}
-
-static void test_refused()
-{
-    bad_gathers(&memory);
-    bad_stores(&memory);
-    bad_transfers(&memory);
-    bad_launches(&memory);
-    bad_moves(&memory);
-}
-
 static void test_transfer()
 {
     transfer_matrix(&memory);
     transfer_heads_apart(&memory);
-    transfer_counts(&memory, 4 << 20);
+    transfer_counts(&memory, quick ? 1 << 17 : 4 << 20);
 }
 
 /* A launch takes at least as many layers as the header says. */
@@ -193,11 +150,11 @@ static void test_moves()
 {
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
-    random_moves(&memory, 200);
+    random_moves(&memory, quick ? 30 : 200);
     repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
-        random_moves(&memory, 40);
+        random_moves(&memory, quick ? 10 : 40);
     memory.launch = nullptr;
 }
 
@@ -385,34 +342,20 @@ static void test_unlike_moves()
                     both_at_once(both, form, change, counted);
 }
 
-static void test_copies_on_write()
-{
-    copies_on_write(&memory);
-}
-
-static void test_fuzzed_transfer()
-{
-    fuzz(&memory, 6000, random_transfer);
-}
-
-static void test_fuzzed_gather()
-{
-    fuzz(&memory, 6000, random_gather);
-}
-
-static void test_fuzzed_store()
-{
-    fuzz(&memory, 6000, random_store);
-}
-
 static void test_unpack()
 {
-    batch_matrix(&memory, 700000);
+    batch_matrix(&memory, quick ? 100000 : 700000);
+}
+
+/* All short lengths, then some longer ones. */
+static size_t next_length(size_t bytes)
+{
+    return bytes + (bytes < 34 ? 1 : quick ? 251 : bytes < 300 ? 1 : 61);
 }
 
 static void test_unpack_lengths()
 {
-    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61)
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes = next_length(bytes))
         one_length(&memory, bytes, bytes % 2 != 0);
 }
 
@@ -437,21 +380,11 @@ static void test_unpack_options()
 {
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms++) {
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1) {
         launch.pdl = launch.max_sms % 2;
         small_batches(&memory);
     }
     memory.launch = nullptr;
-}
-
-static void test_bad_unpacks()
-{
-    bad_unpacks(&memory);
-}
-
-static void test_random_unpacks()
-{
-    fuzz(&memory, 6000, random_unpack);
 }
 
 static void one_warp_length(unsigned char *src, unsigned char *got, unsigned char *want, size_t bytes, bool zero)
@@ -482,7 +415,7 @@ static void test_warps()
     const size_t most = warp_alignments * warp_slot(longest_warp_copy);
     unsigned char *const src = memory.expected + most;
     fill(src, most);
-    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes < 300 ? 1 : 61) {
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes = next_length(bytes)) {
         one_warp_length(src, memory.got, memory.expected, bytes, false);
         one_warp_length(src, memory.got, memory.expected, bytes, true);
     }
@@ -628,29 +561,49 @@ static void test_unpack_tables()
 }
 
 #if !defined(_WIN32)
-/* The table lies in memory that is reserved but hardly touched. */
+/* Returns memory that is reserved but hardly touched, or NULL, which skips the test. */
+static unsigned char *reserve_addresses(uint64_t bytes)
+{
+    void *const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p != MAP_FAILED)
+        return static_cast<unsigned char *>(p);
+    skip("%llu bytes of addresses cannot be reserved", static_cast<unsigned long long>(bytes));
+    return nullptr;
+}
+
+/* The same until the block's end. */
+struct addresses {
+    unsigned char *const p;
+    const uint64_t bytes;
+
+    explicit addresses(uint64_t n) : p(reserve_addresses(n)), bytes(n)
+    {
+    }
+    addresses(const addresses &) = delete;
+    ~addresses()
+    {
+        if (p)
+            munmap(p, bytes);
+    }
+};
+
 static void one_large_table(int64_t row_bytes, void (*move)(const large_move *, int64_t))
 {
-    const size_t bytes = static_cast<size_t>(large_rows * row_bytes);
-    void *const table =
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (table == MAP_FAILED) {
-        snprintf(skip_reason, sizeof skip_reason, "%zu bytes of addresses cannot be reserved", bytes);
+    const addresses table(static_cast<uint64_t>(large_rows * row_bytes));
+    if (!table.p)
         return;
-    }
     alignas(16) unsigned char input[large_count * large_row_most], output[large_count * large_row_most];
     int64_t slots[large_count];
     uint32_t rejected = 0;
     fill(input, sizeof input);
     memset(output, 0, sizeof output);
     memcpy(slots, large_slots, sizeof slots);
-    const large_move m = {static_cast<unsigned char *>(table), input, output, slots, &rejected};
+    const large_move m = {table.p, input, output, slots, &rejected};
     move(&m, row_bytes);
     CHECK(rejected == 2 * large_past);
     for (int i = 0; i < large_count; i++)
         check_large_row(i, row_bytes, input, output,
                         in_large_table(i) ? m.table + large_slots[i] * row_bytes : nullptr);
-    munmap(table, bytes);
 }
 
 static void test_large_table()
@@ -661,36 +614,21 @@ static void test_large_table()
     }
 }
 
-static unsigned char *reserve_addresses(uint64_t bytes)
-{
-    void *const p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (p != MAP_FAILED)
-        return static_cast<unsigned char *>(p);
-    snprintf(skip_reason, sizeof skip_reason, "%llu bytes of addresses cannot be reserved",
-             static_cast<unsigned long long>(bytes));
-    return nullptr;
-}
-
 /* Takes more than 2^32 threads, of which only the last block runs. All indices are 0. */
 static void one_long_gather(int64_t row_bytes)
 {
     const int64_t count = (int64_t(1) << 29) + 1;
-    const uint64_t dst_bytes = static_cast<uint64_t>(count * row_bytes), index_bytes = static_cast<uint64_t>(count) * 4;
-    unsigned char *const dst = reserve_addresses(dst_bytes), *const index = reserve_addresses(index_bytes);
-    if (!dst || !index)
+    const addresses dst(static_cast<uint64_t>(count * row_bytes)), index(static_cast<uint64_t>(count) * 4);
+    if (!dst.p || !index.p)
         return;
     alignas(16) unsigned char row[16];
     fill(row, sizeof row);
-    kvprim_gather_desc d = {};
-    d.dst.data = dst, d.dst.rows = count;
-    d.src.data = row, d.src.rows = 1;
-    d.row_bytes = row_bytes, d.index = index, d.index_type = KVPRIM_I32, d.count = count;
+    const kvprim_gather_desc d =
+        gather_of(table_of(dst.p, count), table_of(row, 1), row_bytes, index.p, KVPRIM_I32, 0, count, nullptr);
     kvprim_emulate_last_only = true;
     CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK);
     kvprim_emulate_last_only = false;
-    CHECK(memcmp(dst + (count - 1) * row_bytes, row, static_cast<size_t>(row_bytes)) == 0);
-    munmap(dst, dst_bytes);
-    munmap(index, index_bytes);
+    CHECK(memcmp(dst.p + (count - 1) * row_bytes, row, static_cast<size_t>(row_bytes)) == 0);
 }
 
 static void test_long_gathers()
@@ -705,48 +643,41 @@ static void test_long_moves()
 {
     enum { moves = 4, layers = 32 };
     const int64_t count = 1 << 25;
-    const uint64_t index_bytes = static_cast<uint64_t>(count) * 4;
-    unsigned char *const index = reserve_addresses(index_bytes), *dst[moves];
-    unsigned char row[moves];
+    const uint64_t each = static_cast<uint64_t>(count * layers);
+    const addresses index(static_cast<uint64_t>(count) * 4), all_dst(10 * each); /* 1 + 2 + 3 + 4 bytes a row */
+    unsigned char row[moves], *dst = all_dst.p;
     void *same[layers]; /* of all sources */
     kvprim_move all[moves];
+    if (!index.p || !dst)
+        return;
     fill(row, sizeof row);
     for (void *&layer : same)
         layer = row;
-    for (int64_t n = 0; n < moves && index; n++) {
+    for (int64_t n = 0; n < moves; dst += static_cast<uint64_t>(++n) * each) {
         kvprim_transfer_desc d = {};
-        dst[n] = reserve_addresses(static_cast<uint64_t>((n + 1) * count * layers));
-        if (!dst[n])
-            return;
-        d.dst = table_of(dst[n], count), d.src = table_of(nullptr, 1);
+        d.dst = table_of(dst, count), d.src = table_of(nullptr, 1);
         d.src_layers = same, d.layers = layers;
         d.row_bytes = n + 1;
-        d.src_index = index, d.index_type = KVPRIM_I32, d.count = count;
+        d.src_index = index.p, d.index_type = KVPRIM_I32, d.count = count;
         CHECK(kvprim_transfer_moves(&d, &all[n]) == KVPRIM_OK);
     }
-    if (!index)
-        return;
     kvprim_emulate_last_only = true;
     const unsigned launches = kvprim_emulate_launches;
     CHECK(kvprim_cuda_move(all, moves, nullptr) == KVPRIM_OK && kvprim_emulate_launches - launches == 1);
     kvprim_emulate_last_only = false;
-    CHECK(memcmp(dst[moves - 1] + moves * (count * layers - 1), row, moves) == 0);
-    for (int64_t n = 0; n < moves; n++)
-        munmap(dst[n], static_cast<uint64_t>((n + 1) * count * layers));
-    munmap(index, index_bytes);
+    CHECK(memcmp(dst - moves, row, moves) == 0);
 }
 
 /* More than 2^31 rows in pages: rows are divided in 64 bits. */
 static void test_many_pages()
 {
     const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
-    const uint64_t bytes = static_cast<uint64_t>(rows) * 4 / 3 + 8;
-    unsigned char *const table = reserve_addresses(bytes);
+    const addresses table(static_cast<uint64_t>(rows) * 4 / 3 + 8);
     unsigned char input[4], output[4];
-    if (!table)
+    if (!table.p)
         return;
     fill(input, sizeof input);
-    kvprim_table cache = pages_of(table, rows, 3, 4);
+    kvprim_table cache = pages_of(table.p, rows, 3, 4);
     cache.stride = 1;
     const kvprim_store_desc store = store_of(cache, table_of(input, 4), 1, index, KVPRIM_I64, 4, nullptr);
     const kvprim_gather_desc gather = gather_of(table_of(output, 4), cache, 1, index, KVPRIM_I64, 0, 4, nullptr);
@@ -755,25 +686,22 @@ static void test_many_pages()
         CHECK(*static_cast<unsigned char *>(kvprim_table_row(&cache, index[i])) == input[i]);
     CHECK(kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK);
     CHECK(memcmp(input, output, 3) == 0 && output[3] == 0);
-    munmap(table, bytes);
 }
 
 /* The bytes around a fragment are zero before and after. */
 static void one_far_batch(const far_case *c)
 {
     const std::vector<kvprim_fragment> f = far_fragments(c);
-    unsigned char *const src = reserve_addresses(far_bytes), *const dst = reserve_addresses(far_bytes);
-    if (!src || !dst)
+    const addresses src(far_bytes), dst(far_bytes);
+    if (!src.p || !dst.p)
         return;
     for (const kvprim_fragment &one : f)
-        fill(src + one.src_offset, one.bytes);
-    unpack_far(c, f, dst, src, nullptr);
+        fill(src.p + one.src_offset, one.bytes);
+    unpack_far(c, f, dst.p, src.p, nullptr);
     for (const kvprim_fragment &one : f)
-        if (memcmp(dst + one.dst_offset, src + one.src_offset, one.bytes) != 0 || dst[one.dst_offset + one.bytes] ||
-            (one.dst_offset && dst[one.dst_offset - 1]))
+        if (memcmp(dst.p + one.dst_offset, src.p + one.src_offset, one.bytes) != 0 ||
+            dst.p[one.dst_offset + one.bytes] || (one.dst_offset && dst.p[one.dst_offset - 1]))
             fail("%s: fragment %zu is wrong", current, static_cast<size_t>(&one - f.data()));
-    munmap(src, far_bytes);
-    munmap(dst, far_bytes);
 }
 
 static void test_far_fragments()
@@ -792,39 +720,42 @@ int main(int argc, char **argv)
     printf("built without AddressSanitizer: accesses out of bounds that change nothing go unseen\n");
 #endif
     const bool all = argc == 2 && strcmp(argv[1], "all") == 0;
-    if (argc > 2 || (argc == 2 && !all)) {
-        fprintf(stderr, "usage: %s [all]\n", argv[0]);
+    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
+    if (argc > 2 || (argc == 2 && !all && !quick)) {
+        fprintf(stderr, "usage: %s [quick|all]\n", argv[0]);
         return 2;
     }
-    thin = all ? 1 : 3;
+    thin = all ? 1 : quick ? 31 : 3;
+    small_bytes = quick ? 1 << 16 : 1 << 20;
+    fuzz_rounds = quick ? 1000 : 6000;
     memory.capacity = 24 << 20;
-    memory.expected = allocate(memory.capacity);
-    memory.got = memory.device = allocate(memory.capacity);
-    run("emulated: gather, sizes x layouts, sizes x alignments", test_gather);
-    run("emulated: store, sizes x layouts, sizes x alignments", test_store);
+    memory.expected = allocate_aligned(memory.capacity);
+    memory.got = memory.device = allocate_aligned(memory.capacity);
+    run("emulated: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
+    run("emulated: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl", test_max_sms);
     run("emulated: dependent launches", test_dependent_launches);
     run("emulated: limits of plain rows", test_plain_limits);
     run("emulated: divisors", test_divisors);
-    run("emulated: vocabulary shard, padding alone", test_uses);
-    run("emulated: bad descriptors", test_refused);
-    run("emulated: random gathers", test_fuzzed_gather);
-    run("emulated: random stores", test_fuzzed_store);
+    run("emulated: vocabulary shard, padding alone", in_memory<uses>);
+    run("emulated: bad descriptors", in_memory<bad_descriptors>);
+    run("emulated: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
+    run("emulated: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
     run("emulated: transfer, layers", test_layers);
-    run("emulated: transfer inside one cache", test_copies_on_write);
+    run("emulated: transfer inside one cache", in_memory<copies_on_write>);
     run("emulated: several moves at once", test_moves);
     run("emulated: moves, number of launches", test_launches_of_moves);
     run("emulated: two moves that differ in one thing", test_unlike_moves);
-    run("emulated: random transfers", test_fuzzed_transfer);
+    run("emulated: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
     run("emulated: unpack, counts", test_unpack_counts);
     run("emulated: unpack, numbers of launches", test_unpack_launches);
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
-    run("emulated: unpack, bad descriptors", test_bad_unpacks);
-    run("emulated: random unpacks", test_random_unpacks);
+    run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
+    run("emulated: random unpacks", in_memory<fuzz<random_unpack>>);
     run("emulated: warp copy and zero", test_warps);
     run("emulated: unpack, tables of uneven batches", test_unpack_tables);
     run("emulated: unpack, chains of launches", test_chains_of_launches);

@@ -1,151 +1,18 @@
 /* SPDX-License-Identifier: MIT */
-/* What test_cuda.cu and test_cuda_emulated.cpp share about transfers. They run them in one block of memory, once by
-   kvprim_transfer and once by kvprim_cuda_transfer, and compare every byte. Include it after test_rows.h and define the
-   three functions that concern the source's memory. */
+/* Transfers, and several moves in one call, for test_cuda.cu and test_cuda_emulated.cpp: see test_rows.h. */
 #ifndef TEST_TRANSFERS_H
 #define TEST_TRANSFERS_H
 
+#include <algorithm>
+#include <functional>
 #include <memory>
-#include <string>
-
-/* The source and its index may lie in other memory than the arena, which then has a whole copy of the arena. */
-static void before_source(arena *a);
-static unsigned char *source_of(const arena *a);
-static void after_source(arena *a); /* checks that nothing in it has changed */
-
-enum { most_layers = 300 };
-
-/* A descriptor for the code under test, with its arrays of layers. */
-struct device_transfer {
-    kvprim_transfer_desc d;
-    void *dst_layers[most_layers], *src_layers[most_layers];
-
-    device_transfer(const arena *a, const kvprim_transfer_desc &host);
-    device_transfer(const device_transfer &) = delete;
-};
-
-template <class T> static T *on_source(const arena *a, T *p)
-{
-    arena there = *a;
-    there.device = source_of(a);
-    return on_device(&there, p);
-}
-
-device_transfer::device_transfer(const arena *a, const kvprim_transfer_desc &host) : d(host)
-{
-    for (int32_t l = 0; l < (d.layers ? d.layers : 1) && l < most_layers; l++) { /* 0 means 1 */
-        dst_layers[l] = d.dst_layers ? on_device(a, d.dst_layers[l]) : nullptr;
-        src_layers[l] = d.src_layers ? on_source(a, d.src_layers[l]) : nullptr;
-    }
-    d.dst_layers = d.dst_layers ? dst_layers : nullptr;
-    d.src_layers = d.src_layers ? src_layers : nullptr;
-    d.dst.data = on_device(a, d.dst.data);
-    d.src.data = on_source(a, d.src.data);
-    d.dst_index = on_device(a, d.dst_index);
-    d.src_index = on_source(a, d.src_index);
-    d.rejected = on_device(a, d.rejected);
-}
-
-/* ---- one transfer, by the host function and by the code under test ---- */
-
-static kvprim_table layer_of(const kvprim_table *t, void *const *layers, int64_t layer_stride, int32_t l)
-{
-    kvprim_table layer = *t;
-    layer.data = layers ? layers[l] : t->data ? static_cast<char *>(t->data) + l * layer_stride : nullptr;
-    return layer;
-}
-
-static index_list dst_list_of(const kvprim_transfer_desc *d)
-{
-    return list_of(d->dst_index, d->dst_index_type ? d->dst_index_type : d->index_type, d->dst_index_base,
-                   d->dst_index_stride);
-}
-
-static index_list src_list_of(const kvprim_transfer_desc *d)
-{
-    return list_of(d->src_index, d->src_index_type ? d->src_index_type : d->index_type, d->src_index_base,
-                   d->src_index_stride);
-}
-
-/* A source without an index may be read even if its row goes nowhere. */
-static bool visit_layer(arena *a, const kvprim_transfer_desc *d, int32_t l, bool write)
-{
-    const kvprim_table dst = layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, l);
-    const kvprim_table src = layer_of(&d->src, d->src_layers, d->src_layer_stride, l);
-    bool good =
-        (!d->dst_index || reachable(a, &dst, d->row_bytes)) && (!d->src_index || reachable(a, &src, d->row_bytes));
-    const index_list dst_list = dst_list_of(d), src_list = src_list_of(d);
-    for (int64_t i = 0; good && i < d->count; i++) {
-        const int64_t to = row_at(&dst_list, i, d->dst.rows), from = row_at(&src_list, i, d->src.rows);
-        const bool moves = to >= 0 && from >= 0, reads = moves || !d->src_index;
-        good = (write ? !moves : !reads) || visit(a, write ? &dst : &src, d->row_bytes, write ? to : from, write);
-    }
-    return good;
-}
-
-/* Visits everything that is written, then checks that none of it is read. */
-static bool visit_transfer(arena *a, const kvprim_transfer_desc *d)
-{
-    const index_list dst_list = dst_list_of(d), src_list = src_list_of(d);
-    bool good = visit_index(a, &dst_list, d->count, d->rejected) && visit_index(a, &src_list, d->count, nullptr);
-    for (int32_t n = 0; good && n < 2 * d->layers; n++)
-        good = visit_layer(a, d, n % d->layers, n < d->layers);
-    return good;
-}
-
-static void compare_transfer(const arena *a, const kvprim_transfer_desc *d)
-{
-    if (memcmp(a->expected, a->got, a->used) == 0)
-        return;
-    std::vector<kvprim_table> tables;
-    std::vector<named_table> named;
-    std::vector<std::string> names;
-    for (int32_t n = 0; n < 2 * d->layers; n++) {
-        names.push_back((n % 2 ? "src layer " : "dst layer ") + std::to_string(n / 2));
-        tables.push_back(n % 2 ? layer_of(&d->src, d->src_layers, d->src_layer_stride, n / 2)
-                               : layer_of(&d->dst, d->dst_layers, d->dst_layer_stride, n / 2));
-    }
-    for (size_t n = 0; n < tables.size(); n++)
-        named.push_back({names[n].c_str(), &tables[n], d->row_bytes, tables[n].rows});
-    compare(a, current, named.data(), static_cast<int>(named.size()));
-}
-
-static outcome try_transfer(arena *a, const kvprim_transfer_desc *desc, const char *what)
-{
-    const device_transfer on(a, *desc);
-    kvprim_transfer_desc resolved = {};
-    char want_text[512];
-    snprintf(current, sizeof current, "transfer: %s", what);
-    (void)kvprim_fail(KVPRIM_OK, "-");
-    const kvprim_status want = kvprim_transfer_check(&on.d, nullptr);
-    snprintf(want_text, sizeof want_text, "%s", kvprim_last_error());
-    const bool runs = want == KVPRIM_OK && desc->count > 0;
-    start_visit(a);
-    if (runs && (kvprim_transfer_check(desc, &resolved) != KVPRIM_OK || !visit_transfer(a, &resolved)))
-        return OUTSIDE;
-    memcpy(a->got, a->expected, a->used);
-    if (want == KVPRIM_OK)
-        CHECK(kvprim_transfer(desc) == KVPRIM_OK);
-    (void)kvprim_fail(KVPRIM_OK, "-");
-    before_source(a);
-    before(a);
-    for (size_t i = 0; runs && i < a->allowed.size(); i++)
-        allow(a, a->allowed[i].first, a->allowed[i].second);
-    const kvprim_status got = kvprim_cuda_transfer(&on.d, a->launch);
-    after(a, runs);
-    after_source(a);
-    check_status(current, got, want, kvprim_last_error(), want_text);
-    compare_transfer(a, &resolved);
-    return want == KVPRIM_OK ? RAN : REFUSED;
-}
 
 /* ---- the matrix ---- */
 
 /* indexed, apart: bit 0 is for dst, bit 1 for src. apart: each layer has its own memory, found by a pointer. */
 struct transfer_case {
     int64_t row_bytes;
-    const layout *dst_layout, *src_layout;
-    size_t dst_align, src_align;
+    lie to, from;
     int64_t count;
     int32_t layers;
     unsigned indexed, apart;
@@ -154,12 +21,12 @@ struct transfer_case {
 };
 
 /* Places the layers of one side and puts pointers to them into `starts`. Layers that lie apart are in reverse order. */
-static kvprim_table place_layers(arena *a, const layout *l, int64_t rows, int64_t row_bytes, size_t align,
-                                 int32_t layers, bool apart, void **starts, int64_t *layer_stride)
+static kvprim_table place_layers(arena *a, const lie &l, int64_t rows, int64_t row_bytes, int32_t layers, bool apart,
+                                 void **starts, int64_t *layer_stride)
 {
     size_t span;
-    kvprim_table t = lay_out(l, rows, row_bytes, &span);
-    const size_t step = align ? span + 7 : (span + 31) / 16 * 16;
+    kvprim_table t = lay_out(&layouts[l.layout], rows, row_bytes, &span);
+    const size_t align = l.align, step = align ? span + 7 : (span + 31) / 16 * 16;
     *layer_stride = apart ? 0 : static_cast<int64_t>(step);
     char *const block = apart ? nullptr : static_cast<char *>(reserve(a, step * static_cast<size_t>(layers), align));
     for (int32_t n = 0; n < layers; n++)
@@ -173,12 +40,14 @@ static void place_mapping(arena *a, kvprim_transfer_desc *d)
 {
     const size_t width = d->index_type == KVPRIM_I64 ? 8 : 4;
     char *const mapping = static_cast<char *>(reserve(a, 2 * static_cast<size_t>(d->count) * width, 0));
-    fill_index(mapping, d->index_type, d->count, 0, d->src.rows, false, 2);
-    fill_index(mapping + width, d->index_type, d->count, 0, d->dst.rows, true, 2);
+    a->indices.push_back({mapping, d->index_type, d->count, 0, d->src.rows, 2, false});
+    a->indices.push_back({mapping + width, d->index_type, d->count, 0, d->dst.rows, 2, true});
+    fill_index(a->indices.end()[-2]);
+    fill_index(a->indices.back());
     d->src_index = mapping;
     d->dst_index = mapping + width;
     d->src_index_stride = d->dst_index_stride = 2;
-    a->index_room = 2 * d->count;
+    a->index_room = std::max(a->index_room, 2 * d->count);
 }
 
 /* Each side has its own base and stride, and sometimes its own type. indexed: bit 0 is for dst, bit 1 for src. */
@@ -206,49 +75,35 @@ static void place_indices(arena *a, kvprim_transfer_desc *d, unsigned indexed, k
                                    d->src_index_stride);
 }
 
-static void one_transfer(arena *a, const transfer_case *c)
+/* dst_bases and src_bases have room for a pointer for each layer. */
+static kvprim_transfer_desc make_transfer(arena *a, const transfer_case &c, void **dst_bases, void **src_bases)
+{
+    const int64_t dst_rows = c.count + (c.indexed & 1 ? 9 : 0), src_rows = c.count + (c.indexed & 2 ? 4 : 2);
+    kvprim_transfer_desc d = {};
+    d.dst = place_layers(a, c.to, dst_rows, c.row_bytes, c.layers, c.apart & 1, dst_bases, &d.dst_layer_stride);
+    d.src = place_layers(a, c.from, src_rows, c.row_bytes, c.layers, c.apart & 2, src_bases, &d.src_layer_stride);
+    d.dst_layers = c.apart & 1 ? dst_bases : nullptr;
+    d.src_layers = c.apart & 2 ? src_bases : nullptr;
+    d.layers = c.layers, d.row_bytes = c.row_bytes, d.count = c.count;
+    place_indices(a, &d, c.indexed, c.type);
+    d.rejected = c.counted ? reserve_counter(a) : nullptr;
+    return d;
+}
+
+static void one_transfer(arena *a, const transfer_case &c)
 {
     static thread_local void *dst_bases[most_layers], *src_bases[most_layers];
-    const int64_t dst_rows = c->count + (c->indexed & 1 ? 9 : 0), src_rows = c->count + (c->indexed & 2 ? 4 : 2);
     empty(a);
-    kvprim_transfer_desc d = {};
-    d.dst = place_layers(a, c->dst_layout, dst_rows, c->row_bytes, c->dst_align, c->layers, c->apart & 1, dst_bases,
-                         &d.dst_layer_stride);
-    d.src = place_layers(a, c->src_layout, src_rows, c->row_bytes, c->src_align, c->layers, c->apart & 2, src_bases,
-                         &d.src_layer_stride);
-    d.dst_layers = c->apart & 1 ? dst_bases : nullptr;
-    d.src_layers = c->apart & 2 ? src_bases : nullptr;
-    d.layers = c->layers;
-    d.row_bytes = c->row_bytes;
-    d.count = c->count;
-    place_indices(a, &d, c->indexed, c->type);
-    d.rejected = c->counted ? reserve_counter(a) : nullptr;
-    char what[240];
-    snprintf(
-        what, sizeof what,
-        "%lld rows of %lld bytes, %d layers, %s <- %s, alignments %zu and %zu, indexed %u, apart %u, types %d %d %d",
-        static_cast<long long>(c->count), static_cast<long long>(c->row_bytes), c->layers, c->dst_layout->name,
-        c->src_layout->name, c->dst_align, c->src_align, c->indexed, c->apart, d.index_type, d.dst_index_type,
-        d.src_index_type);
-    CHECK(try_transfer(a, &d, what) == RAN);
+    const kvprim_transfer_desc d = make_transfer(a, c, dst_bases, src_bases);
+    CHECK(try_move(a, &d, "a case") == RAN);
 }
 
 /* Runs case n. Whatever is not given follows from n. */
-static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, unsigned dst_layout, unsigned src_layout,
-                              size_t dst_align, size_t src_align)
+static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from)
 {
-    const transfer_case c = {row_bytes,
-                             &layouts[dst_layout],
-                             &layouts[src_layout],
-                             dst_align,
-                             src_align,
-                             rows_for(row_bytes) - n % 2,
-                             1 + static_cast<int32_t>(n / 3 % 3),
-                             n % 4,
-                             n / 4 % 4,
-                             type_of(n / 2),
-                             n % 5 != 0};
-    one_transfer(a, &c);
+    const int32_t layers = 1 + static_cast<int32_t>(n / 3 % 3);
+    one_transfer(
+        a, {row_bytes, to, from, rows_for(row_bytes) - n % 2, layers, n % 4, n / 4 % 4, type_of(n / 2), n % 5 != 0});
 }
 
 static void transfer_matrix(arena *a)
@@ -267,18 +122,8 @@ static void layer_matrix(arena *a)
             for (unsigned apart = 0; apart < 4; apart++, n++) {
                 if (layers > 61 && n % static_cast<unsigned>(2 * thin - 1)) /* only some cases, as these take long */
                     continue;
-                const transfer_case c = {row_bytes,
-                                         &layouts[n % 3 * 4],
-                                         &layouts[n / 4 % 3 * 4],
-                                         0,
-                                         0,
-                                         5,
-                                         layers,
-                                         n / 3 % 4,
-                                         apart,
-                                         type_of(n),
-                                         true};
-                one_transfer(a, &c);
+                one_transfer(
+                    a, {row_bytes, {n % 3 * 4, 0}, {n / 4 % 3 * 4, 0}, 5, layers, n / 3 % 4, apart, type_of(n), true});
             }
 }
 
@@ -290,19 +135,9 @@ static void transfer_counts(arena *a, int64_t most_bytes)
     for (const int64_t count : counts)
         for (const int64_t row_bytes : sizes)
             for (unsigned indexed = 0; indexed < 4; indexed++, n++) {
-                const transfer_case c = {row_bytes,
-                                         &layouts[n / 4 % 2 * 4],
-                                         &layouts[n / 8 % 2 * 4],
-                                         0,
-                                         0,
-                                         count,
-                                         2,
-                                         indexed,
-                                         n % 4,
-                                         type_of(n),
-                                         true};
+                const lie to = {n / 4 % 2 * 4, 0}, from = {n / 8 % 2 * 4, 0};
                 if (count * row_bytes <= most_bytes)
-                    one_transfer(a, &c);
+                    one_transfer(a, {row_bytes, to, from, count, 2, indexed, n % 4, type_of(n), true});
             }
 }
 
@@ -318,7 +153,7 @@ static void transfer_heads_apart(arena *a)
         (side ? d.src : d.dst).head_stride = 1024;
         d.row_bytes = 64;
         d.count = 8;
-        CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
+        CHECK(try_move(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
     }
 }
 
@@ -329,15 +164,16 @@ static void small_transfers(arena *a)
     unsigned n = 0;
     for (const int64_t row_bytes : sizes)
         for (unsigned l = 0; l < n_layouts; l++, n++)
-            numbered_transfer(a, n, row_bytes, l, (l * 5 + n) % n_layouts, n % 3 ? 0 : n % 16, n % 7 ? 0 : n / 7 % 16);
-    transfer_counts(a, 1 << 20);
+            numbered_transfer(a, n, row_bytes, {l, n % 3 ? 0 : n % 16},
+                              {(l * 5 + n) % n_layouts, n % 7 ? 0 : n / 7 % 16});
+    transfer_counts(a, small_bytes);
 }
 
 /* ---- copies inside one cache ---- */
 
 /* Copies half of the rows, in random order, over the other half. Some are copied twice, and some indices are padding.
    */
-static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const layout *l, size_t align)
+static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lie &l)
 {
     static thread_local void *starts[most_layers];
     const int64_t rows = 40, count = rows / 2;
@@ -345,7 +181,7 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lay
     empty(a);
     kvprim_transfer_desc d = {};
     d.layers = 1 + static_cast<int32_t>(n % 3);
-    d.dst = place_layers(a, l, rows, row_bytes, align, d.layers, n % 2, starts, &d.dst_layer_stride);
+    d.dst = place_layers(a, l, rows, row_bytes, d.layers, n % 2, starts, &d.dst_layer_stride);
     d.dst_layers = n % 2 ? starts : nullptr;
     d.src = d.dst;
     d.src_layers = d.dst_layers;
@@ -364,12 +200,9 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lay
     d.index_type = type;
     d.count = count;
     d.rejected = reserve_counter(a);
-    char what[160];
-    CHECK(try_transfer(a, &d, "one cache, and it is not said") == REFUSED);
+    CHECK(try_move(a, &d, "one cache, and it is not said") == REFUSED);
     d.same_cache = 1;
-    snprintf(what, sizeof what, "inside one cache, rows of %lld bytes, %s, alignment %zu, %d layers",
-             static_cast<long long>(row_bytes), l->name, align, d.layers);
-    CHECK(try_transfer(a, &d, what) == RAN);
+    CHECK(try_move(a, &d, "inside one cache") == RAN);
 }
 
 static void copies_on_write(arena *a)
@@ -378,157 +211,73 @@ static void copies_on_write(arena *a)
     unsigned n = 0;
     for (const int64_t row_bytes : sizes)
         for (unsigned l = 0; l < n_layouts; l++, n++)
-            one_copy_on_write(a, n, row_bytes, &layouts[l], n % 3 ? 0 : n % 16);
+            one_copy_on_write(a, n, row_bytes, {l, n % 3 ? 0 : n % 16});
 }
 
 /* ---- several moves in one call ---- */
 
-struct placed_index {
-    void *data;
-    kvprim_index_type type;
-    int64_t count, base, rows, stride;
-    bool distinct;
-};
-
-/* Gathers, stores and transfers whose moves run together, and the transfers' arrays of layers. */
+/* Calls whose moves run together. */
 struct together {
-    std::vector<kvprim_gather_desc> gathers;
-    std::vector<kvprim_store_desc> stores;
-    std::vector<kvprim_transfer_desc> transfers;
-    std::vector<placed_index> indices;
-    std::vector<std::vector<void *>> layers;
-    std::vector<std::unique_ptr<device_transfer>> on;
+    std::vector<kvprim_move> moves; /* checked at the addresses of the code under test */
+    std::vector<rows_move> rows;
+    std::vector<std::function<kvprim_status()>> one_by_one;
+    std::vector<std::shared_ptr<void>> kept; /* what `moves` point to */
 };
 
-static const placed_index *add_index(arena *a, together *t, int64_t count, int64_t rows, bool distinct)
+template <class Desc> static void add_call(arena *a, together *t, const Desc &d)
 {
-    const kvprim_index_type type = type_of(static_cast<unsigned>(below(2)));
-    const int64_t base = bases[below(4)], stride = index_strides[below(8)];
-    void *const data = place_index(a, type, count, base, rows, distinct, stride);
-    t->indices.push_back({data, type, count, base, rows, stride ? stride : 1, distinct});
-    return &t->indices.back();
-}
-
-static void add_gather(arena *a, together *t, int64_t count, int64_t row_bytes)
-{
-    const kvprim_table dst = place(a, &layouts[below(n_layouts)], count, row_bytes, below(3) * below(16));
-    const kvprim_table src = place(a, &layouts[below(n_layouts)], count + 5, row_bytes, 0);
-    const placed_index *const x = add_index(a, t, count, count + 5, false);
-    kvprim_gather_desc d = gather_of(dst, src, row_bytes, x->data, x->type, x->base, count, reserve_counter(a));
-    d.index_stride = x->stride;
-    t->gathers.push_back(d);
+    const std::shared_ptr<on_gpu<Desc>> on = std::make_shared<on_gpu<Desc>>(a, d);
+    Desc resolved;
+    kvprim_move m[2];
+    CHECK(functions<Desc>::check(&d, &resolved) == KVPRIM_OK && functions<Desc>::moves(&on->d, m) == KVPRIM_OK);
+    t->moves.insert(t->moves.end(), m, m + (std::is_same<Desc, kvprim_store_desc>::value ? 2 : 1));
+    for (const rows_move &one : rows_of(&resolved))
+        t->rows.push_back(one);
+    t->one_by_one.push_back([d] { return functions<Desc>::host(&d); });
+    t->kept.push_back(on);
 }
 
 /* Adds a store of K and V, or of K only if v_bytes is 0. */
-static void add_store(arena *a, together *t, int64_t count, int64_t k_bytes, int64_t v_bytes)
+static void add_store(arena *a, together *t, unsigned n, int64_t count, int64_t k_bytes, int64_t v_bytes)
 {
-    const layout *const l = &layouts[below(n_layouts)];
-    kvprim_store_desc d = {};
-    d.k_cache = place(a, l, count + 7, k_bytes, 0);
-    d.k = place(a, &layouts[0], count, k_bytes, below(3) * below(16));
-    d.k_bytes = k_bytes;
-    if (v_bytes) {
-        d.v_cache = place(a, l, count + 7, v_bytes, 0);
-        d.v = place(a, &layouts[0], count, v_bytes, 0);
-        d.v_bytes = v_bytes;
-    }
-    const placed_index *const x = add_index(a, t, count, count + 7, true);
-    d.slot = x->data, d.slot_type = x->type, d.slot_base = x->base, d.slot_stride = x->stride;
-    d.count = count;
-    d.rejected = reserve_counter(a);
-    t->stores.push_back(d);
+    add_call(a, t,
+             make_store(a, n,
+                        {k_bytes,
+                         v_bytes ? v_bytes : 16,
+                         {n % n_layouts, 0},
+                         {0, n / 5 % 3 * n % 16},
+                         count,
+                         count + 7,
+                         v_bytes ? APART : K_ONLY}));
 }
 
-static void add_transfer(arena *a, together *t, int64_t count, int64_t row_bytes, int32_t layers)
+static void add_transfer(arena *a, together *t, unsigned n, int64_t count, int64_t row_bytes, int32_t layers)
 {
-    kvprim_transfer_desc d = {};
-    t->layers.push_back(std::vector<void *>(static_cast<size_t>(layers)));
-    void **const starts = t->layers.back().data();
-    void *unused[most_layers];
-    d.dst =
-        place_layers(a, &layouts[below(n_layouts)], count + 9, row_bytes, 0, layers, true, starts, &d.dst_layer_stride);
-    d.src = place_layers(a, &layouts[below(n_layouts)], count + 4, row_bytes, 0, layers, false, unused,
-                         &d.src_layer_stride);
-    d.dst_layers = starts;
-    d.layers = layers;
-    d.row_bytes = row_bytes;
-    d.count = count;
-    if (chance(2)) {
-        const placed_index *const x = add_index(a, t, count, count + 9, true);
-        d.dst_index = x->data, d.dst_index_type = x->type, d.dst_index_base = x->base, d.dst_index_stride = x->stride;
-    }
-    if (chance(2)) {
-        const placed_index *const x = add_index(a, t, count, count + 4, false);
-        d.src_index = x->data, d.src_index_type = x->type, d.src_index_base = x->base, d.src_index_stride = x->stride;
-    }
-    d.rejected = reserve_counter(a);
-    t->transfers.push_back(d);
+    const std::shared_ptr<std::vector<void *>> bases = std::make_shared<std::vector<void *>>(2 * most_layers);
+    const lie to = {n % n_layouts, 0}, from = {n / 3 % n_layouts, 0};
+    t->kept.push_back(bases);
+    add_call(a, t,
+             make_transfer(a, {row_bytes, to, from, count, layers, n / 2 % 4, 1, type_of(n), true}, bases->data(),
+                           bases->data() + most_layers));
 }
 
-/* Makes the moves of all of them, checked at the addresses of the code under test. */
-static std::vector<kvprim_move> moves_of(const arena *a, together *t)
+/* Runs the moves twice. In between all of the memory changes, including the indices. */
+static void run_together(arena *a, const together *t, const char *what)
 {
-    std::vector<kvprim_move> all;
-    kvprim_move m[2];
-    for (const kvprim_gather_desc &d : t->gathers) {
-        const kvprim_gather_desc on = on_device(a, d);
-        CHECK(kvprim_gather_moves(&on, m) == KVPRIM_OK);
-        all.push_back(m[0]);
-    }
-    for (const kvprim_store_desc &d : t->stores) {
-        const kvprim_store_desc on = on_device(a, d);
-        CHECK(kvprim_store_moves(&on, m) == KVPRIM_OK);
-        all.insert(all.end(), m, m + 2);
-    }
-    for (const kvprim_transfer_desc &d : t->transfers) {
-        t->on.emplace_back(new device_transfer(a, d));
-        CHECK(kvprim_transfer_moves(&t->on.back()->d, m) == KVPRIM_OK);
-        all.push_back(m[0]);
-    }
-    return all;
-}
-
-/* Does in `expected` what the single calls do, and allows access to their memory. */
-static void run_one_by_one(arena *a, const together *t)
-{
-    kvprim_gather_desc gather;
-    kvprim_store_desc store;
-    kvprim_transfer_desc transfer;
-    start_visit(a);
-    for (const kvprim_gather_desc &d : t->gathers)
-        CHECK(kvprim_gather_check(&d, &gather) == KVPRIM_OK && visit_gather(a, &gather));
-    for (const kvprim_store_desc &d : t->stores)
-        CHECK(kvprim_store_check(&d, &store) == KVPRIM_OK && visit_store(a, &store));
-    for (const kvprim_transfer_desc &d : t->transfers)
-        CHECK(kvprim_transfer_check(&d, &transfer) == KVPRIM_OK && visit_transfer(a, &transfer));
-    for (const kvprim_gather_desc &d : t->gathers)
-        CHECK(kvprim_gather(&d) == KVPRIM_OK);
-    for (const kvprim_store_desc &d : t->stores)
-        CHECK(kvprim_store(&d) == KVPRIM_OK);
-    for (const kvprim_transfer_desc &d : t->transfers)
-        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-}
-
-/* Checks the moves once and runs them twice. In between all of the memory changes, including the indices. */
-static void run_together(arena *a, together *t, const char *what)
-{
-    const std::vector<kvprim_move> moves = moves_of(a, t);
     for (int round = 0; round < 2; round++) {
         if (round)
-            fill(a->expected, a->used);
-        for (const placed_index &x : t->indices)
-            fill_index(x.data, x.type, x.count, x.base, x.rows, x.distinct, x.stride);
-        memcpy(a->got, a->expected, a->used);
-        snprintf(current, sizeof current, "%zu moves at once, run %d: %s", moves.size(), round, what);
-        run_one_by_one(a, t);
-        before(a);
-        for (const std::pair<size_t, size_t> &bytes : a->allowed)
-            allow(a, bytes.first, bytes.second);
-        const kvprim_status got = kvprim_cuda_move(moves.data(), moves.size(), a->launch);
-        after(a, true);
-        if (got != KVPRIM_OK)
-            fail("%s: %s", current, kvprim_last_error());
-        compare(a, current, nullptr, 0);
+            refill(a);
+        snprintf(current, sizeof current, "%zu moves at once, run %d: %s", t->moves.size(), round, what);
+        start_visit(a);
+        CHECK(visit_moves(a, t->rows));
+        run_both(
+            a, KVPRIM_OK, "-", true,
+            [&] {
+                for (const std::function<kvprim_status()> &call : t->one_by_one)
+                    CHECK(call() == KVPRIM_OK);
+                return KVPRIM_OK;
+            },
+            [&] { return kvprim_cuda_move(t->moves.data(), t->moves.size(), a->launch); });
     }
 }
 
@@ -538,23 +287,23 @@ static void usual_moves(arena *a)
     for (unsigned n = 0; n < 4; n++) {
         together t;
         empty(a);
-        const int64_t count = n % 2 ? 300 : 8;
+        const int64_t count = n % 2 == 0 ? 8 : small_bytes < 1 << 20 ? 60 : 300;
         switch (n / 2 + n % 2 * 2) {
         case 0: /* K and V of different width */
-            add_store(a, &t, count, 192, 128);
+            add_store(a, &t, n * 7 + 1, count, 192, 128);
             break;
         case 1: /* values, their scales, and an index key */
-            add_store(a, &t, count, 576, 8);
-            add_store(a, &t, count, 132, 0);
+            add_store(a, &t, n * 7 + 1, count, 576, 8);
+            add_store(a, &t, n * 7 + 1, count, 132, 0);
             break;
         case 2: /* layers of different row size */
-            add_transfer(a, &t, count, 192, 30);
-            add_transfer(a, &t, count, 128, 30);
-            add_transfer(a, &t, count, 1152, 7);
+            add_transfer(a, &t, n * 7 + 1, count, 192, 30);
+            add_transfer(a, &t, n * 7 + 1, count, 128, 30);
+            add_transfer(a, &t, n * 7 + 1, count, 1152, 7);
             break;
         default: /* more layers than one launch takes */
-            add_transfer(a, &t, count, 64, 150);
-            add_transfer(a, &t, count, 16, 300);
+            add_transfer(a, &t, n * 7 + 1, count, 64, 150);
+            add_transfer(a, &t, n * 7 + 1, count, 16, 300);
         }
         run_together(a, &t, "a usual cache");
     }
@@ -567,16 +316,18 @@ static void random_moves(arena *a, unsigned rounds)
     static const int64_t counts[] = {1, 2, 17, 64, 200};
     for (unsigned round = 0; round < rounds; round++) {
         together t;
-        random_state = round * 7919 + 5;
+        random_state = static_cast<uint64_t>(round + 1) << 40;
         empty(a);
         for (unsigned n = 0; n <= round % 5; n++) {
             const int64_t count = counts[below(5)], row_bytes = sizes[below(13)];
+            const unsigned any = static_cast<unsigned>(below(1 << 20));
+            const lie to = {any % n_layouts, any / 3 % 3 * any % 16}, from = {any / 7 % n_layouts, 0};
             if (chance(3))
-                add_gather(a, &t, count, row_bytes);
+                add_call(a, &t, make_gather(a, any, row_bytes, to, from, count, count + 5));
             else if (chance(2))
-                add_store(a, &t, count, row_bytes, chance(3) ? 0 : sizes[below(13)]);
+                add_store(a, &t, any, count, row_bytes, chance(3) ? 0 : sizes[below(13)]);
             else
-                add_transfer(a, &t, count, row_bytes, 1 + static_cast<int32_t>(below(4)));
+                add_transfer(a, &t, any, count, row_bytes, 1 + static_cast<int32_t>(below(4)));
         }
         char what[40];
         snprintf(what, sizeof what, "round %u", round);
@@ -624,192 +375,12 @@ static void repointed_moves(arena *a)
         m.dst.layers = after_it.d.dst_layers, m.src.layers = after_it.d.src_layers;
         m.dst.index = after_it.d.dst_index, m.src.index = after_it.d.src_index;
         m.rejected = after_it.d.rejected, m.count = after_it.d.count;
-        memcpy(a->got, a->expected, a->used);
         start_visit(a);
-        CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && visit_transfer(a, &resolved));
-        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
-        before_source(a);
-        before(a);
-        for (const std::pair<size_t, size_t> &bytes : a->allowed)
-            allow(a, bytes.first, bytes.second);
-        CHECK(kvprim_cuda_move(&m, 1, a->launch) == KVPRIM_OK);
-        after(a, true);
-        after_source(a);
-        compare(a, current, nullptr, 0);
+        CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && visit_moves(a, rows_of(&resolved)));
+        run_both(
+            a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(&d); },
+            [&] { return kvprim_cuda_move(&m, 1, a->launch); });
     }
-}
-
-static void bad_moves(arena *a)
-{
-    const kvprim_gather_desc on = on_device(a, good_gather(a));
-    kvprim_gather_desc none = on;
-    none.count = 0;
-    kvprim_move m[2];
-    CHECK(kvprim_gather_moves(&none, &m[0]) == KVPRIM_OK);
-    const kvprim_cuda_launch bad = launch_like(a, 7, 0);
-    CHECK(kvprim_cuda_move(m, 1, &bad) == KVPRIM_OK);
-    CHECK(kvprim_cuda_move(nullptr, 0, &bad) == KVPRIM_OK);
-    CHECK(kvprim_gather_moves(&on, &m[1]) == KVPRIM_OK);
-    (void)kvprim_fail(KVPRIM_OK, "-");
-    CHECK(kvprim_cuda_move(m, 2, &bad) == KVPRIM_ERROR_ARGUMENT);
-    CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_move: ", 18) == 0 && strstr(kvprim_last_error(), "pdl"));
-    kvprim_cuda_launch reserved = launch_like(a, 0, 0);
-    reserved.reserved = 1;
-    CHECK(kvprim_cuda_move(m, 2, &reserved) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "reserved"));
-    (void)kvprim_fail(KVPRIM_OK, "-");
-    CHECK(kvprim_cuda_move(nullptr, 1, a->launch) == KVPRIM_ERROR_NULL);
-    CHECK(strcmp(kvprim_last_error(), "kvprim_cuda_move: moves is NULL") == 0);
-}
-
-/* ---- descriptors that must be refused ---- */
-
-static kvprim_transfer_desc good_transfer(arena *a)
-{
-    empty(a);
-    kvprim_transfer_desc d = {};
-    d.dst = table_of(reserve(a, 2048, 0), 8);
-    d.src = table_of(reserve(a, 4096, 0), 16);
-    d.layers = 2;
-    d.row_bytes = 128;
-    d.dst_index = place_index(a, KVPRIM_I32, 4, 0, 8, true);
-    d.src_index = place_index(a, KVPRIM_I32, 4, 0, 16, false);
-    d.index_type = KVPRIM_I32;
-    d.count = 4;
-    d.rejected = reserve_counter(a);
-    return d;
-}
-
-static void bad_transfers(arena *a)
-{
-    const kvprim_transfer_desc good = good_transfer(a);
-    char *const dst = static_cast<char *>(good.dst.data), *const src = static_cast<char *>(good.src.data);
-    void *const no_layer[2] = {dst, nullptr}, *const shared[2] = {src, dst + 1900};
-    void *const twice[2] = {dst, dst}, *const stacked[2] = {dst, dst + 1024};
-    kvprim_transfer_desc d = good;
-    CHECK(try_transfer(a, &good, "good") == RAN);
-#define BAD(change)                                                                                                    \
-    d = good;                                                                                                          \
-    d.change;                                                                                                          \
-    CHECK(try_transfer(a, &d, #change) == REFUSED)
-    BAD(dst.data = nullptr);
-    BAD(src.data = nullptr);
-    BAD(dst_layers = no_layer);
-    BAD(src_layers = no_layer);
-    BAD(src_layers = shared);
-    BAD(layers = -1);
-    BAD(layers = INT32_MIN);
-    BAD(row_bytes = 0);
-    BAD(row_bytes = INT64_MAX);
-    BAD(count = -1);
-    BAD(count = INT64_MAX);
-    BAD(count = int64_t(1) << 62; d.layers = 4);
-    BAD(dst_index = static_cast<const char *>(good.dst_index) + 1);
-    BAD(src_index = static_cast<const char *>(good.src_index) + 2);
-    BAD(dst_index = dst + 1024 + 512);
-    BAD(dst.rows = -1);
-    BAD(dst.stride = 127);
-    BAD(src.stride = INT64_MIN);
-    BAD(src.page_rows = -1);
-    BAD(dst.page_stride = -1);
-    BAD(dst.heads = 3);
-    BAD(src.heads = INT32_MIN);
-    BAD(dst_layer_stride = 1023);
-    BAD(src_layer_stride = -1);
-    BAD(src.data = dst + 2047);
-    BAD(src.data = dst);
-    BAD(same_cache = 2);
-    BAD(same_cache = -1);
-    BAD(same_cache = 1);
-    BAD(index_type = static_cast<kvprim_index_type>(0));
-    BAD(dst_index_type = static_cast<kvprim_index_type>(3));
-    BAD(dst_index_stride = -1);
-    BAD(src_index_stride = INT64_MAX);
-    BAD(src.rows = 0);
-    BAD(dst.heads = 2);
-    BAD(layers = 65537);
-    BAD(dst_layers = twice);
-    BAD(dst_layers = stacked; d.dst_layer_stride = 1024);
-    BAD(dst.bytes = 2 * 8 * 128 - 1);
-    BAD(src.bytes = 2 * 16 * 128 - 1);
-    BAD(reserved_index = 1);
-    BAD(reserved = -1);
-    BAD(src.reserved[0] = 1);
-    BAD(rejected = odd_counter(good.rejected));
-    BAD(rejected = static_cast<uint32_t *>(good.dst.data) + 511);
-    BAD(rejected = static_cast<uint32_t *>(good.src.data) + 1023);
-    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.dst_index)) + 3);
-    BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.src_index)));
-#undef BAD
-    d = good;
-    d.dst.bytes = 2 * 8 * 128;
-    d.src.bytes = 2 * 16 * 128;
-    CHECK(try_transfer(a, &d, "tables as large as their memory") == RAN);
-    for (int side = 0; side < 2; side++) { /* a side without an index has as many rows as are moved */
-        d = good;
-        (side ? d.dst_index : d.src_index) = nullptr;
-        (side ? d.dst : d.src).rows = 3;
-        CHECK(try_transfer(a, &d, "too few rows") == REFUSED);
-    }
-    d = {};
-    CHECK(try_transfer(a, &d, "count 0") == RAN);
-    d = good;
-    d.src = empty_table();
-    CHECK(try_transfer(a, &d, "an empty table") == RAN);
-    (void)kvprim_fail(KVPRIM_OK, "-");
-    CHECK(kvprim_cuda_transfer(nullptr, a->launch) == KVPRIM_ERROR_NULL && strstr(kvprim_last_error(), "desc is NULL"));
-    const kvprim_cuda_launch bad = launch_like(a, 0, -1);
-    const device_transfer on(a, good);
-    CHECK(kvprim_cuda_transfer(&on.d, &bad) == KVPRIM_ERROR_ARGUMENT && strstr(kvprim_last_error(), "max_sms"));
-}
-
-/* ---- random descriptors ---- */
-
-/* Each side has two parts of the memory. Both indices are made in the same place, so one is copied. */
-static outcome random_transfer(arena *a, unsigned round)
-{
-    enum { layers = 3 };
-    const int64_t count = static_cast<int64_t>(below(fuzz_indices / 2));
-    const bool dst_indexed = !chance(3), src_indexed = !chance(3);
-    const int64_t dst_rows =
-        dst_indexed ? count + static_cast<int64_t>(below(9)) : count + static_cast<int64_t>(below(3));
-    const int64_t src_rows = src_indexed ? 1 + static_cast<int64_t>(below(40)) : count + static_cast<int64_t>(below(3));
-    void *dst_bases[layers], *src_bases[layers];
-    empty(a);
-    (void)reserve(a, 4 * fuzz_bytes + 2 * (8 * fuzz_indices + 256), 0);
-    void *const second = a->expected + 4 * fuzz_bytes + 8 * fuzz_indices + 256;
-    kvprim_transfer_desc d = {};
-    d.index_type = type_of(round);
-    d.row_bytes = random_row_bytes();
-    d.count = count;
-    d.layers = static_cast<int32_t>(below(layers + 1));
-    d.dst = random_table(dst_rows, d.row_bytes);
-    d.src = random_table(src_rows, d.row_bytes);
-    d.dst.data = random_place(a, 0);
-    d.src.data = random_place(a, 2);
-    for (int l = 0; l < layers; l++) {
-        dst_bases[l] = static_cast<char *>(random_place(a, 0)) + 8192 * l;
-        src_bases[l] = static_cast<char *>(random_place(a, 2)) + 8192 * l;
-    }
-    d.dst_layers = chance(3) ? dst_bases : nullptr;
-    d.src_layers = chance(3) ? src_bases : nullptr;
-    d.dst_layer_stride = !d.dst_layers && chance(6) ? static_cast<int64_t>(16 * below(600)) : 0;
-    d.src_layer_stride = !d.src_layers && chance(6) ? static_cast<int64_t>(below(10000)) : 0;
-    memcpy(second, random_index(a, d.index_type, dst_rows > count ? dst_rows : count, 0, true), 8 * fuzz_indices);
-    d.dst_index = dst_indexed ? second : nullptr;
-    const void *const first = random_index(a, d.index_type, src_rows, 0, false);
-    d.src_index = src_indexed ? first : nullptr;
-    d.dst_index_base = chance(8) ? random_base() : 0;
-    d.src_index_base = chance(8) ? random_base() : 0;
-    d.dst_index_stride = random_stride();
-    d.src_index_stride = random_stride();
-    d.rejected = random_counter(a);
-    spoil_table(&d.dst);
-    spoil_table(&d.src);
-    spoil(&d.row_bytes);
-    spoil(&d.count);
-    char what[40];
-    snprintf(what, sizeof what, "round %u", round);
-    return try_transfer(a, &d, what);
 }
 
 /* ---- tables past 4 GiB ---- */
