@@ -82,7 +82,7 @@ nccl_libraries()
         [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
     done
     [ -n "$runtime" ] || return 1
-    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,--disable-new-dtags,-rpath,$(dirname "$NCCL_LIBRARY"),-rpath,$runtime"
 }
 
 # Compiles where compilers warn as they do for the other headers.
@@ -178,6 +178,7 @@ nccl_here()
         return 1
     fi
     system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+    [ "$NCCL_INCLUDE" != /usr/include ] || system="-idirafter $CUDA_INCLUDE" # which may hold another nccl.h
 }
 
 nccl()
@@ -311,15 +312,16 @@ is_of_home()
     grep "$home/lib/libnccl.so.2" "$build/named" || { cat "$build/named"; return 1; }
 }
 
-# The flags of tests/gpu/environment.sh, for NCCL in home.
+# The flags for nvcc and for C, for NCCL in home.
 compiled_at_home()
 {
     unit nccl_home '#include <nccl.h>' 'int main(void) { int version; return (int)ncclGetVersion(&version); }'
     (
         NCCL_INCLUDE=$home/include NCCL_LIBRARY=$home/lib/libnccl.so.2
         . tests/gpu/environment.sh
-        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home"
-    ) && is_of_home "$build/nccl_home"
+        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here home &&
+            $CC $system "$build/nccl_home.c" $libraries -o "$build/nccl_home_in_c"
+    ) && is_of_home "$build/nccl_home" && is_of_home "$build/nccl_home_in_c"
 }
 
 found_at_home()
@@ -336,7 +338,7 @@ engine_built()
     if [ -n "$NCCL_LIBRARY" ]; then
         cell 'an NCCL_HOME' make_home
         cell 'NCCL_HOME, Makefile' found_at_home
-        cell 'NCCL_HOME, nvcc' compiled_at_home
+        cell 'NCCL_HOME, nvcc and C' compiled_at_home
         cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" NVCC="$NVCC" CUDA_ARCH=sm_90 \
             BUILD="../../$build/engine"
         cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"
