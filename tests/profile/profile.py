@@ -378,7 +378,7 @@ def read_counters(lines):
             units = [scale(unit) for unit in row]
         else:
             counters = {column: float(text.replace(',', '')) * unit for column, text, unit in zip(columns, row, units)
-                        if re.match(r'[-+]?[0-9.,]+([eE][-+]?[0-9]+)?$', text)}
+                        if re.match(r'[-+]?[0-9][0-9,]*([.][0-9]*)?([eE][-+]?[0-9]+)?$', text)}
             kernel = re.sub(r'^void |[<(].*', '', row[columns.index('Kernel Name')])
             launches.append(Launch(plan[len(launches)] if len(launches) < len(plan) else None, kernel, counters))
     return plan, launches
