@@ -548,13 +548,14 @@ static int expect_call(struct verdict *v, const struct move *moves, size_t n, in
 
 /* Ends a call that has run, or must not run. `again`: the check of what the first check resolved. Returns how many rows
    were moved, and compared. */
-static int64_t end_call(int good, kvprim_status checked, kvprim_status status, kvprim_status again, int64_t count)
+static int64_t end_call(int good, kvprim_status checked, kvprim_status status, kvprim_status again, int64_t count,
+                        int32_t layers)
 {
     require(checked == status, "the check and the operation differ");
     require(rejected == rejected_expected, "rejected is wrong");
     compare_blocks();
     require(!good || again == KVPRIM_OK, "what was resolved is refused");
-    return good ? count : 0;
+    return good ? count * layers : 0;
 }
 
 #define CALL(operation, moves, n)                                                                                      \
@@ -599,7 +600,7 @@ static int64_t fuzz_gather(struct input *in)
     judge_memory(&v, &m.dst);
     judge_overlap(&v, &m.dst, &m.src);
     CALL(kvprim_gather, &m, 1);
-    return end_call(good, checked, status, again, d.count);
+    return end_call(good, checked, status, again, d.count, 1);
 }
 
 /* What may be wrong with a store's sides: K's, V's, and the one beside the other. m[0] is K, m[1] is V. */
@@ -678,7 +679,7 @@ static int64_t fuzz_store(struct input *in)
     judge_index(&v, &x, d.slot_stride, d.count);
     judge_store(&v, &d, &v_half, m);
     CALL(kvprim_store, m, d.v_cache.data ? 2 : 1);
-    return end_call(good, checked, status, again, d.count);
+    return end_call(good, checked, status, again, d.count, 1);
 }
 
 /* No layer is written twice. */
@@ -807,7 +808,7 @@ static int64_t fuzz_transfer(struct input *in)
     judge_same_cache(&v, &d, &m, same);
 
     CALL(kvprim_transfer, &m, 1);
-    return end_call(good, checked, status, again, d.count * (d.layers ? d.layers : 1));
+    return end_call(good, checked, status, again, d.count, d.layers ? d.layers : 1);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
