@@ -473,9 +473,9 @@ typedef struct layout {
     int32_t heads;
 } layout;
 
-static const layout layouts[] = {{"packed", 0, 0, 0, 0},        {"strided", 24, 0, 0, 0},   {"paged", 0, 16, 0, 0},
-                                 {"padded pages", 7, 5, 33, 0}, {"HND pages", 0, 16, 0, 4}, {"HND padded", 3, 4, 11, 2},
-                                 {"HND unpaged", 0, 0, 0, 4}};
+static const layout layouts[] = {
+    {"packed", 0, 0, 0, 0},     {"strided", 24, 0, 0, 0},    {"paged", 0, 16, 0, 0},      {"padded pages", 7, 5, 33, 0},
+    {"HND pages", 0, 16, 0, 4}, {"HND padded", 3, 4, 11, 2}, {"HND unpaged", 0, 0, 0, 4}, {"pages apart", 0, 16, 2, 0}};
 enum { n_layouts = (int)LENGTH(layouts) };
 
 /* Returns the layout's table with every field filled in, and how many bytes it spans. */
@@ -521,8 +521,8 @@ static int64_t row_of(const index_list *x, int64_t i, int64_t rows)
    second list has what the fast paths want: int32, one after another, mostly from 0 on. */
 static void make_index(index_list *x, int64_t count, int64_t rows, int distinct)
 {
-    static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 100, (int64_t)1 << 40};
-    static const int64_t bases32[] = {0, 1, -1, 1000, -7, INT32_MIN, INT32_MAX - 100, 1 << 20};
+    static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 10, (int64_t)1 << 40};
+    static const int64_t bases32[] = {0, 1, -1, 1000, -7, INT32_MIN, INT32_MAX - 10, 1 << 20};
     static const int64_t wild64[] = {INT64_MIN, INT64_MAX, -1, INT64_MAX - 1, (int64_t)1 << 40};
     static const int64_t wild32[] = {INT32_MIN, INT32_MAX, -1, INT32_MAX - 1, 1 << 30};
     const int plain = (int)below(2), wide = !plain && below(2);
@@ -532,16 +532,17 @@ static void make_index(index_list *x, int64_t count, int64_t rows, int distinct)
     fill(&x->u, sizeof x->u);
     for (int64_t i = 0; i < count; i++) {
         const uint64_t kind = below(8);
-        const int64_t row = distinct ? (i * 17 + 3) % rows : (int64_t)below((uint64_t)rows);
-        int64_t value = x->base + row;
+        const uint64_t base = (uint64_t)x->base,
+                       row = distinct ? (uint64_t)((i * 17 + 3) % rows) : below((uint64_t)rows);
+        int64_t value = (int64_t)(base + row); /* what wraps is below the base, so padding */
         if (kind == 0)
             value = (wide ? wild64 : wild32)[below(5)];
         else if (kind == 1)
-            value = x->base + rows + (int64_t)below(3);
+            value = (int64_t)(base + (uint64_t)rows + below(3));
         else if (kind == 2 && x->base != INT64_MIN && x->base != INT32_MIN)
             value = x->base - 1;
         if (distinct && ruled(value, x->base, rows) >= 0) /* a wild one, too */
-            value = x->base + row;
+            value = (int64_t)(base + row);
         if (wide)
             x->u.i64[i * x->stride] = value;
         else
@@ -972,9 +973,9 @@ static const struct bad_table {
     {{.rows = 8, .page_rows = -1}, SIZE, ".page_rows is -1"},
     {{.rows = 8, .page_stride = -1}, SIZE, ".page_stride is -1"},
     {{.rows = 8, .page_rows = 8, .page_stride = 127}, SIZE, ".page_stride is 127, less than a row's"},
-    {{.rows = 8, .page_rows = 4, .page_stride = 400},
+    {{.rows = 8, .page_rows = 4, .page_stride = 511},
      SIZE,
-     ".page_stride is 400, but what lies inside that step takes"},
+     ".page_stride is 511, but what lies inside that step takes"},
     {{.rows = 8, .heads = -1}, SIZE, ".heads is -1"},
     {{.rows = 8, .heads = 3}, SIZE, ".heads is 3, which does not divide the bytes of a row, 128"},
     {{.rows = 8, .heads = 2}, SIZE, ".head_stride is 0, less than the bytes of one head, 64"},
@@ -983,6 +984,7 @@ static const struct bad_table {
     {{.rows = 8, .bytes = -1}, SIZE, ".bytes is -1"},
     {{.rows = 8, .bytes = 1023}, SIZE, ".bytes is 1023"},
     {{.rows = 8, .bytes = 1024}, GOOD, ""},
+    {{.rows = 8, .page_rows = 4, .bytes = 1024}, GOOD, ""},
     {{.rows = 8, .reserved_heads = 1}, ARGUMENT, " is not 0"},
     {{.rows = 8, .reserved = {1, 0}}, ARGUMENT, " is not 0"},
     {{.rows = 8, .reserved = {0, 1}}, ARGUMENT, " is not 0"},
@@ -1118,6 +1120,9 @@ static void test_gather_errors(void)
     CHECK(kvprim_gather(&d) == KVPRIM_OK && rejected == 4 && dst[0] == 0 && dst[511] == 0);
     d = good; /* an empty table has no layout to get wrong */
     d.src = table_of(NULL, 0), d.src.heads = 4, d.src.head_stride = 32;
+    CHECK(kvprim_gather(&d) == KVPRIM_OK);
+    d = good; /* the padding after the last row is nobody's */
+    d.dst.stride = 200, d.src.data = dst + 3 * 200 + 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
     d = good; /* one table starts where the other's partial last page ends: no overlap */
     d.src = paged(src, 5, 4, 0), d.dst.data = src + 5 * 128;
@@ -1593,7 +1598,8 @@ static void test_k_beside_v(void)
     for (size_t i = 0; i < LENGTH(pair_cases); i++)
         one_pair(&pair_cases[i]);
     check_unlike_pair(paged(k, 8, 4, 512), paged(k - 512, 8, 4, 640));
-    check_unlike_pair(paged(k, 12, 8, 512), paged(k - 640, 12, 4, 512));
+    check_unlike_pair(paged(k, 16, 8, 512), paged(k - 640, 16, 4, 512));
+    check_unlike_pair(strided(k, 4, 128), strided(k - 128, 4, 160));
     check_unlike_pair(with_heads(strided(k, 4, 32), 2, 256), with_heads(strided(k - 256, 4, 32), 2, 384));
 }
 
