@@ -47,19 +47,17 @@ sass()
 
 # ---- nccl ----
 
-# nccl_emulated address|thread [quick]: runs the kernels of kvprim_nccl.h on the CPU under this sanitizer.
+# nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
 nccl_emulated()
 {
-    checks=$address on_cpu=${build%/*}/test_nccl_emulated_$1 # `make test` and `make check` share it
-    [ "$1" = address ] || checks=$thread
-    if ! has "$CXX" || ! starts "$CXX" -x c++ $checks; then
-        skip "collectives emulated on the CPU: no C++ compiler with $checks"
+    if ! has "$CXX" || ! starts "$CXX" -x c++ $1; then
+        skip "collectives emulated on the CPU: no C++ compiler with $1"
         return
     fi
-    cell "test_nccl_emulated, $CXX $checks" once "$on_cpu" "$CXX" -std=c++17 -Wall -Wextra $checks -I. \
-        tests/nccl/test_nccl_emulated.cpp -pthread
-    group "test_nccl_emulated compiled, $CXX $checks"
-    program "test_nccl_emulated ${2-}" $launcher "$on_cpu" ${2-}
+    cell "test_nccl_emulated, $CXX $1" "$CXX" -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
+        -pthread -o "$build/test_nccl_emulated"
+    group "test_nccl_emulated compiled, $CXX $1"
+    program "test_nccl_emulated ${2-}" $launcher "$build/test_nccl_emulated" ${2-}
 }
 
 # nccl_life FLAGS: runs a communicator's life over fakes of CUDA and NCCL.
@@ -84,7 +82,7 @@ nccl_libraries()
         [ -n "$runtime" ] || [ ! -e "$folder/libcudart.so" ] || runtime=$folder
     done
     [ -n "$runtime" ] || return 1
-    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,-rpath,$runtime -Wl,-rpath,$(dirname "$NCCL_LIBRARY")"
+    echo "$NCCL_LIBRARY -L$runtime -lcudart -Wl,--disable-new-dtags,-rpath,$(dirname "$NCCL_LIBRARY"),-rpath,$runtime"
 }
 
 # Compiles where compilers warn as they do for the other headers.
@@ -180,11 +178,12 @@ nccl_here()
         return 1
     fi
     system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
+    [ "$NCCL_INCLUDE" != /usr/include ] || system="-idirafter $CUDA_INCLUDE" # which may hold another nccl.h
 }
 
 nccl()
 {
-    nccl_emulated address quick
+    nccl_emulated "$address -O0" quick # which takes 5 s to compile, not 20
     nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life "$address"
     nccl_programs
@@ -192,8 +191,8 @@ nccl()
 
 nccl_headers()
 {
-    nccl_emulated address
-    nccl_emulated thread
+    nccl_emulated "$address"
+    nccl_emulated "$thread"
     nccl_here 'kvprim_nccl.h with headers of NCCL' || return
     nccl_life "$thread"
     nccl_implemented
@@ -313,15 +312,16 @@ is_of_home()
     grep "$home/lib/libnccl.so.2" "$build/named" || { cat "$build/named"; return 1; }
 }
 
-# The flags of tests/gpu/environment.sh, for NCCL in home.
+# The flags for nvcc and for C, for NCCL in home.
 compiled_at_home()
 {
     unit nccl_home '#include <nccl.h>' 'int main(void) { int version; return (int)ncclGetVersion(&version); }'
     (
         NCCL_INCLUDE=$home/include NCCL_LIBRARY=$home/lib/libnccl.so.2
         . tests/gpu/environment.sh
-        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home"
-    ) && is_of_home "$build/nccl_home"
+        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here home &&
+            $CC $system "$build/nccl_home.c" $libraries -o "$build/nccl_home_in_c"
+    ) && is_of_home "$build/nccl_home" && is_of_home "$build/nccl_home_in_c"
 }
 
 found_at_home()
@@ -338,7 +338,7 @@ engine_built()
     if [ -n "$NCCL_LIBRARY" ]; then
         cell 'an NCCL_HOME' make_home
         cell 'NCCL_HOME, Makefile' found_at_home
-        cell 'NCCL_HOME, nvcc' compiled_at_home
+        cell 'NCCL_HOME, nvcc and C' compiled_at_home
         cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" NVCC="$NVCC" CUDA_ARCH=sm_90 \
             BUILD="../../$build/engine"
         cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"

@@ -36,9 +36,7 @@ static void live(const char *name, void (*test)(void))
 
 static kvprim_comm_desc desc_of(int world)
 {
-    kvprim_comm_desc desc;
-    memset(&desc, 0, sizeof desc);
-    desc.world = world;
+    const kvprim_comm_desc desc = {.world = world};
     return desc;
 }
 
@@ -49,6 +47,20 @@ static kvprim_comm *new_comm(void)
 }
 
 #define OPENED "CommInitRank AllGather AllGather AllGather"
+
+/* Opens one with these calls, and closes it with those. */
+static kvprim_comm *open_comm(const kvprim_comm_desc *desc, const char *calls_made)
+{
+    kvprim_comm *const comm = new_comm();
+    CHECK(kvprim_comm_init(comm, desc) == KVPRIM_OK && called(calls_made));
+    return comm;
+}
+
+static void close_comm(kvprim_comm *comm, const char *calls_made)
+{
+    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called(calls_made));
+    free(comm);
+}
 
 static void test_plain(void)
 {
@@ -197,10 +209,9 @@ static void test_aborts(void)
 {
     const int32_t now = 1;
     for (int k = 0; k < 40; k++) {
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
+        const kvprim_comm_desc d = desc_of(1);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
         watchdog w, v;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
         fake.abort_ms = k == 0 ? 300 : k % 4;
         start(&w, abort_when, comm, &now);
         if (k % 2) {
@@ -221,10 +232,10 @@ static void test_aborts(void)
 static void test_no_end(void)
 {
     for (int aborts = 0; aborts < 2; aborts++) {
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
-        d.timeout_ms = short_timeout_ms, fake.late_end = 1;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        const kvprim_comm_desc d = {.world = 1, .timeout_ms = short_timeout_ms};
+        char x = 0;
+        fake.late_end = 1;
+        kvprim_comm *const comm = open_comm(&d, OPENED);
         const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
         CHECK(kvpn_now_us() - before < 1000000);
@@ -232,11 +243,9 @@ static void test_no_end(void)
         CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
         CHECK_ERROR(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
         CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
-        CHECK_ERROR(kvprim_broadcast(comm, &d, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
+        CHECK_ERROR(kvprim_broadcast(comm, &x, 1, KVPRIM_F32, 0, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
         store(&fake.gate, 1);
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(called(aborts ? "CommAbort" : "CommDestroy"));
-        free(comm);
+        close_comm(comm, aborts ? "CommAbort" : "CommDestroy");
         end(), begin();
     }
 }
@@ -258,14 +267,12 @@ static void test_collectives(void)
 {
     static char outside[64];
     for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        const kvprim_comm_desc d = desc_of(1);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
         call_all(comm, outside, outside + 32);
 #define EACH "AllReduce ReduceScatter AllGather Broadcast Send Recv"
         CHECK(called(EACH " " EACH));
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
-        free(comm);
+        close_comm(comm, "CommDestroy");
         current_device = home;
     }
 }
@@ -294,41 +301,32 @@ static void call_inside(kvprim_comm *comm, bool memset_first)
 static void test_window(void)
 {
     for (int k = 0; k < 4; k++) {
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
-        d.buffer_bytes = 64, d.nccl_window = 1;
+        const kvprim_comm_desc d = {.world = 1, .buffer_bytes = 64, .nccl_window = 1};
         fake.version = k < 2 ? 22809 : 22706, fake.no_blocking = k % 2;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(IN_WINDOW));
+        kvprim_comm *const comm = open_comm(&d, IN_WINDOW);
         CHECK(comm->in_windows && comm->window);
         call_inside(comm, k < 2);
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(called("CommWindowDeregister CommDestroy MemFree"));
-        free(comm);
+        close_comm(comm, "CommWindowDeregister CommDestroy MemFree");
     }
 }
 
 /* A call that waits for the device's work must not precede the abort that ends that work. */
 static void test_aborts_with_window(void)
 {
+    kvprim_comm_desc d = {.world = 1, .buffer_bytes = 64, .nccl_window = 1};
     for (int k = 0; k < 3; k++) { /* work that has ended, that hangs, that hangs in a graph's replay */
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
-        d.buffer_bytes = 64, d.nccl_window = 1;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(IN_WINDOW));
+        kvprim_comm *const comm = open_comm(&d, IN_WINDOW);
         fake.captures = k == 2;
         store(&fake.work_hangs, k > 0);
         CHECK(kvprim_broadcast(comm, comm->buffer, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
         CHECK(kvprim_comm_abort(comm) == KVPRIM_OK);
         CHECK(load(&fake.work_hangs) == 0);
         store(&fake.work_hangs, 0);
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(called(k > 0 ? "CommAbort MemFree" : "CommWindowDeregister CommAbort MemFree"));
-        free(comm);
+        close_comm(comm, k > 0 ? "CommAbort MemFree" : "CommWindowDeregister CommAbort MemFree");
         end(), begin();
     }
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
-    d.buffer_bytes = 64, d.nccl_window = 1, d.init_timeout_ms = short_timeout_ms;
+    d.init_timeout_ms = short_timeout_ms;
     fake.hang_gather = 3; /* after the window was made */
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
@@ -474,10 +472,9 @@ static void test_fp8(void)
 {
     char x = 0;
     for (int newer = 0; newer < 2; newer++) {
-        kvprim_comm *const comm = new_comm();
-        kvprim_comm_desc d = desc_of(1);
+        const kvprim_comm_desc d = desc_of(1);
         fake.version = newer ? 22403 : 22304;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        kvprim_comm *const comm = open_comm(&d, OPENED);
         for (int e5m2 = 0; e5m2 < 2; e5m2++) {
             const kvprim_dtype dtype = e5m2 ? KVPRIM_F8E5M2 : KVPRIM_F8E4M3;
             if (newer)
@@ -486,8 +483,7 @@ static void test_fp8(void)
                 CHECK_ERROR(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
                             "NCCL 2.24; this is 22304");
         }
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called("CommDestroy"));
-        free(comm);
+        close_comm(comm, "CommDestroy");
     }
 }
 
@@ -496,12 +492,11 @@ static void test_fp8(void)
 static void test_no_dtypes(void)
 {
     static char m[64];
-    kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
-    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+    const kvprim_comm_desc d = desc_of(1);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
     for (int k = 0; k < 16; k++) {
         const kvprim_dtype t = (kvprim_dtype)k;
-        static const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
+        const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
         CHECK_ERROR(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
         CHECK_ERROR(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
@@ -509,8 +504,8 @@ static void test_no_dtypes(void)
         CHECK_ERROR(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
     }
-    CHECK(called("") && kvprim_comm_destroy(comm) == KVPRIM_OK);
-    free(comm);
+    CHECK(called(""));
+    close_comm(comm, "CommDestroy");
 }
 
 static void info_failed(kvpn_rank_info *info)
