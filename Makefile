@@ -112,7 +112,7 @@ check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
 	    $(call parts,programs nccl_cuda kernels sanitizers matrix emulated fuzzers systems compilers nccl_headers) \
-	    $(call REPLAY_TEST) $(call parts,symbols pictures format)
+	    $(call REPLAY_TEST) $(call parts,symbols callers_cuda pictures format)
 
 fuzz:
 	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers

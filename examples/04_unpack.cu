@@ -154,10 +154,27 @@ static int run(const char *stage, const char *change, double reported_ms, void (
     return wrong;
 }
 
-int main(void)
+/* Returns the exit code if there are arguments, else -1. */
+static int refuse_arguments(int argc, char **argv)
+{
+    if (argc < 2)
+        return -1;
+    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
+        printf("usage: 04_unpack\n\nUnpacks a receive buffer on the GPU in six ways, prints how long each takes, and "
+               "checks every byte.\n");
+        return 0;
+    }
+    fprintf(stderr, "04_unpack: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
+    return 2;
+}
+
+int main(int argc, char **argv)
 {
     static unsigned char received[all_bytes];
     int devices = 0;
+    const int code = refuse_arguments(argc, argv);
+    if (code >= 0)
+        return code;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("this program needs a CUDA device, and there is none\n");
         return 1;

@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* A row is one token of one layer. The tokens are scattered over the cache, of which an eighth is free. */
 static const int tables = 2 * 32, slots = 8192, tokens = slots / 8 * 7, row_bytes = 2048, row_words = row_bytes / 4;
@@ -290,11 +291,28 @@ static void make_sequences(int32_t *slot, int32_t *keep)
         }
 }
 
-int main(void)
+/* Returns the exit code if there are arguments, else -1. */
+static int refuse_arguments(int argc, char **argv)
+{
+    if (argc < 2)
+        return -1;
+    if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
+        printf("usage: 11_compact\n\nMoves the rows of the sequences that remain to the front of a KV cache on the "
+               "GPU, prints how\nlong that takes, and checks every byte. Needs 1.5 GiB of GPU memory.\n");
+        return 0;
+    }
+    fprintf(stderr, "11_compact: unknown argument %s: it takes none (-h: what it does)\n", argv[1]);
+    return 2;
+}
+
+int main(int argc, char **argv)
 {
     static int32_t slot[tokens], keep[tokens], list[tokens], got[tokens], origin[slots];
     int devices = 0, kept = 0, wrong_entries = 0;
     uint32_t rejected;
+    const int code = refuse_arguments(argc, argv);
+    if (code >= 0)
+        return code;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("this program needs a CUDA device, and there is none\n");
         return 1;

@@ -35,6 +35,7 @@
 #include <windows.h>
 #else
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 enum { KV_BATCHES_MAX = 4 };
@@ -61,6 +62,7 @@ typedef struct kv_device {
     const struct kv_device_kind *kind;
     char name[256]; /* of the GPU, or why there is none */
     char error[512];
+    uint64_t memory; /* bytes, all in all, of the memory for the cache; 0: unknown */
     unsigned char *cache;
     double touch_seconds;
     kv_batch batches[KV_BATCHES_MAX]; /* a ring */
@@ -131,6 +133,16 @@ static inline bool kv_device_out_of_memory(kv_device *d)
 }
 
 /* ---- the CPU ----------------------------------------------------------------------------------------------------- */
+
+static inline uint64_t kv_cpu_memory(void)
+{
+#if defined(_SC_PHYS_PAGES) && defined(_SC_PAGESIZE)
+    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    return pages > 0 && page > 0 ? (uint64_t)pages * (uint64_t)page : 0;
+#else
+    return 0;
+#endif
+}
 
 static inline bool kv_cpu_allocate(kv_device *d, size_t cache_bytes)
 {
@@ -233,6 +245,7 @@ static inline bool kv_cuda_open(kv_device *d)
     if (error == cudaSuccess) /* does not wait for the legacy stream, which is unused */
         error = cudaStreamCreateWithFlags(&d->stream, cudaStreamNonBlocking);
     snprintf(d->name, sizeof d->name, "%s", error == cudaSuccess ? properties.name : cudaGetErrorString(error));
+    d->memory = error == cudaSuccess ? properties.totalGlobalMem : d->memory;
     return error == cudaSuccess;
 }
 
@@ -357,6 +370,7 @@ static inline bool kv_device_open(kv_device *d, const char *wanted)
 {
     memset(d, 0, sizeof *d);
     d->kind = &kv_cpu_kind;
+    d->memory = kv_cpu_memory();
     if (wanted && strcmp(wanted, d->kind->name) == 0)
         return true;
 #if defined(KV_REPLAY_CUDA)

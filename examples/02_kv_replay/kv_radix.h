@@ -9,9 +9,9 @@
        kv_radix_insert  adds the request's new whole pages, so that others find them
        kv_radix_unlock  lets the path be evicted again
 
-   The tree stores page numbers, not rows. The caller owns a page until insert takes it, then the tree owns it until evict
-   returns it. There are no globals. A tree may be used by one thread at a time. Functions that allocate return false if
-   memory runs out; the tree then still holds what it held before. */
+   The tree stores page numbers, not rows. The caller owns a page until insert takes it, then the tree owns it until
+   evict returns it. There are no globals. A tree may be used by one thread at a time. Functions that allocate return
+   false if memory runs out; the tree then still holds what it held before. */
 #ifndef KV_RADIX_H
 #define KV_RADIX_H
 
@@ -52,7 +52,7 @@ static inline void kv_radix_free(kv_radix *tree);
 static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
                                   size_t *page_count, kv_radix_node **node);
 
-/* A locked node and the nodes above it are not evicted. Locks are counted: unlock each node as often as it was locked. */
+/* A locked node and the nodes above it are not evicted. Locks are counted: unlock a node as often as it was locked. */
 static inline void kv_radix_lock(kv_radix_node *node);
 static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node);
 
@@ -236,8 +236,8 @@ static inline void kv_radix__shorten(const kv_radix *tree, kv_radix_node *node, 
     node->page_count = page_count;
 }
 
-/* Inserts a new node with the first `keep` pages of the edge above `node`. `node` itself stays at its address, because its
-   children and the holders of locks point to it. */
+/* Inserts a new node with the first `keep` pages of the edge above `node`. `node` itself stays at its address, because
+   its children and the holders of locks point to it. */
 static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node, size_t keep)
 {
     kv_radix_node *const upper =

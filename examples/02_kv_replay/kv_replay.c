@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* Replays a trace of requests against a KV cache, as an inference engine would, and checks every byte it reads back.
 
-       cc -O2 -I. examples/02_kv_replay/kv_replay.c -o 02_kv_replay && ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
+       cc -O2 -I. examples/02_kv_replay/kv_replay.c -o 02_kv_replay
+       ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
 
    With the cache on a GPU ($CUDA is the folder that CUDA is installed in):
 
        echo '#include "kvprim_cuda.cuh"' >cuda.cu
        nvcc -O3 -arch=native -I. -DKVPRIM_CUDA_IMPLEMENTATION -c cuda.cu
        cc -O2 -I. -I$CUDA/include -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c
-       nvcc 02_kv_replay.o cuda.o -o 02_kv_replay && ./02_kv_replay examples/02_kv_replay/trace_small.jsonl
+       nvcc kv_replay.o cuda.o -o 02_kv_replay
 
    For each request, the program finds the longest cached prefix of the tokens in a radix tree, takes cache slots for
    the rest (evicting the least recently used pages), and stores the K and V rows of those tokens. Then it gathers the
@@ -17,7 +18,18 @@
 
    A trace says which blocks are equal, not what they hold. So the program draws a block's tokens from its id, and a
    token's K and V rows from a hash of all tokens up to it. As in a model, a row depends on its whole history: a wrong
-   slot, a stale page or a match that is one token too long gives other bytes. */
+   slot, a stale page or a match that is one token too long gives other bytes.
+
+   The headers beside this file read the trace (kv_trace.h), keep the prefix tree (kv_radix.h), and hold the cache on
+   the CPU or a GPU (kv_device.h). This file, from top to bottom, has
+
+       options       what the command line may say
+       state         prompt, cache, active (a running request), totals, replay (all of them)
+       requests      reads prompts; makes tokens, and rows that stand for a model's
+       memory        how many slots the requests need, whether they fit, and what is allocated
+       rows          stores, gathers and compares the rows of one request, a batch at a time: the calls of kvprim
+       admitting     admit starts a request, finish_oldest ends it: read these two first
+       the table     what is printed, and main */
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, sysconf under -std=c11 */
 #endif
@@ -420,20 +432,11 @@ static int check_fits(const replay *r, uint64_t page_count)
 
 /* malloc cannot tell: systems promise more memory than they have, and kill the program that uses it. Leaves an eighth
    for others. */
-static bool machine_has(uint64_t bytes)
-{
-#if defined(_SC_PHYS_PAGES) && defined(_SC_PAGESIZE)
-    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
-    return pages <= 0 || page <= 0 || bytes / (uint64_t)page < (uint64_t)(pages - pages / 8);
-#else
-    return bytes <= SIZE_MAX;
-#endif
-}
-
 static bool slots_fit(const replay *r, uint64_t slots)
 {
-    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes; /* at most 2^34; slots at most 2^31 */
-    return slots <= (SIZE_MAX >> 1) / token_bytes && (r->device.kind->gpu || machine_has(slots * token_bytes));
+    const uint64_t token_bytes = r->o.layers * r->o.kv_bytes, all = r->device.memory;
+    const uint64_t most = all ? all - all / 8 : UINT64_MAX;
+    return slots <= (most < SIZE_MAX >> 1 ? most : SIZE_MAX >> 1) / token_bytes;
 }
 
 /* Halves the default row size until the cache fits, so that a first replay does not fail for lack of memory. */
@@ -445,10 +448,9 @@ static void fit_rows(replay *r, uint64_t slots)
         o->kv_bytes /= 2;
     if (o->kv_bytes != usual && slots_fit(r, slots))
         fprintf(stderr,
-                "02_kv_replay: %" PRIu64 " slots of %" PRIu64
-                " bytes in each layer are more than this machine's memory: "
+                "02_kv_replay: %" PRIu64 " slots of %" PRIu64 " bytes in each layer are more than this %s's memory: "
                 "replaying with %" PRIu64 "\n",
-                slots, usual, o->kv_bytes);
+                slots, usual, r->device.kind->gpu ? "GPU" : "machine", o->kv_bytes);
 }
 
 static int make_cache(replay *r)
@@ -464,10 +466,9 @@ static int make_cache(replay *r)
     fit_rows(r, slots);
     const uint64_t token_bytes = r->o.layers * r->o.kv_bytes;
     if (!slots_fit(r, slots))
-        return refuse("%" PRIu64 " slots of %" PRIu64
-                      " bytes are more than this machine's memory: set --slots or a smaller "
+        return refuse("%" PRIu64 " slots of %" PRIu64 " bytes are more than this %s's memory: set --slots or a smaller "
                       "--kv-bytes",
-                      slots, token_bytes);
+                      slots, token_bytes, r->device.kind->gpu ? "GPU" : "machine");
     c->slots = (size_t)slots;
     c->page_count = (size_t)pages;
     c->row_bytes = (size_t)r->o.kv_bytes / 2;

@@ -437,13 +437,31 @@ static void open_memory(void)
     cuda(cudaStreamSynchronize(g.stream), "fill");
 }
 
+/* Returns the exit code if the program is not to run, else -1. */
+static int parse_arguments(int argc, char **argv, const char **svg)
+{
+    const bool help = argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
+    const bool known = argc > 1 && strcmp(argv[1], "--svg") == 0;
+    if (argc == 1 || (known && argc == 3)) {
+        *svg = argc == 3 ? argv[2] : NULL;
+        return -1;
+    }
+    if (!help)
+        fprintf(stderr, "09_bandwidth: %s %s\n", known && argc == 2 ? "no file after" : "unknown argument",
+                argv[known && argc > 3 ? 3 : 1]);
+    fprintf(help ? stdout : stderr, "usage: 09_bandwidth [--svg FILE]\n");
+    if (help)
+        printf("\nMeasures how fast a GPU's memory moves, and draws it. Takes seconds.\n");
+    return help ? 0 : 2;
+}
+
 int main(int argc, char **argv)
 {
     const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
-    if (argc != 1 && (argc != 3 || strcmp(argv[1], "--svg"))) {
-        fprintf(stderr, "usage: %s [--svg FILE]\n", argv[0]);
-        return 2;
-    }
+    const char *svg;
+    const int code = parse_arguments(argc, argv, &svg);
+    if (code >= 0)
+        return code;
     open_gpu();
     open_methods();
     open_memory();
@@ -456,7 +474,7 @@ int main(int argc, char **argv)
     print_cache();
     print_blocks();
     print_in_flight();
-    if (argc == 3)
-        draw(argv[2]);
+    if (svg)
+        draw(svg);
     return 0;
 }

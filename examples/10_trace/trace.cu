@@ -336,14 +336,32 @@ static void print_lesson(void)
            "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
+/* Returns the exit code if the program is not to run, else -1. */
+static int parse_arguments(int argc, char **argv, const char **out)
+{
+    const bool help = argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
+    const bool known = argc > 1 && strcmp(argv[1], "--out") == 0;
+    if (argc == 1 || (known && argc == 3)) {
+        *out = argc == 3 ? argv[2] : NULL;
+        return -1;
+    }
+    if (!help)
+        fprintf(stderr, "10_trace: %s %s\n", known && argc == 2 ? "no file after" : "unknown argument",
+                argv[known && argc > 3 ? 3 : 1]);
+    fprintf(help ? stdout : stderr, "usage: 10_trace [--out FILE]\n");
+    if (help)
+        printf("\nRecords two ways to keep a KV cache, prints where the time goes, and writes the trace for "
+               "ui.perfetto.dev.\n");
+    return help ? 0 : 2;
+}
+
 int main(int argc, char **argv)
 {
-    const char *const out = argc == 3 && strcmp(argv[1], "--out") == 0 ? argv[2] : NULL;
+    const char *out;
     int devices = 0, wrong = 0;
-    if (argc != 1 && !out) {
-        fprintf(stderr, "usage: %s [--out FILE]\n", argv[0]);
-        return 2;
-    }
+    const int code = parse_arguments(argc, argv, &out);
+    if (code >= 0)
+        return code;
     if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
         printf("this program needs a CUDA device, and there is none\n");
         return 1;

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
-# The parts readme and callers of tests/build/parts.sh, which reads this file: programs as users write them.
+# The parts readme, callers and callers_cuda of tests/build/parts.sh, which reads this file: programs as users write
+# them.
 
 # ---- readme ----
 
@@ -54,6 +55,9 @@ linked()
     cell "link $binary" $linker "$@" -pthread -o "$binary"
     cell "run $binary" "$binary"
 }
+
+use=tests/build/use.c c="$CC -std=c11" cxx="$CXX -x c++ -std=c++17"
+static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
 
 callers_in_c()
 {
@@ -133,15 +137,6 @@ needs_same_version()
     grep -qi '#error.*version' "$build/other/errors"
 }
 
-# hides_symbols COMPILER...: a shared library exports kvprim_*, but none of them with -fvisibility=hidden.
-hides_symbols()
-{
-    "$@" -shared -fPIC $units/implemented.c -o "$build/shown.so" &&
-        "$@" -shared -fPIC -fvisibility=hidden $units/implemented.c -o "$build/hidden.so" &&
-        nm -D --defined-only "$build/shown.so" | grep -q ' kvprim_gather$' || return 1
-    ! nm -D --defined-only "$build/hidden.so" | grep ' kvprim_'
-}
-
 promises()
 {
     for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17'; do
@@ -150,32 +145,11 @@ promises()
         cell "a status that may be ignored, $compiler" $compiler $warnings -c $units/may_ignore.c -o "$build/unit.o"
         cell "kvprim_cuda.cuh and another version, $compiler" needs_same_version kvprim_cuda.cuh $compiler
         cell "kvprim_nccl.h and another version, $compiler" needs_same_version kvprim_nccl.h $compiler
-        has nm || continue
-        cell "-fvisibility=hidden, $compiler" hides_symbols $compiler
     done
-    group 'statuses, versions, hidden symbols'
+    group 'statuses and versions'
 }
 
-# ---- callers: beside CUDA and NCCL ----
-
-callers_of_cuda()
-{
-    if [ -n "$NVCC" ] && has "$CXX"; then
-        cell 'CUDA unit' "$NVCC" -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
-        cell 'run CUDA unit' "$build/cuda_unit"
-        group "unit in CUDA, $NVCC"
-    else
-        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places), or no C++ compiler for it'
-    fi
-
-    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
-        cell 'next to nccl.h' $c -Wall -Wextra -Werror $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE") \
-            -c tests/build/nccl_unit.c -o "$build/unit.o"
-        group "declarations next to $NCCL_INCLUDE/nccl.h"
-    else
-        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
-    fi
-}
+# ---- callers: the example engine ----
 
 # no_cuda_header SOURCE FLAGS...: compiles without CUDA's and NCCL's headers; kvprim's have their names, too.
 no_cuda_header()
@@ -305,7 +279,42 @@ targets()
     group 'targets of make that measure'
 }
 
-# ---- callers: ranges of NVTX ----
+callers()
+{
+    callers_in_c
+    if has "$CXX"; then
+        callers_in_cxx
+    else
+        skip 'units in C++: no C++ compiler'
+    fi
+    descriptors_in_cxx
+    promises
+    engine
+    library
+    library_flags
+    targets
+}
+
+# ---- callers_cuda ----
+
+callers_of_cuda()
+{
+    if [ -n "$NVCC" ] && has "$CXX"; then
+        cell 'CUDA unit' "$NVCC" -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'run CUDA unit' "$build/cuda_unit"
+        group "unit in CUDA, $NVCC"
+    else
+        skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places), or no C++ compiler for it'
+    fi
+
+    if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ]; then
+        cell 'next to nccl.h' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE") \
+            -c tests/build/nccl_unit.c -o "$build/unit.o"
+        group "declarations next to $NCCL_INCLUDE/nccl.h"
+    else
+        skip "declarations next to NCCL's: no nccl.h (under NCCL_HOME or in the usual places) or no cuda_runtime.h"
+    fi
+}
 
 ranges()
 {
@@ -326,22 +335,8 @@ ranges()
     group 'ranges of KVPRIM_NVTX compiled'
 }
 
-callers()
+callers_cuda()
 {
-    use=tests/build/use.c c="$CC -std=c11" cxx="$CXX -x c++ -std=c++17"
-    static='-DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION'
-    callers_in_c
-    if has "$CXX"; then
-        callers_in_cxx
-    else
-        skip 'units in C++: no C++ compiler'
-    fi
-    descriptors_in_cxx
-    promises
     callers_of_cuda
-    engine
-    library
-    library_flags
-    targets
     ranges
 }

@@ -91,6 +91,15 @@ refuses()
     "$@" -fsyntax-only "$source" 2>&1 | grep "$why"
 }
 
+# hides_symbols COMPILER...: a shared library exports kvprim_*, but none of them with -fvisibility=hidden.
+hides_symbols()
+{
+    "$@" -shared -fPIC $units/implemented.c -o "$build/shown.so" &&
+        "$@" -shared -fPIC -fvisibility=hidden $units/implemented.c -o "$build/hidden.so" &&
+        nm -D --defined-only "$build/shown.so" | grep -q ' kvprim_gather$' || return 1
+    ! nm -D --defined-only "$build/hidden.so" | grep ' kvprim_'
+}
+
 symbols()
 {
     unit needs_nccl '#include <nccl.h>' '#include <cuda_runtime_api.h>'
@@ -105,6 +114,7 @@ symbols()
             cell "KVPRIM_NCCL_IMPLEMENTATION, $compiler" refuses refused_nccl 'is implemented with <nccl.h>' $compiler
         fi
         has nm || continue
+        cell "-fvisibility=hidden, $compiler" hides_symbols $compiler
         for level in -O0 -O2; do
             cell "exports only kvprim_*, $compiler $level" exports_only '^kvprim_' $units/implemented.c $compiler $level
             cell "KVPRIM_STATIC exports nothing, $compiler $level" exports_only '^caller$' tests/build/use.c \

@@ -6,7 +6,7 @@
 # Parts of `make test` are
 #
 #     readme        compiles what README.md shows, and checks that what it names exists: CC
-#     callers       programs of several units, languages and copies of the library: CC, CXX, NCCL_INCLUDE
+#     callers       programs of several units, languages and copies of the library, and targets of make: CC, CXX
 #     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
@@ -18,6 +18,7 @@
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #     nccl_cuda     both for kvprim_nccl.h
+#     callers_cuda  callers beside headers of CUDA, NCCL and NVTX
 #     nccl_headers  kvprim_nccl.h with compilers of the host, under sanitizers, and with the headers of several NCCLs
 #     compilers     zig, tcc, i386 and clang as CUDA compiler
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
@@ -253,7 +254,7 @@ fuzzers()
         skip 'fuzzers: no compiler here has AddressSanitizer'
         return
     fi
-    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails if its inputs stay short or lead nowhere.
+    # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails whose inputs stay short or lead nowhere.
     for fuzzer in prefix:80 moves:600 unpack:400 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
         cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz/fuzz_$name.c" -std=c11 $address -o "$by_name"
@@ -273,7 +274,7 @@ fuzzers()
 
 case $part in
 readme | callers | emulated | nccl | profile | sanitizers | fuzzers | kernels | programs | nccl_cuda | nccl_headers | \
-    compilers | matrix | symbols | systems | pictures | format)
+    callers_cuda | compilers | matrix | symbols | systems | pictures | format)
     "$part"
     ;;
 *)

@@ -503,7 +503,7 @@ static void judge_index(struct verdict *v, const struct index_list *x, int64_t s
     v->outside |= stride != x->stride;
 }
 
-static uint32_t rejected; /* descriptors point at it */
+static uint32_t rejected, rejected_expected; /* descriptors point at the first */
 
 static uint32_t *take_rejected(struct input *in)
 {
@@ -512,25 +512,57 @@ static uint32_t *take_rejected(struct input *in)
     return chance(in, 4) ? NULL : &rejected;
 }
 
-/* Compares the check's status with the verdict. Returns whether the operation is to succeed. If not, it may still be
-   called if the check refused it. */
-static int succeeds(struct verdict *v, int64_t count, kvprim_status checked)
+/* Rows that an operation moves. A side without an index has a list without data. */
+struct move {
+    struct layout dst, src;
+    struct index_list to, from;
+    int zero; /* a row without a source is filled with zeros */
+};
+
+/* Compares the check's status with the verdict, and expects what the moves are to do. Returns whether the operation is to
+   succeed. If not, it may still be called if the check refused it. */
+static int expect_call(struct verdict *v, const struct move *moves, size_t n, int64_t count, kvprim_status checked,
+                       uint32_t *counter)
 {
     if (count == 0)
         v->must = v->may = 0;
     require(!v->must || checked != KVPRIM_OK, "a bad descriptor is accepted");
     require(checked == KVPRIM_OK || ((v->must | v->may) & BIT(checked)), "refused with a status that does not fit");
     require((checked == KVPRIM_OK) == (*kvprim_last_error() == 0), "status and text do not go together");
-    return checked == KVPRIM_OK && (count == 0 || !v->outside);
+    const int good = checked == KVPRIM_OK && (count == 0 || !v->outside);
+    rejected_expected = rejected;
+    for (const struct move *m = moves; good && m < moves + n; m++)
+        for (int64_t i = 0; i < count; i++) {
+            const wide dst_rows = m->dst.table->rows, src_rows = m->src.table->rows;
+            const wide to = row_of(&m->to, i), from = row_of(&m->from, i);
+            rejected_expected += counter && m == moves && (to >= dst_rows || from >= src_rows);
+            if (to < 0 || to >= dst_rows)
+                continue;
+            if (from >= 0 && from < src_rows)
+                expect_row(&m->dst, to, &m->src, from);
+            else if (m->zero)
+                expect_row(&m->dst, to, NULL, 0);
+        }
+    return good;
 }
 
-/* Ends a call that has run, or must not run. Compares *rejected and all memory. */
-static void end_call(kvprim_status checked, kvprim_status status, uint32_t rejected_expected)
+/* Ends a call that has run, or must not run. `again`: the check of what the first check resolved. Returns how many rows
+   were moved, and compared. */
+static int64_t end_call(int good, kvprim_status checked, kvprim_status status, kvprim_status again, int64_t count,
+                        int32_t layers)
 {
     require(checked == status, "the check and the operation differ");
     require(rejected == rejected_expected, "rejected is wrong");
     compare_blocks();
+    require(!good || again == KVPRIM_OK, "what was resolved is refused");
+    return good ? count * layers : 0;
 }
+
+#define CALL(operation, moves, n)                                                                                      \
+    const kvprim_status checked = operation##_check(&d, &resolved);                                                    \
+    const int good = expect_call(&v, moves, n, d.count, checked, d.rejected);                                          \
+    const kvprim_status status = good || checked != KVPRIM_OK ? operation(&d) : checked;                               \
+    const kvprim_status again = good ? operation##_check(&resolved, NULL) : KVPRIM_OK
 
 /* Each operation returns how many rows it moved, and has compared. */
 static int64_t fuzz_gather(struct input *in)
@@ -556,39 +588,29 @@ static int64_t fuzz_gather(struct input *in)
 
     take_bytes(in, &d.src, d.row_bytes, &single);
     take_bytes(in, &d.dst, d.row_bytes, &single);
-    struct layout src = judge_table(&v, &d.src, d.row_bytes, d.src.rows, &single);
-    struct layout dst = judge_table(&v, &d.dst, d.row_bytes, d.count, &single);
-    place(in, &src);
-    place(in, &dst);
+    struct move m = {.from = x, .zero = 1};
+    m.src = judge_table(&v, &d.src, d.row_bytes, d.src.rows, &single);
+    m.dst = judge_table(&v, &d.dst, d.row_bytes, d.count, &single);
+    place(in, &m.src);
+    place(in, &m.dst);
     must(&v, d.count < 0 || d.dst.rows < d.count, KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     judge_index(&v, &x, d.index_stride, d.count);
-    judge_memory(&v, &src);
-    judge_memory(&v, &dst);
-    judge_overlap(&v, &dst, &src);
-
-    const kvprim_status checked = kvprim_gather_check(&d, &resolved);
-    const int good = succeeds(&v, d.count, checked);
-    uint32_t expected = rejected;
-    for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(&x, i);
-        expect_row(&dst, i, row >= 0 && row < d.src.rows ? &src : NULL, row);
-        expected += d.rejected && row >= d.src.rows;
-    }
-    end_call(checked, good || checked != KVPRIM_OK ? kvprim_gather(&d) : checked, expected);
-    require(!good || kvprim_gather_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    return good ? d.count : 0;
+    judge_memory(&v, &m.src);
+    judge_memory(&v, &m.dst);
+    judge_overlap(&v, &m.dst, &m.src);
+    CALL(kvprim_gather, &m, 1);
+    return end_call(good, checked, status, again, d.count, 1);
 }
 
-/* What may be wrong with a store's sides: K's, V's, and the one beside the other. */
+/* What may be wrong with a store's sides: K's, V's, and the one beside the other. m[0] is K, m[1] is V. */
 static void judge_store(struct verdict *v, const kvprim_store_desc *d, const struct verdict *v_half,
-                        const struct layout *k_cache, const struct layout *k, const struct layout *v_cache,
-                        const struct layout *v_in)
+                        const struct move *m)
 {
     must(v, d->count < 0 || d->k.rows < d->count, KVPRIM_ERROR_SIZE);
-    judge_memory(v, k_cache);
-    judge_memory(v, k);
-    judge_overlap(v, k_cache, k);
+    judge_memory(v, &m[0].dst);
+    judge_memory(v, &m[0].src);
+    judge_overlap(v, &m[0].dst, &m[0].src);
     if (!d->v_cache.data) {
         must(v, d->k_cache.rows != 0 && (d->v.data || d->v_bytes), KVPRIM_ERROR_NULL);
         return;
@@ -597,12 +619,12 @@ static void judge_store(struct verdict *v, const kvprim_store_desc *d, const str
     v->may |= v_half->may;
     v->outside |= v_half->outside;
     must(v, d->v.rows < d->count || d->k_cache.rows != d->v_cache.rows, KVPRIM_ERROR_SIZE);
-    judge_memory(v, v_cache);
-    judge_memory(v, v_in);
-    judge_overlap(v, v_cache, v_in);
-    judge_overlap(v, v_cache, k);
-    judge_overlap(v, k_cache, v_in);
-    judge_pair(v, k_cache, v_cache);
+    judge_memory(v, &m[1].dst);
+    judge_memory(v, &m[1].src);
+    judge_overlap(v, &m[1].dst, &m[1].src);
+    judge_overlap(v, &m[1].dst, &m[0].src);
+    judge_overlap(v, &m[0].dst, &m[1].src);
+    judge_pair(v, &m[0].dst, &m[1].dst);
 }
 
 static kvprim_store_desc take_store(struct input *in, const struct shape *s, struct index_list *x)
@@ -639,14 +661,15 @@ static int64_t fuzz_store(struct input *in)
     const int k_only = chance(in, 4);
     take_bytes(in, &d.k_cache, d.k_bytes, &single);
     take_bytes(in, &d.v, d.v_bytes, &single);
-    struct layout k_cache = judge_table(&v, &d.k_cache, d.k_bytes, d.k_cache.rows, &single);
-    struct layout k = judge_table(&v, &d.k, d.k_bytes, d.count, &single);
-    struct layout v_cache = judge_table(&v_half, &d.v_cache, d.v_bytes, d.v_cache.rows, &single);
-    struct layout v_in = judge_table(&v_half, &d.v, d.v_bytes, d.count, &single);
-    place(in, &k_cache);
-    place(in, &v_cache);
-    place(in, &k);
-    place(in, &v_in);
+    struct move m[2] = {{.to = x}, {.to = x}};
+    m[0].dst = judge_table(&v, &d.k_cache, d.k_bytes, d.k_cache.rows, &single);
+    m[0].src = judge_table(&v, &d.k, d.k_bytes, d.count, &single);
+    m[1].dst = judge_table(&v_half, &d.v_cache, d.v_bytes, d.v_cache.rows, &single);
+    m[1].src = judge_table(&v_half, &d.v, d.v_bytes, d.count, &single);
+    place(in, &m[0].dst);
+    place(in, &m[1].dst);
+    place(in, &m[0].src);
+    place(in, &m[1].src);
     if (k_only) {
         memset(&d.v_cache, 0, sizeof d.v_cache);
         memset(&d.v, 0, sizeof d.v);
@@ -654,23 +677,9 @@ static int64_t fuzz_store(struct input *in)
     }
     v.outside |= d.count > s.count;
     judge_index(&v, &x, d.slot_stride, d.count);
-    judge_store(&v, &d, &v_half, &k_cache, &k, &v_cache, &v_in);
-
-    const kvprim_status checked = kvprim_store_check(&d, &resolved);
-    const int good = succeeds(&v, d.count, checked);
-    uint32_t expected = rejected;
-    for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(&x, i);
-        expected += d.rejected && row >= d.k_cache.rows;
-        if (row < 0 || row >= d.k_cache.rows)
-            continue;
-        expect_row(&k_cache, row, &k, i);
-        if (d.v_cache.data)
-            expect_row(&v_cache, row, &v_in, i);
-    }
-    end_call(checked, good || checked != KVPRIM_OK ? kvprim_store(&d) : checked, expected);
-    require(!good || kvprim_store_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    return good ? d.count : 0;
+    judge_store(&v, &d, &v_half, m);
+    CALL(kvprim_store, m, d.v_cache.data ? 2 : 1);
+    return end_call(good, checked, status, again, d.count, 1);
 }
 
 /* No layer is written twice. */
@@ -683,24 +692,22 @@ static void judge_layers(struct verdict *v, const struct layout *dst)
 }
 
 /* dst and src are one cache. A row that is both written and read in one call has no bytes to expect. */
-static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct layout *dst,
-                             const struct layout *src, const struct index_list *to, const struct index_list *from,
-                             int same)
+static void judge_same_cache(struct verdict *v, const kvprim_transfer_desc *d, const struct move *m, int same)
 {
     must(v, d->same_cache != 0 && d->same_cache != 1, KVPRIM_ERROR_ARGUMENT);
     if (!d->same_cache) {
-        judge_overlap(v, dst, src);
+        judge_overlap(v, &m->dst, &m->src);
         return;
     }
     may(v, v->outside, KVPRIM_ERROR_OVERLAP); /* for the cache and the indices, if count is wild */
     if (!same) {                              /* two caches that may lie in one place */
-        must(v, dst->extent && src->extent && layer_of(dst, 0) != layer_of(src, 0), KVPRIM_ERROR_ARGUMENT);
+        must(v, m->dst.extent && m->src.extent && layer_of(&m->dst, 0) != layer_of(&m->src, 0), KVPRIM_ERROR_ARGUMENT);
         may(v, 1, KVPRIM_ERROR_ARGUMENT);
         v->outside = 1;
     }
     for (int64_t i = 0; !v->outside && i < d->count; i++)
         for (int64_t j = 0; j < d->count; j++)
-            v->outside |= row_of(to, i) == row_of(from, j);
+            v->outside |= row_of(&m->to, i) == row_of(&m->from, j);
 }
 
 /* Makes the indices. If both sides have the same type, only index_type says so; otherwise src has its own. */
@@ -766,9 +773,9 @@ static int64_t fuzz_transfer(struct input *in)
 {
     const struct shape s = take_shape(in);
     struct verdict v = {0, 0, 0};
-    struct index_list to, from;
+    struct move m = {.zero = 0};
     struct stack dst_stack, src_stack;
-    kvprim_transfer_desc d = take_transfer(in, &s, &to, &from, &dst_stack, &src_stack), resolved;
+    kvprim_transfer_desc d = take_transfer(in, &s, &m.to, &m.from, &dst_stack, &src_stack), resolved;
     const int same = d.same_cache;
     if (chance(in, 32))
         d.same_cache = (int32_t)(uint64_t)take_wild(in);
@@ -777,41 +784,31 @@ static int64_t fuzz_transfer(struct input *in)
     take_bytes(in, &d.dst, d.row_bytes, &dst_stack);
     if (!same)
         take_bytes(in, &d.src, d.row_bytes, &src_stack);
-    struct layout src = judge_table(&v, &d.src, d.row_bytes, src_used, &src_stack);
-    struct layout dst = judge_table(&v, &d.dst, d.row_bytes, dst_used, &dst_stack);
+    m.src = judge_table(&v, &d.src, d.row_bytes, src_used, &src_stack);
+    m.dst = judge_table(&v, &d.dst, d.row_bytes, dst_used, &dst_stack);
     if (same) {
-        struct layout *const larger = dst.extent > src.extent ? &dst : &src;
+        struct layout *const larger = m.dst.extent > m.src.extent ? &m.dst : &m.src;
         place(in, larger);
         d.dst.data = d.src.data = larger->table->data;
     } else {
-        place(in, &src);
-        place(in, &dst);
+        place(in, &m.src);
+        place(in, &m.dst);
     }
     must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
     if (d.dst_index)
-        judge_index(&v, &to, d.dst_index_stride, d.count);
+        judge_index(&v, &m.to, d.dst_index_stride, d.count);
     if (d.src_index)
-        judge_index(&v, &from, d.src_index_stride, d.count);
-    judge_memory(&v, &src);
-    judge_memory(&v, &dst);
-    judge_layers(&v, &dst);
-    judge_same_cache(&v, &d, &dst, &src, &to, &from, same);
+        judge_index(&v, &m.from, d.src_index_stride, d.count);
+    judge_memory(&v, &m.src);
+    judge_memory(&v, &m.dst);
+    judge_layers(&v, &m.dst);
+    judge_same_cache(&v, &d, &m, same);
 
-    const kvprim_status checked = kvprim_transfer_check(&d, &resolved);
-    const int good = succeeds(&v, d.count, checked);
-    uint32_t expected = rejected;
-    for (int64_t i = 0; good && i < d.count; i++) {
-        const wide row = row_of(&to, i), from_row = row_of(&from, i);
-        expected += d.rejected && (row >= d.dst.rows || from_row >= d.src.rows);
-        if (row >= 0 && row < d.dst.rows && from_row >= 0 && from_row < d.src.rows)
-            expect_row(&dst, row, &src, from_row);
-    }
-    end_call(checked, good || checked != KVPRIM_OK ? kvprim_transfer(&d) : checked, expected);
-    require(!good || kvprim_transfer_check(&resolved, NULL) == KVPRIM_OK, "what was resolved is refused");
-    return good ? d.count * (d.layers ? d.layers : 1) : 0;
+    CALL(kvprim_transfer, &m, 1);
+    return end_call(good, checked, status, again, d.count, d.layers ? d.layers : 1);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)

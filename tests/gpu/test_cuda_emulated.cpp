@@ -200,6 +200,11 @@ static void test_dependent_launches()
                     kvprim_emulate_waits = 0;
                     one_dependent(&launch, device && pdl, row_bytes, row_bytes % 3 ? KVPRIM_I32 : KVPRIM_I64);
                 }
+    const kvprim_cuda_launch dependent = launch_like(&memory, 1, 0);
+    memory.launch = &dependent;
+    kvprim_emulate_pdl = true;
+    plain_sizes(&memory);
+    memory.launch = nullptr;
     kvprim_emulate_pdl = false;
 }
 

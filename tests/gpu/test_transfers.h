@@ -12,7 +12,7 @@
 /* indexed, apart: bit 0 is for dst, bit 1 for src. apart: each layer has its own memory, found by a pointer. */
 struct transfer_case {
     int64_t row_bytes;
-    lie to, from;
+    placing to, from;
     int64_t count;
     int32_t layers;
     unsigned indexed, apart;
@@ -21,8 +21,8 @@ struct transfer_case {
 };
 
 /* Places the layers of one side and puts pointers to them into `starts`. Layers that lie apart are in reverse order. */
-static kvprim_table place_layers(arena *a, const lie &l, int64_t rows, int64_t row_bytes, int32_t layers, bool apart,
-                                 void **starts, int64_t *layer_stride)
+static kvprim_table place_layers(arena *a, const placing &l, int64_t rows, int64_t row_bytes, int32_t layers,
+                                 bool apart, void **starts, int64_t *layer_stride)
 {
     size_t span;
     kvprim_table t = lay_out(&layouts[l.layout], rows, row_bytes, &span);
@@ -99,7 +99,7 @@ static void one_transfer(arena *a, const transfer_case &c)
 }
 
 /* Runs case n. Whatever is not given follows from n. */
-static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, const lie &to, const lie &from)
+static void numbered_transfer(arena *a, unsigned n, int64_t row_bytes, const placing &to, const placing &from)
 {
     const int32_t layers = 1 + static_cast<int32_t>(n / 3 % 3);
     one_transfer(
@@ -135,7 +135,7 @@ static void transfer_counts(arena *a, int64_t most_bytes)
     for (const int64_t count : counts)
         for (const int64_t row_bytes : sizes)
             for (unsigned indexed = 0; indexed < 4; indexed++, n++) {
-                const lie to = {n / 4 % 2 * 4, 0}, from = {n / 8 % 2 * 4, 0};
+                const placing to = {n / 4 % 2 * 4, 0}, from = {n / 8 % 2 * 4, 0};
                 if (count * row_bytes <= most_bytes)
                     one_transfer(a, {row_bytes, to, from, count, 2, indexed, n % 4, type_of(n), true});
             }
@@ -173,7 +173,7 @@ static void small_transfers(arena *a)
 
 /* Copies half of the rows, in random order, over the other half. Some are copied twice, and some indices are padding.
    */
-static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const lie &l)
+static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const placing &l)
 {
     static thread_local void *starts[most_layers];
     const int64_t rows = 40, count = rows / 2;
@@ -254,7 +254,7 @@ static void add_store(arena *a, together *t, unsigned n, int64_t count, int64_t 
 static void add_transfer(arena *a, together *t, unsigned n, int64_t count, int64_t row_bytes, int32_t layers)
 {
     const std::shared_ptr<std::vector<void *>> bases = std::make_shared<std::vector<void *>>(2 * most_layers);
-    const lie to = {n % n_layouts, 0}, from = {n / 3 % n_layouts, 0};
+    const placing to = {n % n_layouts, 0}, from = {n / 3 % n_layouts, 0};
     t->kept.push_back(bases);
     add_call(a, t,
              make_transfer(a, {row_bytes, to, from, count, layers, n / 2 % 4, 1, type_of(n), true}, bases->data(),
@@ -321,7 +321,7 @@ static void random_moves(arena *a, unsigned rounds)
         for (unsigned n = 0; n <= round % 5; n++) {
             const int64_t count = counts[below(5)], row_bytes = sizes[below(13)];
             const unsigned any = static_cast<unsigned>(below(1 << 20));
-            const lie to = {any % n_layouts, any / 3 % 3 * any % 16}, from = {any / 7 % n_layouts, 0};
+            const placing to = {any % n_layouts, any / 3 % 3 * any % 16}, from = {any / 7 % n_layouts, 0};
             if (chance(3))
                 add_call(a, &t, make_gather(a, any, row_bytes, to, from, count, count + 5));
             else if (chance(2))

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /* What `make ncu` looks at. Each operation runs once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB.
-   Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with plain
-   loops. The program prints the plan that tests/profile/profile.py reads: a line `# operation|kernel|bytes moved|kind`
-   for each.
+   Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with
+   kvprim.h's. The program prints the plan that tests/profile/profile.py reads, a line for each operation:
+   `# operation|kernel|bytes moved|kind`.
 
        build/ncu/profile                     on one GPU
        build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
@@ -59,14 +59,21 @@ static void open_gpu(int device)
         printf("%s, compute capability %d.%d\n", properties.name, properties.major, properties.minor);
 }
 
+/* Where operations work: in the GPU's memory, or in the host's, where kvprim.h makes the bytes that are expected. */
+typedef struct place {
+    char *src, *dst;                       /* all_bytes each */
+    int32_t *of_all, *of_half, *to, *from; /* rows of both tables, of one, of a layer, in random order */
+} place;
+static place gpu, host;
+
 /* Returns the microseconds of each of `calls` calls in a row. */
-static double time_calls(void (*run)(int64_t), int64_t count, int calls)
+static double time_calls(void (*run)(const place *, int64_t), int64_t count, int calls)
 {
     float ms;
-    run(count);
+    run(&gpu, count);
     CUDA(cudaEventRecord(start_event, stream));
     for (int i = 0; i < calls; i++)
-        run(count);
+        run(&gpu, count);
     CUDA(cudaEventRecord(end_event, stream));
     CUDA(cudaEventSynchronize(end_event));
     CUDA(cudaEventElapsedTime(&ms, start_event, end_event));
@@ -77,35 +84,17 @@ static double time_calls(void (*run)(int64_t), int64_t count, int calls)
 
 enum {
     row_bytes = 2048,
-    row_words = row_bytes / 8,
     cache_rows = 131072, /* of K, and again of V after them */
     all_rows = 2 * cache_rows,
     layers = 32,
     layer_rows = cache_rows / layers,
     fragment_bytes = 16384,
     fragment_rows = fragment_bytes / row_bytes,
-    fragment_places = cache_rows / fragment_rows,
     most_fragments = 8192,
     poison = 0xee
 };
-
-/* The first numbers from 0 on, in random order. */
-typedef struct order {
-    int32_t *host, *gpu;
-} order;
-
-static char *src, *dst; /* of all_rows each */
-static uint64_t *found; /* dst on the host */
-static int32_t *origin; /* for each row of dst, the row of src that it should be, or -1 */
-static order of_all, of_half, of_layer[2], of_fragments;
+static const size_t all_bytes = (size_t)all_rows * row_bytes;
 static kvprim_fragment fragments[most_fragments];
-
-/* Word i of src is hash_u64(i). */
-__global__ static void fill_src(uint64_t *words, uint64_t count)
-{
-    for (uint64_t i = blockIdx.x * (uint64_t)blockDim.x + threadIdx.x; i < count; i += gridDim.x * (uint64_t)blockDim.x)
-        words[i] = hash_u64(i);
-}
 
 /* The reference for the others: each block copies 16 KB. */
 __global__ static void copy_kernel(uint4 *to, const uint4 *from)
@@ -120,15 +109,18 @@ __global__ static void copy_kernel(uint4 *to, const uint4 *from)
         to[first + 256 * k] = v[k];
 }
 
-static void run_copy(int64_t rows)
+static void run_copy(const place *p, int64_t rows)
 {
-    copy_kernel<<<(unsigned)(rows * row_bytes / 16384), 256, 0, stream>>>((uint4 *)dst, (const uint4 *)src);
+    if (p == &gpu)
+        copy_kernel<<<(unsigned)(rows * row_bytes / 16384), 256, 0, stream>>>((uint4 *)p->dst, (const uint4 *)p->src);
+    else
+        memcpy(p->dst, p->src, (size_t)(rows * row_bytes));
     CUDA(cudaGetLastError());
 }
 
-static void run_memcpy(int64_t rows)
+static void run_memcpy(const place *p, int64_t rows)
 {
-    CUDA(cudaMemcpyAsync(dst, src, (size_t)(rows * row_bytes), cudaMemcpyDeviceToDevice, stream));
+    CUDA(cudaMemcpyAsync(p->dst, p->src, (size_t)(rows * row_bytes), cudaMemcpyDefault, stream));
 }
 
 static kvprim_table table_of(char *data, int64_t first, int64_t rows)
@@ -139,176 +131,138 @@ static kvprim_table table_of(char *data, int64_t first, int64_t rows)
     return table;
 }
 
-static void run_gather(int64_t rows)
+static void run_gather(const place *p, int64_t rows)
 {
     kvprim_gather_desc gather = {};
-    gather.dst = table_of(dst, 0, rows);
-    gather.src = table_of(src, 0, all_rows);
+    gather.dst = table_of(p->dst, 0, rows);
+    gather.src = table_of(p->src, 0, all_rows);
     gather.row_bytes = row_bytes;
-    gather.index = of_all.gpu;
+    gather.index = p->of_all;
     gather.index_type = KVPRIM_I32;
     gather.count = rows;
-    check_kvprim(kvprim_cuda_gather(&gather, &launch));
+    check_kvprim(p == &gpu ? kvprim_cuda_gather(&gather, &launch) : kvprim_gather(&gather));
 }
 
-static void run_store(int64_t tokens)
+static void run_store(const place *p, int64_t tokens)
 {
     kvprim_store_desc store = {};
-    store.k_cache = table_of(dst, 0, cache_rows);
-    store.v_cache = table_of(dst, cache_rows, cache_rows);
-    store.k = table_of(src, 0, tokens);
-    store.v = table_of(src, cache_rows, tokens);
+    store.k_cache = table_of(p->dst, 0, cache_rows);
+    store.v_cache = table_of(p->dst, cache_rows, cache_rows);
+    store.k = table_of(p->src, 0, tokens);
+    store.v = table_of(p->src, cache_rows, tokens);
     store.k_bytes = store.v_bytes = row_bytes;
-    store.slot = of_half.gpu;
+    store.slot = p->of_half;
     store.slot_type = KVPRIM_I32;
     store.count = tokens;
-    check_kvprim(kvprim_cuda_store(&store, &launch));
+    check_kvprim(p == &gpu ? kvprim_cuda_store(&store, &launch) : kvprim_store(&store));
 }
 
-static void run_transfer(int64_t rows)
+static void run_transfer(const place *p, int64_t rows)
 {
     kvprim_transfer_desc transfer = {};
-    transfer.dst = table_of(dst, 0, layer_rows);
-    transfer.src = table_of(src, 0, layer_rows);
+    transfer.dst = table_of(p->dst, 0, layer_rows);
+    transfer.src = table_of(p->src, 0, layer_rows);
     transfer.layers = layers;
     transfer.row_bytes = row_bytes;
-    transfer.dst_index = of_layer[0].gpu;
-    transfer.src_index = of_layer[1].gpu;
+    transfer.dst_index = p->to;
+    transfer.src_index = p->from;
     transfer.index_type = KVPRIM_I32;
     transfer.count = rows;
-    check_kvprim(kvprim_cuda_transfer(&transfer, &launch));
+    check_kvprim(p == &gpu ? kvprim_cuda_transfer(&transfer, &launch) : kvprim_transfer(&transfer));
 }
 
-static void run_unpack(int64_t count)
+static void run_unpack(const place *p, int64_t count)
 {
     kvprim_unpack_desc unpack = {};
-    unpack.src = src;
-    unpack.dst = dst;
+    unpack.src = p->src;
+    unpack.dst = p->dst;
     unpack.src_bytes = unpack.dst_bytes = (uint64_t)cache_rows * row_bytes;
     unpack.fragments = fragments;
     unpack.count = (size_t)count;
-    check_kvprim(kvprim_cuda_unpack(&unpack, &launch));
-}
-
-static void expect_copy(int64_t rows)
-{
-    for (int64_t i = 0; i < rows; i++)
-        origin[i] = (int32_t)i;
-}
-
-static void expect_gather(int64_t rows)
-{
-    memcpy(origin, of_all.host, (size_t)rows * sizeof *origin);
-}
-
-static void expect_store(int64_t tokens)
-{
-    for (int64_t i = 0; i < tokens; i++) {
-        origin[of_half.host[i]] = (int32_t)i;
-        origin[cache_rows + of_half.host[i]] = cache_rows + (int32_t)i;
-    }
-}
-
-static void expect_transfer(int64_t rows)
-{
-    for (int l = 0; l < layers; l++)
-        for (int64_t i = 0; i < rows; i++)
-            origin[l * layer_rows + of_layer[0].host[i]] = l * layer_rows + of_layer[1].host[i];
-}
-
-static void expect_unpack(int64_t count)
-{
-    for (int64_t f = 0; f < count; f++)
-        for (int k = 0; k < fragment_rows; k++)
-            origin[f * fragment_rows + k] = of_fragments.host[f] * fragment_rows + k;
+    check_kvprim(p == &gpu ? kvprim_cuda_unpack(&unpack, &launch) : kvprim_unpack(&unpack));
 }
 
 typedef struct operation {
     const char *name, *kernel, *kind;
-    void (*run)(int64_t count);
-    void (*expect)(int64_t count);
+    void (*run)(const place *p, int64_t count);
     int64_t count, rows; /* rows: that move */
 } operation;
 
 static const operation operations[] = {
-    {"copy, 64 Ki rows in order", "copy_kernel", "copy", run_copy, expect_copy, 65536, 65536},
-    {"gather, 64 Ki rows", "kvpc_gather_kernel", "large", run_gather, expect_gather, 65536, 65536},
-    {"store, 64 Ki tokens, K and V", "kvpc_store_kernel", "large", run_store, expect_store, 65536, 2 * 65536},
-    {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, expect_transfer, 2048,
-     2048 * layers},
-    {"unpack, 8,192 fragments of 16 KB", "kvpc_unpack_kernel", "large", run_unpack, expect_unpack, most_fragments,
+    {"copy, 64 Ki rows in order", "copy_kernel", "copy", run_copy, 65536, 65536},
+    {"gather, 64 Ki rows", "kvpc_gather_kernel", "large", run_gather, 65536, 65536},
+    {"store, 64 Ki tokens, K and V", "kvpc_store_kernel", "large", run_store, 65536, 2 * 65536},
+    {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, 2048, 2048 * layers},
+    {"unpack, 8,192 fragments of 16 KB", "kvpc_unpack_kernel", "large", run_unpack, most_fragments,
      most_fragments *fragment_rows},
-    {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, expect_gather, 64, 64},
-    {"store, 64 tokens, K and V", "kvpc_store_kernel", "small", run_store, expect_store, 64, 2 * 64}};
+    {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, 64, 64},
+    {"store, 64 tokens, K and V", "kvpc_store_kernel", "small", run_store, 64, 2 * 64}};
 
-/* Ends the program at a row that is neither the row of src that it should be, nor unchanged. */
+/* Ends the program at a row that is neither as it should be, nor unchanged. */
 static void compare(const operation *o)
 {
-    uint64_t untouched;
-    memset(&untouched, poison, sizeof untouched);
-    for (int64_t row = 0; row < all_rows; row++)
-        origin[row] = -1;
-    o->expect(o->count);
-    CUDA(cudaMemcpy(found, dst, (size_t)all_rows * row_bytes, cudaMemcpyDeviceToHost));
-    for (int64_t row = 0; row < all_rows; row++)
-        for (int64_t w = 0; w < row_words; w++) {
-            const uint64_t got = found[row * row_words + w];
-            const uint64_t want =
-                origin[row] < 0 ? untouched : hash_u64((uint64_t)origin[row] * row_words + (uint64_t)w);
-            if (got != want)
-                quit("%s: row %lld, word %lld: expected %016llx, got %016llx", o->name, (long long)row, (long long)w,
-                     (unsigned long long)want, (unsigned long long)got);
-        }
+    static char *const found = (char *)allocate(all_bytes);
+    memset(host.dst, poison, all_bytes);
+    o->run(&host, o->count);
+    CUDA(cudaMemcpy(found, gpu.dst, all_bytes, cudaMemcpyDeviceToHost));
+    for (size_t row = 0; row < all_rows; row++)
+        if (memcmp(found + row * row_bytes, host.dst + row * row_bytes, row_bytes) != 0)
+            quit("%s: row %zu of dst is wrong", o->name, row);
 }
 
 static void profile(const operation *o)
 {
-    o->run(o->count); /* CUDA loads a kernel at its first launch */
-    CUDA(cudaMemsetAsync(dst, poison, (size_t)all_rows * row_bytes, stream));
+    o->run(&gpu, o->count); /* CUDA loads a kernel at its first launch */
+    CUDA(cudaMemsetAsync(gpu.dst, poison, all_bytes, stream));
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStart());
-    o->run(o->count);
+    o->run(&gpu, o->count);
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStop());
     compare(o);
     printf("# %s|%s|%lld|%s\n", o->name, o->kernel, (long long)(2 * o->rows * row_bytes), o->kind);
 }
 
-static order order_of(int32_t n, uint64_t seed)
+/* Allocates on the GPU, with the host's bytes. */
+template <class T> static T *on_gpu(const T *from, size_t bytes)
 {
-    order o;
-    o.host = (int32_t *)allocate((size_t)n * sizeof *o.host);
-    for (int32_t i = 0; i < n; i++) { /* Fisher-Yates, from the front */
-        const int32_t at = (int32_t)(hash_u64(seed << 32 | (uint64_t)i) % (uint64_t)(i + 1));
-        o.host[i] = o.host[at];
-        o.host[at] = i;
+    void *p;
+    CUDA(cudaMalloc(&p, bytes));
+    CUDA(cudaMemcpy(p, from, bytes, cudaMemcpyHostToDevice));
+    return (T *)p;
+}
+
+/* The first n numbers from 0 on, in random order (Fisher-Yates, from the front). */
+static void make_order(int32_t **on_host, int32_t **on_device, int32_t n)
+{
+    int32_t *const order = *on_host = (int32_t *)allocate((size_t)n * sizeof *order);
+    for (int32_t i = 0; i < n; i++) {
+        const uint64_t at = below((uint64_t)i + 1);
+        order[i] = order[at];
+        order[at] = i;
     }
-    CUDA(cudaMalloc((void **)&o.gpu, (size_t)n * sizeof *o.gpu));
-    CUDA(cudaMemcpy(o.gpu, o.host, (size_t)n * sizeof *o.gpu, cudaMemcpyHostToDevice));
-    return o;
+    *on_device = on_gpu(order, (size_t)n * sizeof *order);
 }
 
 static void open_rows(void)
 {
-    const size_t bytes = (size_t)all_rows * row_bytes;
+    int32_t *places, *unused;
     open_gpu(0);
-    CUDA(cudaMalloc((void **)&src, bytes));
-    CUDA(cudaMalloc((void **)&dst, bytes));
-    found = (uint64_t *)allocate(bytes);
-    origin = (int32_t *)allocate(all_rows * sizeof *origin);
-    fill_src<<<1024, 256, 0, stream>>>((uint64_t *)src, bytes / 8);
-    CUDA(cudaGetLastError());
-    of_all = order_of(all_rows, 1);
-    of_half = order_of(cache_rows, 2);
-    of_layer[0] = order_of(layer_rows, 3);
-    of_layer[1] = order_of(layer_rows, 4);
-    of_fragments = order_of(fragment_places, 5);
+    host.src = (char *)allocate(all_bytes);
+    host.dst = (char *)allocate(all_bytes);
+    fill(host.src, all_bytes);
+    gpu.src = on_gpu(host.src, all_bytes);
+    gpu.dst = on_gpu(host.dst, all_bytes);
+    make_order(&host.of_all, &gpu.of_all, all_rows);
+    make_order(&host.of_half, &gpu.of_half, cache_rows);
+    make_order(&host.to, &gpu.to, layer_rows);
+    make_order(&host.from, &gpu.from, layer_rows);
+    make_order(&places, &unused, cache_rows / fragment_rows);
     for (int f = 0; f < most_fragments; f++) {
-        fragments[f].src_offset = (uint64_t)of_fragments.host[f] * fragment_bytes;
+        fragments[f].src_offset = (uint64_t)places[f] * fragment_bytes;
         fragments[f].dst_offset = (uint64_t)f * fragment_bytes;
         fragments[f].bytes = fragment_bytes;
     }
-    CUDA(cudaStreamSynchronize(stream));
 }
 
 static int profile_rows(void)
@@ -372,7 +326,7 @@ static float value_at(int64_t i, int rank)
     return (float)(i % 61 + 3 * rank);
 }
 
-static void run_all_reduce(int64_t count)
+static void run_all_reduce(const place *, int64_t count)
 {
     check_kvprim(kvprim_all_reduce(&comm, recv_bf16, send_bf16, (size_t)count, KVPRIM_BF16, KVPRIM_SUM, stream));
 }
@@ -421,7 +375,7 @@ static void profile_all_reduce(const char *name, int64_t count)
     CUDA(cudaStreamSynchronize(stream));
     if (comm.rank == 0)
         CUDA(cudaProfilerStart());
-    run_all_reduce(count);
+    run_all_reduce(&gpu, count);
     CUDA(cudaStreamSynchronize(stream));
     if (comm.rank == 0)
         CUDA(cudaProfilerStop());

@@ -19,6 +19,7 @@ import collections
 import csv
 import glob
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -27,6 +28,8 @@ import sys
 
 NVCC, CUDA_HOME, NCCL_INCLUDE, NCCL_LIBRARY = (
     os.environ.get(name, '') for name in ('NVCC', 'CUDA_HOME', 'NCCL_INCLUDE', 'NCCL_LIBRARY'))
+NO_GPU = 'no GPU here (nvidia-smi lists none)'
+NO_NVCC = 'no nvcc on PATH, under CUDA_HOME or in the usual places: install CUDA'
 HEADERS = ['kvprim.h', 'kvprim_cuda.cuh'] + ['kvprim_nccl.h'] * (NCCL_INCLUDE != '')
 # nvcc searches folders given by -I before its own.
 NCCL_HEADERS = [] if NCCL_INCLUDE in ('', '/usr/include') else ['-I' + NCCL_INCLUDE]
@@ -44,14 +47,15 @@ def run(*command, **options):
 
 def output_of(*command):
     done = subprocess.run(command, stdout=subprocess.PIPE, universal_newlines=True)
-    if done.returncode:
-        raise Missing('exit code %d of %s' % (done.returncode, ' '.join(command)))
+    need(done.returncode == 0, 'exit code %d of %s' % (done.returncode, ' '.join(command)))
     return done.stdout
 
 
 def tool(name, package):
     places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC) + '/' + name,
               '/usr/local/cuda/bin/' + name, '/opt/cuda/bin/' + name]
+    for folder in sys.path:  # of pip's packages
+        places += glob.glob(folder + '/nvidia/*/bin/' + name)
     for place in places + glob.glob('/opt/nvidia/nsight-compute/*/' + name):
         if place and os.path.isfile(place) and os.access(place, os.X_OK):
             return place
@@ -64,14 +68,9 @@ def gpus():
     return len(re.findall('^GPU', listed or '', re.M))
 
 
-def need_gpu():
-    if not gpus():
-        raise Missing('no GPU here (nvidia-smi lists none)')
-
-
-def need_nvcc():
-    if not NVCC:
-        raise Missing('no nvcc on PATH, under CUDA_HOME or in the usual places: install CUDA')
+def need(something, what):
+    if not something:
+        raise Missing(what)
 
 
 def architecture():
@@ -79,9 +78,14 @@ def architecture():
     return 'sm_90' if arch == 'native' and not gpus() else arch
 
 
+def compile_cuda(arch, source, *options):
+    need(NVCC, NO_NVCC)
+    need(run(NVCC, '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', source, *options) == 0,
+         source + ' does not compile')
+
+
 def compile_kernels():
     """Returns the cubins of the kernels of both headers."""
-    need_nvcc()
     arch, cubins = architecture(), []
     os.makedirs('build/sass', exist_ok=True)
     for header in HEADERS[1:]:
@@ -89,9 +93,7 @@ def compile_kernels():
         with open(unit + '.cu', 'w') as source:
             source.write('#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' % header)
         print(header, 'for', arch)
-        if run(NVCC, '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', *NCCL_HEADERS, '-cubin', unit + '.cu',
-               '-o', unit + '.cubin'):
-            raise Missing('%s does not compile' % header)
+        compile_cuda(arch, unit + '.cu', '-cubin', '-o', unit + '.cubin', *NCCL_HEADERS)
         cubins.append(unit + '.cubin')
     if not NCCL_INCLUDE:
         print('without kvprim_nccl.h: no nccl.h under NCCL_HOME or in the usual places')
@@ -135,15 +137,13 @@ class Kernel:
         self.code = []                  # (predicate, instruction)
         self.path = next((path for pattern, path in MAIN_PATHS if re.search(pattern, name)), '')
 
-    def count(self, *instructions):
-        """How many instructions begin as one of these: a name, or a name and some of its modifiers."""
-        return sum(1 for _, code in self.code if any((code + '.').startswith(i + '.') for i in instructions))
+    def count(self, pattern):
+        return sum(1 for _, code in self.code if re.match(pattern + r'(\.|$)', code))
 
     def widths(self, instruction):
         """How many accesses have 128 bits or more, and how many have less."""
-        codes = [code for _, code in self.code if code.split('.')[0] == instruction]
-        wide = sum(1 for code in codes if re.search(r'\.(128|256)(\.|$)', code))
-        return wide, len(codes) - wide
+        wide = self.count(instruction + r'\.(.*\.)?(128|256)')
+        return wide, self.count(instruction) - wide
 
     def begins_early(self):
         """Says whether memory may be accessed before the kernel has waited for the one before it (on sm_90 and
@@ -162,9 +162,9 @@ class Kernel:
         """Says what is wrong. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each."""
         if 'REG' not in self.resources:
             return 'registers unknown'
-        if self.resources['STACK'] + self.resources['LOCAL'] + self.count('LDL', 'STL'):
+        if self.resources['STACK'] + self.resources['LOCAL'] + self.count('(LDL|STL)'):
             return 'local memory'
-        if self.count('LD', 'ST'):
+        if self.count('(LD|ST)'):
             return 'generic accesses'
         if self.begins_early():
             return 'memory before the wait'
@@ -175,7 +175,7 @@ class Kernel:
             return 'no 128-bit accesses'
         if narrow_stores > ('kvpn_kernel' in self.name) * COLLECTIVE_NARROW_STORES:
             return 'narrow stores'
-        return 'narrow loads' if any(re.match(r'LDG\b.*\.[US](8|16)(\.|$)', code) for _, code in self.code) else ''
+        return 'narrow loads' if self.count(r'LDG\.(.*\.)?[US](8|16)') else ''
 
 
 def read_sass(lines):
@@ -207,7 +207,7 @@ def judge_sass(kernels):
     for k in kernels:
         fault = k.fault()
         faults += fault != ''
-        print(form % (k.resources.get('REG', ''), k.resources.get('STACK', ''), k.count('LDL', 'STL'),
+        print(form % (k.resources.get('REG', ''), k.resources.get('STACK', ''), k.count('(LDL|STL)'),
                       *k.widths('LDG'), *k.widths('STG'), k.path or '-'),
               'FAIL' if fault else 'ok  ', names[k.name] + (fault and ': ' + fault))
     found = {k.path for k in kernels}
@@ -335,9 +335,8 @@ class Launch:
     """One kernel, as ncu counted it."""
 
     def __init__(self, plan, kernel, counters):
-        self.kernel = re.sub(r'[<(].*', '', re.sub('^void ', '', kernel))
-        self.name = plan.operation if plan else self.kernel
-        self.plan = plan
+        self.plan, self.kernel = plan, kernel
+        self.name = plan.operation if plan else kernel
         self.figures = {}
         for label, metric, factor in FIGURES:
             if metric in counters:
@@ -380,8 +379,8 @@ def read_counters(lines):
         else:
             counters = {column: float(text.replace(',', '')) * unit for column, text, unit in zip(columns, row, units)
                         if re.match(r'[-+]?[0-9.,]+([eE][-+]?[0-9]+)?$', text)}
-            planned = plan[len(launches)] if len(launches) < len(plan) else None
-            launches.append(Launch(planned, row[columns.index('Kernel Name')], counters))
+            kernel = re.sub(r'^void |[<(].*', '', row[columns.index('Kernel Name')])
+            launches.append(Launch(plan[len(launches)] if len(launches) < len(plan) else None, kernel, counters))
     return plan, launches
 
 
@@ -397,17 +396,6 @@ def print_table(launches):
     print()
 
 
-def phases(plan, launches):
-    """Names the operations that are not the kernel that was planned."""
-    for i in range(max(len(plan), len(launches))):
-        if i >= len(plan):
-            yield launches[i].kernel + ' after the last'
-        elif i >= len(launches):
-            yield 'nothing of ' + plan[i].operation
-        elif launches[i].kernel != plan[i].kernel:
-            yield '%s for %s' % (launches[i].kernel, plan[i].operation)
-
-
 def judge_counters(lines):
     """Prints the table, and a checklist: what it asks for, and where that is not so. Returns the number of faults."""
     plan, launches = read_counters(lines)
@@ -415,8 +403,11 @@ def judge_counters(lines):
     large = [r for r in launches if r.plan and r.plan.kind == 'large']
     copy = next((r.moved() for r in launches if r.plan and r.plan.kind == 'copy'), 0)
     none = [] if large else ['no large operation']
+    nothing = Plan('nothing', 'nothing', 0, '')
+    others = [(r.kernel if r else 'nothing', p or nothing) for p, r in itertools.zip_longest(plan, launches)]
     checks = [('phases: each operation is its one kernel, %d in this order' % len(plan),
-               list(phases(plan, launches)) if plan else ['no plan']),
+               ['%s for %s' % (kernel, p.operation) for kernel, p in others if kernel != p.kernel]
+               if plan else ['no plan']),
               ("bandwidth: large ones move at least 0.80 of the copy kernel's %.0f GB/s" % copy,
                none + ['%s %.2f' % (r.name, copy and r.moved() / copy) for r in large
                        if not copy or r.moved() < 0.8 * copy]),
@@ -432,13 +423,9 @@ def judge_counters(lines):
     return sum(1 for _, wrong in checks if wrong)
 
 
-def named(launches):
-    """Returns launches by operation, or by kernel and how many launches of that kernel came before."""
-    names, seen = {}, collections.Counter()
-    for r in launches:
-        seen[r.kernel] += not r.plan
-        names[r.name if r.plan else '%s %d' % (r.kernel, seen[r.kernel])] = r
-    return names
+def by_name(launches):
+    """Returns launches by operation, or by kernel and number."""
+    return {r.name if r.plan else '%s %d' % (r.kernel, n): r for n, r in enumerate(launches, 1)}
 
 
 def print_changes(name, a, b):
@@ -456,19 +443,16 @@ def print_changes(name, a, b):
 
 
 def print_comparison(a_lines, b_lines):
-    a, b = named(read_counters(a_lines)[1]), named(read_counters(b_lines)[1])
+    a, b = by_name(read_counters(a_lines)[1]), by_name(read_counters(b_lines)[1])
     if not a or not b:
         print('no kernel in', 'B' if a else 'A')
         return 1
     print('%-36s %-20s %12s %12s %9s' % ('', '', 'A', 'B', 'change'))
-    for name in a:
-        if name in b:
+    for name in list(a) + [name for name in b if name not in a]:
+        if name in a and name in b:
             print_changes(name, a[name], b[name])
         else:
-            print('%-36s in A only' % name)
-    for name in b:
-        if name not in a:
-            print('%-36s in B only' % name)
+            print('%-36s in %s only' % (name, 'A' if name in a else 'B'))
     return 0
 
 
@@ -487,15 +471,12 @@ def as_csv(ncu, report, table):
 def compare(inputs):
     tables = []
     for n, given in enumerate(inputs):
-        if not os.access(given, os.R_OK):
-            raise Missing("cannot read '%s': make ncu-compare A=before.csv B=after.csv" % given)
+        need(os.access(given, os.R_OK), "cannot read '%s': make ncu-compare A=before.csv B=after.csv" % given)
         tables.append(given)
         if given.endswith('.ncu-rep'):
             tables[n] = 'build/ncu/compare_%d.csv' % (n + 1)
-            if not as_csv(find_ncu(), given, tables[n]):
-                raise Missing('ncu finds no counters in ' + given)
-    if len(tables) != 2:
-        raise Missing('usage: make ncu-compare A=before.csv B=after.csv')
+            need(as_csv(find_ncu(), given, tables[n]), 'ncu finds no counters in ' + given)
+    need(len(tables) == 2, 'usage: make ncu-compare A=before.csv B=after.csv')
     return print_comparison(*(open(table).read().splitlines() for table in tables))
 
 
@@ -528,9 +509,7 @@ def build_program():
         options = ['-DPROFILE_NCCL', *NCCL_HEADERS, '-lpthread']
         for word in NCCL_LIBRARY, '-rpath', os.path.dirname(NCCL_LIBRARY):
             options += ['-Xlinker', word]
-    if run(NVCC, '-std=c++17', '-O3', '-arch=' + architecture(), '-lineinfo', '-I.', 'tests/profile/profile.cu',
-           '-o', 'build/ncu/profile', *options):
-        raise Missing('tests/profile/profile.cu does not compile')
+    compile_cuda(architecture(), 'tests/profile/profile.cu', '-o', 'build/ncu/profile', *options)
     return options != []
 
 
@@ -637,8 +616,8 @@ def count_operations(ncu):
 
 
 def ncu():
-    need_gpu()
-    need_nvcc()
+    need(gpus(), NO_GPU)
+    need(NVCC, NO_NVCC)
     found = find_ncu()
     return recorded('gpu_ncu.txt', HEADERS, lambda: count_operations(found))
 
@@ -656,7 +635,7 @@ def each_sanitizer(sanitizer):
 
 
 def sanitize():
-    need_gpu()
+    need(gpus(), NO_GPU)
     sanitizer = tool('compute-sanitizer', "the toolkit's package cuda-sanitizer-X-Y")
     return recorded('gpu_sanitize.txt', HEADERS[:2], lambda: each_sanitizer(sanitizer))  # it tests only these
 

@@ -3,7 +3,8 @@
    when the host waits for it. A batch that is reused too early, or compared too early, therefore has wrong bytes. An
    address in device memory is never one of the host's, and each call checks its addresses.
 
-   LATE_CUDA_FAIL=n in the environment makes the n-th call fail, of those that can fail. */
+   LATE_CUDA_FAIL=n in the environment makes the n-th call fail, of those that can fail. LATE_CUDA_MEMORY=n gives the
+   GPU n bytes. */
 #ifndef LATE_CUDA_H
 #define LATE_CUDA_H
 
@@ -20,6 +21,7 @@ enum { cudaStreamNonBlocking = 1 };
 
 struct cudaDeviceProp {
     char name[256];
+    size_t totalGlobalMem;
 };
 
 typedef struct CUevent_st {
@@ -135,7 +137,9 @@ static cudaError_t cudaGetDeviceCount(int *count)
 
 static cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int device)
 {
+    const char *const memory = getenv("LATE_CUDA_MEMORY");
     snprintf(properties->name, sizeof properties->name, "late CUDA device %d", device);
+    properties->totalGlobalMem = memory ? strtoull(memory, NULL, 10) : (size_t)1 << 40;
     return late_fails() ? cudaErrorUnknown : cudaSuccess;
 }
 
