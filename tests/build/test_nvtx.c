@@ -13,8 +13,7 @@
 #ifdef TEST_NCCL
 #include "../../kvprim_nccl.h"
 #endif
-#include <stdio.h>
-#include <string.h>
+#include "../harness.h"
 
 static char pushed[64];
 static int pushes, depth, deepest;
@@ -47,17 +46,12 @@ static int NVTX_API inject(NvtxGetExportTableFunc_t get_table)
     return 1;
 }
 
-static int passed, failed;
-
 /* Checks that the last call was one range, of this name, and that it has ended. */
 static void one_range(const char *name)
 {
-    if (pushes == 1 && depth == 0 && deepest == 1 && strcmp(pushed, name) == 0) {
-        passed++;
-    } else {
-        failed++;
-        printf("FAIL %s: %d ranges, the last one \"%s\", %d still open\n", name, pushes, pushed, depth);
-    }
+    if (pushes != 1 || depth != 0 || deepest != 1 || strcmp(pushed, name) != 0)
+        fail("%d ranges, the last one \"%s\", %d still open", pushes, pushed, depth);
+    finish_test(name);
     pushes = depth = deepest = 0;
     pushed[0] = 0;
 }
@@ -81,10 +75,7 @@ static void host_calls(void)
     CALL(kvprim_prefix_i64, b, 4, b, 4);
     CALL(kvprim_prefix_many_i32, a, 4, keys, lens, 1, NULL);
     CALL(kvprim_gather, &gather);
-    if (out[0] != 2 || out[1] != 1) {
-        failed++;
-        printf("FAIL a gather with ranges moved %d, %d\n", (int)out[0], (int)out[1]);
-    }
+    CHECK(out[0] == 2 && out[1] == 1);
     CALL(kvprim_gather, NULL);
     CALL(kvprim_store, NULL);
     CALL(kvprim_transfer, NULL);
@@ -128,6 +119,5 @@ int main(void)
 #ifdef TEST_NCCL
     collectives();
 #endif
-    printf("%d passed, %d failed, 0 skipped\n", passed, failed);
-    return failed > 0;
+    return finish();
 }
