@@ -394,6 +394,7 @@ static void map_shared(int fd)
         die("mmap", __LINE__, strerror(errno));
     shared = static_cast<shared_state *>(at);
     counts = &shared->counts;
+    setvbuf(stdout, nullptr, _IOLBF, 0); /* a process that is killed has said what it found */
 }
 
 /* Counts them in a process of its own, because CUDA's state does not survive a fork. */
