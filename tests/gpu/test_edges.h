@@ -167,10 +167,10 @@ struct row_place {
 /* Operation 0 is a gather, 1 a store, 2 a transfer by src_index. A store also has V if v_bytes. */
 static void one_ruled(const ruled_index *x, int operation, int64_t k_bytes, int64_t v_bytes, const row_place *place)
 {
-    enum { most = 16384 };
+    enum { most = 20480 };
     static const char *const names[] = {"gather", "store", "transfer"};
     alignas(64) static unsigned char from[2][most];
-    static block got(2 * most + 64), want;
+    static block got(2 * most + 64, 0xa5), want;
     unsigned char *const to = got.data() + (64 - reinterpret_cast<uintptr_t>(got.data()) % 64) % 64 + place->dst;
     const bool into = operation == 1;
     int64_t index[9];
@@ -236,8 +236,8 @@ static void test_row_ends()
 {
     static const int64_t parts[] = {128, 256, 384, 512, 640, 768, 1024, 1152, 1280, 1536, 2064};
     static const ruled_index indices[] = {
-        {KVPRIM_I32, 0, 3, 1, 5, {2, -1, 0, 3, 1}},
-        {KVPRIM_I64, 0, 3, 2, 7, {2, -1, 0, 3, 1, int64_t(1) << 32, -(int64_t(1) << 32)}}};
+        {KVPRIM_I32, 5, 3, 1, 6, {7, 4, 5, 8, 6, -1}},
+        {KVPRIM_I64, 5, 3, 3, 9, {7, 4, 5, 8, 6, -1, int64_t(1) << 32, (int64_t(1) << 31) + 5, -(int64_t(1) << 32)}}};
     for (const int64_t part : parts)
         for (const int64_t more : {-15, -2, -1, 0, 1, 2, 16, 18})
             for (const row_place &place : places) {
