@@ -270,7 +270,7 @@ fuzzers()
 . tests/build/callers.sh
 . tests/build/matrix.sh
 . tests/build/parts_gpu.sh
-[ ! -e tests/build/compilers.sh ] || . tests/build/compilers.sh
+. tests/build/compilers.sh
 
 case $part in
 readme | callers | emulated | nccl | profile | sanitizers | fuzzers | kernels | programs | nccl_cuda | nccl_headers | \
