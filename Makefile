@@ -36,7 +36,7 @@ COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOM
 
 TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=
-FUZZ_SECONDS ?= 10
+FUZZ_SECONDS ?= 6
 DEVICE ?=
 
 # Searched for only if a target uses them.
@@ -103,6 +103,7 @@ REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_
 test: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh 'test sh tests/build/parts.sh emulated build/emulated quick' \
+	    'test sh tests/build/parts.sh core build/core quick' \
 	    $(call parts,nccl) $(call REPLAY_TEST,quick) $(call parts,callers) \
 	    'test make -s build/test_kvprim && build/test_kvprim' \
 	    'test make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \

@@ -2,18 +2,20 @@
 # SPDX-License-Identifier: MIT
 # usage: tests/build/parts.sh PART BUILD_DIR [quick]      from the top folder; `make test` and `make check` call it
 #
-# A part is a function of the same name, here or in a file that is read below; quick runs fewer cases of `emulated`.
+# A part is a function of the same name, here or in a file that is read below; quick runs fewer cases of `core` and
+# `emulated`.
 # Parts of `make test` are
 #
 #     readme        compiles what README.md shows, and checks that what it names exists: CC
 #     callers       programs of several units, languages and copies of the library, and targets of make: CC, CXX
 #     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
+#     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
 #
 # and of `make check`
 #
-#     sanitizers    the tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
+#     sanitizers    the tests and the replay under these and ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
@@ -216,24 +218,32 @@ format()
 
 # ---- sanitizers ----
 
-sanitizers()
+core()
 {
     tests='-I. tests/core/test_kvprim.c -std=c11 -pthread'
+    if ! compiler_with $address; then
+        skip 'AddressSanitizer: no compiler here has it'
+        return
+    fi
+    cell "test_kvprim, $cc $address" once build/test_address $cc $tests $address
+    group "test_kvprim compiled, $cc $address"
+    program "test_kvprim, addresses and undefined behaviour" $launcher build/test_address $quick
+}
+
+sanitizers()
+{
+    core
     if compiler_with $address; then
-        cell "test_kvprim, $cc $address" $cc $tests $address -o "$build/test_address"
         cell "02_kv_replay, $cc $address" $cc -I. examples/02_kv_replay/kv_replay.c -std=c11 -pthread $address \
             -o "$build/replay_address"
         cell '02_kv_replay, addresses and undefined behaviour' $launcher "$build/replay_address" \
             examples/02_kv_replay/trace_small.jsonl
         group "$cc $address, 02_kv_replay run"
-        program 'test_kvprim, addresses and undefined behaviour' $launcher "$build/test_address"
-    else
-        skip 'AddressSanitizer: no compiler here has it'
     fi
     if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $tests $thread -o "$build/test_thread"
         group "$cc $thread"
-        program 'test_kvprim, threads' $launcher "$build/test_thread"
+        program 'test_kvprim, threads' $launcher "$build/test_thread" quick
     else
         skip 'ThreadSanitizer: no compiler here has it, or its programs do not start'
     fi
@@ -273,8 +283,8 @@ fuzzers()
 . tests/build/compilers.sh
 
 case $part in
-readme | callers | emulated | nccl | profile | sanitizers | fuzzers | kernels | programs | nccl_cuda | nccl_headers | \
-    callers_cuda | compilers | matrix | symbols | systems | pictures | format)
+readme | callers | emulated | core | nccl | profile | sanitizers | fuzzers | kernels | programs | nccl_cuda | \
+    nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | format)
     "$part"
     ;;
 *)
