@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: MIT
-# The parts of tests/build/parts.sh for kernels and collectives. run.sh reads this file and defines cell, group, program
-# and skip.
+# The parts for kernels and collectives. parts.sh reads this file, and defines cell, group, program and skip.
 
 # ---- what several parts use ----
 
@@ -242,19 +241,6 @@ kernels_of_all()
     group "kernels, $NVCC, sm_75 to sm_120 and PTX"
 }
 
-# waits_first: in PTX, a kernel that may be launched dependently waits for the kernel before it touches memory, and no
-# other kernel waits. The last argument of gather's and store's templates says whether they may.
-waits_first()
-{
-    "$NVCC" -std=c++17 -O3 -arch=compute_90 -I. -DKVPRIM_IMPLEMENTATION -x cu -ptx kvprim_cuda.cuh -o "$build/waits.ptx" ||
-        return 1
-    awk '/\.entry/ { kernel = $NF; dependent = !/Lb0EEv10kvpc_plain/; waits = 0; kernels += dependent }
-        /griddepcontrol\.wait/ { waits++; waited += waits == 1; if (!dependent) { print kernel " waits"; bad = 1 } }
-        /^[ \t]*(@!?%p[0-9]+ )?(ld|st|atom|red|prefetch)\./ && !/\.param/ && dependent && !waits {
-            print kernel, $0; bad = 1; waits = -1000 }
-        END { exit bad || kernels < 40 || waited != kernels }' "$build/waits.ptx"
-}
-
 kernels()
 {
     results
@@ -263,8 +249,6 @@ kernels()
         return
     fi
     kernels_of_all
-    cell 'dependent kernels wait before they touch memory' waits_first
-    group 'dependent launches'
     if has nm; then
         cell 'make build/libkvprim_cuda.so' make -s build/libkvprim_cuda.so
         cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
