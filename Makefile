@@ -112,7 +112,7 @@ test: build/02_kv_replay
 check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(call parts,programs nccl_cuda kernels sanitizers matrix emulated fuzzers systems compilers nccl_headers) \
+	    $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix emulated fuzzers systems compilers) \
 	    $(call REPLAY_TEST) $(call parts,symbols callers_cuda pictures format)
 
 fuzz:

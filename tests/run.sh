@@ -48,6 +48,7 @@ show()
 {
     line=
     while IFS= read -r next || [ -n "$next" ]; do
+        case $next in make*': *** '*) printf '%s\n' "$next" && continue ;; esac # what make adds when a target fails
         line=$next
         case $line in
         'ok '*) [ "${V:-0}" != 0 ] || continue ;;

@@ -158,7 +158,7 @@ for_windows()
     fi
     differing_units x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
     cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
-    cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc examples/02_kv_replay/kv_replay.c -std=c11 -O2 -pthread \
+    cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc -I. examples/02_kv_replay/kv_replay.c -std=c11 -O2 -pthread \
         $warnings -static -o "$build/02_kv_replay.exe"
     group 'programs for Windows'
     if has wine; then

@@ -292,7 +292,7 @@ gpu_programs()
 make_home()
 {
     home=$(mktemp -d) && mkdir "$home/include" "$home/lib" && ln -s "$NCCL_LIBRARY" "$home/lib/libnccl.so.2" &&
-        printf '#include "%s/nccl.h"\n%s\n' "$NCCL_INCLUDE" \
+        printf '#pragma once\n#include "%s/nccl.h"\n%s\n' "$NCCL_INCLUDE" \
             'static const char kvprim_mark[] __attribute__((used)) = "the mark of this nccl.h";' \
             >"$home/include/nccl.h"
 }
