@@ -8,7 +8,7 @@
 #     test_replay.sh gpu BINARY SCRATCH    BINARY: built with CUDA; only compares a GPU's figures with the CPU's
 #
 # CC (default cc) builds two variants. Both can run on a fake GPU, where the CPU does everything as late as a GPU may
-# (late_cuda/). One checks the tree after every request, under sanitizers if there are any; the other damages a byte.
+# (core/late_cuda/). One checks the tree after every request, under sanitizers if there are any; the other damages a byte.
 set -u
 mode=all
 case ${1-} in gpu | quick) mode=$1; shift ;; esac
@@ -294,7 +294,7 @@ runs "$name" 0 device=cpu "$trace" --device=cpu && runs "$name" 0 device=cpu "$t
 compiler=${CC:-cc}
 build() { # OUTPUT FLAGS...
     output=$1; shift
-    $compiler "$@" -DKV_REPLAY_CUDA -I"$root/tests/nccl/late_cuda" -I"$root" \
+    $compiler "$@" -DKV_REPLAY_CUDA -I"$root/tests/core/late_cuda" -I"$root" \
         "$root/examples/02_kv_replay/kv_replay.c" -o "$output" 2>err
 }
 
