@@ -470,10 +470,11 @@ def shares():
 def figures():
     """The tables of README.md."""
     links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in (cpu, replay, gpu, torch, nccl))
-    texts = [f"One core of an {XEON}, and {gpu.find('^(NVIDIA [^,]*),')}s: {links}.\nThe main job replays "
-             f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace, of whose tokens "
-             f"{replay.find('([0-9.]+) % hit')} % are cached, at {replay.find('^tokens .* ([0-9.]+) M/s')} million "
-             'tokens per second.\n']
+    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}.\nThe replay takes "
+             f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
+             f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
+             f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays {replay.find('^tokens .* ([0-9.]+) M/s')} "
+             'million tokens per second.\n']
     for head, rows in (('opponent | times as fast; higher is better', times_as_fast()),
                        ('limit | part of that limit; 1 is the most',
                         [(job, limit, each(numbers)) for job, limit, numbers in shares()])):

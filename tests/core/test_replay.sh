@@ -8,7 +8,7 @@
 #     test_replay.sh gpu BINARY SCRATCH    BINARY: built with CUDA; only compares a GPU's figures with the CPU's
 #
 # CC (default cc) builds two variants. Both can run on a fake GPU, where the CPU does everything as late as a GPU may
-# (core/late_cuda/). One checks the tree after every request, under sanitizers if there are any; the other damages a byte.
+# (late_cuda/). One checks the tree after every request, under sanitizers if there are any; the other damages a byte.
 set -u
 mode=all
 case ${1-} in gpu | quick) mode=$1; shift ;; esac
