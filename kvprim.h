@@ -19,7 +19,7 @@
            const int32_t index[] = {1, 4};
            char got[2][8];
            kvprim_gather_desc gather = {
-               .src = {.data = v_cache, .rows = 6}, .dst = {.data = got, .rows = 2}, .row_bytes = 8,
+               .dst = {.data = got, .rows = 2}, .src = {.data = v_cache, .rows = 6}, .row_bytes = 8,
                .index = index, .index_type = KVPRIM_I32, .count = 2};
            if (kvprim_store(&store) != KVPRIM_OK || kvprim_gather(&gather) != KVPRIM_OK) {
                fprintf(stderr, "%s\n", kvprim_last_error());
@@ -170,8 +170,8 @@ KVPRIM_API const char *kvprim_status_name(kvprim_status status);
 KVPRIM_API const char *kvprim_status_text(kvprim_status status);
 
 /* What went wrong in this thread's last failed call: function, field, values. "" before the first failure. Calls that
-   succeed do not change it. Valid until the thread's next failure. Compiled by tcc, which has no
-   thread-local storage, all threads share one text. */
+   succeed do not change it. Valid until the thread's next failure. tcc has no thread-local storage: all threads then
+   share one text. */
 KVPRIM_API const char *kvprim_last_error(void);
 
 /* >>dtype ---------------------------------------------------------------------------------------------------------- */
@@ -278,7 +278,7 @@ KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
 typedef struct kvprim_gather_desc {
     kvprim_table dst, src;
     int64_t row_bytes;
-    const void *index; /* int32 or int64, aligned as such */
+    const void *index; /* int32 or int64, aligned as its C type */
     kvprim_index_type index_type;
     int32_t reserved_index;
     int64_t index_base, count;
@@ -300,7 +300,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *
 typedef struct kvprim_store_desc {
     kvprim_table k_cache, v_cache, k, v; /* K only (MLA): leave v_cache, v and v_bytes at zero */
     int64_t k_bytes, v_bytes;            /* bytes of a row; K and V may differ */
-    const void *slot;                    /* int32 or int64, aligned as such */
+    const void *slot;                    /* int32 or int64, aligned as its C type */
     kvprim_index_type slot_type;
     int32_t reserved_slot;
     int64_t slot_base, count;
@@ -331,7 +331,7 @@ typedef struct kvprim_transfer_desc {
     int32_t layers;                             /* at most KVPRIM_MAX_LAYERS; 0 means 1 */
     int32_t same_cache; /* 1: dst and src are one cache, inside which rows are copied (copy-on-write) */
     int64_t row_bytes;
-    const void *dst_index, *src_index;                /* int32 or int64, aligned as such; NULL: row i */
+    const void *dst_index, *src_index;                /* int32 or int64, aligned as its C type; NULL: row i */
     kvprim_index_type index_type;                     /* of both, except ... */
     kvprim_index_type dst_index_type, src_index_type; /* ... where one of these says otherwise */
     int32_t reserved_index;
@@ -455,7 +455,8 @@ KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, .
 }
 #endif
 
-/* For kvprim's headers alone: clang before 20 has no __grid_constant__. */
+/* For kvprim's headers alone: clang before 20 has no __grid_constant__. Kernels work without it, but may copy their
+   parameters to local memory. */
 #if defined(__clang__) && defined(__CUDA__) && __clang_major__ < 20
 #define KVPRIM_GRID_CONSTANT
 #else

@@ -25,8 +25,8 @@ int main(void)
 
     char got[2][8];
     const int32_t index[] = {1, 4};
-    kvprim_gather_desc gather = {.src = {.data = v_cache, .rows = 6},
-                                 .dst = {.data = got, .rows = 2},
+    kvprim_gather_desc gather = {.dst = {.data = got, .rows = 2},
+                                 .src = {.data = v_cache, .rows = 6},
                                  .row_bytes = 8,
                                  .index = index,
                                  .index_type = KVPRIM_I32,
