@@ -20,8 +20,8 @@ system_headers()
 # nvcc's flags to compile with this very nccl.h: it is included by path, because nvcc searches its own folder, which may
 # hold another one, before those of -isystem. And to link with this very library, whose only name may be libnccl.so.2,
 # and find it before one on LD_LIBRARY_PATH.
-nccl_headers=
-[ -z "$NCCL_INCLUDE" ] || nccl_headers="-include $NCCL_INCLUDE/nccl.h$(system_headers "$NCCL_INCLUDE")"
+nccl_flags=
+[ -z "$NCCL_INCLUDE" ] || nccl_flags="-include $NCCL_INCLUDE/nccl.h$(system_headers "$NCCL_INCLUDE")"
 nccl_link=
 [ -z "$NCCL_LIBRARY" ] || nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker --disable-new-dtags -Xlinker -rpath \
     -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
