@@ -3,8 +3,8 @@
 # them.
 #
 #     make CC=clang CFLAGS=-O3 test      uses another compiler, other flags
-#     make lib CPPFLAGS=-DKVPRIM_DEBUG   CPPFLAGS reach every compiler, nvcc too. CFLAGS are for C; in `make lib` they
-#                                        also reach nvcc's host compiler, if they are given
+#     make lib CPPFLAGS=-DKVPRIM_DEBUG   CPPFLAGS reach all that this file compiles, by nvcc too; CFLAGS what is C, and
+#                                        in `make lib` also nvcc's host compiler, if they are given
 #     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
 #     make run TRACE=path ARGS='...'     replays another trace, with options of the example
 #     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
@@ -65,6 +65,7 @@ help:
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
+	@echo '               cuda-bench, nccl-bench: parts of that; torch-bench: against PyTorch'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
@@ -74,7 +75,7 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench nccl-bench bandwidth \
-    sanitize cuda-sanitize nccl-sanitize sass cfg ncu
+    torch-bench sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -82,10 +83,11 @@ endif
 # Runs all parts, also after one that failed.
 each = +@code=0; for part in $(1); do $(MAKE) --no-print-directory $$part || code=1; done; exit $$code
 
-# Keeps what the commands print. A command that fails sets failed=1. Only `make results` writes to tests/results/.
+# Keeps what the commands print. A command that fails sets failed=1; what was printed is then kept under another name,
+# which `make results` does not copy.
 RESULTS = build/results
 keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).txt 2>&1; code=$$?; \
-    cat $(RESULTS)/$(1).txt; exit $$code
+    cat $(RESULTS)/$(1).txt; [ $$code -eq 0 ] || mv $(RESULTS)/$(1).txt $(RESULTS)/$(1).failed; exit $$code
 
 # Prerequisites are expanded twice, so that no other target asks for a GPU.
 .SECONDEXPANSION:
@@ -115,15 +117,19 @@ check: build/02_kv_replay
 	    $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix emulated fuzzers systems compilers) \
 	    $(call REPLAY_TEST) $(call parts,symbols callers_cuda pictures format)
 
+# One part of either.
+part-%: build/02_kv_replay
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/build/parts.sh $* build/$*
+
 fuzz:
 	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
-	$(call keep,bench,build/bench_prefix || failed=1; build/bench_host || failed=1)
+	$(call keep,bench,$(CHECKSUMS); build/bench_prefix || failed=1; build/bench_host || failed=1)
 
 results:
-	@ls build/results/* >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }
-	cp build/results/* tests/results/
+	@ls build/results/*.txt >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }
+	cp build/results/*.txt $(wildcard build/results/*.svg) tests/results/
 
 plots:
 	@command -v python3 >/dev/null || { echo 'make plots: no python3; install it, it needs nothing else'; exit 1; }
@@ -146,7 +152,8 @@ CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench sanitize cuda-sanitize bandwidth engine ncu,$(MAKECMDGOALS)),)
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench torch-bench sanitize cuda-sanitize bandwidth engine ncu, \
+    $(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
@@ -177,6 +184,10 @@ nccl-test nccl-bench nccl-sanitize:
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
+
+# Compares with PyTorch, if python3 has it.
+torch-bench: lib
+	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:
@@ -272,4 +283,4 @@ build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples lib results clean ncu-compare FORCE $(RUN)
+.PHONY: help examples lib clean ncu-compare FORCE $(RUN)

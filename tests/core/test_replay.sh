@@ -294,7 +294,7 @@ runs "$name" 0 device=cpu "$trace" --device=cpu && runs "$name" 0 device=cpu "$t
 compiler=${CC:-cc}
 build() { # OUTPUT FLAGS...
     output=$1; shift
-    $compiler "$@" -DKV_REPLAY_CUDA -I"$root/tests/nccl/late_cuda" -I"$root" \
+    $compiler "$@" -DKV_REPLAY_CUDA -I"$root/tests/core/late_cuda" -I"$root" \
         "$root/examples/02_kv_replay/kv_replay.c" -o "$output" 2>err
 }
 

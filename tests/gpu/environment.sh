@@ -38,7 +38,7 @@ tool()
 }
 
 # recorded FILE HEADERS COMMAND...: prints the headers' checksums and the command's output, and keeps both in
-# build/results/FILE.
+# build/results/FILE, or under another name if the command fails.
 recorded()
 {
     result=build/results/$1 checked=$2
@@ -46,5 +46,5 @@ recorded()
     mkdir -p build/results
     { sha256sum $checked && "$@"; echo $? >build/recorded_code; } >"$result" 2>&1
     cat "$result"
-    return "$(cat build/recorded_code)"
+    [ "$(cat build/recorded_code)" -eq 0 ] || { mv "$result" "${result%.txt}.failed" && return 1; }
 }

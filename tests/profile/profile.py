@@ -495,7 +495,8 @@ def compare(inputs):
 # ---- on a GPU ----
 
 def recorded(name, headers, action):
-    """Prints the headers' checksums and what the action prints, and keeps both in build/results/NAME."""
+    """Prints the headers' checksums and what the action prints, and keeps both in build/results/NAME, or under another
+    name if the action fails."""
     os.makedirs('build/results', exist_ok=True)
     tee = subprocess.Popen(['tee', 'build/results/' + name], stdin=subprocess.PIPE)
     outputs = [os.dup(1), os.dup(2)]
@@ -504,14 +505,18 @@ def recorded(name, headers, action):
     for header in headers:
         with open(header, 'rb') as text:
             print('%s  %s' % (hashlib.sha256(text.read()).hexdigest(), header))
+    failed = True
     try:
-        return action()
+        failed = action()
+        return failed
     finally:
         sys.stdout.flush()
         for fd, output in enumerate(outputs, 1):
             os.dup2(output, fd)
         tee.stdin.close()
         tee.wait()
+        if failed:
+            os.replace('build/results/' + name, 'build/results/' + name.replace('.txt', '.failed'))
 
 
 def build_program():
