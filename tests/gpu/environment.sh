@@ -29,8 +29,9 @@ nccl_link=
 # tool NAME PACKAGE: prints where one of NVIDIA's tools is, or says what to install.
 tool()
 {
-    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "${NVCC%/*}/$1" /usr/local/cuda/bin/"$1" /opt/cuda/bin/"$1" \
-        /opt/nvidia/nsight-compute/*/"$1"; do
+    nvcc_folder=${NVCC##* } nvcc_folder=${nvcc_folder%/*} # NVCC may be `ccache /usr/local/cuda/bin/nvcc`
+    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "$nvcc_folder/$1" /usr/local/cuda/bin/"$1" \
+        /opt/cuda/bin/"$1" /opt/nvidia/nsight-compute/*/"$1"; do
         [ ! -x "$place" ] || [ -d "$place" ] || { echo "$place"; return; }
     done
     echo "no $1 on PATH, under CUDA_HOME or beside nvcc: it is in $2" >&2

@@ -52,7 +52,7 @@ def output_of(*command):
 
 
 def tool(name, package):
-    places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC) + '/' + name,
+    places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC.split(' ')[-1]) + '/' + name,
               '/usr/local/cuda/bin/' + name, '/opt/cuda/bin/' + name]
     for folder in sys.path:  # of pip's packages
         places += glob.glob(folder + '/nvidia/*/bin/' + name)
@@ -80,7 +80,7 @@ def architecture():
 
 def compile_cuda(arch, source, *options):
     need(NVCC, NO_NVCC)
-    need(run(NVCC, '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', source, *options) == 0,
+    need(run(*NVCC.split(), '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', source, *options) == 0,
          source + ' does not compile')
 
 
