@@ -17,6 +17,21 @@ file_exists()
     [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
 }
 
+# prints_as_shown PROGRAM: it prints what it should, and README.md says so.
+prints_as_shown()
+{
+    shown='slot 1 holds "value 1", slot 4 "value 0"'
+    printed=$("$1") && echo "$printed" && [ "$printed" = "$shown" ] && grep -F "$shown" README.md
+}
+
+# is_in_header SOURCE: the program in kvprim.h's first comment is the same.
+is_in_header()
+{
+    sed -n '/^       #define KVPRIM_IMPLEMENTATION$/,/^       }$/s/^       //p; /^\*\/$/q' kvprim.h \
+        >"$build/in_header.c"
+    grep -v '^$' "$1" | diff "$build/in_header.c" -
+}
+
 # Compiles the snippets as strictly as everything else, except for variables that only the reader uses. Runs the first.
 readme()
 {
@@ -25,7 +40,8 @@ readme()
     cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
     cell 'README.md has snippets, and ends them' sh tests/build/readme.sh README.md "$build"
     cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
-    cell "README.md's first snippet, run" "$build/snippet_1"
+    cell "README.md's first snippet, run" prints_as_shown "$build/snippet_1"
+    cell "kvprim.h's copy of README.md's first snippet" is_in_header "$build/snippet_1.c"
     for source in "$build"/snippet_*.c; do
         cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -Wno-unused-parameter -I. -c "$source" \
             -o "$build/unit.o"
@@ -33,6 +49,7 @@ readme()
     cell "README.md's layouts" $CC -std=c11 $warnings -I. -I"$build" tests/build/layouts.c -o "$build/layouts"
     cell "README.md's layouts, checked" "$build/layouts"
     group "README.md's snippets and layouts"
+    cell 'README.md names something' [ -s "$build/named" ]
     while read -r kind what; do
         case $kind in
         command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
@@ -173,7 +190,7 @@ engine()
 {
     engine=examples/07_engine/engine.c
     checks=$address
-    works "$CC" $checks || checks=-O1
+    works $CC $checks || checks=-O1
     cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
     cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
     cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL $engine tests/build/engine_host.c \
@@ -300,7 +317,7 @@ callers()
 callers_of_cuda()
 {
     if [ -n "$NVCC" ] && has "$CXX"; then
-        cell 'CUDA unit' "$NVCC" -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'CUDA unit' $NVCC -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
         cell 'run CUDA unit' "$build/cuda_unit"
         group "unit in CUDA, $NVCC"
     else

@@ -83,7 +83,7 @@ api()
         cell "KVPRIM_STATIC with KVPRIM_API, $compiler" exports_only '^caller$' tests/build/use.c $compiler -Werror \
             -DKVPRIM_STATIC -DKVPRIM_CORE_IMPLEMENTATION "-DKVPRIM_API=$visible"
     done
-    ! has "$CXX" || ! has nm || cell 'kvprim_cuda.cuh' reaches "$visible" "$units/api_cuda.c" "$CXX" -x c++ -std=c++17
+    ! has "$CXX" || ! has nm || cell 'kvprim_cuda.cuh' reaches "$visible" "$units/api_cuda.c" $CXX -x c++ -std=c++17
     if [ -n "$NCCL_INCLUDE" ] && [ -n "$CUDA_INCLUDE" ] && has nm; then
         cell 'kvprim_nccl.h' reaches "$visible" "$units/nccl.cu" $CC -x c -std=c11 \
             $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
@@ -154,7 +154,7 @@ zig()
                 -std=c11 $warnings $prototypes -c "$units/$unit.c" -o "$build/unit.o"
         done
     done
-    group "zig cc $($zig version), eight targets"
+    group "zig cc $($zig version)"
     # Linked by the machine's compiler: zig would first build a C library.
     [ "$isa" ] || { skip 'programs by zig: no gcc or clang'; return; }
     for source in "$units/isa.c" tests/build/use.c tests/build/main.c; do
@@ -190,7 +190,7 @@ clang_cuda()
     cuda_headers >"$build/log" 2>&1 ||
         { skip 'clang as CUDA compiler: no python3 with pip, or PyPI is out of reach'; return; }
     clang='clang++ -x cuda -std=c++17 -nocudalib --cuda-path=build/cuda_11 -isystem build/cuda_11/include'
-    clang="$clang $nccl_headers -Wno-unknown-cuda-version ${warnings%-Wpedantic*} ${warnings#*-Wpedantic}"
+    clang="$clang $nccl_flags -Wno-unknown-cuda-version ${warnings%-Wpedantic*} ${warnings#*-Wpedantic}"
     unit empty_cuda 'int empty;'
     for arch in sm_80 sm_90; do
         $clang --cuda-gpu-arch=$arch -fsyntax-only "$build/empty_cuda.c" >"$build/log" 2>&1 ||

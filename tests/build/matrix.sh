@@ -132,7 +132,8 @@ for_aarch64()
 {
     if has aarch64-linux-gnu-gcc; then
         differing_units aarch64-linux-gnu-gcc -std=c11 $prototypes -O2
-        cell 'test_kvprim for AArch64' aarch64-linux-gnu-gcc $tests $warnings -static -o "$build/test_aarch64"
+        cell 'test_kvprim for AArch64' aarch64-linux-gnu-gcc $test_kvprim -O2 $warnings -static \
+            -o "$build/test_aarch64"
         group 'test_kvprim compiled for AArch64'
         if qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static); then
             program 'test_kvprim on AArch64 (qemu)' "$qemu" "$build/test_aarch64"
@@ -157,7 +158,8 @@ for_windows()
         return
     fi
     differing_units x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
-    cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $tests $warnings -static -o "$build/test_kvprim.exe"
+    cell 'test_kvprim for Windows' x86_64-w64-mingw32-gcc $test_kvprim -O2 $warnings -static \
+        -o "$build/test_kvprim.exe"
     cell '02_kv_replay for Windows' x86_64-w64-mingw32-gcc -I. examples/02_kv_replay/kv_replay.c -std=c11 -O2 -pthread \
         $warnings -static -o "$build/02_kv_replay.exe"
     group 'programs for Windows'
@@ -170,10 +172,9 @@ for_windows()
 
 systems()
 {
-    tests='tests/core/test_kvprim.c -std=c11 -O2 -pthread'
     for cc in gcc clang; do
         has $cc && works $cc -O3 -march=native -flto || continue
-        cell "test_kvprim, $cc -march=native" $cc $tests -O3 -march=native -flto -o "$build/test_native"
+        cell "test_kvprim, $cc -march=native" $cc $test_kvprim -O3 -march=native -flto -o "$build/test_native"
         group "test_kvprim compiled for this processor, $cc"
         program "test_kvprim, $cc -O3 -march=native -flto" "$build/test_native"
     done

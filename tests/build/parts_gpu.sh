@@ -16,9 +16,9 @@ kernels_for()
 {
     newest=75
     for arch; do
-        if "$NVCC" --list-gpu-arch | grep -q "^compute_$arch\$"; then
-            cell "kernels for sm_$arch, no stack and no spills" frugally "$NVCC" -std=c++17 -O3 -arch=sm_$arch -I. \
-                $nccl_headers -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
+        if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -std=c++17 -O3 -arch=sm_$arch -I. \
+                $nccl_flags -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
             newest=$arch
         else
             skip "kernels for sm_$arch: this nvcc does not know it"
@@ -26,8 +26,8 @@ kernels_for()
     done
 }
 
-# sass CUBIN: checks it as `make sass` does. Without cuobjdump, only whether kernels of kvprim_cuda.cuh wait for the one
-# before, in PTX.
+# sass CUBIN [PTX]: checks it as `make sass` does. Without cuobjdump, only whether the kernels of kvprim_cuda.cuh in PTX
+# for sm_90 or newer wait for the one before.
 sass()
 {
     if ! has python3; then
@@ -37,9 +37,8 @@ sass()
         group "SASS: $(tail -n 1 "$build/log")"
     else
         skip "SASS of $1: no cuobjdump"
-        grep -q kvprim_cuda "$build/kernels.cu" || return 0 # the collectives' PTX takes long
-        cell 'PTX' "$NVCC" -std=c++17 -O3 -arch=sm_90 -I. -ptx "$build/kernels.cu" -o "$build/kernels.ptx"
-        cell 'waits in PTX' python3 tests/profile/profile.py ptx "$build/kernels.ptx"
+        [ -n "${2-}" ] || return 0
+        cell 'waits in PTX' python3 tests/profile/profile.py ptx "$2"
         group 'kernels wait for the one before, PTX'
     fi
 }
@@ -49,11 +48,11 @@ sass()
 # nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
 nccl_emulated()
 {
-    if ! has "$CXX" || ! starts "$CXX" -x c++ $1; then
+    if ! has "$CXX" || ! starts $CXX -x c++ $1; then
         skip "collectives emulated on the CPU: no C++ compiler with $1"
         return
     fi
-    cell "test_nccl_emulated, $CXX $1" "$CXX" -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
+    cell "test_nccl_emulated, $CXX $1" $CXX -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
         -pthread -o "$build/test_nccl_emulated"
     group "test_nccl_emulated compiled, $CXX $1"
     program "test_nccl_emulated ${2-}" $launcher "$build/test_nccl_emulated" ${2-}
@@ -119,7 +118,7 @@ nccl_versions()
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
-    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" "$NVCC" -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
         -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
 }
@@ -145,16 +144,16 @@ nccl_cuda()
         skip "kvprim_nccl.h as CUDA: no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)"
         return
     fi
-    cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_headers"
+    cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
     kernels_for 75 80 100 120
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu -c tests/nccl/test_nccl.c \
         -o "$build/test_nccl.o"
-    group 'kernels of kvprim_nccl.h for five architectures'
+    group 'kernels of kvprim_nccl.h'
     sass "$build/test_nccl.o"
-    cell 'test_nccl linked' "$NVCC" "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
+    cell 'test_nccl linked' $NVCC "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
     done
@@ -211,6 +210,13 @@ profile()
 
 # ---- kernels ----
 
+# all_passed FILE: what the file keeps has ended, and nothing has failed: no test, no check of counters, no sanitizer.
+all_passed()
+{
+    ! grep '[1-9][0-9]* failed\|^ *FAIL\|^NOT \|ERROR SUMMARY: [1-9]' "$1" || return 1
+    case $1 in *_test.txt | *_sanitize.txt) grep ' 0 failed, ' "$1" ;; esac
+}
+
 # What a GPU printed is committed with checksums of the headers that it ran. Says which have changed since then.
 results()
 {
@@ -224,7 +230,7 @@ results()
         if [ ! -f "$file" ]; then
             skip "$file: none (make $target on a GPU)"
         elif grep "^[0-9a-f]\{64\}  kvprim" "$file" | sha256sum -c --status 2>/dev/null; then
-            cell "$file is of these headers" true
+            cell "$file is of these headers, and nothing failed" all_passed "$file"
         else
             skip "$file: of other headers than these (make $target on a GPU)"
         fi
@@ -236,9 +242,9 @@ kernels_of_all()
 {
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
     kernels_for 75 80 86 89 90 100 120
-    cell 'PTX for newer architectures' "$NVCC" -std=c++17 -O3 -arch="compute_$newest" -I. -ptx "$build/kernels.cu" \
+    cell 'PTX for newer architectures' $NVCC -std=c++17 -O3 -arch="compute_$newest" -I. -ptx "$build/kernels.cu" \
         -o "$build/kernels.ptx"
-    group "kernels, $NVCC, sm_75 to sm_120 and PTX"
+    group "kernels and PTX, $NVCC"
 }
 
 kernels()
@@ -257,7 +263,11 @@ kernels()
     else
         skip 'what build/libkvprim_cuda.so exports: no nm'
     fi
-    sass "$build/kernels_sm_90.cubin"
+    if [ "$newest" -ge 90 ]; then
+        sass "$build/kernels_sm_90.cubin" "$build/kernels.ptx"
+    else
+        skip "SASS and waits of kernels: $NVCC does not know sm_90"
+    fi
 }
 
 # ---- programs ----
@@ -281,7 +291,7 @@ gpu_programs()
     fi
     cell 'test_cuda' $cu -O1 tests/gpu/test_cuda.cu -o "$build/test_cuda"
     cell 'test_cuda with KVPRIM_DEBUG' $cu -O1 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
-    cell 'test_nvtx' $cu -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_headers tests/build/test_nvtx.c $nccl_link \
+    cell 'test_nvtx' $cu -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags tests/build/test_nvtx.c $nccl_link \
         -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
@@ -318,7 +328,7 @@ compiled_at_home()
     (
         NCCL_INCLUDE=$home/include NCCL_LIBRARY=$home/lib/libnccl.so.2
         . tests/gpu/environment.sh
-        "$NVCC" -x cu $nccl_headers "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here home &&
+        $NVCC -x cu $nccl_flags "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here home &&
             $CC $system "$build/nccl_home.c" $libraries -o "$build/nccl_home_in_c"
     ) && is_of_home "$build/nccl_home" && is_of_home "$build/nccl_home_in_c"
 }

@@ -20,8 +20,8 @@ system_headers()
 # nvcc's flags to compile with this very nccl.h: it is included by path, because nvcc searches its own folder, which may
 # hold another one, before those of -isystem. And to link with this very library, whose only name may be libnccl.so.2,
 # and find it before one on LD_LIBRARY_PATH.
-nccl_headers=
-[ -z "$NCCL_INCLUDE" ] || nccl_headers="-include $NCCL_INCLUDE/nccl.h$(system_headers "$NCCL_INCLUDE")"
+nccl_flags=
+[ -z "$NCCL_INCLUDE" ] || nccl_flags="-include $NCCL_INCLUDE/nccl.h$(system_headers "$NCCL_INCLUDE")"
 nccl_link=
 [ -z "$NCCL_LIBRARY" ] || nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker --disable-new-dtags -Xlinker -rpath \
     -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
@@ -29,8 +29,9 @@ nccl_link=
 # tool NAME PACKAGE: prints where one of NVIDIA's tools is, or says what to install.
 tool()
 {
-    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "${NVCC%/*}/$1" /usr/local/cuda/bin/"$1" /opt/cuda/bin/"$1" \
-        /opt/nvidia/nsight-compute/*/"$1"; do
+    nvcc_folder=${NVCC##* } nvcc_folder=${nvcc_folder%/*} # NVCC may be `ccache /usr/local/cuda/bin/nvcc`
+    for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "$nvcc_folder/$1" /usr/local/cuda/bin/"$1" \
+        /opt/cuda/bin/"$1" /opt/nvidia/nsight-compute/*/"$1"; do
         [ ! -x "$place" ] || [ -d "$place" ] || { echo "$place"; return; }
     done
     echo "no $1 on PATH, under CUDA_HOME or beside nvcc: it is in $2" >&2

@@ -6,7 +6,7 @@
 
     sass      prints registers, stack and widths of memory accesses of every kernel; checks main paths for 128 bits, and
               that kernels wait for the one before them
-    ptx       checks only that they wait, in what nvcc -ptx wrote for sm_90 or newer
+    ptx       checks only that they wait, in what nvcc -ptx wrote of kvprim_cuda.cuh for sm_90 or newer
     cfg       draws control-flow graphs of the kernels: build/cfg/*.dot, and .svg if there is Graphviz
     ncu       prints counters of one launch of each operation, as a table and a checklist; needs a GPU
     sanitize  runs compute-sanitizer's four tools on a tenth of the tests, build/test_cuda; needs a GPU
@@ -52,7 +52,7 @@ def output_of(*command):
 
 
 def tool(name, package):
-    places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC) + '/' + name,
+    places = [shutil.which(name), CUDA_HOME + '/bin/' + name, os.path.dirname(NVCC.split(' ')[-1]) + '/' + name,
               '/usr/local/cuda/bin/' + name, '/opt/cuda/bin/' + name]
     for folder in sys.path:  # of pip's packages
         places += glob.glob(folder + '/nvidia/*/bin/' + name)
@@ -80,7 +80,7 @@ def architecture():
 
 def compile_cuda(arch, source, *options):
     need(NVCC, NO_NVCC)
-    need(run(NVCC, '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', source, *options) == 0,
+    need(run(*NVCC.split(), '-std=c++17', '-O3', '-arch=' + arch, '-lineinfo', '-I.', source, *options) == 0,
          source + ' does not compile')
 
 
@@ -124,6 +124,8 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+Lb1E', 'gather'),
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_(gather|store)_kernelI\w*Lb1EEv|kvpn_kernelI'
 MAY_WAIT = r'kvpc_(bytes|move|move_few|move_bytes|unpack)_kernel'
+NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*Lb0EEv'
+LEAST_WAITING = 40  # kernels of kvprim_cuda.cuh of the first two kinds; it has 50
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
 # Narrow stores of a collective's main path: which half of its slots is next and, if it waited in vain, why: to the
 # host, to its own GPU and, in a loop, to the other ranks.
@@ -145,18 +147,22 @@ class Kernel:
         wide = self.count(instruction + r'\.(.*\.)?(128|256)')
         return wide, self.count(instruction) - wide
 
-    def begins_early(self):
-        """Says whether memory may be accessed before the kernel has waited for the one before it (on sm_90 and
-        newer). Up to the wait, which ptxas calls ACQBULK, a kernel that always waits may only end."""
+    def waits_wrongly(self):
+        """Says what is wrong with how the kernel waits for the one before it (on sm_90 and newer). No memory may be
+        accessed before. Up to the wait, which ptxas calls ACQBULK, a kernel that always waits may only end."""
         always = re.search(WAITS, self.name)
-        if self.arch < 90 or not (always or re.search(MAY_WAIT, self.name)):
-            return False
+        if self.arch < 90 or not re.search('kvp[cn]_', self.name):
+            return ''
+        if re.search(NEVER_WAITS, self.name):
+            return 'waits without dependent launch' if self.count('ACQBULK') else ''
+        if not always and not re.search(MAY_WAIT, self.name):
+            return 'whether it has to wait is unknown'
         for predicate, code in self.code:
-            if code == 'ACQBULK':
-                return bool(always and predicate)
-            if re.match(GLOBAL, code) or always and re.match(r'(BR|J|CALL|BREAK)', code):
-                return True
-        return True
+            if code == 'ACQBULK' and not (always and predicate):
+                return ''
+            if code == 'ACQBULK' or re.match(GLOBAL, code) or always and re.match(r'(BR|J|CALL|BREAK)', code):
+                break
+        return 'memory before the wait'
 
     def fault(self):
         """Says what is wrong. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each."""
@@ -166,10 +172,8 @@ class Kernel:
             return 'local memory'
         if self.count('(LD|ST)'):
             return 'generic accesses'
-        if self.begins_early():
-            return 'memory before the wait'
-        if not self.path:
-            return ''
+        if self.waits_wrongly() or not self.path:
+            return self.waits_wrongly()
         stores, narrow_stores = self.widths('STG')
         if not self.widths('LDG')[0] or not stores:
             return 'no 128-bit accesses'
@@ -220,12 +224,17 @@ def judge_sass(kernels):
 
 
 def read_ptx(text):
-    """Returns kernels with no instructions except waits and accesses, by their names in SASS."""
+    """Returns kernels with no instructions except waits, accesses that may be of global memory, and branches, by their
+    names in SASS. A branch to the end is one there, too."""
     kernels = []
     for name, body in re.findall(r'^(?:\.\w+ )*\.entry (\w+)\((.*?)^\}', text, re.M | re.S):
         kernels.append(Kernel(name, 90, {}))
-        kernels[-1].code = [('', 'ACQBULK' if wait else 'LDG') for wait in re.findall(
-            r'(griddepcontrol\.wait)|(?:ld|st|red|atom|prefetch)[.\w]*\.global|cp\.async', body)]
+        ends = re.findall(r'^(\$\w+):\s*ret;', body, re.M)
+        for predicate, wait, branch, to in re.findall(
+                r'(?:@(!?%\w+)\s+)?(?<![\w.%$])(?:(griddepcontrol\.wait)|(bra|brx|call)\b[.\w]*\s*([$\w]*)|'
+                r'(?:ld|st|red|atom|prefetch)\.(?!param|shared)|(?:cp|multimem)\.)', body):
+            code = 'ACQBULK' if wait else 'LDG' if not branch else 'EXIT' if to in ends else 'BRA'
+            kernels[-1].code.append((predicate, code))
     return kernels
 
 
@@ -233,11 +242,14 @@ def ptx(files):
     faults = 0
     for name in files:
         kernels = read_ptx(open(name).read())
-        early = [k.name for k in kernels if k.begins_early()]
-        print('%s: %d kernels' % (name, len(kernels)))
-        print(''.join('FAIL %s: memory before the wait\n' % k for k in early), end='')
-        faults += len(early) or not kernels
-    return faults != 0
+        waiting = sum(1 for k in kernels if re.search(WAITS + '|' + MAY_WAIT, k.name))
+        print('%s: %d kernels, %d of them wait' % (name, len(kernels), waiting))
+        wrong = ['%s: %s' % (k.name, k.waits_wrongly()) for k in kernels if k.waits_wrongly()]
+        if waiting < LEAST_WAITING:
+            wrong.append('fewer than %d kernels wait' % LEAST_WAITING)
+        print(''.join('FAIL %s\n' % fault for fault in wrong), end='')
+        faults += len(wrong)
+    return faults != 0 or not files
 
 
 def sass(cubins):

@@ -80,7 +80,8 @@ COLLECTIVES = [
 
 # Kernels of rows: whether one of these codes is a fault. They return early, or wait only if their parameters say so.
 STORE, MOVE = '_Z17kvpc_store_kernelILj8ELj1ELj1ELb1ELb%dEEv10kvpc_plain', '_Z16kvpc_move_kernelILj8ELj2ELj1EEv'
-EARLY = 'memory before the wait'
+EARLY, UNASKED = 'memory before the wait', 'waits without dependent launch'
+UNKNOWN = 'whether it has to wait is unknown'
 ROWS = [
     ('store waits', '', STORE % 1, 90, ['PREEXIT', '@P0 EXIT', WAIT, *WIDE]),
     ('store does not wait', EARLY, STORE % 1, 90, ['PREEXIT', '@P0 EXIT', *WIDE]),
@@ -90,11 +91,33 @@ ROWS = [
     ('store waits only sometimes', EARLY, STORE % 1, 90, ['@!P1 ' + WAIT, *WIDE]),
     ('store branches past the wait', EARLY, STORE % 1, 90, ['@!UP0 BRA.U', WAIT, *WIDE]),
     ('store without dependent launch', '', STORE % 0, 90, WIDE),
+    ('store without dependent launch waits', UNASKED, STORE % 0, 90, [WAIT, *WIDE]),
+    ('a kernel that no rule knows', UNKNOWN, '_Z9kvpc_swap10kvpc_plain', 90, WIDE),
+    ('a kernel of others', '', '_Z9swap_rowsPc', 90, WIDE),
     ('store before Hopper', '', STORE % 1, 80, WIDE),
     ('transfer asks', '', MOVE, 90, ['@P0 EXIT', '@!P0 BRA', WAIT, *WIDE]),
     ('transfer asks on sm_120', '', MOVE, 120, ['@P0 EXIT', '@!UP0 BRA.U', WAIT, *WIDE]),
     ('transfer waits after a load', EARLY, MOVE, 90, ['@P0 BRA', 'LDG.E', WAIT, *WIDE]),
     ('transfer does not wait', EARLY, MOVE, 100, WIDE),
+]
+
+# The same in PTX. A branch to $L_9 goes to the end.
+PTX_WAIT = 'griddepcontrol.wait;'
+PTX = [
+    ('store waits', '', STORE % 1, PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
+    ('store ends or waits', '', STORE % 1, '@%p1 bra $L_9; ' + PTX_WAIT + ' ld.global.s32 %r1, [%rd1];'),
+    ('store without dependent launch', '', STORE % 0, 'st.global.v4.u32 [%rd1], {};'),
+    ('store without dependent launch waits', UNASKED, STORE % 0, PTX_WAIT),
+    ('store loads, then waits', EARLY, STORE % 1, 'ld.volatile.global.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store loads from anywhere, then waits', EARLY, STORE % 1, 'ld.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store loads volatile, then waits', EARLY, STORE % 1, 'ld.volatile.u32 %r1, [%rd1]; ' + PTX_WAIT),
+    ('store copies, then waits', EARLY, STORE % 1, 'cp.async.ca.shared.global [%r1], [%rd1], 16; ' + PTX_WAIT),
+    ('store prefetches, does not wait', EARLY, STORE % 1, 'prefetch.global.L2 [%rd1];'),
+    ('store branches past the wait', EARLY, STORE % 1, '@%p1 bra $L_2; ' + PTX_WAIT + ' $L_2: st.u32 [%rd1], %r1;'),
+    ('store waits only sometimes', EARLY, STORE % 1, '@!%p1 ' + PTX_WAIT + ' st.global.u32 [%rd1], %r1;'),
+    ('transfer asks', '', MOVE, '@%p1 bra $L_2; ' + PTX_WAIT + ' $L_2: st.u32 [%rd1], %r1;'),
+    ('transfer adds, then waits', EARLY, MOVE, '@%p1 red.add.u32 [%rd1], 1; ' + PTX_WAIT),
+    ('a kernel that no rule knows', UNKNOWN, '_Z9kvpc_swap10kvpc_plain', PTX_WAIT),
 ]
 
 # As nvdisasm writes it: a loop of two blocks, with a loop of one block inside, and a loop that nothing enters.
@@ -130,12 +153,17 @@ def test_sass():
 
 
 def test_ptx():
-    entry = '.entry %s(\n.param .u64 p\n)\n{\n\tld.param.u64 %%rd1, [p];\n\t%s\n}\n'
-    text = ''.join(entry % (STORE % pdl, body) for pdl, body in [
-        (1, 'griddepcontrol.wait;\n\tld.global.s32 %r1, [%rd1];'), (0, 'st.global.v4.u32 [%rd1], {};'),
-        (1, 'ld.volatile.global.u32 %r1, [%rd1];\n\tgriddepcontrol.wait;'), (1, 'prefetch.global.L2 [%rd1];')])
-    found = [kernel.begins_early() for kernel in profile.read_ptx(text)]
-    check('PTX: waits', found == [False, False, True, True], found)
+    entry = '.entry %s(\n.param .u64 p\n)\n{\n\t.reg .pred %%p<2>;\n\tld.param.u64 %%rd1, [p];\n\t%s\n' \
+        '$L_9:\n\tret;\n}\n'
+    for name, fault, kernel, body in PTX:
+        found = [k.waits_wrongly() for k in profile.read_ptx(entry % (kernel, body.replace('; ', ';\n\t')))]
+        check('PTX: ' + name, found == [fault], found)
+    for kernels in 40, 39:
+        with tempfile.NamedTemporaryFile('w') as file:
+            file.write(kernels * (entry % (MOVE, PTX_WAIT)))
+            file.flush()
+            faults, text = printed(profile.ptx, [file.name])
+        check('PTX: %d kernels wait' % kernels, faults == (kernels < 40) and text.count('FAIL') == faults, text)
 
 
 def test_cfg():
