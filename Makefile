@@ -48,6 +48,10 @@ CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLAC
 NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
 NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \
     lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
+ifneq ($(and $(NCCL_HOME),$(filter gpu-test nccl-% gpu-bench sanitize engine ncu,$(MAKECMDGOALS))),)
+$(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no nccl.h or no libnccl.so.2 there (make \
+    takes no spaces)))
+endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
 EXAMPLES = build/01_rows build/02_kv_replay
@@ -107,9 +111,9 @@ test: build/02_kv_replay
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh 'test sh tests/build/parts.sh emulated build/emulated quick' \
 	    'test sh tests/build/parts.sh core build/core quick' \
 	    $(call parts,nccl) $(call REPLAY_TEST,quick) $(call parts,callers) \
-	    'test make -s build/test_kvprim && build/test_kvprim' \
-	    'test make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
-	    'exits 01_rows make -s build/01_rows && build/01_rows' $(call parts,readme profile)
+	    'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
+	    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
+	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile)
 
 check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
@@ -129,6 +133,8 @@ bench: build/bench_prefix build/bench_host
 
 results:
 	@ls build/results/*.txt >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }
+	@! cat build/results/*.txt | grep '^[0-9a-f]\{64\}  kvprim' | sha256sum -c 2>/dev/null | grep FAILED || \
+	    { echo 'make results: some of build/results/ are of other headers; remove them'; exit 1; }
 	cp build/results/*.txt $(wildcard build/results/*.svg) tests/results/
 
 plots:

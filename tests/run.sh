@@ -17,7 +17,8 @@ unset JOBS # a test that calls this script decides for itself
 passed=0 failed=0 skipped=0 workers=
 scratch=$(mktemp -d) || exit 1
 trap 'rm -rf "$scratch"' EXIT
-trap 'kill $workers 2>/dev/null; wait; exit 130' HUP INT PIPE TERM
+trap 'kill $workers 2>/dev/null; wait; exit 130' HUP PIPE TERM
+trap 'trap "" TERM; kill -TERM 0; wait; exit 130' INT # Ctrl-C: what runs in the background ignores it
 
 fail()
 {
@@ -48,13 +49,12 @@ show()
 {
     line=
     while IFS= read -r next || [ -n "$next" ]; do
-        case $next in make*': *** '*) printf '%s\n' "$next" && continue ;; esac # what make adds when a target fails
-        line=$next
-        case $line in
+        case $next in 'make: *** '* | 'make['*) ;; *) line=$next ;; esac # a make that fails says so last
+        case $next in
         'ok '*) [ "${V:-0}" != 0 ] || continue ;;
-        'FAIL '*) printf '    %s\n' "$line" >>"$scratch/failures" ;;
+        'FAIL '*) printf '    %s\n' "$next" >>"$scratch/failures" ;;
         esac
-        printf '%s\n' "$line"
+        printf '%s\n' "$next"
     done
     printf '%s\n' "$line" >"$scratch/last"
 }

@@ -26,8 +26,8 @@ kernels_for()
     done
 }
 
-# sass CUBIN [PTX]: checks it as `make sass` does. Without cuobjdump, only whether the kernels of kvprim_cuda.cuh in PTX
-# for sm_90 or newer wait for the one before.
+# sass CUBIN [PTX]: checks it as `make sass` does. Without cuobjdump, only whether the kernels in PTX for sm_90 or newer
+# wait for the one before.
 sass()
 {
     if ! has python3; then
@@ -152,7 +152,10 @@ nccl_cuda()
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu -c tests/nccl/test_nccl.c \
         -o "$build/test_nccl.o"
     group 'kernels of kvprim_nccl.h'
-    sass "$build/test_nccl.o"
+    cell 'PTX of kvprim_nccl.h' $NVCC -std=c++17 -arch=sm_90 -Xcicc -O1 -I. $nccl_flags -DKVPRIM_IMPLEMENTATION -x cu \
+        -ptx kvprim_nccl.h -o "$build/kernels.ptx"
+    group 'PTX of kvprim_nccl.h'
+    sass "$build/test_nccl.o" "$build/kernels.ptx"
     cell 'test_nccl linked' $NVCC "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
