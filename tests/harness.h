@@ -145,4 +145,33 @@ static inline void *allocate(size_t bytes)
     return p;
 }
 
+/* ---- tables ---- */
+
+#ifdef KVPRIM_H
+/* Rows follow each other without a gap. Every other field is zero. */
+static inline kvprim_table table_of(void *data, int64_t rows)
+{
+    kvprim_table t;
+    memset(&t, 0, sizeof t);
+    t.data = data;
+    t.rows = rows;
+    return t;
+}
+
+static inline kvprim_table strided(void *data, int64_t rows, int64_t stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.stride = stride;
+    return t;
+}
+
+static inline kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+{
+    kvprim_table t = table_of(data, rows);
+    t.page_rows = page_rows;
+    t.page_stride = page_stride;
+    return t;
+}
+#endif
+
 #endif

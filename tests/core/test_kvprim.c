@@ -338,31 +338,6 @@ static void test_threads(void)
 
 /* ---- rows: the contract, byte by byte ---- */
 
-/* Rows follow each other without a gap. Every other field is zero. */
-static kvprim_table table_of(void *data, int64_t rows)
-{
-    kvprim_table t;
-    memset(&t, 0, sizeof t);
-    t.data = data;
-    t.rows = rows;
-    return t;
-}
-
-static kvprim_table strided(void *data, int64_t rows, int64_t stride)
-{
-    kvprim_table t = table_of(data, rows);
-    t.stride = stride;
-    return t;
-}
-
-static kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
-{
-    kvprim_table t = table_of(data, rows);
-    t.page_rows = page_rows;
-    t.page_stride = page_stride;
-    return t;
-}
-
 /* Descriptors whose indices are int32. */
 static kvprim_gather_desc gather_of(kvprim_table dst, kvprim_table src, int64_t row_bytes, const int32_t *index,
                                     int64_t count)

@@ -118,22 +118,9 @@ template <class T> static T *on_source(const arena *a, T *p)
 
 /* ---- descriptors ---- */
 
-/* Rows are `stride` bytes apart, 0: without a gap. Every other field is zero. */
-static kvprim_table table_of(void *data, int64_t rows, int64_t stride = 0)
+static kvprim_table table_of(void *data, int64_t rows, int64_t stride)
 {
-    kvprim_table t = {};
-    t.data = data;
-    t.rows = rows;
-    t.stride = stride;
-    return t;
-}
-
-static kvprim_table pages_of(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
-{
-    kvprim_table t = table_of(data, rows);
-    t.page_rows = page_rows;
-    t.page_stride = page_stride;
-    return t;
+    return strided(data, rows, stride);
 }
 
 /* Has no rows and no memory. Its heads must not matter. */
@@ -764,8 +751,8 @@ static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
     const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
     const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
     char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache.align));
-    d->k_cache = pages_of(cache, c->rows, page_rows, page);
-    d->v_cache = pages_of(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
+    d->k_cache = paged(cache, c->rows, page_rows, page);
+    d->v_cache = paged(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
 }
 
 static kvprim_store_desc make_store(arena *a, unsigned n, const store_case &c)
