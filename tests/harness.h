@@ -158,14 +158,14 @@ static inline kvprim_table table_of(void *data, int64_t rows)
     return t;
 }
 
-static inline kvprim_table strided(void *data, int64_t rows, int64_t stride)
+static inline kvprim_table strided_table(void *data, int64_t rows, int64_t stride)
 {
     kvprim_table t = table_of(data, rows);
     t.stride = stride;
     return t;
 }
 
-static inline kvprim_table paged(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
+static inline kvprim_table paged_table(void *data, int64_t rows, int64_t page_rows, int64_t page_stride)
 {
     kvprim_table t = table_of(data, rows);
     t.page_rows = page_rows;

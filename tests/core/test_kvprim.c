@@ -456,7 +456,7 @@ enum { n_layouts = (int)LENGTH(layouts) };
 /* Returns the layout's table with every field filled in, and how many bytes it spans. */
 static kvprim_table lay_out(const layout *l, int64_t rows, int64_t row_bytes, size_t *span)
 {
-    kvprim_table t = paged(NULL, rows, l->page_rows, 0);
+    kvprim_table t = paged_table(NULL, rows, l->page_rows, 0);
     t.heads = row_bytes % 4 == 0 ? l->heads : 0;
     const int64_t heads = t.heads > 1 ? t.heads : 1, in_page = t.page_rows ? t.page_rows : rows;
     t.stride = row_bytes / heads + l->pad;
@@ -679,7 +679,7 @@ static void one_store(int64_t k_bytes, int64_t v_bytes, const layout *cache_layo
     const kvprim_table v_table = lay_out(cache_layout, rows, v_bytes, &v_span);
     memory k_cache = make(k_table, k_span, align), v_cache = make(v_table, v_span, 15 - align);
     const int64_t token = k_bytes + v_bytes + 3; /* a packed tensor: K and V of a token side by side */
-    memory input = make(strided(NULL, count, token), (size_t)(count * token), align / 2);
+    memory input = make(strided_table(NULL, count, token), (size_t)(count * token), align / 2);
     kvprim_table v_input = input.t;
     v_input.data = (char *)input.t.data + k_bytes;
     index_list slot;
@@ -730,8 +730,9 @@ static void test_store_interleaved(void)
     fill(input, sizeof input);
     const int64_t page_stride = 2 * page_rows * row_bytes;
     kvprim_store_desc d =
-        store_of(paged(cache, rows, page_rows, page_stride), table_of(input[0], count), row_bytes, slot, count);
-    add_v(&d, paged(cache + page_rows * row_bytes, rows, page_rows, page_stride), table_of(input[1], count), row_bytes);
+        store_of(paged_table(cache, rows, page_rows, page_stride), table_of(input[0], count), row_bytes, slot, count);
+    add_v(&d, paged_table(cache + page_rows * row_bytes, rows, page_rows, page_stride), table_of(input[1], count),
+          row_bytes);
     CHECK(kvprim_store(&d) == KVPRIM_OK);
     for (int i = 0; i < count; i++)
         for (int kv = 0; kv < 2; kv++)
@@ -748,14 +749,14 @@ static void test_defaults(void)
             continue;
         size_t span;
         const kvprim_table want = lay_out(&layouts[l], 32, 64, &span);
-        kvprim_table zeros = paged(NULL, 32, layouts[l].page_rows, 0);
+        kvprim_table zeros = paged_table(NULL, 32, layouts[l].page_rows, 0);
         zeros.heads = layouts[l].heads;
         zeros.head_stride = want.head_stride; /* has no default */
         const kvprim_table got = kvprim_table_resolve(zeros, 64);
         CHECK(got.stride == want.stride && got.page_stride == want.page_stride && got.head_stride == want.head_stride);
         CHECK(got.heads == (want.heads ? want.heads : 1));
     }
-    kvprim_table inside = strided(NULL, 32, 64); /* heads inside the row */
+    kvprim_table inside = strided_table(NULL, 32, 64); /* heads inside the row */
     inside.page_rows = 8;
     inside.heads = 4;
     inside.head_stride = 16;
@@ -1100,7 +1101,7 @@ static void test_gather_errors(void)
     d.dst.stride = 200, d.src.data = dst + 3 * 200 + 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
     d = good; /* one table starts where the other's partial last page ends: no overlap */
-    d.src = paged(src, 5, 4, 0), d.dst.data = src + 5 * 128;
+    d.src = paged_table(src, 5, 4, 0), d.dst.data = src + 5 * 128;
     CHECK(kvprim_gather(&d) == KVPRIM_OK);
     d = good; /* dst begins right after the last of the indices, which lie two apart */
     memset(src, 0, sizeof src);
@@ -1190,9 +1191,9 @@ static void check_unlike_sides(unsigned char *cache, kvprim_transfer_desc d)
     } cases[] = {
         {plain, with_pages(plain, 4, 0), 0, "dst.page_rows is 0 and src.page_rows 4"},
         {with_pages(plain, 4, 0), with_pages(plain, 4, 300), 0, "dst.page_stride is 256 and src.page_stride 300"},
-        {plain, strided(cache, 8, 72), 0, "dst.stride is 64 and src.stride 72"},
-        {plain, with_heads(strided(cache, 8, 64), 2, 1024), 0, "dst.heads is 1 and src.heads 2"},
-        {with_heads(strided(cache, 8, 64), 2, 512), with_heads(strided(cache, 8, 64), 2, 1024), 0,
+        {plain, strided_table(cache, 8, 72), 0, "dst.stride is 64 and src.stride 72"},
+        {plain, with_heads(strided_table(cache, 8, 64), 2, 1024), 0, "dst.heads is 1 and src.heads 2"},
+        {with_heads(strided_table(cache, 8, 64), 2, 512), with_heads(strided_table(cache, 8, 64), 2, 1024), 0,
          "dst.head_stride is 512 and src.head_stride 1024"},
         {plain, plain, 1024, "layer 1 is at"},
     };
@@ -1288,7 +1289,7 @@ static void test_same_cache(void)
             memcpy(want + l * layer_bytes + to[i] * row_bytes, cache + l * layer_bytes + from[i] * row_bytes,
                    row_bytes);
     }
-    kvprim_transfer_desc d = transfer_of(paged(NULL, rows, 4, 0), paged(NULL, rows, 4, 0), row_bytes, 5);
+    kvprim_transfer_desc d = transfer_of(paged_table(NULL, rows, 4, 0), paged_table(NULL, rows, 4, 0), row_bytes, 5);
     d.dst_layers = d.src_layers = pointers, d.layers = layers;
     d.dst_index = to, d.src_index = from;
     d.rejected = &rejected, d.same_cache = 1;
@@ -1341,7 +1342,7 @@ static void test_bytes(void)
         t.data = block;
         one_bytes(&t, block + 16384, (int64_t)span + 8);
     }
-    t = paged(block, bytes_rows, 4, 64); /* the rows of all pages in turn: the first page ends last */
+    t = paged_table(block, bytes_rows, 4, 64); /* the rows of all pages in turn: the first page ends last */
     t.stride = 512;
     one_bytes(&t, block + 16384, 2048);
 }
@@ -1350,14 +1351,14 @@ static void test_bytes(void)
 static void test_partial_pages(void)
 {
     static unsigned char to[16384], from[4096];
-    kvprim_transfer_desc resolved, d = transfer_of(paged(to, 5, 4, 0), table_of(from, 5), 64, 5);
+    kvprim_transfer_desc resolved, d = transfer_of(paged_table(to, 5, 4, 0), table_of(from, 5), 64, 5);
     d.layers = 2;
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 4 * 64);
-    d.dst = paged(to, 4, 100, 256), d.count = 4; /* less than one page */
+    d.dst = paged_table(to, 4, 100, 256), d.count = 4; /* less than one page */
     d.dst_layer_stride = 256;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(to, from, 512) == 0);
     /* Pages inside the rows' stride: the first one, which is whole, reaches further than the last row. */
-    d.dst = paged(to, 5, 4, 1024), d.dst.stride = 4096, d.dst.bytes = 3 * 4096 + 512;
+    d.dst = paged_table(to, 5, 4, 1024), d.dst.stride = 4096, d.dst.bytes = 3 * 4096 + 512;
     d.row_bytes = 512, d.layers = 1, d.count = 5, d.dst_layer_stride = 0;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     d.dst.bytes--;
@@ -1533,7 +1534,7 @@ static const pair_case pair_cases[] = {
 
 static kvprim_table pair_table(const pair_case *c, unsigned char *data)
 {
-    kvprim_table t = with_heads(paged(data, c->rows, c->page_rows, c->page_stride), c->heads, c->head_stride);
+    kvprim_table t = with_heads(paged_table(data, c->rows, c->page_rows, c->page_stride), c->heads, c->head_stride);
     t.stride = c->stride;
     return t;
 }
@@ -1580,10 +1581,10 @@ static void test_k_beside_v(void)
     static unsigned char cache[2048], *const k = cache + 1024;
     for (size_t i = 0; i < LENGTH(pair_cases); i++)
         one_pair(&pair_cases[i]);
-    check_unlike_pair(paged(k, 8, 4, 512), paged(k - 512, 8, 4, 640));
-    check_unlike_pair(paged(k, 16, 8, 512), paged(k - 640, 16, 4, 512));
-    check_unlike_pair(strided(k, 4, 128), strided(k - 128, 4, 160));
-    check_unlike_pair(with_heads(strided(k, 4, 32), 2, 256), with_heads(strided(k - 256, 4, 32), 2, 384));
+    check_unlike_pair(paged_table(k, 8, 4, 512), paged_table(k - 512, 8, 4, 640));
+    check_unlike_pair(paged_table(k, 16, 8, 512), paged_table(k - 640, 16, 4, 512));
+    check_unlike_pair(strided_table(k, 4, 128), strided_table(k - 128, 4, 160));
+    check_unlike_pair(with_heads(strided_table(k, 4, 32), 2, 256), with_heads(strided_table(k - 256, 4, 32), 2, 384));
 }
 
 /* Rows that follow each other on both sides move together. The row after the last one of these is the first one: it
@@ -1616,15 +1617,15 @@ static size_t make_moves(int kind, unsigned char *memory_of, const int32_t *inde
 {
     unsigned char *const to = memory_of, *const from = memory_of + moves_bytes / 2;
     kvprim_gather_desc gather = gather_of(table_of(to, 9), table_of(from, 30), 100, index, 9);
-    kvprim_store_desc store = store_of(strided(to + 1000, 30, 320), table_of(from + 3000, 11), 192, index, 11);
+    kvprim_store_desc store = store_of(strided_table(to + 1000, 30, 320), table_of(from + 3000, 11), 192, index, 11);
     kvprim_transfer_desc transfer = transfer_of(table_of(to + 20000, 12), table_of(from + 12000, 12), 40, 12);
-    add_v(&store, strided(to + 1192, 30, 320), table_of(from + 6000, 11), 128);
+    add_v(&store, strided_table(to + 1192, 30, 320), table_of(from + 6000, 11), 128);
     transfer.dst_index = index, transfer.layers = 3;
     gather.rejected = store.rejected = transfer.rejected = rejected;
     if (kind == 0)
         return kvprim_gather_moves(&gather, moves) == KVPRIM_OK ? 1 : 0;
     if (kind == 1) { /* values of 576 bytes, each followed by its scale of 8 */
-        store.k_cache = strided(to + 1000, 30, 584), store.v_cache = strided(to + 1576, 30, 584);
+        store.k_cache = strided_table(to + 1000, 30, 584), store.v_cache = strided_table(to + 1576, 30, 584);
         store.k_bytes = 576, store.v_bytes = 8;
     }
     if (kind <= 2)
@@ -1681,7 +1682,7 @@ static void one_stream(unsigned char *dst, const unsigned char *src, const int32
 {
     const int64_t rows = cache.rows;
     cache.data = dst;
-    const kvprim_table input = strided((unsigned char *)(uintptr_t)src, rows, 1024);
+    const kvprim_table input = strided_table((unsigned char *)(uintptr_t)src, rows, 1024);
     const kvprim_gather_desc gather = gather_of(cache, input, row_bytes, index, rows);
     const kvprim_store_desc store = store_of(cache, input, row_bytes, index, rows);
     memset(dst, 1, 1024);
@@ -1707,11 +1708,11 @@ static void test_streaming(void)
     for (int32_t i = 0; i < rows; i++)
         index[i] = (int32_t)((int64_t)i * 7919 % rows);
     fill(src, bytes);
-    one_stream(dst, src, index, strided(NULL, rows, 1024), 1024);
-    one_stream(dst, src, index, strided(NULL, rows, 1024), 1000);
-    one_stream(dst + 16, src, index, strided(NULL, rows, 1024), 1024);
-    one_stream(dst, src, index, strided(NULL, rows, 720), 704);
-    kvprim_table pages = paged(NULL, rows, 4, 4 * 704 + 16);
+    one_stream(dst, src, index, strided_table(NULL, rows, 1024), 1024);
+    one_stream(dst, src, index, strided_table(NULL, rows, 1024), 1000);
+    one_stream(dst + 16, src, index, strided_table(NULL, rows, 1024), 1024);
+    one_stream(dst, src, index, strided_table(NULL, rows, 720), 704);
+    kvprim_table pages = paged_table(NULL, rows, 4, 4 * 704 + 16);
     pages.stride = 704;
     one_stream(dst, src, index, pages, 704);
     free(src_memory);
@@ -1817,7 +1818,8 @@ static void test_streamed_rows(void)
     char *const places[] = {(char *)((uintptr_t)1 << 44), (char *)((uintptr_t)1 << 45), (char *)((uintptr_t)1 << 46)};
     for (size_t n = 0; n < sizeof cases / sizeof *cases; n++) {
         const int64_t count = kvpi_stream_bytes / cases[n].row_bytes + 1;
-        kvprim_table to = paged(places[0] + cases[n].at, count, cases[n].page_stride ? 4 : 0, cases[n].page_stride);
+        kvprim_table to =
+            paged_table(places[0] + cases[n].at, count, cases[n].page_stride ? 4 : 0, cases[n].page_stride);
         to.stride = cases[n].stride;
         const kvprim_gather_desc d = {.dst = to,
                                       .src = table_of(places[1], 1),

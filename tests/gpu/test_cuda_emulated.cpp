@@ -686,7 +686,7 @@ static void test_many_pages()
     if (!table.p)
         return;
     fill(input, sizeof input);
-    kvprim_table cache = paged(table.p, rows, 3, 4);
+    kvprim_table cache = paged_table(table.p, rows, 3, 4);
     cache.stride = 1;
     const kvprim_store_desc store = store_of(cache, table_of(input, 4), 1, index, KVPRIM_I64, 4, nullptr);
     const kvprim_gather_desc gather = gather_of(table_of(output, 4), cache, 1, index, KVPRIM_I64, 0, 4, nullptr);

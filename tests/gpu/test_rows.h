@@ -120,7 +120,7 @@ template <class T> static T *on_source(const arena *a, T *p)
 
 static kvprim_table table_of(void *data, int64_t rows, int64_t stride)
 {
-    return strided(data, rows, stride);
+    return strided_table(data, rows, stride);
 }
 
 /* Has no rows and no memory. Its heads must not matter. */
@@ -751,8 +751,8 @@ static void place_caches(arena *a, const store_case *c, kvprim_store_desc *d)
     const int64_t page_rows = 4, pages = (c->rows + page_rows - 1) / page_rows;
     const int64_t page = page_rows * (c->k_bytes + c->v_bytes);
     char *const cache = static_cast<char *>(reserve(a, static_cast<size_t>(pages * page), c->cache.align));
-    d->k_cache = paged(cache, c->rows, page_rows, page);
-    d->v_cache = paged(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
+    d->k_cache = paged_table(cache, c->rows, page_rows, page);
+    d->v_cache = paged_table(cache + page_rows * c->k_bytes, c->rows, page_rows, page);
 }
 
 static kvprim_store_desc make_store(arena *a, unsigned n, const store_case &c)
