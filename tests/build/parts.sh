@@ -15,7 +15,7 @@
 #
 # and of `make check`
 #
-#     sanitizers    the tests and the replay under these and ThreadSanitizer
+#     sanitizers    the tests and the replay under these two, and the tests under ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one

@@ -492,8 +492,8 @@ static int64_t row_of(const index_list *x, int64_t i, int64_t rows)
     return ruled(x->type == KVPRIM_I64 ? x->u.i64[i * x->stride] : x->u.i32[i * x->stride], x->base, rows);
 }
 
-/* Makes `count` indices: rows, each at most once if they are `distinct`; padding; some past the end, some far out. Every
-   second list has what the fast paths want: int32, one after another, mostly from 0 on. */
+/* Makes `count` indices: rows, each at most once if they are `distinct`; padding; some past the end, some far out.
+   Every second list has what the fast paths want: int32, one after another, mostly from 0 on. */
 static void make_index(index_list *x, int64_t count, int64_t rows, int distinct)
 {
     static const int64_t bases64[] = {0, 1, -1, 1000, -7, INT64_MIN, INT64_MAX - 10, (int64_t)1 << 40};
@@ -882,8 +882,8 @@ static void test_products(void)
             }
 }
 
-/* One check is under all operations. `operands` are what they have in common; an operation names its own fields. A store
-   is there twice: what is wrong is in K, or in V. */
+/* One check is under all operations. `operands` are what they have in common; an operation names its own fields. A
+   store is there twice: what is wrong is in K, or in V. */
 typedef struct operands {
     kvprim_table dst, src;
     const void *index;

@@ -982,8 +982,8 @@ static uint32_t *odd_counter(uint32_t *rejected)
     return reinterpret_cast<uint32_t *>(reinterpret_cast<char *>(rejected) + 2);
 }
 
-/* tests/core lists what kvprim's check refuses. Here stands an error of each kind, which proves that the GPU's functions
-   ask that check before they enqueue anything, and what is not in that list. */
+/* tests/core lists what kvprim's check refuses. Here stands an error of each kind, which proves that the GPU's
+   functions ask that check before they enqueue anything, and what is not in that list. */
 #define BAD(change)                                                                                                    \
     d = good;                                                                                                          \
     d.change;                                                                                                          \
