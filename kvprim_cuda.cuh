@@ -233,17 +233,20 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 /* Measured on an H200; the functions that use them say what follows. */
 enum {
-    kvpc_threads = 128,                 /* per block, of the kernels of plain rows and of moves on the whole GPU */
-    kvpc_few_sms_threads = 1024,        /* at most, of moves on few multiprocessors */
-    kvpc_unaligned_threads = 512,       /* at most, of moves of any alignment */
-    kvpc_unpack_threads = 256,          /* of unpack */
-    kvpc_unpack_most_threads = 512,     /* ... with max_sms */
-    kvpc_bytes_lanes = 8,               /* of kvpc_bytes_kernel */
-    kvpc_bytes_loads = 3,               /* one more than aligned rows take: they start and end inside a word */
-    kvpc_granule_bytes = 64,            /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_small_store_bytes = 128 << 10, /* see kvpc_store_by_size */
-    kvpc_small_gather_bytes = 1 << 20,  /* see kvpc_gather_by_size */
-    kvpc_many_rows = 16384              /* see kvpc_gather_by_size */
+    kvpc_threads = 128,             /* per block, of moves on the whole GPU; plain rows take up to twice as many */
+    kvpc_most_threads = 256,        /* of plain rows */
+    kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
+    kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
+    kvpc_unpack_threads = 256,      /* of unpack */
+    kvpc_unpack_most_threads = 512, /* ... with max_sms */
+    kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
+    kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
+    kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
+    kvpc_few_bytes = 1 << 20,       /* of a table: see kvpc_loads_of */
+    kvpc_first_bytes = 256 << 10,   /* of all tables: see kvpc_start_plain */
+    kvpc_some_threads = 64 << 10,   /* see kvpc_shape_rows */
+    kvpc_many_threads = 128 << 10,  /* see kvpc_shape_rows */
+    kvpc_many_blocks = 4096         /* see kvpc_start_rows */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
@@ -332,17 +335,17 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
     return d.by ? n / d.by : 0;
 }
 
-/* Loads the 16-byte words of a thread: word k lies k * step bytes after `from`. `exact`: all of them; otherwise those
-   that begin before byte `end`, if `at` is the first one's place in the row. The others become zeros, and all of them
-   do if !reads. */
+/* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before byte
+   `end`, if `at` is the first one's place in the row and k * step that of word k after it. The others become zeros, and
+   all of them do if !reads. */
 template <uint32_t loads, bool exact>
-KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, uint64_t from, uint32_t step, uint32_t at, uint32_t end)
+KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, const uint64_t *from, uint32_t step, uint32_t at, uint32_t end)
 {
     for (uint32_t k = 0; k < loads; k++)
         v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < loads; k++)
         if (reads && (exact || at + k * step < end))
-            v[k] = kvpc_load16(from + k * step);
+            v[k] = kvpc_load16(from[k]);
 }
 
 /* Stores the first `bytes` (1 to 15) bytes of v. */
@@ -367,18 +370,26 @@ KVPRIM_DEVICE void kvpc_store_tail(uint64_t address, uint4 v, uint32_t bytes)
 
 /* Stores what kvpc_load_words loads. `tails`: of a word that `end` lies in, the bytes before it; else all of it. */
 template <uint32_t loads, bool exact, bool tails>
-KVPRIM_DEVICE void kvpc_store_words(uint64_t to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
+KVPRIM_DEVICE void kvpc_store_words(const uint64_t *to, const uint4 *v, uint32_t step, uint32_t at, uint32_t end)
 {
     for (uint32_t k = 0; k < loads; k++)
         if (exact || (tails ? at + k * step + 16 <= end : at + k * step < end))
-            kvpc_store16(to + k * step, v[k]);
+            kvpc_store16(to[k], v[k]);
         else if (tails && at + k * step < end)
-            kvpc_store_tail(to + k * step, v[k], end - (at + k * step));
+            kvpc_store_tail(to[k], v[k], end - (at + k * step));
+}
+
+/* The addresses of words that lie `step` bytes apart. */
+template <uint32_t loads> KVPRIM_DEVICE void kvpc_place_words(uint64_t *words, uint64_t first, uint32_t step)
+{
+    for (uint32_t k = 0; k < loads; k++)
+        words[k] = first + k * step;
 }
 
 /* >>impl_row_kernels ------------------------------------------------------------------------------------------------
 
-   Plain rows lie without pages or heads and are small enough for 32-bit arithmetic: see kvpc_is_plain. */
+   Plain rows are small enough for 32-bit arithmetic, and only the table that the index names may have pages and heads:
+   see kvpc_is_plain. */
 
 /* One table and the rows beside it: K, or V. */
 typedef struct kvpc_ends {
@@ -387,38 +398,40 @@ typedef struct kvpc_ends {
     uint64_t dst;
 } kvpc_ends;
 
-/* What is needed up to the second load of a gather comes first, in one line of the constant cache: with few rows, the
-   time is that of these instructions. On sm_90 parameters begin
-   48 bytes before the end of a line. */
+/* Page n of the indexed table is n * page bytes further than its rows' stride says, head n of a row n * head bytes. */
+typedef struct kvpc_steps {
+    uint32_t page, head;
+} kvpc_steps;
+
+/* Each block of gridDim.x moves block_rows rows, row_threads threads each. Long rows have gridDim.y parts.
+   With few rows, the time is that of the instructions up to the second load, and of fetching them and the parameters
+   that they name: those come first. Blocks have one dimension, because a second one costs 0.02 us (H200), and dividing
+   the thread's number is one multiplication. */
 typedef struct kvpc_plain {
     uint64_t index;
-    uint32_t count, parts_shift; /* see kvpc_begin_row */
+    uint32_t count, row_magic; /* row_magic: (threadIdx.x * row_magic) >> 16 is threadIdx.x / row_threads */
+    uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
-    kvpc_ends pair[2];
-    uint32_t *rejected;
     uint32_t row_bytes[2];
-    uint32_t parts, parts_magic; /* groups of threads that share a row */
-    uint32_t fetch;              /* 1: rows end inside a granule: see kvpc_fetch_edges */
-    uint32_t k_parts;            /* for kvpc_bytes_kernel: parts of K */
-    uint32_t gather, pdl;        /* for kvpc_bytes_kernel, which has no template for them */
+    kvpc_ends pair[2];
+    uint32_t page_magic, page_shift; /* of kvpc_divisor: rows of a page, bytes of a head; 0: there are none */
+    uint32_t head_magic, head_shift;
+    kvpc_steps step[2]; /* of pair[0] and pair[1] */
+    uint32_t *rejected;
+    uint32_t fetch;          /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
+    uint32_t parts_magic, parts_shift;
+    uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a group of threads works on, and which part of it. Returns false if there is none; waits before it
-   returns true. `exact`: `parts` is a power of two. */
-template <bool exact>
-KVPRIM_DEVICE bool kvpc_begin_row(const kvpc_plain &p, bool pdl, uint32_t group, uint32_t *row, uint32_t *part)
+/* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. */
+KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, uint32_t loads, uint32_t *row, uint32_t *at)
 {
-    const uint32_t i = exact ? group >> p.parts_shift : __umulhi(2 * group, p.parts_magic) >> p.parts_shift;
-    *part = exact ? group & ((1u << p.parts_shift) - 1) : group - i * p.parts;
-    if (pdl)
-        kvpc_pdl_trigger();
-    if (i >= p.count)
-        return false;
-    if (pdl)
-        kvpc_pdl_wait();
-    *row = i;
-    return true;
+    const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
+    *row = blockIdx.x * p.block_rows + in_block;
+    *at = 16 * (blockIdx.y * loads * p.row_threads + lane);
+    return *row < p.count;
 }
 
 /* An index, and what the index rule makes of it. */
@@ -463,61 +476,95 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
                     dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
+/* Whether the words of the threads are those of the rows: exactly, or more than the row has, or the row ends inside a
+   word. kvpc_paged: exactly, and the indexed table has pages or heads, of whole words. */
+enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
+
+/* When a kernel lets the next one start, if that waits for it. At once is the best for launches of some hundred KB, but
+   with more, blocks that only wait take the room of blocks that work: 4 % on an H100, 2 % on an H200. */
+enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
+
+/* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
+template <uint32_t loads, bool paged>
+KVPRIM_DEVICE void kvpc_place_indexed(const kvpc_plain &p, uint64_t *words, uint64_t base, uint32_t stride, uint32_t m,
+                                      uint32_t row, uint32_t at, uint32_t step)
+{
+    kvpc_place_words<loads>(words, kvpc_row_at(base + at, row, stride), step);
+    for (uint32_t k = 0; paged && k < loads; k++) {
+        const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
+        const uint32_t head = __umulhi(2 * (at + k * step), p.head_magic) >> p.head_shift;
+        words[k] = kvpc_row_at(kvpc_row_at(words[k], head, p.step[m].head), page, p.step[m].page);
+    }
+}
+
 /* The two kernels below, for rows that begin at multiples of 16 bytes:
-   - Each group of `lanes` threads moves one part of a row, lanes * loads words of 16 bytes.
-   - Each thread moves the word that its lane names, and for each further load the word `lanes` after it.
-   - `exact`: the parts are a power of two and fill the row. Otherwise the last part ends with the row; if that is
-     inside a word, its thread reads the whole word and writes only the row's bytes.
+   - row_threads threads move a row, or a part of it. Each moves the word at `at`, and for each further load the word
+     row_threads words after it.
+   - In the last word of a row with kvpc_tails, only the row's bytes are written, but all 16 are read.
    - All addresses come before the loads, and all loads before the stores. */
 
-template <uint32_t lanes, uint32_t loads, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads)
+template <uint32_t loads, kvpc_fit fit, kvpc_dependence pdl>
+static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t i, part;
-    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
+    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    uint32_t i, at;
+    if (!kvpc_find_thread(p, loads, &i, &at))
         return;
+    if (pdl != kvpc_alone)
+        kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
-    const uint64_t src = kvpc_row_at(p.pair[0].src + at, x.row, p.pair[0].src_stride);
-    const uint64_t dst = kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride);
+    const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
+    uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    if (!exact && p.fetch && at == 0)
-        kvpc_fetch_edges(dst, p.row_bytes[0]);
-    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, p.row_bytes[0]); /* with the zero fill */
-    kvpc_store_words<loads, exact, true>(dst, v, step, at, p.row_bytes[0]);
+    kvpc_place_indexed<loads, fit == kvpc_paged>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
+    kvpc_place_words<loads>(dst, kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride), step);
+    if (fit == kvpc_tails && p.fetch && at == 0)
+        kvpc_fetch_edges(dst[0], end);
+    kvpc_load_words<loads, exact>(v, x.inside, src, step, at, end); /* with the zero fill */
+    if (pdl != kvpc_alone && loads == 1)
+        kvpc_pdl_trigger();
+    kvpc_store_words<loads, exact, fit == kvpc_tails>(dst, v, step, at, end);
+    if (pdl != kvpc_alone && loads > 1) /* 5 to 10 % sooner for 1 to 2 MB than before the stores */
+        kvpc_pdl_trigger();
     if (!x.inside && at == 0)
         kvpc_count_rejected(p, x);
 }
 
 /* tables: 1, or 2 for K and V. */
-template <uint32_t lanes, uint32_t loads, uint32_t tables, bool exact, bool pdl>
-static __global__ void __launch_bounds__(kvpc_threads)
+template <uint32_t loads, uint32_t tables, kvpc_fit fit, kvpc_dependence pdl>
+static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
-    const uint32_t t = blockIdx.x * kvpc_threads + threadIdx.x, step = 16 * lanes;
-    uint32_t i, part;
-    if (!kvpc_begin_row<exact>(p, pdl, t / lanes, &i, &part))
+    const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    uint32_t i, at;
+    if (pdl == kvpc_trigger_first)
+        kvpc_pdl_trigger();
+    if (!kvpc_find_thread(p, loads, &i, &at))
         return;
-    const uint32_t at = 16 * (t % lanes + lanes * loads * part);
+    if (pdl != kvpc_alone)
+        kvpc_pdl_wait();
+    const uint32_t step = 16 * p.row_threads;
     uint4 v[tables][loads];
-    uint64_t dst[tables];
+    uint64_t src[loads], dst[tables][loads];
     for (uint32_t m = 0; m < tables; m++) {
-        const uint64_t src = kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride);
+        kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    for (uint32_t m = 0; m < tables; m++) {
-        dst[m] = kvpc_row_at(p.pair[m].dst + at, x.row, p.pair[m].dst_stride);
-        if (!exact && p.fetch && x.inside && at == 0)
-            kvpc_fetch_edges(dst[m], p.row_bytes[m]);
-    }
-    if (x.inside) {
-        for (uint32_t m = 0; m < tables; m++)
-            kvpc_store_words<loads, exact, true>(dst[m], v[m], step, at, p.row_bytes[m]);
-    } else if (at == 0)
+    if (pdl == kvpc_trigger_late)
+        kvpc_pdl_trigger();
+    if (__builtin_expect(!x.inside && at == 0,
+                         0)) /* here, as without a branch some loads above come after the first use of the slot */
         kvpc_count_rejected(p, x);
+    for (uint32_t m = 0; m < tables; m++) {
+        kvpc_place_indexed<loads, fit == kvpc_paged>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
+                                                     step);
+        if (fit == kvpc_tails && p.fetch && x.inside && at == 0)
+            kvpc_fetch_edges(dst[m][0], p.row_bytes[m]);
+    }
+    for (uint32_t m = 0; x.inside && m < tables; m++)
+        kvpc_store_words<loads, exact, fit == kvpc_tails>(dst[m], v[m], step, at, p.row_bytes[m]);
 }
 
 /* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
@@ -563,13 +610,17 @@ static __global__ void __launch_bounds__(kvpc_threads)
     kvpc_bytes_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = kvpc_bytes_lanes, t = blockIdx.x * kvpc_threads + threadIdx.x;
-    uint32_t i, part;
-    if (!kvpc_begin_row<false>(p, p.pdl, t / lanes, &i, &part))
+    const uint32_t i = __umulhi(2 * (t / lanes), p.parts_magic) >> p.parts_shift, part = t / lanes - i * p.parts;
+    if (i >= p.count)
         return;
+    if (p.pdl)
+        kvpc_pdl_wait();
     const uint32_t v_side = part >= p.k_parts;
     const kvpc_ends &pair = p.pair[v_side];
     const uint32_t first = t % lanes + lanes * kvpc_bytes_loads * (part - (v_side ? p.k_parts : 0));
     const kvpc_index x = p.index_is_i64 ? kvpc_find_row(p, i, true) : kvpc_find_row(p, i, false);
+    if (p.pdl)
+        kvpc_pdl_trigger();
     if (!x.inside && part == 0 && t % lanes == 0)
         kvpc_count_rejected(p, x);
     const uint64_t src = kvpc_row_at(pair.src, p.gather ? x.row : i, pair.src_stride);
@@ -729,9 +780,40 @@ static __global__ void __launch_bounds__(kvpc_threads)
     if (p.pdl)
         kvpc_pdl_wait();
     const kvpc_chunk c = kvpc_find_chunk<true>(p, work, at == 0);
+    uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
-    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
+    kvpc_place_words<loads>(src, c.src + at, 16 * lanes);
+    kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
+    kvpc_load_words<loads, false>(v, !c.zero, src, 16 * lanes, at, c.bytes);
+    kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
+}
+
+/* Of 1, 2, 4, 8 or 16 bytes, at a multiple of them. */
+template <class piece> KVPRIM_DEVICE void kvpc_copy_piece(const kvpc_chunk &c)
+{
+    *(piece *)kvpc_global(c.dst) = c.zero ? piece{} : *(const piece *)kvpc_global(c.src);
+}
+
+/* Rows in pieces of at most 16 bytes, as in the first layout of vLLM: each thread moves one. */
+template <uint32_t most_tasks>
+static __global__ void __launch_bounds__(kvpc_unaligned_threads)
+    kvpc_move_pieces_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
+{
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < (uint32_t)p.total; i += gridDim.x * blockDim.x) {
+        const kvpc_chunk c = kvpc_find_chunk<true>(p, i, true);
+        if (c.bytes == 16)
+            kvpc_copy_piece<uint4>(c);
+        else if (c.bytes == 8)
+            kvpc_copy_piece<uint2>(c);
+        else if (c.bytes == 4)
+            kvpc_copy_piece<uint32_t>(c);
+        else if (c.bytes == 2)
+            kvpc_copy_piece<uint16_t>(c);
+        else if (c.bytes == 1)
+            kvpc_copy_piece<char>(c);
+    }
 }
 
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
@@ -740,17 +822,21 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
+    uint64_t src[loads], dst[loads];
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
+        kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
+        kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
         c = next;
-        kvpc_load_words<loads, false>(v, !c.zero, c.src + at, 16 * lanes, at, c.bytes);
+        kvpc_place_words<loads>(src, c.src + at, 16 * lanes);
+        kvpc_load_words<loads, false>(v, !c.zero, src, 16 * lanes, at, c.bytes);
     }
-    kvpc_store_words<loads, false, false>(c.dst + at, v, 16 * lanes, at, c.bytes);
+    kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
+    kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -1007,6 +1093,19 @@ static bool kvpc_has_pdl(void)
     return (answer == kvpc_depends ? kvpc_ask_device() : answer) == kvpc_yes;
 }
 
+/* Of the first device that is asked for, as those of one machine seldom differ: it only decides what is fast. */
+static uint32_t kvpc_multiprocessors(void)
+{
+    static std::atomic<int> known;
+    int device = 0, count = known.load(std::memory_order_relaxed);
+    if (count == 0 && cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess)
+        known.store(count, std::memory_order_relaxed);
+    else if (count == 0)
+        (void)cudaGetLastError(); /* the launch meets it again */
+    return (uint32_t)count;
+}
+
 /* Whether the error comes from earlier work. A launch only enqueues, so it cannot cause one of these. */
 static bool kvpc_is_earlier(cudaError_t error)
 {
@@ -1021,13 +1120,13 @@ static bool kvpc_is_earlier(cudaError_t error)
 }
 
 template <class Params>
-static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), uint32_t blocks, uint32_t threads,
+static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), dim3 blocks, uint32_t threads,
                                 const Params &params)
 {
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
     void *args[] = {(void *)&params};
-    config.gridDim = dim3(blocks);
+    config.gridDim = blocks;
     config.blockDim = dim3(threads);
     config.stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
     config.attrs = &pdl;
@@ -1127,25 +1226,45 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
+/* What a page adds to the place of a row, and a head to that of a byte of it, beyond their strides; 0: no pages, or no
+   heads. Modulo 2^64. */
+static uint64_t kvpc_page_step(const kvprim_table *t)
+{
+    return t->page_rows > 0 ? (uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride : 0;
+}
+
+static uint64_t kvpc_head_step(const kvprim_side *side)
+{
+    return side->table.heads > 1 ? (uint64_t)(side->table.head_stride - side->piece_bytes) : 0;
+}
+
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
-    const kvprim_table *const t = &side->table;
-    *bits |= (uintptr_t)kvprim_side_layer(side, 0) | (uint64_t)t->stride;
-    return t->heads == 1 && t->page_rows == 0 && t->stride <= UINT32_MAX;
+    const uint64_t steps = kvpc_page_step(&side->table) | kvpc_head_step(side);
+    *bits |= (uintptr_t)kvprim_side_layer(side, 0) | (uint64_t)side->table.stride | steps;
+    return side->table.stride <= UINT32_MAX && steps <= UINT32_MAX;
+}
+
+static bool kvpc_is_paged(const kvprim_side *side)
+{
+    return side->table.heads > 1 || side->table.page_rows > 0;
 }
 
 /* And the whole move, a gather or a store: the number of threads fits 31 bits, and an index less the base cannot wrap
-   into the table. */
+   into the table. Only the indexed side may have pages and heads, if all is made of whole words and kvpc_shape_rows can
+   share them exactly. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const int64_t base = indexed->index_base, rows = indexed->table.rows;
-    return indexed->index && !other->index && m->layers == 1 && kvpc_is_plain_side(&m->dst, bits) &&
-           kvpc_is_plain_side(&m->src, bits) && m->row_bytes <= 1 << 20 && m->count <= 1 << 24 &&
+    return indexed->index && !other->index && m->layers == 1 && kvpc_is_plain_side(indexed, bits) &&
+           kvpc_is_plain_side(other, bits) && m->row_bytes <= 1 << 20 && m->count <= 1 << 24 &&
            m->count * (1 + m->row_bytes / 512) <= 1 << 24 && base >= 0 && base <= INT32_MAX && rows <= int32_rows &&
-           base <= int32_rows - rows;
+           base <= int32_rows - rows && !kvpc_is_paged(other) &&
+           (!kvpc_is_paged(indexed) || ((*bits | (uint64_t)indexed->piece_bytes) % 16 == 0 &&
+                                        (m->row_bytes <= 16 * kvpc_most_threads || m->row_bytes % 1024 == 0)));
 }
 
 static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
@@ -1157,7 +1276,10 @@ static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
 /* Whether two moves are K and V of a store: the same slots, each counted once. */
 static bool kvpc_is_k_and_v(const kvprim_move *k, const kvprim_move *v)
 {
-    return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(&k->dst, &v->dst);
+    const kvprim_side *const a = &k->dst, *const b = &v->dst;
+    return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(a, b) &&
+           a->table.page_rows == b->table.page_rows && a->table.heads == b->table.heads &&
+           (!kvpc_is_paged(a) || k->row_bytes == v->row_bytes);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
@@ -1177,109 +1299,126 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
     return (bytes + part - 1) / part;
 }
 
-/* `parts` groups of threads share a row. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, kvpc_plain *p,
-                                     void (*kernel)(const kvpc_plain KVPRIM_IN_PLACE), uint32_t parts, uint32_t lanes)
+/* How threads share the rows, where each moves `loads` words of each of `tables` tables, and returns in how many parts:
+   of 128 threads, if they are whole, as those are the fastest. Blocks of many rows have few idle lanes; and as a GPU
+   starts less than one dependent block per nanosecond, they move 4 KB or more. */
+static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 {
-    const kvpc_divisor divisor = kvpc_divisor_of(parts);
-    p->parts = parts;
-    p->parts_magic = divisor.magic;
-    p->parts_shift = divisor.shift;
-    const uint64_t threads = (uint64_t)p->count * parts * lanes;
-    return kvpc_start(call, kernel, (uint32_t)((threads + kvpc_threads - 1) / kvpc_threads), kvpc_threads, *p);
+    const uint32_t bytes = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
+    const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
+    const uint64_t all = (uint64_t)p->count * threads;
+    const uint32_t block = loads * tables == 1 && all > kvpc_many_threads ? 256 : 128;
+    uint32_t parts = threads % block == 0 ? threads / block : kvpc_parts_of(threads, kvpc_most_threads);
+    while (threads % parts != 0 && kvpc_parts_of(threads, parts) > 64)
+        parts++;
+    const uint32_t x = kvpc_parts_of(threads, parts);
+    uint32_t rows = parts > 1 || x > block ? 1 : block / x;
+    for (uint32_t y = rows + 1; all > kvpc_some_threads && parts == 1 && y * x <= kvpc_most_threads; y++)
+        if (-(y * x) % 32 * rows < -(rows * x) % 32 * y)
+            rows = y;
+    p->row_threads = x;
+    p->row_magic = (65536 + x - 1) / x;
+    p->block_rows = rows;
+    return parts;
 }
 
-template <uint32_t lanes, uint32_t loads, bool exact>
-static kvprim_status kvpc_start_gather(const kvpc_call *call, kvpc_plain *p)
+typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
+
+/* Each thread moves `words` words. Many blocks of few bytes are not started as dependent ones: see kvpc_shape_rows. */
+static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, uint32_t parts, uint32_t words,
+                                     kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
 {
-    static void (*const kernels[])(const kvpc_plain KVPRIM_IN_PLACE) = {kvpc_gather_kernel<lanes, loads, exact, false>,
-                                                                        kvpc_gather_kernel<lanes, loads, exact, true>};
-    return kvpc_start_rows(call, p, kernels[p->pdl], kvpc_parts_of(p->row_bytes[0], 16 * lanes * loads), lanes);
+    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows), threads = p->block_rows * p->row_threads;
+    const bool small = threads * words * 16 < 4096 && (uint64_t)rows * parts > kvpc_many_blocks;
+    kvpc_call started = *call;
+    started.launch.pdl = call->launch.pdl && !small;
+    return kvpc_start(&started, started.launch.pdl ? dependent : alone, dim3(rows, parts), threads, *p);
 }
 
-template <uint32_t lanes, uint32_t loads, bool exact>
-static kvprim_status kvpc_start_store(const kvpc_call *call, kvpc_plain *p)
+/* Whether the threads of kvpc_shape_rows have exactly the words of the rows. */
+static bool kvpc_is_exact(const kvpc_plain *p, uint32_t loads, uint32_t parts)
 {
-    const uint32_t most = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
-    static void (*const kernels[])(const kvpc_plain KVPRIM_IN_PLACE) = {
-        kvpc_store_kernel<lanes, loads, 1, exact, false>, kvpc_store_kernel<lanes, loads, 1, exact, true>,
-        kvpc_store_kernel<lanes, loads, 2, exact, false>, kvpc_store_kernel<lanes, loads, 2, exact, true>};
-    return kvpc_start_rows(call, p, kernels[2 * (p->row_bytes[1] != 0) + p->pdl],
-                           kvpc_parts_of(most, 16 * lanes * loads), lanes);
+    return p->row_threads * loads * parts * 16 == p->row_bytes[0] &&
+           (p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0]);
+}
+
+template <uint32_t loads, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_gather_of(kvpc_fit fit)
+{
+    static const kvpc_plain_kernel kernels[] = {
+        kvpc_gather_kernel<loads, kvpc_exact, pdl>, kvpc_gather_kernel<loads, kvpc_words, pdl>,
+        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>};
+    return kernels[fit];
+}
+
+/* One load per thread until there are enough threads to fill the GPU, then two: more in flight gains nothing. */
+static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, kvpc_fit fit)
+{
+    const bool odd = fit == kvpc_paged && p->row_bytes[0] % 32 != 0;
+    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes && !odd ? 2 : 1;
+    const uint32_t parts = kvpc_shape_rows(p, loads, 1);
+    if (fit == kvpc_exact && !kvpc_is_exact(p, loads, parts))
+        fit = kvpc_words;
+    if (loads == 1)
+        return kvpc_start_rows(call, p, parts, 1, kvpc_gather_of<1, kvpc_alone>(fit),
+                               kvpc_gather_of<1, kvpc_trigger_late>(fit));
+    return kvpc_start_rows(call, p, parts, 2, kvpc_gather_of<2, kvpc_alone>(fit),
+                           kvpc_gather_of<2, kvpc_trigger_late>(fit));
+}
+
+template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_store_of(kvpc_fit fit)
+{
+    static const kvpc_plain_kernel kernels[] = {
+        kvpc_store_kernel<loads, tables, kvpc_exact, pdl>, kvpc_store_kernel<loads, tables, kvpc_words, pdl>,
+        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>};
+    return kernels[fit];
+}
+
+/* One load per thread and table. Two, where all threads fit the GPU at once with two and not with one: 5 to 8 % sooner.
+   But a dependent launch of them is spread badly over the multiprocessors. */
+template <uint32_t tables> static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, kvpc_fit fit)
+{
+    const bool odd = fit == kvpc_paged && p->row_bytes[0] % 32 != 0;
+    const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
+    const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
+    const uint32_t loads = !call->launch.pdl && !odd && threads > room && threads <= 2 * room ? 2 : 1;
+    const uint32_t parts = kvpc_shape_rows(p, loads, tables);
+    if (fit == kvpc_exact && !kvpc_is_exact(p, loads, parts))
+        fit = kvpc_words;
+    return kvpc_start_rows(call, p, parts, loads * tables,
+                           loads == 1 ? kvpc_store_of<1, tables, kvpc_alone>(fit)
+                                      : kvpc_store_of<2, tables, kvpc_alone>(fit),
+                           bytes <= kvpc_first_bytes ? kvpc_store_of<1, tables, kvpc_trigger_first>(fit)
+                                                     : kvpc_store_of<1, tables, kvpc_trigger_late>(fit));
 }
 
 static kvprim_status kvpc_start_bytes(const kvpc_call *call, kvpc_plain *p)
 {
-    const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads;
+    const uint32_t part = 16 * kvpc_bytes_lanes * kvpc_bytes_loads, groups = kvpc_threads / kvpc_bytes_lanes;
     p->k_parts = kvpc_parts_of(p->row_bytes[0] + 15, part); /* a row may lie in one word more than it fills */
-    const uint32_t v_parts = p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0;
-    return kvpc_start_rows(call, p, kvpc_bytes_kernel, p->k_parts + v_parts, kvpc_bytes_lanes);
-}
-
-/* Whether parts of `part` bytes fill rows of row_bytes and are a power of two. */
-static bool kvpc_fills(int64_t row_bytes, int64_t part)
-{
-    const int64_t parts = row_bytes / part;
-    return parts > 0 && parts * part == row_bytes && (parts & (parts - 1)) == 0;
-}
-
-/* Two loads per thread, and a whole warp where a row has that much: more in flight gains nothing. Short rows take one
-   load per thread until there are enough of them to fill the GPU. With dependent launch a GPU starts less than one
-   block per nanosecond, so a large launch needs large blocks. */
-static kvprim_status kvpc_gather_by_size(const kvpc_call *call, kvpc_plain *p)
-{
-    const int64_t row_bytes = p->row_bytes[0];
-    const bool few = p->count * row_bytes <= kvpc_small_gather_bytes;
-    if (!p->fetch) {
-        if (kvpc_fills(row_bytes, 1024))
-            return kvpc_start_gather<32, 2, true>(call, p);
-        if (row_bytes == 512)
-            return few ? kvpc_start_gather<32, 1, true>(call, p) : kvpc_start_gather<16, 2, true>(call, p);
-        if (row_bytes == 256)
-            return few ? kvpc_start_gather<16, 1, true>(call, p) : kvpc_start_gather<8, 2, true>(call, p);
-        if (row_bytes == 128 && p->count > kvpc_many_rows)
-            return kvpc_start_gather<4, 2, true>(call, p);
-        if (row_bytes == 128)
-            return kvpc_start_gather<8, 1, true>(call, p);
-    }
-    if (row_bytes <= 64)
-        return kvpc_start_gather<4, 1, false>(call, p);
-    if (row_bytes <= 128)
-        return kvpc_start_gather<8, 1, false>(call, p);
-    return kvpc_start_gather<8, 2, false>(call, p);
-}
-
-/* One load per thread and table, two where the rows are neither few nor short. */
-static kvprim_status kvpc_store_by_size(const kvpc_call *call, kvpc_plain *p)
-{
-    const int64_t row_bytes = p->row_bytes[0], v_bytes = p->row_bytes[1];
-    if (!p->fetch && (v_bytes == 0 || v_bytes == row_bytes)) {
-        if (kvpc_fills(row_bytes, 1024) && p->count * row_bytes > kvpc_small_store_bytes)
-            return kvpc_start_store<32, 2, true>(call, p);
-        if (kvpc_fills(row_bytes, 512))
-            return kvpc_start_store<32, 1, true>(call, p);
-        if (row_bytes == 256)
-            return kvpc_start_store<16, 1, true>(call, p);
-        if (row_bytes == 128)
-            return kvpc_start_store<8, 1, true>(call, p);
-    }
-    if (row_bytes <= 128 && v_bytes <= 128)
-        return kvpc_start_store<8, 1, false>(call, p);
-    return kvpc_start_store<16, 1, false>(call, p);
+    p->parts = p->k_parts + (p->row_bytes[1] ? kvpc_parts_of(p->row_bytes[1] + 15, part) : 0);
+    const kvpc_divisor parts = kvpc_divisor_of(p->parts);
+    p->parts_magic = parts.magic;
+    p->parts_shift = parts.shift;
+    return kvpc_start(call, kvpc_bytes_kernel, kvpc_parts_of(p->count * p->parts, groups), kvpc_threads, *p);
 }
 
 /* One plain move, or K and V. `bits`: see kvpc_is_plain_side. */
 static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *moves, int n, uint64_t bits)
 {
     const kvprim_side *const indexed = moves->zero ? &moves->src : &moves->dst;
+    const kvprim_table *const t = &indexed->table;
+    const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
+    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes : 0);
     kvpc_plain p = {};
     uint64_t edges = 0; /* of rows that no other row of the same call completes to a granule */
     for (int k = 0; k < n; k++) {
         const kvprim_move *const m = &moves[k];
+        const kvprim_side *const side = m->zero ? &m->src : &m->dst;
         p.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
         p.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
         p.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
         p.pair[k].src_stride = (uint32_t)m->src.table.stride;
+        p.step[k] = kvpc_steps{(uint32_t)kvpc_page_step(&side->table), (uint32_t)kvpc_head_step(side)};
         p.row_bytes[k] = (uint32_t)m->row_bytes;
         if (!m->zero || m->dst.table.stride != m->row_bytes)
             edges |= p.pair[k].dst | p.pair[k].dst_stride | p.row_bytes[k];
@@ -1288,15 +1427,26 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.index_is_i64 = indexed->index_type == KVPRIM_I64;
     p.index_step = (uint32_t)indexed->index_stride * (p.index_is_i64 ? 8 : 4);
     p.rejected = moves->rejected;
-    p.rows = (uint32_t)indexed->table.rows;
+    p.rows = (uint32_t)t->rows;
     p.base = (uint32_t)indexed->index_base;
     p.count = (uint32_t)moves->count;
+    p.page_magic = page.magic;
+    p.page_shift = page.shift;
+    p.head_magic = head.magic;
+    p.head_shift = head.shift;
     p.pdl = call->launch.pdl != 0;
     p.gather = moves->zero != 0;
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
         return kvpc_start_bytes(call, &p);
-    return p.gather ? kvpc_gather_by_size(call, &p) : kvpc_store_by_size(call, &p);
+    const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
+    const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
+    const kvpc_fit fit = kvpc_is_paged(indexed) ? kvpc_paged
+                         : tails                ? kvpc_tails
+                                                : kvpc_exact; /* or less: kvpc_words */
+    return p.gather ? kvpc_run_gather(call, &p, fit)
+           : n == 1 ? kvpc_run_store<1>(call, &p, fit)
+                    : kvpc_run_store<2>(call, &p, fit);
 }
 
 /* >>impl_move_plan ------------------------------------------------------------------------------------------------- */
@@ -1319,13 +1469,8 @@ static kvpc_naming kvpc_naming_of(const kvprim_side *side, int64_t count)
 static kvpc_layout kvpc_layout_of(const kvprim_side *side, int64_t unit, uint64_t *bits)
 {
     const kvprim_table *const t = &side->table;
-    kvpc_layout s = {t->stride, 0, 0, kvpc_divisor_of(t->page_rows), kvpc_divisor_of(0)};
-    if (t->page_rows > 0)
-        s.page_step = (int64_t)((uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride);
-    if (t->heads > 1) {
-        s.head = kvpc_divisor_of(side->piece_bytes / unit);
-        s.head_step = t->head_stride - side->piece_bytes;
-    }
+    const kvpc_layout s = {t->stride, (int64_t)kvpc_page_step(t), (int64_t)kvpc_head_step(side),
+                           kvpc_divisor_of(t->page_rows), kvpc_divisor_of(t->heads > 1 ? side->piece_bytes / unit : 0)};
     *bits |= (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step | (uint64_t)unit;
     return s;
 }
@@ -1400,13 +1545,23 @@ static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most
                              kvpc_unaligned_threads, lanes, p);
 }
 
+/* Whether kvpc_move_pieces_kernel can move a task's units. */
+template <uint32_t most_tasks> static bool kvpc_is_in_pieces(const kvpc_batch<most_tasks> *p, const kvpc_task *t)
+{
+    const kvpc_layout *const d = &t->dst, *const s = &t->src;
+    uint64_t bits = (uint64_t)(d->stride | d->page_step | d->head_step | s->stride | s->page_step | s->head_step);
+    for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
+        bits |= p->layer[l].dst | p->layer[l].src;
+    return t->unit_bytes <= 16 && (t->unit_bytes & (t->unit_bytes - 1)) == 0 && bits % t->unit_bytes == 0;
+}
+
 /* `bits`: see kvpc_layout_of; the layers' addresses count as well. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t bits)
 {
     const uint64_t most = (uint64_t)1 << 31;
     uint64_t unit = 0, chunks = 0;
-    bool large = false;
+    bool large = false, pieces = true;
     for (uint32_t k = 0; k < p->tasks; k++) {
         const kvpc_task *const t = &p->task[k];
         const uint64_t in_row = t->units * (t->unit_bytes / 256 + 1);
@@ -1414,11 +1569,16 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
         unit = t->unit_bytes > unit ? t->unit_bytes : unit;
         large |= t->dst_rows.rows > most || t->src_rows.rows > most || in_row >= most / rows;
         chunks += large ? 0 : in_row * rows;
+        pieces = pieces && kvpc_is_in_pieces(p, t);
         for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
             bits |= p->layer[l].dst | p->layer[l].src;
     }
     large |= chunks >= most;
     p->pdl = call->launch.pdl != 0;
+    if (pieces && !large) {
+        kvpc_cut(p, 16, true);
+        return kvpc_start_groups(call, kvpc_move_pieces_kernel<most_tasks>, kvpc_unaligned_threads, 1, p);
+    }
     return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
 

@@ -164,12 +164,17 @@ static inline bool kvpc_has_pdl()
     return kvprim_emulate_pdl;
 }
 
+static inline uint32_t kvpc_multiprocessors()
+{
+    return 1; /* so that small stores take two loads, too */
+}
+
 template <class Call, class Params>
-static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &), uint32_t blocks, uint32_t threads,
+static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &), dim3 blocks, uint32_t threads,
                                 const Params &params)
 {
     kvprim_emulate_dependent = call->launch.pdl != 0;
-    kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
+    kvprim_emulate_launch(kernel, blocks, threads, params);
     kvprim_emulate_dependent = false;
     return KVPRIM_OK;
 }
