@@ -78,9 +78,11 @@ template <bool pdl> __device__ inline int64_t row_number(const int32_t *index)
     return pdl ? *index : __ldg(index);
 }
 
+/* This order, and counts of 64 bits as theirs have, make ptxas read addresses of parameters into uniform registers. With
+   32 bits it loads them just before they are needed, and a gather of few rows takes 0.03 us longer. */
 __device__ inline unsigned opponent_warp()
 {
-    return blockIdx.x * (opponent_threads / 32) + threadIdx.x / 32;
+    return threadIdx.x / 32 + blockIdx.x * (opponent_threads / 32);
 }
 
 template <typename params> cudaError_t launch_warps(void (*kernel)(params), const params &p, bool pdl, cudaStream_t on)
@@ -89,7 +91,7 @@ template <typename params> cudaError_t launch_warps(void (*kernel)(params), cons
     cudaLaunchConfig_t config = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
-    config.gridDim = dim3((p.warps + opponent_threads / 32 - 1) / (opponent_threads / 32));
+    config.gridDim = dim3(unsigned((p.warps + opponent_threads / 32 - 1) / (opponent_threads / 32)));
     config.blockDim = dim3(opponent_threads);
     config.stream = on;
     config.attrs = &attribute;
@@ -103,7 +105,7 @@ struct gather_params {
     char *out;
     const char *table;
     const int32_t *index;
-    unsigned warps;
+    uint64_t warps;
 };
 
 /* mini-sglang (sgl-project/mini-sglang), python/minisgl/kernel/csrc/jit/index.cu and index.py: indexing(). One warp per
@@ -127,7 +129,7 @@ template <int row_bytes, bool pdl>
 cudaError_t launch_mini_gather(char *out, const char *table, const int32_t *index, unsigned rows, cudaStream_t on)
 {
     return launch_warps(mini_gather_kernel<row_bytes, pdl>,
-                        gather_params{out, table, index, rows * parts_of<row_bytes>}, pdl, on);
+                        gather_params{out, table, index, uint64_t(rows) * parts_of<row_bytes>}, pdl, on);
 }
 
 /* ---- mini-sglang and SGLang: store ---- */
@@ -137,7 +139,7 @@ struct store_params {
     const char *k, *v;
     const int32_t *slot;
     int64_t cache_stride, input_stride; /* of K and of V */
-    unsigned warps;                     /* what a launch takes: tokens */
+    uint64_t warps;                     /* what a launch takes: tokens */
 };
 
 /* Loads of K and of V, then the stores; with one tensor, of K alone. K first, if a lane has more than 60 words of 16
