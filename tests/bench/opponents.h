@@ -17,9 +17,9 @@
 
 constexpr unsigned opponent_threads = 128; /* per block, in both projects */
 
-/* What a lane moves at once if a warp moves `bytes` (in both projects): 16, 8 or 4 bytes, whichever divides evenly among
-   the lanes. For other sizes SGLang takes 4, and the last lanes idle in the last step. mini-sglang refuses those sizes;
-   here it does the same. */
+/* What a lane moves at once if a warp moves `bytes` (in both projects): 16, 8 or 4 bytes, the widest that lanes can
+   share evenly. For other sizes SGLang takes 4, and some lanes idle in the last step. mini-sglang refuses those sizes;
+   here it does as SGLang. */
 template <int bytes>
 using lane_word = std::conditional_t<bytes % 512 == 0, uint4, std::conditional_t<bytes % 256 == 0, uint2, unsigned>>;
 
@@ -78,8 +78,8 @@ template <bool pdl> __device__ inline int64_t row_number(const int32_t *index)
     return pdl ? *index : __ldg(index);
 }
 
-/* This order, and counts of 64 bits as theirs have, make ptxas read addresses of parameters into uniform registers. With
-   32 bits it loads them just before they are needed, and a gather of few rows takes 0.03 us longer. */
+/* With this order, and counts of 64 bits as theirs, ptxas reads addresses of parameters into uniform registers. With 32
+   bits it loads them just before they are needed, and a gather of few rows takes 0.03 us longer. */
 __device__ inline unsigned opponent_warp()
 {
     return threadIdx.x / 32 + blockIdx.x * (opponent_threads / 32);
@@ -109,8 +109,8 @@ struct gather_params {
 };
 
 /* mini-sglang (sgl-project/mini-sglang), python/minisgl/kernel/csrc/jit/index.cu and index.py: indexing(). One warp per
-   part of a row, blocks of 128 threads, __launch_bounds__(128, 1). It ships without PDL; with it, the kernel waits first
-   and triggers last. */
+   part of a row, blocks of 128 threads, __launch_bounds__(128, 1). It ships without PDL; with it, the kernel waits
+   first and triggers last. */
 template <int row_bytes, bool pdl>
 __global__ void __launch_bounds__(opponent_threads, 1) mini_gather_kernel(const __grid_constant__ gather_params p)
 {
