@@ -84,22 +84,16 @@ def compile_cuda(arch, source, *options):
          source + ' does not compile')
 
 
-# What makes nvcc compile all of its kernels, which are templates, comes after it.
-OPPONENTS_HEADER = 'tests/bench/opponents.h'
-OPPONENTS_UNIT = 'std::vector<opponent> all_opponents()\n{\n    return opponents_for(bench_sizes());\n}\n'
-
-
-def compile_kernels(headers):
-    """Returns the cubins of all kernels of the headers, for each architecture."""
+def compile_kernels(*more):
+    """Returns the cubins of the kernels of both headers and of more sources, for each architecture."""
     cubins = []
     os.makedirs('build/sass', exist_ok=True)
-    for arch, header in itertools.product(architecture().split(), headers):
-        unit = 'build/sass/' + os.path.basename(header).split('.')[0]
+    for arch, name in itertools.product(architecture().split(), HEADERS[1:] + list(more)):
+        unit = 'build/sass/' + os.path.basename(name).split('.')[0]
         cubin = unit + ('_' + arch if ' ' in architecture() else '') + '.cubin'
         with open(unit + '.cu', 'w') as source:
-            source.write('#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' % header)
-            source.write(OPPONENTS_UNIT if header == OPPONENTS_HEADER else '')
-        print(header, 'for', arch)
+            source.write('#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' % name)
+        print(name, 'for', arch)
         compile_cuda(arch, unit + '.cu', '-cubin', '-o', cubin, *NCCL_HEADERS)
         cubins.append(cubin)
     if not NCCL_INCLUDE:
@@ -280,7 +274,7 @@ def sass(cubins):
     """Dumps each cubin, and leaves the dump beside it."""
     cuobjdump = tool('cuobjdump', "the toolkit's package cuda-cuobjdump-X-Y, or pip's nvidia-cuda-cuobjdump")
     faults = 0
-    for cubin in cubins or compile_kernels(HEADERS[1:] + [OPPONENTS_HEADER]):
+    for cubin in cubins or compile_kernels('tests/profile/opponents.cu'):
         dump = os.path.splitext(cubin)[0] + '.sass'
         print('==', dump)
         text = output_of(cuobjdump, '--dump-resource-usage', cubin) + output_of(cuobjdump, '-sass', cubin)
@@ -333,7 +327,7 @@ def draw(graphs, folder):
 
 def cfg(cubins):
     nvdisasm = tool('nvdisasm', "the toolkit's package cuda-nvdisasm-X-Y, or pip's nvidia-cuda-nvdisasm")
-    cubins, code = cubins or compile_kernels(HEADERS[1:]), 0
+    cubins, code = cubins or compile_kernels(), 0
     shutil.rmtree('build/cfg', ignore_errors=True)
     os.makedirs('build/cfg')
     for cubin in cubins:
