@@ -8,6 +8,7 @@
 #     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
 #     make run TRACE=path ARGS='...'     replays another trace, with options of the example
 #     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
+#     make cuda-bench CUDA_ARCH='sm_80 sm_90 sm_100'   builds for all of these at once, as engines ship
 #     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places; NCCL is
 #                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
@@ -31,8 +32,10 @@ COMPILE_C = $(CC) -std=c11 $(WARNINGS) $(CPPFLAGS) $(CFLAGS) -pthread -I.
 COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 
 CUDA_ARCH ?= native
+ARCHITECTURES = $(if $(word 2,$(CUDA_ARCH)),$(foreach arch,$(CUDA_ARCH:sm_%=%),-gencode \
+    arch=compute_$(arch),code=sm_$(arch)),-arch=$(CUDA_ARCH))
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
-    -std=c++17 -O3 -arch=$(CUDA_ARCH) -lineinfo $(CPPFLAGS) -I.
+    -std=c++17 -O3 $(ARCHITECTURES) -lineinfo $(CPPFLAGS) -I.
 
 TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=

@@ -2,28 +2,33 @@
 /* Compares kvprim_cuda_gather and kvprim_cuda_store with other ways to move rows on one GPU. Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_cuda.cu -o build/bench_cuda
-       build/bench_cuda [--quick] [--only gather|store|others|large|odd|misaligned|host]
+       build/bench_cuda [--quick] [--only gather|store|store_k|repeated|others|large|odd|misaligned|host]
 
    Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
    8 index sets and rotating dense buffers. They are medians of repetitions in which the contenders take turns. Before a
    contender is timed, the rows of its last launch are compared with the table. GB/s counts bytes read plus bytes
    written.
 
-       warp    one warp per row part (gather) or per token, K then V (store); each step loads, then stores
-       split   store: one warp per part of a token, all loads of K and V before the first store
-       +PDL    waits for the previous kernel first, and lets the next one start last or first: the better of the two */
+       mini    mini-sglang's gather: a warp per row, or 2 or 4; its store: a warp per token
+       SGLang  its store: 1, 2 or 4 warps per token
+       PDL     both with programmatic dependent launch, the others triggering where their projects do: opponents.h
+
+   A table of gather, store and store_k has a row per shape: times without PDL, and kvprim's as a part of the best
+   opponent's; the same with PDL; kvprim's better way as a part of the opponents' best way; kvprim's time with PDL as a
+   part of that without; GB/s without. A summary follows: a shape is lost if kvprim takes longer. tests/bench/plots.py
+   reads the tables. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
-#include <type_traits>
+#include "opponents.h"
 #include <cub/device/device_memcpy.cuh>
 #include <thrust/iterator/constant_iterator.h>
 #include <thrust/iterator/counting_iterator.h>
 #include <thrust/iterator/transform_iterator.h>
 
-constexpr int64_t table_bytes = 16 * GiB; /* gather's dense side; store reads K from its first half, V from the other */
-constexpr int64_t cache_bytes = 8 * GiB;  /* for K, and again for V; gather writes to K's */
-constexpr int64_t slack = 4096;           /* past the end of each, for misaligned bases */
+static int64_t cache_bytes;     /* for K, and again for V; gather writes to K's */
+static int64_t table_bytes;     /* twice that; gather reads it all, store K from a half and V from the other */
+constexpr int64_t slack = 4096; /* past the end of each, for misaligned bases */
 constexpr int64_t copy_bytes = 256 * MiB; /* for the cudaMemcpyAsync that large moves are compared with */
 constexpr int64_t most_output = 2 * GiB;
 
@@ -32,8 +37,13 @@ constexpr size_t cub_memory_bytes = 256 * MiB;
 
 /* ---- shapes: which bytes a launch moves ---- */
 
-enum operation { gather, store };
-static const char *const operation_names[] = {"gather", "store"};
+enum operation { gather, store, store_k }; /* store_k: without V */
+static const char *const operation_names[] = {"gather", "store", "store_k"};
+
+static int tensors_of(operation op)
+{
+    return op == store ? 2 : 1;
+}
 
 /* The indexed side is the source of a gather and the destination of a store. The other side is dense. */
 struct shape {
@@ -54,7 +64,7 @@ static int64_t indexed_rows(operation op, int64_t stride)
 
 static int64_t output_bytes(const shape &s)
 {
-    return s.rows * s.row_bytes * (s.op == store ? 2 : 1);
+    return s.rows * s.row_bytes * tensors_of(s.op);
 }
 
 /* Where launch i of a graph reads and writes: K, then V of a store. */
@@ -68,10 +78,10 @@ static addresses addresses_of(const shape &s, int i)
 {
     const int64_t stride = s.op == gather ? s.dst_stride : s.src_stride;
     const int64_t region = (s.rows * stride + 16 + 255) / 256 * 256;
-    const int64_t dense = i % (cache_bytes / region) * region; /* where in the dense buffers of 8 GiB */
+    const int64_t dense = i % (cache_bytes / region) * region; /* where in the dense buffers */
     addresses a = {};
     for (int kv = 0; kv < 2; kv++) {
-        a.src[kv] = table_memory + s.src_offset + (s.op == store ? kv * (table_bytes / 2) + dense : 0);
+        a.src[kv] = table_memory + s.src_offset + (s.op == gather ? 0 : kv * (table_bytes / 2) + dense);
         a.dst[kv] = cache_memory[kv] + s.dst_offset + (s.op == gather ? dense : 0);
     }
     a.index = s.sets->set(i);
@@ -81,167 +91,31 @@ static addresses addresses_of(const shape &s, int i)
 
 /* ---- opponents ---- */
 
-/* Whether an opponent uses programmatic dependent launch, and when it lets the next kernel start. */
-enum { without_pdl, trigger_last, trigger_first };
+typedef std::function<void(const shape &, int i)> enqueue_fn;
 
-template <int PDL> __device__ static void pdl_wait()
-{
-#if __CUDA_ARCH__ >= 900
-    if constexpr (PDL == trigger_first)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-    if constexpr (PDL != 0)
-        asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-template <int PDL> __device__ static void pdl_launch()
-{
-#if __CUDA_ARCH__ >= 900
-    if constexpr (PDL == trigger_last)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-constexpr int block_threads = 128;
-
-/* The type that a lane moves at once when a warp moves `bytes`. */
-template <int bytes>
-using lane_word = std::conditional_t<bytes % 512 == 0, uint4, std::conditional_t<bytes % 256 == 0, uint2, unsigned>>;
-
-template <int row_bytes> constexpr int parts_of = row_bytes % 2048 == 0 ? 4 : row_bytes % 1024 == 0 ? 2 : 1;
-
-__device__ static unsigned warp_number()
-{
-    return blockIdx.x * (block_threads / 32) + threadIdx.x / 32;
-}
-
-template <int bytes> __device__ static void copy_by_warp(char *dst, const char *src)
-{
-    using word = lane_word<bytes>;
-    constexpr int steps = bytes / int(32 * sizeof(word));
-    static_assert(steps * 32 * sizeof(word) == bytes, "whole steps");
-    word *const to = reinterpret_cast<word *>(dst) + threadIdx.x % 32;
-    const word *const from = reinterpret_cast<const word *>(src) + threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < steps; i++)
-        to[32 * i] = from[32 * i];
-}
-
-struct gather_params {
-    char *out;
-    const char *table;
-    const int32_t *index;
-    unsigned warps;
-};
-
-template <int row_bytes, int PDL>
-__global__ static void __launch_bounds__(block_threads) gather_warp(const __grid_constant__ gather_params p)
-{
-    constexpr int parts = parts_of<row_bytes>, bytes = row_bytes / parts;
-    const unsigned warp = warp_number();
-    pdl_wait<PDL>();
-    if (warp < p.warps) {
-        const int64_t row = p.index[warp / parts];
-        copy_by_warp<bytes>(p.out + int64_t(warp) * bytes, p.table + row * row_bytes + int(warp % parts) * bytes);
-    }
-    pdl_launch<PDL>();
-}
-
-struct store_params {
-    char *k_cache, *v_cache;
-    const char *k, *v;
-    const int32_t *slot;
-    int64_t cache_stride, input_stride;
-    unsigned warps;
-};
-
-template <int row_bytes, int PDL>
-__global__ static void __launch_bounds__(block_threads) store_warp(const __grid_constant__ store_params p)
-{
-    const unsigned warp = warp_number();
-    pdl_wait<PDL>();
-    if (warp < p.warps) {
-        const int64_t to = p.slot[warp] * p.cache_stride, from = warp * p.input_stride;
-        copy_by_warp<row_bytes>(p.k_cache + to, p.k + from);
-        copy_by_warp<row_bytes>(p.v_cache + to, p.v + from);
-    }
-    pdl_launch<PDL>();
-}
-
-template <int bytes>
-__device__ static void copy_two_by_warp(char *k_dst, char *v_dst, const char *k_src, const char *v_src)
-{
-    using word = lane_word<bytes>;
-    constexpr int steps = bytes / int(32 * sizeof(word));
-    const unsigned lane = threadIdx.x % 32;
-    word k[steps], v[steps];
-#pragma unroll
-    for (int i = 0; i < steps; i++) {
-        k[i] = reinterpret_cast<const word *>(k_src)[32 * i + lane];
-        v[i] = reinterpret_cast<const word *>(v_src)[32 * i + lane];
-    }
-#pragma unroll
-    for (int i = 0; i < steps; i++) {
-        reinterpret_cast<word *>(k_dst)[32 * i + lane] = k[i];
-        reinterpret_cast<word *>(v_dst)[32 * i + lane] = v[i];
-    }
-}
-
-template <int row_bytes, int PDL>
-__global__ static void __launch_bounds__(block_threads) store_split(const __grid_constant__ store_params p)
-{
-    constexpr int parts = parts_of<row_bytes>, bytes = row_bytes / parts;
-    const unsigned warp = warp_number();
-    pdl_wait<PDL>();
-    if (warp < p.warps) {
-        const int part = int(warp % parts) * bytes;
-        const int64_t to = p.slot[warp / parts] * p.cache_stride + part, from = warp / parts * p.input_stride + part;
-        copy_two_by_warp<bytes>(p.k_cache + to, p.v_cache + to, p.k + from, p.v + from);
-    }
-    pdl_launch<PDL>();
-}
-
-static cudaLaunchConfig_t launch_config(unsigned blocks, cudaLaunchAttribute *pdl)
-{
-    pdl->id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    pdl->val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
-    config.blockDim = dim3(block_threads);
-    config.stream = stream;
-    config.attrs = pdl;
-    return config;
-}
-
-template <typename params> static void launch(void (*kernel)(params), const params &p, bool pdl)
-{
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = launch_config((p.warps + block_threads / 32 - 1) / (block_threads / 32), &attribute);
-    config.numAttrs = pdl;
-    CUDA(cudaLaunchKernelEx(&config, kernel, p));
-}
-
-template <int row_bytes, int PDL> static void enqueue_gather_warp(const shape &s, int i)
+static store_params store_params_of(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
-    launch(gather_warp<row_bytes, PDL>,
-           gather_params{a.dst[0], a.src[0], a.index, unsigned(s.rows * parts_of<row_bytes>)}, PDL != 0);
+    return {a.dst[0], a.dst[1], a.src[0], a.src[1], a.index, s.dst_stride, s.src_stride, unsigned(s.rows)};
 }
 
-static store_params store_params_of(const shape &s, int i, int parts)
+static enqueue_fn mini(operation op, const opponent &o, bool pdl)
 {
-    const addresses a = addresses_of(s, i);
-    return {a.dst[0], a.dst[1], a.src[0], a.src[1], a.index, s.dst_stride, s.src_stride, unsigned(s.rows * parts)};
+    if (op != gather)
+        return [launch = o.mini_store[op == store][pdl]](const shape &s, int i) {
+            CUDA(launch(store_params_of(s, i), stream));
+        };
+    return [launch = o.mini_gather[pdl]](const shape &s, int i) {
+        const addresses a = addresses_of(s, i);
+        CUDA(launch(a.dst[0], a.src[0], a.index, unsigned(s.rows), stream));
+    };
 }
 
-template <int row_bytes, int PDL> static void enqueue_store_warp(const shape &s, int i)
+static enqueue_fn sglang(operation op, const opponent &o, bool pdl)
 {
-    launch(store_warp<row_bytes, PDL>, store_params_of(s, i, 1), PDL != 0);
-}
-
-template <int row_bytes, int PDL> static void enqueue_store_split(const shape &s, int i)
-{
-    launch(store_split<row_bytes, PDL>, store_params_of(s, i, parts_of<row_bytes>), PDL != 0);
+    return [launch = o.sglang_store[op == store][pdl]](const shape &s, int i) {
+        CUDA(launch(store_params_of(s, i), stream));
+    };
 }
 
 static void enqueue_copy(int i)
@@ -286,10 +160,25 @@ static void enqueue_cub(const shape &s, int i)
     CUDA(cub::DeviceMemcpy::Batched(cub_memory, bytes, from, to, sizes, s.rows, stream));
 }
 
+constexpr int block_threads = 128; /* of empty kernels */
+
+static cudaLaunchConfig_t empty_config(cudaLaunchAttribute *pdl)
+{
+    pdl->id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    pdl->val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(1);
+    config.blockDim = dim3(block_threads);
+    config.stream = stream;
+    config.attrs = pdl;
+    config.numAttrs = 1;
+    return config;
+}
+
 template <bool PDL> static void enqueue_empty(int)
 {
     cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = launch_config(1, &attribute);
+    cudaLaunchConfig_t config = empty_config(&attribute);
     config.numAttrs = PDL;
     CUDA(cudaLaunchKernelEx(&config, empty_kernel));
 }
@@ -314,10 +203,13 @@ static kvprim_store_desc store_desc(const shape &s, int i)
     const addresses a = addresses_of(s, i);
     kvprim_store_desc d = {};
     d.k_cache = table_at(a.dst[0], s.sets->rows, s.dst_stride);
-    d.v_cache = table_at(a.dst[1], s.sets->rows, s.dst_stride);
     d.k = table_at(a.src[0], s.rows, s.src_stride);
-    d.v = table_at(a.src[1], s.rows, s.src_stride);
-    d.k_bytes = d.v_bytes = s.row_bytes;
+    d.k_bytes = s.row_bytes;
+    if (s.op == store) {
+        d.v_cache = table_at(a.dst[1], s.sets->rows, s.dst_stride);
+        d.v = table_at(a.src[1], s.rows, s.src_stride);
+        d.v_bytes = s.row_bytes;
+    }
     d.slot = a.index;
     d.slot_type = KVPRIM_I32;
     d.count = s.rows;
@@ -351,18 +243,16 @@ struct moved_rows {
     }
 };
 
-typedef void enqueue_fn(const shape &, int i);
-
 static std::string place(int64_t row_bytes, int64_t rows)
 {
     return std::to_string(row_bytes) + " B x " + std::to_string(rows);
 }
 
-static contender contend(const char *name, const shape &s, enqueue_fn *enqueue)
+static contender contend(const char *name, const shape &s, const enqueue_fn &enqueue)
 {
     const double bytes = 2.0 * double(output_bytes(s));
     contender c = {name, [s, enqueue](int i) { enqueue(s, i); }, bytes, bytes > 64e6 ? 24 : 64};
-    check_pieces(c, operation_names[s.op] + (" of " + place(s.row_bytes, s.rows)), s.rows * (s.op == store ? 2 : 1),
+    check_pieces(c, operation_names[s.op] + (" of " + place(s.row_bytes, s.rows)), s.rows * tensors_of(s.op),
                  [s](int i) {
                      return moved_rows{s, addresses_of(s, i)};
                  });
@@ -371,25 +261,7 @@ static contender contend(const char *name, const shape &s, enqueue_fn *enqueue)
 
 /* ---- the grid ---- */
 
-struct opponent { /* without PDL; with the trigger last; with the trigger first */
-    int row_bytes;
-    enqueue_fn *gather[3], *store[3], *split[3];
-};
-
-template <int row_bytes> static opponent opponents_for()
-{
-    return {row_bytes,
-            {enqueue_gather_warp<row_bytes, without_pdl>, enqueue_gather_warp<row_bytes, trigger_last>,
-             enqueue_gather_warp<row_bytes, trigger_first>},
-            {enqueue_store_warp<row_bytes, without_pdl>, enqueue_store_warp<row_bytes, trigger_last>,
-             enqueue_store_warp<row_bytes, trigger_first>},
-            {enqueue_store_split<row_bytes, without_pdl>, enqueue_store_split<row_bytes, trigger_last>,
-             enqueue_store_split<row_bytes, trigger_first>}};
-}
-
-static const opponent opponents[] = {opponents_for<128>(),  opponents_for<256>(),  opponents_for<512>(),
-                                     opponents_for<1024>(), opponents_for<1152>(), opponents_for<2048>(),
-                                     opponents_for<4096>(), opponents_for<8192>(), opponents_for<14336>()};
+/* ---- the grid ---- */
 
 struct point {
     operation op;
@@ -400,41 +272,63 @@ struct point {
 static std::vector<int64_t> grid_rows()
 {
     if (quick)
-        return {1, 64, 1024, 65536, 262144};
-    return {1, 8, 64, 256, 1024, 4096, 16384, 65536, 262144};
+        return {1, 48, 1024, 65536, 200000};
+    return {1, 8, 48, 333, 1024, 3000, 16384, 65536, 200000};
 }
 
-/* In us: of kvprim and of each kind of opponent. With PDL the better trigger counts. */
-static void print_point(const point &p, const std::vector<double> us[2], double gb_per_s)
+/* kvprim's time as a part of the best opponent's, both without or both with PDL. */
+template <int pdl> static double ratio(const point &p)
+{
+    return p.kvprim[pdl] / p.best[pdl];
+}
+
+static double best_ways(const point &p)
+{
+    return std::min(p.kvprim[0], p.kvprim[1]) / std::min(p.best[0], p.best[1]);
+}
+
+/* mini-sglang gathers without PDL, SGLang stores with it. */
+static double best_to_shipped(const point &p)
+{
+    return std::min(p.kvprim[0], p.kvprim[1]) / p.best[p.op == gather ? 0 : 1];
+}
+
+static double pdl_to_off(const point &p)
+{
+    return p.kvprim[1] / p.kvprim[0];
+}
+
+/* `c`: kvprim and its opponents without PDL, then all with it. */
+static void print_point(const point &p, const std::vector<contender> &c)
 {
     printf("%6lld %7lld", (long long)p.row_bytes, (long long)p.rows);
-    for (int pdl = 0; pdl < 2; pdl++) {
-        for (const double one : us[pdl])
-            printf(" %9.3f", one);
-        printf(" %6.3f %s", p.kvprim[pdl] / p.best[pdl], pdl ? "" : "|");
+    for (size_t k = 0; k < c.size(); k++) {
+        printf(" %9.3f", c[k].us);
+        if ((k + 1) % (c.size() / 2) == 0)
+            printf(" %6.3f |", k + 1 < c.size() ? ratio<0>(p) : ratio<1>(p));
     }
-    printf("| %7.3f %6.0f\n", p.kvprim[1] / p.kvprim[0], gb_per_s);
+    printf(" %6.3f %7.3f %6.0f\n", best_ways(p), pdl_to_off(p), gb_per_s(c[0]));
 }
 
 static point measure_point(const shape &s, const opponent &o)
 {
-    std::vector<contender> c = {contend("kvprim", s, enqueue_kvprim<false>),
-                                contend("kvprim+PDL", s, enqueue_kvprim<true>)};
-    for (enqueue_fn *const warp : s.op == gather ? o.gather : o.store)
-        c.push_back(contend("warp", s, warp));
-    for (enqueue_fn *const split : o.split)
-        if (s.op == store)
-            c.push_back(contend("split", s, split));
-    measure(c);
-    std::vector<double> us[2] = {{c[0].us}, {c[1].us}};
-    point p = {s.op, s.row_bytes, s.rows, {c[0].us, c[1].us}, {c[2].us, std::min(c[3].us, c[4].us)}};
-    for (size_t k = 2; k < c.size(); k += 3) {
-        us[0].push_back(c[k].us);
-        us[1].push_back(std::min(c[k + 1].us, c[k + 2].us));
-        for (int pdl = 0; pdl < 2; pdl++)
-            p.best[pdl] = std::min(p.best[pdl], us[pdl].back());
+    std::vector<contender> c;
+    for (const bool pdl : {false, true}) {
+        c.push_back(contend("kvprim", s, pdl ? enqueue_kvprim<true> : enqueue_kvprim<false>));
+        c.push_back(contend("mini-sglang", s, mini(s.op, o, pdl)));
+        if (s.op != gather)
+            c.push_back(contend("SGLang", s, sglang(s.op, o, pdl)));
     }
-    print_point(p, us, gb_per_s(c[0]));
+    measure(c);
+    point p = {s.op, s.row_bytes, s.rows, {}, {}};
+    const size_t ways = c.size() / 2;
+    for (size_t pdl = 0; pdl < 2; pdl++) {
+        p.kvprim[pdl] = c[pdl * ways].us;
+        p.best[pdl] = c[pdl * ways + 1].us;
+        for (size_t k = 2; k < ways; k++)
+            p.best[pdl] = std::min(p.best[pdl], c[pdl * ways + k].us);
+    }
+    print_point(p, c);
     return p;
 }
 
@@ -449,34 +343,35 @@ struct target {
 
 static std::vector<target> targets_of(operation op)
 {
-    const auto off = [](const point &p) { return p.kvprim[0] / p.best[0]; };
-    const auto on = [](const point &p) { return p.kvprim[1] / p.best[1]; };
     const auto all = [](const point &) { return true; };
     const auto few = [](const point &p) { return p.rows <= 1024; };
-    const auto wide_few = [](const point &p) { return p.row_bytes == 4096 && p.rows >= 8 && p.rows <= 64; };
+    const auto wide_few = [](const point &p) { return p.row_bytes == 4096 && p.rows >= 8 && p.rows <= 48; };
     const auto many_128 = [](const point &p) { return p.row_bytes == 128 && p.rows >= 16384; };
     const auto many_256 = [](const point &p) { return p.row_bytes == 256 && p.rows >= 16384; };
-    if (op == store)
-        return {{"store / best of two, PDL off", off, all, false, 1.06},
-                {"store / best of two, PDL off", off, all, true, 1.00},
-                {"store / best of two, PDL off, 4,096 B, 8-64 tokens", off, wide_few, false, 0.90},
-                {"store / best of two, PDL on", on, all, false, 1.06},
-                {"store / best of two, PDL on", on, all, true, 1.00},
-                {"store / best of two, PDL on, 4,096 B, 8-64 tokens", on, wide_few, false, 0.90},
-                {"store / best of two, PDL on, to 1,024 tokens", on, few, true, 0.95}};
-    /* The opponent checks nothing, so the time that kvprim takes longer contains its check. Sizes that suit it. */
-    const auto longer = [](const point &p) { return p.kvprim[0] - p.best[0]; };
-    const auto even_64 = [](const point &p) {
-        return p.rows == 64 && p.row_bytes <= 2048 && (p.row_bytes & (p.row_bytes - 1)) == 0;
-    };
-    return {{"gather / warp, PDL off", off, all, false, 1.06},
-            {"gather / warp, PDL off", off, all, true, 0.93},
-            {"gather / warp, PDL off, 128 B, 16,384 rows and more", off, many_128, false, 0.62},
-            {"gather / warp, PDL off, 256 B, 16,384 rows and more", off, many_256, false, 0.85},
-            {"gather / warp, PDL on", on, all, false, 1.04},
-            {"gather / warp, PDL on, to 1,024 rows", on, few, true, 0.95},
-            {"gather, PDL on / off", [](const point &p) { return p.kvprim[1] / p.kvprim[0]; }, all, false, 1.02},
-            {"bounds check: us above the opponent at 64 rows", longer, even_64, false, 0.03}};
+    if (op == gather)
+        return {{"gather / mini-sglang, PDL off", ratio<0>, all, true, 0.97},
+                {"gather / mini-sglang, PDL off", ratio<0>, all, false, 1.03},
+                {"gather / mini-sglang, PDL off, 128 B, 16,384 rows and more", ratio<0>, many_128, false, 0.62},
+                {"gather / mini-sglang, PDL off, 256 B, 16,384 rows and more", ratio<0>, many_256, false, 0.85},
+                {"gather / mini-sglang, PDL on", ratio<1>, all, false, 1.04},
+                {"gather / mini-sglang, PDL on, to 1,024 rows", ratio<1>, few, true, 0.95},
+                {"gather, best way / best way", best_ways, all, true, 0.80},
+                {"gather, best way / as shipped (PDL off)", best_to_shipped, all, true, 0.80},
+                {"gather, PDL on / off", pdl_to_off, all, false, 1.02}};
+    if (op == store_k)
+        return {{"store of K alone / best of two, PDL off", ratio<0>, all, true, 0.95},
+                {"store of K alone / best of two, PDL off", ratio<0>, all, false, 1.04},
+                {"store of K alone / best of two, PDL on", ratio<1>, all, true, 0.95},
+                {"store of K alone / best of two, PDL on", ratio<1>, all, false, 1.04},
+                {"store of K alone, PDL on / off", pdl_to_off, all, false, 1.02}};
+    return {{"store / best of two, PDL off", ratio<0>, all, true, 0.95},
+            {"store / best of two, PDL off", ratio<0>, all, false, 1.04},
+            {"store / best of two, PDL off, 4,096 B, 8-48 tokens", ratio<0>, wide_few, false, 0.90},
+            {"store / best of two, PDL on", ratio<1>, all, true, 0.95},
+            {"store / best of two, PDL on", ratio<1>, all, false, 1.04},
+            {"store / best of two, PDL on, 4,096 B, 8-48 tokens", ratio<1>, wide_few, false, 0.90},
+            {"store / best of two, PDL on, to 1,024 tokens", ratio<1>, few, true, 0.95},
+            {"store, PDL on / off", pdl_to_off, all, false, 1.02}};
 }
 
 static void judge_points(operation op, const std::vector<point> &points)
@@ -493,14 +388,39 @@ static void judge_points(operation op, const std::vector<point> &points)
     }
 }
 
-static void grid(operation op)
+static void summarise(operation op, const std::vector<point> &points)
 {
-    const char *const split = op == store ? "     split" : "";
+    static const struct {
+        const char *what;
+        double (*value)(const point &);
+    } rows[] = {{"PDL off", ratio<0>},
+                {"PDL on both", ratio<1>},
+                {"best way / best way", best_ways},
+                {"best way / as shipped", best_to_shipped},
+                {"kvprim, PDL / off", pdl_to_off}};
+    printf("\n%s, summary %18s %7s %7s\n", operation_names[op], "mean", "lost", "worst");
+    for (const auto &row : rows) {
+        double logs = 0;
+        int lost = 0;
+        const point *worst = &points[0];
+        for (const point &p : points) {
+            logs += std::log(row.value(p));
+            lost += row.value(p) > 1;
+            if (row.value(p) > row.value(*worst))
+                worst = &p;
+        }
+        printf("%-26s %7.3f %3d/%3zu %7.3f at %s\n", row.what, std::exp(logs / double(points.size())), lost,
+               points.size(), row.value(*worst), place(worst->row_bytes, worst->rows).c_str());
+    }
+}
+
+static void grid(operation op, const std::vector<opponent> &opponents)
+{
+    const char *const second = op == gather ? "" : "    SGLang";
     std::vector<point> points;
-    printf(
-        "\n%s: us per launch, and kvprim's time as a part of the best opponent's\n%6s %7s %9s %9s%s  ratio | %9s %9s%s"
-        "  ratio | PDL/off   GB/s\n",
-        operation_names[op], "row B", "rows", "kvprim", "warp", split, "PDL", "warp", split);
+    printf("\n%s: us per launch, and kvprim's time as a part of the best opponent's\n%6s %7s %9s %9s%s  ratio | %9s "
+           "%9s%s  ratio |   best PDL/off   GB/s\n",
+           operation_names[op], "row B", "rows", "kvprim", "mini", second, "PDL", "mini", second);
     for (const opponent &o : opponents) {
         const index_sets sets(indexed_rows(op, o.row_bytes), grid_rows().back());
         for (const int64_t rows : grid_rows()) {
@@ -509,7 +429,43 @@ static void grid(operation op)
                 points.push_back(measure_point(s, o));
         }
     }
+    summarise(op, points);
     judge_points(op, points);
+}
+
+/* ---- one row over and over ---- */
+
+/* Every warp then writes to, or reads from, the same lines of the L2 cache. */
+static void repeat_first_rows(index_sets &sets)
+{
+    for (auto set = sets.host.begin(); set != sets.host.end(); set += sets.count)
+        std::fill(set, set + sets.count, *set);
+    sets.device = upload(sets.host);
+}
+
+static void repeated()
+{
+    std::vector<figure> figures;
+    printf("\none row over and over, its number repeated: us\n%7s %6s %7s %9s %9s %8s\n", "", "row B", "rows", "kvprim",
+           "PDL", "PDL/off");
+    for (const operation op : {gather, store, store_k})
+        for (const int64_t row_bytes : {128, 576, 1152, 2048}) {
+            index_sets sets(indexed_rows(op, row_bytes), 200000);
+            repeat_first_rows(sets);
+            for (const int64_t rows : {3000, 200000}) {
+                const shape s = packed(op, row_bytes, rows, sets);
+                std::vector<contender> c = {contend("kvprim", s, enqueue_kvprim<false>),
+                                            contend("kvprim+PDL", s, enqueue_kvprim<true>)};
+                for (contender &one : c)
+                    if (op != gather) /* any row may win */
+                        one.poison = one.verify = {};
+                measure(c);
+                printf("%7s %6lld %7lld %9.3f %9.3f %8.3f\n", operation_names[op], (long long)row_bytes,
+                       (long long)rows, c[0].us, c[1].us, c[1].us / c[0].us);
+                figures.push_back({c[1].us / c[0].us, operation_names[op] + (" " + place(row_bytes, rows))});
+            }
+        }
+    judge_worst("one row over and over, PDL on / off", figures, '<', 1.02);
 }
 
 /* ---- others: CUB, and a copy for each row ---- */
@@ -570,15 +526,15 @@ static void large()
            "", "row B", "rows", "us", "GB/s", "copy GB/s", "ratio");
     for (const operation op : {gather, store}) {
         std::vector<figure> figures[4]; /* of rows of 128, 256, 512, and of 1,024 bytes and more */
-        for (const opponent &o : opponents)
+        for (const int64_t row_bytes : {128, 256, 512, 1024, 1152, 2048, 4096, 8192, 14336})
             for (const int64_t output : {128 * MiB, 512 * MiB, 2 * GiB}) {
-                const int64_t row = o.row_bytes * (op == store ? 2 : 1), rows = (output + row - 1) / row;
+                const int64_t row = row_bytes * tensors_of(op), rows = (output + row - 1) / row;
                 if (rows > most_rows || (quick && output > 128 * MiB))
                     continue;
-                const index_sets sets(indexed_rows(op, o.row_bytes), rows);
-                const double part = large_point(packed(op, o.row_bytes, rows, sets));
-                const int which = o.row_bytes >= 1024 ? 3 : o.row_bytes >= 512 ? 2 : o.row_bytes >= 256 ? 1 : 0;
-                figures[which].push_back({part, place(o.row_bytes, rows)});
+                const index_sets sets(indexed_rows(op, row_bytes), rows);
+                const double part = large_point(packed(op, row_bytes, rows, sets));
+                const int which = row_bytes >= 1024 ? 3 : row_bytes >= 512 ? 2 : row_bytes >= 256 ? 1 : 0;
+                figures[which].push_back({part, place(row_bytes, rows)});
             }
         const std::string what = std::string("large ") + operation_names[op] + "s / copy, GB/s, rows of ";
         judge_worst(what + "1024 B and more", figures[3], '>', 0.96);
@@ -690,8 +646,7 @@ static void host()
     const kvprim_cuda_launch off = on_stream(), on = on_stream(true);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
     cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = launch_config(1, &attribute);
-    config.numAttrs = 1;
+    cudaLaunchConfig_t config = empty_config(&attribute);
     std::vector<host_call> calls = {
         {"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, block_threads, nullptr, 0, stream)); }},
         {"cudaLaunchKernelExC, PDL", [&] { CUDA(cudaLaunchKernelExC(&config, empty, nullptr)); }},
@@ -709,7 +664,12 @@ static void host()
 
 static void open_all()
 {
-    open_gpu(table_bytes + 2 * cache_bytes + GiB);
+    size_t free_bytes, total_bytes;
+    open_gpu(18 * GiB); /* two outputs of 2 GiB in each cache, and 2 GiB for CUB's memory and indices */
+    CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+    cache_bytes = std::min(8 * GiB, (int64_t(free_bytes) - 2 * GiB) / 4 / GiB * GiB);
+    table_bytes = 2 * cache_bytes;
+    printf("tables of %lld GiB, caches of %lld GiB\n", (long long)(table_bytes / GiB), (long long)(cache_bytes / GiB));
     table_memory = allocate_hashed(table_bytes + slack);
     for (char *&cache : cache_memory)
         cache = allocate_hashed(cache_bytes + slack);
@@ -726,8 +686,10 @@ static void open_all()
 int main(int argc, char **argv)
 {
     return run_program(argc, argv, open_all,
-                       {{"gather", [] { grid(gather); }},
-                        {"store", [] { grid(store); }},
+                       {{"gather", [] { grid(gather, opponents_for(bench_sizes())); }},
+                        {"store", [] { grid(store, opponents_for(bench_sizes())); }},
+                        {"store_k", [] { grid(store_k, opponents_for<128, 512, 576, 656, 1152, 4096>()); }},
+                        {"repeated", repeated},
                         {"others", others},
                         {"large", large},
                         {"odd", odd},

@@ -99,9 +99,9 @@ COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  #
 EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
 SIZES = r'\d+ +\d+'
 GATHER = gpu.table("gather: us per launch, and kvprim's time as a part of the best opponent's",
-                   'row B rows kvprim warp ratio | PDL warp ratio | PDL/off GB/s', SIZES, 8)
+                   'row B rows kvprim mini ratio | PDL mini ratio | best PDL/off GB/s', SIZES, 9)
 STORE = gpu.table("store: us per launch, and kvprim's time as a part of the best opponent's",
-                  'row B rows kvprim warp split ratio | PDL warp split ratio | PDL/off GB/s', SIZES, 10)
+                  'row B rows kvprim mini SGLang ratio | PDL mini SGLang ratio | best PDL/off GB/s', SIZES, 11)
 OTHERS = gpu.table("gather by other means: us, and times kvprim's", 'row B rows kvprim CUB memcpy each', SIZES, 3, 5)
 LARGE = gpu.table('large moves, PDL off, against a device-to-device cudaMemcpyAsync of 256 MiB, the faster of graph '
                   'and stream', 'row B rows us GB/s copy GB/s ratio', r'(?:gather|store) +' + SIZES, 4)
@@ -289,6 +289,7 @@ ISA = cpu.find('runs on (.*)').upper().replace('AVX5', 'AVX-5')
 XEON = f"{cpu.find('processor: (.*) Processor').replace('(R)', '')} with {ISA}"
 ON_H200 = gpu.find('^(NVIDIA .*)') + '; tests/results/gpu_bench.txt'
 BATCHED = 'cub::DeviceMemcpy::Batched'
+COMPILED_FOR = "Other engines' kernels are compiled for each row size"
 # Of the opponent's time, for one chunk, both from the call to the end of the work. They are in a target's line.
 CHUNK = r"time / %s's, 4 KB fragments .*[ ,;]128 x 4 KB ([\d.]+)"
 CHUNK_OPPONENTS = ('cudaMemcpyBatchAsync', 'cudaMemcpyAsync')
@@ -307,6 +308,11 @@ def overview():
         ('One GPU', [
             (f'{name.capitalize()} 64 to 65,536 rows, mean (worst {min(ratios):.2f}×)', torch_ways[name], mean(ratios))
             for name, ratios in ((name, [1 / values[4] for values in table.values()]) for name, table in TORCH.items())
+            ] + [
+            (f'{name} 1 to 200,000 rows, mean (worst {min(ratios):.2f}×)', engine, mean(ratios))
+            for name, engine, ratios in (
+                ('Gather', 'mini-sglang', [1 / values[6] for values in GATHER.values()]),
+                ('Store', 'SGLang, mini-sglang', [1 / values[8] for values in STORE.values()]))
             ] + [
             (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', OFFLOAD[way + ' 4 KB'][8])
             for where, way in (('from', 'to GPU'), ('to', 'to host'))] + [
@@ -350,18 +356,17 @@ def over_rows(title, subtitle, of, lines):
 
 
 def gather():
-    return over_rows('Gather: time by number and size of rows', 'The stand-in is compiled for its row size', 1, (
+    return over_rows('Gather: time by number and size of rows', COMPILED_FOR, 1, (
         ('cudaMemcpyAsync per row', 'third', OTHERS, 3), (BATCHED, 'second', OTHERS, 1),
-        ('stand-in: warp per part of a row', 'first', GATHER, 1), ('kvprim, dependent launch', 'ours too', GATHER, 3),
+        ('mini-sglang', 'first', GATHER, 1), ('kvprim, dependent launch', 'ours too', GATHER, 3),
         ('kvprim', 'ours', GATHER, 0)))
 
 
 def store():
-    return over_rows('Store: time by number and size of rows of K, and of V', 'The stand-ins are compiled for their '
-                     'row size', 2, (
-        ('stand-in: warp per row, K then V', 'second', STORE, 1),
-        ('stand-in: warp per part of a row', 'first', STORE, 2),
-        ('kvprim, dependent launch', 'ours too', STORE, 4), ('kvprim', 'ours', STORE, 0)))
+    return over_rows('Store: time by number and size of rows of K, and of V', COMPILED_FOR, 2, (
+        ('mini-sglang', 'second', STORE, 1), ('SGLang, dependent launch', 'fourth', STORE, 6),
+        ('SGLang', 'first', STORE, 2), ('kvprim, dependent launch', 'ours too', STORE, 4),
+        ('kvprim', 'ours', STORE, 0)))
 
 
 def unpack():
@@ -439,6 +444,9 @@ def times_as_fast():
          each(table['1024'][4] for table in HOST.values())),
         (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
          mean_and_worst(TORCH.values(), (4, 4))),
+        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes, one launch after the other: mean; '
+         'worst', 'mini-sglang / the faster of mini-sglang and SGLang', mean_and_worst((GATHER, STORE), (2, 3))),
+        ('the same, dependent launch on both sides', 'the same', mean_and_worst((GATHER, STORE), (5, 7))),
         ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
          each(UNPACK[key][2] / UNPACK[key][0] for key in (
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),

@@ -288,6 +288,15 @@ copies_results()
         MAKEFLAGS= make results && cmp build/results/some.txt tests/results/some.txt)
 }
 
+# builds_for_two: programs for the GPU, the engine and the collectives are compiled for two architectures.
+builds_for_two()
+{
+    two='-gencode arch=compute_80,code=sm_80 -gencode arch=compute_90,code=sm_90 -lineinfo'
+    MAKEFLAGS= make -nB build/bench_cuda NVCC=nvcc CUDA_ARCH='sm_80 sm_90' | grep -e "$two" &&
+        MAKEFLAGS= make -nB -C examples/07_engine NVCC=nvcc CUDA_ARCH='sm_80 sm_90' BUILD=nowhere | grep -e "$two" &&
+        (CUDA_ARCH='sm_80 sm_90' && . tests/gpu/environment.sh && [ "$architectures -lineinfo" = " $two" ])
+}
+
 targets()
 {
     if [ "$gpus" -eq 0 ]; then
@@ -295,6 +304,7 @@ targets()
             cell "make $target without a GPU" leaves_results $target
         done
     fi
+    cell 'make CUDA_ARCH of two' builds_for_two
     cell 'make results' copies_results
     group 'targets of make that measure'
 }

@@ -7,6 +7,15 @@
 : "${CUDA_HOME=}" "${NVCC=}" "${CUDA_ARCH=native}" "${CUDA_INCLUDE=}" "${NCCL_INCLUDE=}" "${NCCL_LIBRARY=}"
 : "${NCCL_NVLS_ENABLE=0}"
 export NCCL_NVLS_ENABLE
+architectures=-arch=$CUDA_ARCH
+case $CUDA_ARCH in
+*' '*)
+    architectures=
+    for arch in $CUDA_ARCH; do
+        architectures="$architectures -gencode arch=compute_${arch#sm_},code=$arch"
+    done
+    ;;
+esac
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 
 # system_headers FOLDER...: prints the flags for them, except for /usr/include, which C++'s own headers must find last.

@@ -29,7 +29,7 @@ if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
     exit 0
 fi
 
-cuda="$NVCC -std=c++17 -O3 -arch=$CUDA_ARCH -lineinfo -I. $nccl_flags"
+cuda="$NVCC -std=c++17 -O3 $architectures -lineinfo -I. $nccl_flags"
 
 # build SOURCE [FLAG...]: compiles it as CUDA into build/. If that fails, no program of an older run is left.
 build()

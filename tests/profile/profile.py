@@ -4,8 +4,8 @@
        python3 tests/profile/profile.py ncu|sanitize
        python3 tests/profile/profile.py compare A B            two copies of build/ncu.csv, or two of ncu's reports
 
-    sass      prints registers, stack and widths of memory accesses of every kernel; checks main paths for 128 bits, and
-              that kernels wait for the one before them
+    sass      prints registers, stack and widths of memory accesses of every kernel; checks main paths for 128 bits,
+              that kernels wait for the one before them, and that the benchmark's opponents load rows before they store
     ptx       checks only that they wait, in what nvcc -ptx wrote of kvprim_cuda.cuh for sm_90 or newer
     cfg       draws control-flow graphs of the kernels: build/cfg/*.dot, and .svg if there is Graphviz
     ncu       prints counters of one launch of each operation, as a table and a checklist; needs a GPU
@@ -84,17 +84,18 @@ def compile_cuda(arch, source, *options):
          source + ' does not compile')
 
 
-def compile_kernels():
-    """Returns the cubins of the kernels of both headers."""
-    arch, cubins = architecture(), []
+def compile_kernels(*more):
+    """Returns the cubins of the kernels of both headers and of more sources, for each architecture."""
+    cubins = []
     os.makedirs('build/sass', exist_ok=True)
-    for header in HEADERS[1:]:
-        unit = 'build/sass/' + header.split('.')[0]
+    for arch, name in itertools.product(architecture().split(), HEADERS[1:] + list(more)):
+        unit = 'build/sass/' + os.path.basename(name).split('.')[0]
+        cubin = unit + ('_' + arch if ' ' in architecture() else '') + '.cubin'
         with open(unit + '.cu', 'w') as source:
-            source.write('#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' % header)
-        print(header, 'for', arch)
-        compile_cuda(arch, unit + '.cu', '-cubin', '-o', unit + '.cubin', *NCCL_HEADERS)
-        cubins.append(unit + '.cubin')
+            source.write('#define KVPRIM_IMPLEMENTATION\n#include "%s"\n' % name)
+        print(name, 'for', arch)
+        compile_cuda(arch, unit + '.cu', '-cubin', '-o', cubin, *NCCL_HEADERS)
+        cubins.append(cubin)
     if not NCCL_INCLUDE:
         print('without kvprim_nccl.h: no nccl.h under NCCL_HOME or in the usual places')
     return cubins
@@ -121,6 +122,13 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+Lb1E', 'gather'),
               (r'kvpn_kernelI13kvpn_(one|two)_shot[^E]*ELb1E', 'all_reduce'),
               (r'kvpn_kernelI12kvpn_scatter[^E]*ELb1E', 'scatter'),
               (r'kvpn_kernelI16kvpn_gather_many[^E]*ELb1E', 'gather_many')]
+# The benchmark's opponents. Nothing but their order of loads and stores is checked, and that nothing spills.
+OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
+             (r'mini_store_kernelI', 'mini store'),
+             (r'sglang_store_kernelI', 'SGLang')]
+# More loads need not precede the first store. The 64 of K and V of 16,384 bytes in one warp, 16 bytes each, do not fit
+# into a thread's 255 registers; ptxas begins with 28 to 33.
+LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_(gather|store)_kernelI\w*Lb1EEv|kvpn_kernelI'
 MAY_WAIT = r'kvpc_(bytes|move|move_few|move_bytes|unpack)_kernel'
@@ -137,7 +145,7 @@ class Kernel:
         self.name, self.arch = name, arch
         self.resources = resources      # REG, STACK ... or nothing
         self.code = []                  # (predicate, instruction)
-        self.path = next((path for pattern, path in MAIN_PATHS if re.search(pattern, name)), '')
+        self.path = next((path for pattern, path in MAIN_PATHS + OPPONENTS if re.search(pattern, name)), '')
 
     def count(self, pattern):
         return sum(1 for _, code in self.code if re.match(pattern + r'(\.|$)', code))
@@ -164,6 +172,12 @@ class Kernel:
                 break
         return 'memory before the wait'
 
+    def stores_early(self):
+        """Says whether an opponent stores before it has loaded its part of a row: nothing to store, or LDG STG LDG
+        STG, as from a source in which rows may overlap."""
+        moves = [code[:3] for _, code in self.code if re.match('(LDG|STG)', code)]
+        return 'STG' not in moves or moves.index('STG') < min(moves.count('LDG'), LOADS_AT_ONCE)
+
     def fault(self):
         """Says what is wrong. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each."""
         if 'REG' not in self.resources:
@@ -174,6 +188,8 @@ class Kernel:
             return 'generic accesses'
         if self.waits_wrongly() or not self.path:
             return self.waits_wrongly()
+        if any(self.path == path for _, path in OPPONENTS):
+            return 'stores before its loads' if self.stores_early() else ''
         stores, narrow_stores = self.widths('STG')
         if not self.widths('LDG')[0] or not stores:
             return 'no 128-bit accesses'
@@ -216,6 +232,8 @@ def judge_sass(kernels):
               'FAIL' if fault else 'ok  ', names[k.name] + (fault and ': ' + fault))
     found = {k.path for k in kernels}
     expected = [path for pattern, path in MAIN_PATHS if any(pattern[:5] in k.name for k in kernels)]
+    opponents = {path for _, path in OPPONENTS}
+    expected += opponents if found & opponents else []
     for path in sorted(set(expected) - found):
         print('FAIL no kernel is the main path of', path)
         faults += 1
@@ -256,7 +274,7 @@ def sass(cubins):
     """Dumps each cubin, and leaves the dump beside it."""
     cuobjdump = tool('cuobjdump', "the toolkit's package cuda-cuobjdump-X-Y, or pip's nvidia-cuda-cuobjdump")
     faults = 0
-    for cubin in cubins or compile_kernels():
+    for cubin in cubins or compile_kernels('tests/profile/opponents.cu'):
         dump = os.path.splitext(cubin)[0] + '.sass'
         print('==', dump)
         text = output_of(cuobjdump, '--dump-resource-usage', cubin) + output_of(cuobjdump, '-sass', cubin)

@@ -83,6 +83,7 @@ COLLECTIVES = [
 STORE, MOVE = '_Z17kvpc_store_kernelILj8ELj1ELj1ELb1ELb%dEEv10kvpc_plain', '_Z16kvpc_move_kernelILj8ELj2ELj1EEv'
 EARLY, UNASKED = 'memory before the wait', 'waits without dependent launch'
 UNKNOWN = 'whether it has to wait is unknown'
+OPPONENT, TURNS = '_Z17mini_store_kernelILi1152ELi2ELb1EEv12store_params', 'stores before its loads'
 ROWS = [
     ('store waits', '', STORE % 1, 90, ['PREEXIT', '@P0 EXIT', WAIT, *WIDE]),
     ('store does not wait', EARLY, STORE % 1, 90, ['PREEXIT', '@P0 EXIT', *WIDE]),
@@ -100,6 +101,13 @@ ROWS = [
     ('transfer asks on sm_120', '', MOVE, 120, ['@P0 EXIT', '@!UP0 BRA.U', WAIT, *WIDE]),
     ('transfer waits after a load', EARLY, MOVE, 90, ['@P0 BRA', 'LDG.E', WAIT, *WIDE]),
     ('transfer does not wait', EARLY, MOVE, 100, WIDE),
+    ('opponent loads, then stores', '', OPPONENT, 90, ['LDG.E', 'LDG.E', 'LDG.E', 'STG.E', 'STG.E']),
+    ('opponent loads and stores by turns', TURNS, OPPONENT, 90, ['LDG.E', 'LDG.E', 'STG.E', 'LDG.E', 'STG.E']),
+    ('opponent stores before its last load', TURNS, OPPONENT, 80, ['LDG.E', 'LDG.E.128', 'STG.E.128', 'LDG.E.128']),
+    ('opponent stores nothing', TURNS, OPPONENT, 90, ['LDG.E', 'LDG.E']),
+    ('opponent loads 28 of 65 first', '', OPPONENT, 90, 28 * ['LDG.E.128'] + ['STG.E.128'] + 37 * ['LDG.E.128']),
+    ('opponent loads 27 of 65 first', TURNS, OPPONENT, 90, 27 * ['LDG.E.128'] + ['STG.E.128'] + 38 * ['LDG.E.128']),
+    ('opponent spills', 'local memory', OPPONENT, 90, ['LDG.E', 'LDG.E', 'STL', 'LDL', 'STG.E']),
 ]
 
 # The same in PTX. A branch to $L_9 goes to the end.
@@ -148,6 +156,8 @@ def test_sass():
     faults, text = printed(profile.judge_sass, profile.read_sass(dump_of([COLLECTIVE % '13kvpn_one_shot'], 90,
                                                                         COLLECTIVES[0][2])))
     check('SASS: main paths are missing', faults == 2 and text.count('no kernel is the main path') == 2, text)
+    faults, text = printed(profile.judge_sass, profile.read_sass(dump_of([OPPONENT], 90, ['LDG.E', 'LDG.E', 'STG.E'])))
+    check('SASS: opponents are missing', faults == 2 and text.count('no kernel is the main path') == 2, text)
     for name, fault, kernel, arch, codes in ROWS:
         found = profile.read_sass(dump_of([kernel], arch, codes))[0].fault()
         check('SASS: ' + name, found == fault, found)
