@@ -193,7 +193,7 @@ bandwidth: build/09_bandwidth
 
 # Compares with PyTorch, if python3 has it.
 torch-bench: lib
-	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py || failed=1)
+	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py build/libkvprim.so || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:
