@@ -3,7 +3,7 @@
    and with kvprim in a flat cache. Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_paged.cu -o build/bench_paged
-       build/bench_paged [--quick] [--only store|mla|gather|v0]
+       build/bench_paged [--quick] [--only store|mla|layouts|gather|v0]
 
    Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
    8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns.
@@ -269,6 +269,7 @@ static const shape shapes[] = {
 /* A store of `tokens` tokens. */
 struct store_job {
     const shape *s;
+    layout l;
     cache c;
     const slot_sets *slots;
     int64_t tokens;
@@ -281,31 +282,37 @@ static char *dense_at(int i, int64_t bytes, bool v)
     return dense_memory + (v ? dense_bytes / 2 : 0) + i % (dense_bytes / 2 / region) * region;
 }
 
-/* Head n % heads of K or V of token n / heads / 2. */
+/* What moves of head n % heads: of a store K and V of token n / heads / 2, of a gather K of token n / heads. */
 struct moved_heads {
     cache c;
-    char *k, *v;
+    char *dense[2];
     const int32_t *slot;
+    bool gathers;
 
     __device__ piece operator()(int64_t n) const
     {
-        const int64_t token = n / c.heads / 2, head = n % c.heads, slot_ = slot[token];
-        const bool is_v = n / c.heads % 2;
-        const int64_t page = c.page_rows ? slot_ / c.page_rows : 0, row = c.page_rows ? slot_ % c.page_rows : slot_;
-        return {(is_v ? c.v : c.k) + page * c.page_stride + row * c.row_stride + head * c.head_stride,
-                (is_v ? v : k) + (token * c.heads + head) * c.head_bytes, c.head_bytes};
+        const int64_t all = n / c.heads, token = gathers ? all : all / 2, head = n % c.heads, v = gathers ? 0 : all % 2;
+        const int64_t page = c.page_rows ? slot[token] / c.page_rows : 0, row = slot[token] - page * c.page_rows;
+        char *const there = (v ? c.v : c.k) + page * c.page_stride + row * c.row_stride + head * c.head_stride;
+        char *const here = dense[v] + (token * c.heads + head) * c.head_bytes;
+        return {gathers ? here : there, gathers ? there : here, c.head_bytes};
     }
 };
 
-static contender contend(const char *name, const store_job &j, const std::function<void(int)> &enqueue)
+static contender contend(const char *name, const store_job &j, const std::function<void(int)> &enqueue,
+                         bool gathers = false)
 {
     const int64_t row = j.c.heads * j.c.head_bytes;
-    const double bytes = 4.0 * double(j.tokens * row);
+    const int64_t rows = j.tokens * (gathers ? 1 : 2);
+    const double bytes = 2.0 * double(rows * row);
     contender c = {name, enqueue, bytes, launches_for(bytes)};
-    check_pieces(c, "store of " + place(row, j.tokens), j.tokens * j.c.heads * 2, [j, row](int i) {
-        return moved_heads{j.c, dense_at(i, j.tokens * row, false), dense_at(i, j.tokens * row, true),
-                           j.slots->slot.set(i)};
-    });
+    const auto moved = [=](int i) {
+        return moved_heads{j.c,
+                           {dense_at(i, j.tokens * row, false), dense_at(i, j.tokens * row, true)},
+                           j.slots->slot.set(i),
+                           gathers};
+    };
+    check_pieces(c, layout_names[j.l] + (" of " + place(row, j.tokens)), rows * j.c.heads, moved);
     return c;
 }
 
@@ -371,7 +378,7 @@ struct store_point {
 
 static store_point measure_store(const shape &s, layout l, const slot_sets &slots, int64_t tokens)
 {
-    const store_job j = {&s, make_cache(l, s.heads, s.head_bytes, slots.page_rows), &slots, tokens};
+    const store_job j = {&s, l, make_cache(l, s.heads, s.head_bytes, slots.page_rows), &slots, tokens};
     store_point p = {&s, l, j.c.page_rows, tokens, slots.prompt, {}, {}};
     std::vector<contender> c;
     for (int k = 0; k < 4; k++)
@@ -401,7 +408,8 @@ static std::vector<int64_t> store_tokens(bool prompt)
 {
     if (prompt)
         return quick ? std::vector<int64_t>{4096} : std::vector<int64_t>{512, 4096, 32768};
-    return quick ? std::vector<int64_t>{1, 48, 4096} : std::vector<int64_t>{1, 8, 32, 48, 64, 128, 512, 4096, 32768};
+    return quick ? std::vector<int64_t>{1, 48, 4096}
+                 : std::vector<int64_t>{1, 8, 17, 32, 48, 64, 128, 512, 1500, 4096, 32768};
 }
 
 /* Measures one shape in all layouts. */
@@ -701,12 +709,35 @@ static contender contend_mla(const char *name, const mla_job &j, void (*enqueue)
     return c;
 }
 
-/* Ratios to the best opponent, without PDL, and with PDL on both. */
+/* kvprim's time divided by that of the best opponent, without PDL; with PDL on both; the best way of each; with PDL by
+   its own without. Of pages that lie apart: by vLLM's, and by its own where they do not. */
 struct mla_figures {
-    std::vector<figure> off, on, pdl, vllm;
+    std::vector<figure> off, on, best, pdl, vllm, apart;
+    std::vector<double> packed;
 };
 
-/* SGLang's have no pages: there they are left out. */
+static void mla_figures_of(const std::vector<contender> &c, bool packed, int64_t tokens, mla_figures *f)
+{
+    double off = c[4].us, on = 1e9;
+    for (size_t k = 5; k < c.size(); k++)
+        (k < 9 ? off : on) = std::min(k < 9 ? off : on, c[k].us);
+    for (size_t type = 0; type < 2; type++) {
+        const std::string where = (packed ? "" : "apart ") + std::to_string(tokens) + (type ? " int64" : "");
+        f->vllm.push_back({c[type].us / c[4].us, where});
+        f->pdl.push_back({c[2 + type].us / c[type].us, where});
+        if (packed) {
+            f->off.push_back({c[type].us / off, where});
+            f->on.push_back({c[2 + type].us / on, where});
+            f->best.push_back({std::min(c[type].us, c[2 + type].us) / std::min(off, on), where});
+        }
+    }
+    if (packed)
+        f->packed.push_back(c[0].us);
+    else if (tokens <= 64)
+        f->apart.push_back({c[0].us / f->packed[f->apart.size()], std::to_string(tokens)});
+}
+
+/* SGLang's have no pages: where these lie apart, they are left out. */
 static void mla_point(const mla_job &j, mla_figures *f)
 {
     const bool packed = j.c.page_stride == j.c.page_rows * mla_bytes;
@@ -729,17 +760,7 @@ static void mla_point(const mla_job &j, mla_figures *f)
     for (const contender &k : c)
         printf(" %7.2f", k.us);
     printf("\n");
-    double off = c[4].us, on = 1e9;
-    for (size_t k = 5; k < c.size(); k++)
-        (k < 9 ? off : on) = std::min(k < 9 ? off : on, c[k].us);
-    for (size_t type = 0; type < 2; type++) {
-        const std::string where = (packed ? "" : "apart ") + std::to_string(j.tokens) + (type ? " int64" : "");
-        f->off.push_back({c[type].us / off, where});
-        f->vllm.push_back({c[type].us / c[4].us, where});
-        f->pdl.push_back({c[2 + type].us / c[type].us, where});
-        if (packed)
-            f->on.push_back({c[2 + type].us / on, where});
-    }
+    mla_figures_of(c, packed, j.tokens, f);
 }
 
 static void mla()
@@ -762,8 +783,74 @@ static void mla()
     judge_worst("MLA store / best of five, PDL off", f.off, '<', 1.03);
     judge_mean("MLA store / best of SGLang's, PDL on", f.on, 0.90);
     judge_worst("MLA store / best of SGLang's, PDL on", f.on, '<', 1.03);
+    judge_mean("MLA store, best way / best way of all", f.best, 0.90);
     judge_mean("MLA store / vLLM", f.vllm, 0.90);
+    judge_worst("MLA store / vLLM", f.vllm, '<', 1.03);
+    judge_worst("MLA store, pages apart / packed, to 64 tokens", f.apart, '<', 1.05);
     judge_worst("MLA store, pdl = 1 / pdl = 0", f.pdl, '<', 1.02);
+}
+
+/* ---- gather of K from all layouts ---- */
+
+static contender contend_layout(const store_job &j, bool pdl)
+{
+    const int64_t row = j.c.heads * j.c.head_bytes;
+    const kvprim_cuda_launch launch = on_stream(pdl);
+    const auto enqueue = [=](int i) {
+        kvprim_gather_desc d = {};
+        d.dst = table_at(dense_at(i, j.tokens * row, false), j.tokens);
+        d.src = table_of(j.c, false);
+        d.row_bytes = row;
+        d.index = j.slots->slot.set(i), d.index_type = KVPRIM_I32;
+        d.count = j.tokens;
+        check_kvprim(kvprim_cuda_gather(&d, &launch));
+    };
+    return contend(pdl ? "kvprim+PDL" : "kvprim", j, enqueue, true);
+}
+
+/* Prints a line. `flat`: us of the flat cache, which comes first. */
+static void layout_line(const shape &s, layout l, const slot_sets &slots, std::vector<double> *flat,
+                        std::vector<figure> f[2])
+{
+    const cache c = make_cache(l, s.heads, s.head_bytes, slots.page_rows);
+    printf("%-16s %3lld", layout_names[l], (long long)c.page_rows);
+    size_t n = 0;
+    for (const int64_t tokens : {1, 8, 48, 64, 512, 4096}) {
+        const store_job j = {&s, l, c, &slots, tokens};
+        std::vector<contender> k = {contend_layout(j, false), contend_layout(j, true)};
+        measure(k);
+        if (l == FLAT)
+            flat->push_back(k[0].us);
+        const double ratio = k[0].us / (*flat)[n++];
+        const std::string where =
+            layout_names[l] + ("/" + std::to_string(c.page_rows)) + " " + place(s.heads * s.head_bytes, tokens);
+        if (l != FLAT && tokens <= 64)
+            f[0].push_back({ratio, where});
+        f[1].push_back({k[1].us / k[0].us, where});
+        printf(" %7.2f %5.2f", k[0].us, ratio);
+    }
+    printf("\n");
+}
+
+static void layouts()
+{
+    std::vector<figure> f[2];
+    hash_words<<<4096, 256, 0, stream>>>(reinterpret_cast<uint64_t *>(cache_memory), uint64_t(cache_bytes) / 8);
+    CUDA(cudaGetLastError());
+    printf("\ngather of K, random slots, PDL off: us, and its part of a flat cache's\n%-20s %7d %13d %13d %13d %13d "
+           "%13d\n",
+           "tokens", 1, 8, 48, 64, 512, 4096);
+    for (const shape &s : shapes) {
+        std::vector<double> flat;
+        printf("%s\n", s.name);
+        for (const int64_t page_rows : {16, 64}) {
+            const slot_sets slots(cache_bytes / 2 / (s.heads * s.head_bytes), page_rows, 4096, false);
+            for (int l = page_rows == 16 ? FLAT : NHD; l < (s.heads == 1 ? HND : LAYOUTS); l++)
+                layout_line(s, layout(l), slots, &flat, f);
+        }
+    }
+    judge_worst("gather / flat, to 64 tokens", f[0], '<', 1.05);
+    judge_worst("gather, pdl = 1 / pdl = 0", f[1], '<', 1.02);
 }
 
 /* ---- gather of requests' tokens from pages ---- */
@@ -991,6 +1078,31 @@ __global__ static void vllm_v0(char *k_cache, char *v_cache, const char *__restr
         to[e * page_rows] = b.elements[e];
 }
 
+/* torch, aten/src/ATen/native/cuda/IndexKernel.cu, cache[page, :, row] = v (index_put_), of V alone: blocks of 128
+   threads, 4 elements each, 128 apart. */
+__global__ static void torch_v0(uint16_t *v_cache, const uint16_t *__restrict__ v, const int64_t *__restrict__ slots)
+{
+    constexpr int row_elements = v0_row_bytes / 2, each = 4;
+    uint16_t value[each];
+    int64_t slot[each], first = int64_t(blockIdx.x) * (128 * each) + threadIdx.x;
+    for (int k = 0; k < each; k++) {
+        value[k] = v[first + 128 * k];
+        slot[k] = slots[(first + 128 * k) / row_elements];
+    }
+    for (int k = 0; k < each; k++) {
+        const int64_t element = (first + 128 * k) % row_elements;
+        v_cache[(slot[k] / v0_page_rows * row_elements + element) * v0_page_rows + slot[k] % v0_page_rows] = value[k];
+    }
+}
+
+static void enqueue_torch_v0(const v0_job &j, int i)
+{
+    torch_v0<<<uint32_t(j.tokens * v0_row_bytes / 2 / 512), 128, 0, stream>>>(
+        reinterpret_cast<uint16_t *>(v0_cache(1)),
+        reinterpret_cast<const uint16_t *>(dense_at(i, j.tokens * v0_row_bytes, true)), j.slots->slot64.set(i));
+    CUDA(cudaGetLastError());
+}
+
 static void enqueue_vllm_v0(const v0_job &j, int i)
 {
     vllm_v0<<<uint32_t(j.tokens), unsigned(v0_row_bytes / 16), 0, stream>>>(
@@ -1060,30 +1172,33 @@ static contender contend_v0(const char *name, const v0_job &j, bool with_k, void
 static void v0()
 {
     const slot_sets slots(cache_bytes / 2 / v0_row_bytes, v0_page_rows, 4096, false);
-    std::vector<figure> both, pdl;
-    printf("\nstore of 2 KB rows in vLLM's first layout (V: 1,024 pieces of 2 B): us of V, of K and V, and of vLLM's\n"
-           "reshape_and_cache of K and V\n%7s %9s %9s %9s %9s %9s %7s\n",
-           "tokens", "V", "V+PDL", "K, V", "K, V+PDL", "vLLM", "ratio");
-    for (const int64_t tokens : {1, 64, 512, 4096}) {
+    std::vector<figure> v, both, pdl;
+    printf(
+        "\nstore of 2 KB rows in vLLM's first layout (V: 1,024 pieces of 2 B): us of V, also by torch's index_put_;\n"
+        "of K and V, also by vLLM's reshape_and_cache; kvprim's part of theirs\n"
+        "%7s %9s %9s %9s %7s %9s %9s %9s %7s\n",
+        "tokens", "V", "+PDL", "torch", "", "K, V", "+PDL", "vLLM", "");
+    for (const int64_t tokens : {1, 8, 64, 512, 4096}) {
         const v0_job j = {&slots, tokens};
         std::vector<contender> c = {contend_v0("kvprim, V", j, false, enqueue_v0<false, false>),
                                     contend_v0("kvprim, V+PDL", j, false, enqueue_v0<false, true>),
+                                    contend_v0("torch, V", j, false, enqueue_torch_v0),
                                     contend_v0("kvprim", j, true, enqueue_v0<true, false>),
                                     contend_v0("kvprim+PDL", j, true, enqueue_v0<true, true>),
                                     contend_v0("vLLM", j, true, enqueue_vllm_v0)};
         measure(c);
         printf("%7lld", (long long)tokens);
-        for (const contender &k : c)
-            printf(" %9.2f", k.us);
-        printf(" %7.3f\n", c[2].us / c[4].us);
-        both.push_back({c[2].us / c[4].us, std::to_string(tokens)});
-        for (const size_t k : {0, 2})
+        for (size_t k = 0; k < c.size(); k += 3) {
+            const double ratio = c[k].us / c[k + 2].us;
+            printf(" %9.2f %9.2f %9.2f %7.3f", c[k].us, c[k + 1].us, c[k + 2].us, ratio);
+            (k ? both : v).push_back({ratio, std::to_string(tokens)});
             pdl.push_back({c[k + 1].us / c[k].us, std::to_string(tokens)});
-        if (tokens == 4096)
-            judge("v0 V cache, 4,096 tokens: us", c[0].us, '<', 112, "torch's index_put_ on an H200");
+        }
+        printf("\n");
     }
-    judge_worst("v0 caches / vLLM", both, '<', 1.0);
-    judge_worst("v0 caches, pdl = 1 / pdl = 0", pdl, '<', 1.02);
+    judge_worst("V in vLLM's first layout / torch's index_put_", v, '<', 1.0);
+    judge_worst("K and V in vLLM's first layout / vLLM", both, '<', 1.0);
+    judge_worst("vLLM's first layout, pdl = 1 / pdl = 0", pdl, '<', 1.02);
 }
 
 /* ---- the program ---- */
@@ -1103,5 +1218,6 @@ static void open_all()
 
 int main(int argc, char **argv)
 {
-    return run_program(argc, argv, open_all, {{"store", store}, {"mla", mla}, {"gather", gather}, {"v0", v0}});
+    return run_program(argc, argv, open_all,
+                       {{"store", store}, {"mla", mla}, {"layouts", layouts}, {"gather", gather}, {"v0", v0}});
 }
