@@ -638,8 +638,8 @@ static void launch_mla(mla_kernel *kernel, bool pdl, uint32_t warps, uint32_t wa
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = pdl;
-    const char *const kv_c = dense_at(i, j.tokens * mla_c_bytes, false), *const k_pe =
-                                                                             dense_at(i, j.tokens * mla_pe_bytes, true);
+    const char *const kv_c = dense_at(i, j.tokens * mla_c_bytes, false);
+    const char *const k_pe = dense_at(i, j.tokens * mla_pe_bytes, true);
     CUDA(cudaLaunchKernelEx(&config, kernel, j.c, kv_c, k_pe, j.slots->slot64.set(i), uint32_t(j.tokens)));
 }
 
