@@ -150,7 +150,7 @@ plots:
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
-GPU_BENCHES = build/bench_cuda build/bench_unpack build/bench_transfer
+GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_unpack build/bench_transfer
 
 # CUPTI lies beside CUDA or in its own folder there. Not every installation of CUDA has it.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
@@ -196,7 +196,7 @@ bandwidth: build/09_bandwidth
 
 # Compares with PyTorch, if python3 has it.
 torch-bench: lib
-	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py || failed=1)
+	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py build/libkvprim.so || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:

@@ -9,8 +9,9 @@ from examples/08_torch.py.
 Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
 of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
 indices; index_put_ and index_copy_ get the int64 ones that they require. embedding writes where torch's allocator says.
-A store is K and V: two calls of torch, one of kvprim. Before a contender is timed, everything that its last launch
-moved is compared with what it should have moved.
+A store is K and V: two calls of torch, one of kvprim. The last table is of V alone in vLLM's first layout, in which the
+elements of a row lie apart: [page, head and element, row of the page]. Before a contender is timed, everything that its
+last launch moved is compared with what it should have moved.
 """
 import importlib
 import os
@@ -120,13 +121,48 @@ def store_point(kvprim, caches, row_bytes, rows, columns):
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
-def run(title, point, kvprim, theirs, tables):
+def v0_point(kvprim, cache, row_bytes, rows, columns):
+    """The cache is [pages, elements of a row, rows of a page]."""
+    launches = launches_for(2 * rows * row_bytes)
+    page_rows = cache.shape[2]
+    int32, int64 = random_sets(cache.shape[0] * page_rows, rows)
+    inputs = dense_buffers(lambda: random_rows(rows, row_bytes), rows, row_bytes, launches)
+    inputs_of = lambda i: inputs[i % len(inputs)]
+    places = [(torch.div(s, page_rows, rounding_mode="floor"), s % page_rows) for s in int64]
+
+    def put(i, _):
+        page, row = places[i % SETS]
+        cache[page, :, row] = inputs_of(i)  # index_put_
+
+    def verify(name, _):
+        page, row = places[(launches - 1) % SETS]
+        if not same_bits(cache[page, :, row], inputs_of(launches - 1)):
+            sys.exit(f"bench_torch: FAIL {name}: wrong rows")
+        cache.zero_()
+
+    def ours(pdl):
+        table = by_ctypes.hnd(cache.unsqueeze(3))  # a head of one element
+        prepared = []
+        for i in range(launches):
+            rows_in, slot = inputs_of(i), int32[i % SETS]
+            desc = by_ctypes.StoreDesc(k_cache=table, k=rows_of(rows_in), k_bytes=row_bytes, slot=slot.data_ptr(),
+                                       slot_type=by_ctypes.index_type(slot), count=rows)
+            prepared.append(by_ctypes.Prepared(kvprim, "store", desc, rows_in, (table, rows_in, slot), pdl))
+        return lambda i, stream: prepared[i](stream)
+
+    calls = {"index_put_": put}
+    if kvprim:
+        calls.update({"kvprim": ours(0), "kvprim+PDL": ours(1)})
+    print_row(row_bytes, rows, measure(calls, launches, verify), columns)
+
+
+def run(title, point, kvprim, theirs, tables, widths=(128, 256, 1024, 2048), counts=(64, 1024, 65536)):
     columns = theirs + (["kvprim", "kvprim+PDL"] if kvprim else [])
     ratio = "  kvprim / best of torch" if kvprim else ""
     print(f"\n{title}: us per launch\n{'row B':>6} {'rows':>7}" + "".join(f" {name:>12}" for name in columns) + ratio)
-    for row_bytes in (128, 256, 1024, 2048):
+    for row_bytes in widths:
         memory = tables(row_bytes)
-        for rows in (64, 1024, 65536):
+        for rows in counts:
             point(kvprim, memory, row_bytes, rows, columns)
         del memory
         torch.cuda.empty_cache()
@@ -141,6 +177,8 @@ def main():
     table = lambda row_bytes: random_rows(TABLE_BYTES // row_bytes, row_bytes)
     run("gather", gather_point, kvprim, ["index_select", "embedding"], table)
     run("store", store_point, kvprim, ["index_put_", "index_copy_"], lambda b: (table(b), table(b)))
+    run("store of V in vLLM's first layout", v0_point, kvprim, ["index_put_"],
+        lambda b: table(b).view(-1, b // 2, 16), widths=(2048,), counts=(1, 64, 1024, 4096))
 
 
 if __name__ == "__main__":

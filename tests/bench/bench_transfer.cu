@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_cuda_transfer with the copy engines, and gathers and stores of paged tables with plain ones, on one
-   GPU (and, if there are two, to another one). Ratios are within one run.
+/* Compares kvprim_cuda_transfer with the copy engines on one GPU (and, if there are two, to another one). Ratios are
+   within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_transfer.cu -o build/bench_transfer
-       build/bench_transfer [--quick] [--only host|device|peer|paged]
+       build/bench_transfer [--quick] [--only host|device|peer]
 
    Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
    cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
    repetitions in which the contenders take turns. The rows of every transfer are compared with their source before it
-   is timed; gathers and stores of paged tables are not. GB/s of a link counts each byte once, GB/s of device memory
-   counts it as read and as written. */
+   is timed. GB/s of a link counts each byte once, GB/s of device memory counts it as read and as written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -273,79 +272,6 @@ static void peer()
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
-/* ---- gathers and stores of paged tables ---- */
-
-/* Pages of 16 tokens of 8 heads of 256 bytes. K and V of a page follow each other. */
-enum { page_rows = 16, heads = 8, head_bytes = 256, token_bytes = heads * head_bytes };
-enum table_kind { PLAIN, NHD, HND };
-
-static kvprim_table cache_table(table_kind kind, char *data, int64_t rows, int v)
-{
-    const int64_t half_page = page_rows * token_bytes;
-    kvprim_table t = table_at(data + (kind == PLAIN ? v * rows * token_bytes : v * half_page), rows);
-    if (kind == PLAIN)
-        return t;
-    t.page_rows = page_rows;
-    t.page_stride = 2 * half_page;
-    if (kind == HND) {
-        t.heads = heads;
-        t.head_stride = page_rows * head_bytes;
-    }
-    return t;
-}
-
-static contender contend_paged(bool store, table_kind kind, int32_t max_sms, int64_t count, const index_sets &sets)
-{
-    const kvprim_cuda_launch launch = on_stream(false, max_sms);
-    const auto enqueue = [=, &sets](int i) {
-        const int64_t dense = count * token_bytes, at = i % (device_bytes / 2 / dense) * dense;
-        const kvprim_table k = table_at(device_memory[1] + at, count),
-                           v = table_at(device_memory[1] + device_bytes / 2 + at, count);
-        if (store) {
-            kvprim_store_desc d = {};
-            d.k_cache = cache_table(kind, device_memory[0], sets.rows, 0);
-            d.v_cache = cache_table(kind, device_memory[0], sets.rows, 1);
-            d.k = k, d.v = v;
-            d.k_bytes = d.v_bytes = token_bytes;
-            d.slot = sets.set(i), d.slot_type = KVPRIM_I32;
-            d.count = count;
-            check_kvprim(kvprim_cuda_store(&d, &launch));
-        } else {
-            kvprim_gather_desc d = {};
-            d.dst = k;
-            d.src = cache_table(kind, device_memory[0], sets.rows, 0);
-            d.row_bytes = token_bytes;
-            d.index = sets.set(i), d.index_type = KVPRIM_I32;
-            d.count = count;
-            check_kvprim(kvprim_cuda_gather(&d, &launch));
-        }
-    };
-    return {"paged", enqueue, 2.0 * double(count * token_bytes) * (store ? 2 : 1), count > 4096 ? 24 : 64};
-}
-
-static void paged()
-{
-    printf(
-        "\ngathers and stores of 2 KB rows: us of plain tables; and their speed in pages, token-major and head-major,\n"
-        "and in plain tables on some SMs, as parts of that\n"
-        "%6s %8s %9s %8s %8s %8s %8s %8s %8s\n",
-        "", "rows", "us", "GB/s", "NHD", "HND", "8 SMs", "32 SMs", "64 SMs");
-    for (const bool store : {false, true})
-        for (const int64_t count : {1, 64, 1024, 65536}) {
-            const index_sets sets(device_bytes / 2 / token_bytes, count, sets_count, 7);
-            std::vector<contender> c;
-            for (const table_kind kind : {PLAIN, NHD, HND})
-                c.push_back(contend_paged(store, kind, 0, count, sets));
-            for (const int32_t sms : {8, 32, 64})
-                c.push_back(contend_paged(store, PLAIN, sms, count, sets));
-            measure(c);
-            printf("%6s %8lld %9.2f %8.0f", store ? "store" : "gather", (long long)count, c[0].us, gb_per_s(c[0]));
-            for (size_t k = 1; k < c.size(); k++)
-                printf(" %8.3f", c[0].us / c[k].us);
-            printf("\n");
-        }
-}
-
 /* ---- the program ---- */
 
 static void open_all()
@@ -360,5 +286,5 @@ static void open_all()
 
 int main(int argc, char **argv)
 {
-    return run_program(argc, argv, open_all, {{"host", host}, {"device", device}, {"peer", peer}, {"paged", paged}});
+    return run_program(argc, argv, open_all, {{"host", host}, {"device", device}, {"peer", peer}});
 }
