@@ -425,12 +425,13 @@ typedef struct kvpc_plain {
     uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. */
-KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, uint32_t loads, uint32_t *row, uint32_t *at)
+/* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. `parts`:
+   rows may have more than one. */
+KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, bool parts, uint32_t loads, uint32_t *row, uint32_t *at)
 {
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
     *row = blockIdx.x * p.block_rows + in_block;
-    *at = 16 * (blockIdx.y * loads * p.row_threads + lane);
+    *at = 16 * (parts ? blockIdx.y * loads * p.row_threads + lane : lane);
     return *row < p.count;
 }
 
@@ -476,8 +477,8 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
                     dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
-/* Whether the words of the threads are those of the rows: exactly, or more than the row has, or the row ends inside a
-   word. kvpc_paged: exactly, and the indexed table has pages or heads, of whole words. */
+/* Whether the words of the threads are those of the rows: exactly, and of whole rows; or more than the row has; or the
+   row ends inside a word. kvpc_paged: exactly, and the indexed table has pages or heads, of whole words. */
 enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
 
 /* When a kernel lets the next one start, if that waits for it. At once is the best for launches of some hundred KB, but
@@ -509,7 +510,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     const bool exact = fit == kvpc_exact || fit == kvpc_paged;
     uint32_t i, at;
-    if (!kvpc_find_thread(p, loads, &i, &at))
+    if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
     if (pdl != kvpc_alone)
         kvpc_pdl_wait();
@@ -537,10 +538,12 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_plain KVPRIM_IN_PLACE p)
 {
     const bool exact = fit == kvpc_exact || fit == kvpc_paged;
+    const bool early =
+        loads > 1 || fit == kvpc_words; /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
     if (pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    if (!kvpc_find_thread(p, loads, &i, &at))
+    if (!kvpc_find_thread(p, fit != kvpc_exact, loads, &i, &at))
         return;
     if (pdl != kvpc_alone)
         kvpc_pdl_wait();
@@ -554,8 +557,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     if (pdl == kvpc_trigger_late)
         kvpc_pdl_trigger();
-    if (__builtin_expect(!x.inside && at == 0,
-                         0)) /* here, as without a branch some loads above come after the first use of the slot */
+    if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
         kvpc_place_indexed<loads, fit == kvpc_paged>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
@@ -565,6 +567,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     for (uint32_t m = 0; x.inside && m < tables; m++)
         kvpc_store_words<loads, exact, fit == kvpc_tails>(dst[m], v[m], step, at, p.row_bytes[m]);
+    if (!early && !x.inside && at == 0)
+        kvpc_count_rejected(p, x);
 }
 
 /* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
@@ -1308,7 +1312,7 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
     const uint32_t threads = kvpc_parts_of(bytes, 16 * loads);
     const uint64_t all = (uint64_t)p->count * threads;
     const uint32_t block = loads * tables == 1 && all > kvpc_many_threads ? 256 : 128;
-    uint32_t parts = threads % block == 0 ? threads / block : kvpc_parts_of(threads, kvpc_most_threads);
+    uint32_t parts = threads % block == 0 && loads * tables > 1 ? threads / block : kvpc_parts_of(threads, 256);
     while (threads % parts != 0 && kvpc_parts_of(threads, parts) > 64)
         parts++;
     const uint32_t x = kvpc_parts_of(threads, parts);
@@ -1335,10 +1339,10 @@ static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p,
     return kvpc_start(&started, started.launch.pdl ? dependent : alone, dim3(rows, parts), threads, *p);
 }
 
-/* Whether the threads of kvpc_shape_rows have exactly the words of the rows. */
+/* Whether kvpc_exact does. */
 static bool kvpc_is_exact(const kvpc_plain *p, uint32_t loads, uint32_t parts)
 {
-    return p->row_threads * loads * parts * 16 == p->row_bytes[0] &&
+    return parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0] &&
            (p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0]);
 }
 
