@@ -235,6 +235,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 enum {
     kvpc_threads = 128,             /* per block, of moves on the whole GPU; plain rows take up to twice as many */
     kvpc_most_threads = 256,        /* of plain rows */
+    kvpc_grid_rows = 65535,         /* blocks, at most, of gridDim.y */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
     kvpc_unpack_threads = 256,      /* of unpack */
@@ -246,7 +247,7 @@ enum {
     kvpc_first_bytes = 256 << 10,   /* of all tables: see kvpc_start_plain */
     kvpc_some_threads = 64 << 10,   /* see kvpc_shape_rows */
     kvpc_many_threads = 128 << 10,  /* see kvpc_shape_rows */
-    kvpc_many_blocks = 4096         /* see kvpc_start_rows */
+    kvpc_many_blocks = 8192         /* see kvpc_start_rows */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
@@ -403,7 +404,7 @@ typedef struct kvpc_steps {
     uint32_t page, head;
 } kvpc_steps;
 
-/* Each block of gridDim.x moves block_rows rows, row_threads threads each. Long rows have gridDim.y parts.
+/* Each block moves block_rows rows, row_threads threads each, or a part of a long row.
    With few rows, the time is that of the instructions up to the second load, and of fetching them and the parameters
    that they name: those come first. Blocks have one dimension, because a second one costs 0.02 us (H200), and dividing
    the thread's number is one multiplication. */
@@ -425,13 +426,14 @@ typedef struct kvpc_plain {
     uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
 } kvpc_plain;
 
-/* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. `parts`:
-   rows may have more than one. */
+/* The row that a thread works on, and the byte of it where the thread begins. Returns false if there is none. If rows
+   may have `parts`, blockIdx.x is the part, and up to kvpc_grid_rows blocks of rows have one blockIdx.z. */
 KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, bool parts, uint32_t loads, uint32_t *row, uint32_t *at)
 {
     const uint32_t in_block = threadIdx.x * p.row_magic >> 16, lane = threadIdx.x - in_block * p.row_threads;
-    *row = blockIdx.x * p.block_rows + in_block;
-    *at = 16 * (parts ? blockIdx.y * loads * p.row_threads + lane : lane);
+    const uint32_t block = parts ? blockIdx.z * kvpc_grid_rows + blockIdx.y : blockIdx.x;
+    *row = block * p.block_rows + in_block;
+    *at = 16 * (parts ? blockIdx.x * loads * p.row_threads + lane : lane);
     return *row < p.count;
 }
 
@@ -478,8 +480,14 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
 }
 
 /* Whether the words of the threads are those of the rows: exactly, and of whole rows; or more than the row has; or the
-   row ends inside a word. kvpc_paged: exactly, and the indexed table has pages or heads, of whole words. */
-enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged };
+   row ends inside a word. kvpc_paged: whole rows or parts, exactly, and the indexed table has pages or heads, of whole
+   words; kvpc_paged_words: more than the row has. */
+enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words };
+
+KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
+{
+    return fit == kvpc_paged || fit == kvpc_paged_words;
+}
 
 /* When a kernel lets the next one start, if that waits for it. At once is the best for launches of some hundred KB, but
    with more, blocks that only wait take the room of blocks that work: 4 % on an H100, 2 % on an H200. */
@@ -518,7 +526,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const uint32_t step = 16 * p.row_threads, end = p.row_bytes[0];
     uint64_t src[loads], dst[loads];
     uint4 v[loads];
-    kvpc_place_indexed<loads, fit == kvpc_paged>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
+    kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, src, p.pair[0].src, p.pair[0].src_stride, 0, x.row, at, step);
     kvpc_place_words<loads>(dst, kvpc_row_at(p.pair[0].dst + at, i, p.pair[0].dst_stride), step);
     if (fit == kvpc_tails && p.fetch && at == 0)
         kvpc_fetch_edges(dst[0], end);
@@ -539,7 +547,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 {
     const bool exact = fit == kvpc_exact || fit == kvpc_paged;
     const bool early =
-        loads > 1 || fit == kvpc_words; /* without this branch the compiler uses the slot before it loads */
+        loads > 1 || !(exact || fit == kvpc_tails); /* without this branch the compiler uses the slot before it loads */
     uint32_t i, at;
     if (pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
@@ -560,8 +568,8 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
-        kvpc_place_indexed<loads, fit == kvpc_paged>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
-                                                     step);
+        kvpc_place_indexed<loads, kvpc_has_pages(fit)>(p, dst[m], p.pair[m].dst, p.pair[m].dst_stride, m, x.row, at,
+                                                       step);
         if (fit == kvpc_tails && p.fetch && x.inside && at == 0)
             kvpc_fetch_edges(dst[m][0], p.row_bytes[m]);
     }
@@ -1256,8 +1264,7 @@ static bool kvpc_is_paged(const kvprim_side *side)
 }
 
 /* And the whole move, a gather or a store: the number of threads fits 31 bits, and an index less the base cannot wrap
-   into the table. Only the indexed side may have pages and heads, if all is made of whole words and kvpc_shape_rows can
-   share them exactly. */
+   into the table. Only the indexed side may have pages and heads, if all is made of whole words. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
@@ -1267,8 +1274,7 @@ static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
            kvpc_is_plain_side(other, bits) && m->row_bytes <= 1 << 20 && m->count <= 1 << 24 &&
            m->count * (1 + m->row_bytes / 512) <= 1 << 24 && base >= 0 && base <= INT32_MAX && rows <= int32_rows &&
            base <= int32_rows - rows && !kvpc_is_paged(other) &&
-           (!kvpc_is_paged(indexed) || ((*bits | (uint64_t)indexed->piece_bytes) % 16 == 0 &&
-                                        (m->row_bytes <= 16 * kvpc_most_threads || m->row_bytes % 1024 == 0)));
+           (!kvpc_is_paged(indexed) || (*bits | (uint64_t)indexed->piece_bytes) % 16 == 0);
 }
 
 static bool kvpc_is_same_naming(const kvprim_side *a, const kvprim_side *b)
@@ -1283,7 +1289,7 @@ static bool kvpc_is_k_and_v(const kvprim_move *k, const kvprim_move *v)
     const kvprim_side *const a = &k->dst, *const b = &v->dst;
     return !k->zero && !v->zero && !v->rejected && k->count == v->count && kvpc_is_same_naming(a, b) &&
            a->table.page_rows == b->table.page_rows && a->table.heads == b->table.heads &&
-           (!kvpc_is_paged(a) || k->row_bytes == v->row_bytes);
+           (a->table.heads == 1 || a->piece_bytes == b->piece_bytes);
 }
 
 static kvpc_divisor kvpc_divisor_of(int64_t by)
@@ -1328,44 +1334,44 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
-/* Each thread moves `words` words. Many blocks of few bytes are not started as dependent ones: see kvpc_shape_rows. */
-static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, uint32_t parts, uint32_t words,
+/* A GPU starts less than one dependent block per nanosecond, and so much work gains nothing from an early start. */
+static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
                                      kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
 {
-    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows), threads = p->block_rows * p->row_threads;
-    const bool small = threads * words * 16 < 4096 && (uint64_t)rows * parts > kvpc_many_blocks;
+    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows), z = kvpc_parts_of(rows, kvpc_grid_rows);
+    const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
     kvpc_call started = *call;
-    started.launch.pdl = call->launch.pdl && !small;
-    return kvpc_start(&started, started.launch.pdl ? dependent : alone, dim3(rows, parts), threads, *p);
+    started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
+    return kvpc_start(&started, started.launch.pdl ? dependent : alone, blocks, p->block_rows * p->row_threads, *p);
 }
 
-/* Whether kvpc_exact does. */
-static bool kvpc_is_exact(const kvpc_plain *p, uint32_t loads, uint32_t parts)
+/* The fit of rows of whole words that threads share as kvpc_shape_rows says. */
+static kvpc_fit kvpc_fit_of(const kvpc_plain *p, bool paged, uint32_t loads, uint32_t parts)
 {
-    return parts == 1 && p->row_threads * loads * 16 == p->row_bytes[0] &&
-           (p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0]);
+    const bool same = p->row_bytes[1] == 0 || p->row_bytes[1] == p->row_bytes[0];
+    const bool exact = same && p->row_threads * loads * parts * 16 == p->row_bytes[0];
+    return paged ? exact ? kvpc_paged : kvpc_paged_words : exact && parts == 1 ? kvpc_exact : kvpc_words;
 }
 
 template <uint32_t loads, kvpc_dependence pdl> static kvpc_plain_kernel kvpc_gather_of(kvpc_fit fit)
 {
     static const kvpc_plain_kernel kernels[] = {
         kvpc_gather_kernel<loads, kvpc_exact, pdl>, kvpc_gather_kernel<loads, kvpc_words, pdl>,
-        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>};
+        kvpc_gather_kernel<loads, kvpc_tails, pdl>, kvpc_gather_kernel<loads, kvpc_paged, pdl>,
+        kvpc_gather_kernel<loads, kvpc_paged_words, pdl>};
     return kernels[fit];
 }
 
 /* One load per thread until there are enough threads to fill the GPU, then two: more in flight gains nothing. */
-static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, kvpc_fit fit)
+static kvprim_status kvpc_run_gather(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
 {
-    const bool odd = fit == kvpc_paged && p->row_bytes[0] % 32 != 0;
-    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes && !odd ? 2 : 1;
+    const uint32_t loads = (uint64_t)p->count * p->row_bytes[0] > kvpc_few_bytes ? 2 : 1;
     const uint32_t parts = kvpc_shape_rows(p, loads, 1);
-    if (fit == kvpc_exact && !kvpc_is_exact(p, loads, parts))
-        fit = kvpc_words;
+    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
     if (loads == 1)
-        return kvpc_start_rows(call, p, parts, 1, kvpc_gather_of<1, kvpc_alone>(fit),
+        return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<1, kvpc_alone>(fit),
                                kvpc_gather_of<1, kvpc_trigger_late>(fit));
-    return kvpc_start_rows(call, p, parts, 2, kvpc_gather_of<2, kvpc_alone>(fit),
+    return kvpc_start_rows(call, p, fit, parts, kvpc_gather_of<2, kvpc_alone>(fit),
                            kvpc_gather_of<2, kvpc_trigger_late>(fit));
 }
 
@@ -1373,22 +1379,22 @@ template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plai
 {
     static const kvpc_plain_kernel kernels[] = {
         kvpc_store_kernel<loads, tables, kvpc_exact, pdl>, kvpc_store_kernel<loads, tables, kvpc_words, pdl>,
-        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>};
+        kvpc_store_kernel<loads, tables, kvpc_tails, pdl>, kvpc_store_kernel<loads, tables, kvpc_paged, pdl>,
+        kvpc_store_kernel<loads, tables, kvpc_paged_words, pdl>};
     return kernels[fit];
 }
 
 /* One load per thread and table. Two, where all threads fit the GPU at once with two and not with one: 5 to 8 % sooner.
    But a dependent launch of them is spread badly over the multiprocessors. */
-template <uint32_t tables> static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, kvpc_fit fit)
+template <uint32_t tables>
+static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
 {
-    const bool odd = fit == kvpc_paged && p->row_bytes[0] % 32 != 0;
     const uint64_t bytes = (uint64_t)p->count * (p->row_bytes[0] + p->row_bytes[1]);
     const uint64_t threads = bytes / (16 * tables), room = 2048 * (uint64_t)kvpc_multiprocessors();
-    const uint32_t loads = !call->launch.pdl && !odd && threads > room && threads <= 2 * room ? 2 : 1;
+    const uint32_t loads = !call->launch.pdl && threads > room && threads <= 2 * room ? 2 : 1;
     const uint32_t parts = kvpc_shape_rows(p, loads, tables);
-    if (fit == kvpc_exact && !kvpc_is_exact(p, loads, parts))
-        fit = kvpc_words;
-    return kvpc_start_rows(call, p, parts, loads * tables,
+    const kvpc_fit fit = tails ? kvpc_tails : kvpc_fit_of(p, paged, loads, parts);
+    return kvpc_start_rows(call, p, fit, parts,
                            loads == 1 ? kvpc_store_of<1, tables, kvpc_alone>(fit)
                                       : kvpc_store_of<2, tables, kvpc_alone>(fit),
                            bytes <= kvpc_first_bytes ? kvpc_store_of<1, tables, kvpc_trigger_first>(fit)
@@ -1445,12 +1451,10 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
         return kvpc_start_bytes(call, &p);
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
-    const kvpc_fit fit = kvpc_is_paged(indexed) ? kvpc_paged
-                         : tails                ? kvpc_tails
-                                                : kvpc_exact; /* or less: kvpc_words */
-    return p.gather ? kvpc_run_gather(call, &p, fit)
-           : n == 1 ? kvpc_run_store<1>(call, &p, fit)
-                    : kvpc_run_store<2>(call, &p, fit);
+    const bool paged = kvpc_is_paged(indexed);
+    return p.gather ? kvpc_run_gather(call, &p, paged, tails && !paged)
+           : n == 1 ? kvpc_run_store<1>(call, &p, paged, tails && !paged)
+                    : kvpc_run_store<2>(call, &p, paged, tails && !paged);
 }
 
 /* >>impl_move_plan ------------------------------------------------------------------------------------------------- */
