@@ -125,6 +125,11 @@ static inline void kvpc_pdl_trigger()
 {
 }
 
+static inline bool kvpc_leaves_room(uint32_t)
+{
+    return true;
+}
+
 static inline uint4 kvpc_load16(uint64_t address)
 {
     kvprim_emulate_access(address, 16);

@@ -208,13 +208,16 @@ static const launches_case launches_cases[] = {
     {{60000, 16, EVEN, SPACED, REVERSED, 32, 0, 0, 1}, 1},           /* nothing is stored */
     {{16000, 64, EVEN, IN_ORDER, SHUFFLED, 64, 0, 0, 1}, 1},         /* 2 bytes each */
     {{20000, 256, SHORT_LAST, IN_ORDER, SHUFFLED, 256, 0, 0, 1}, 2}, /* 2 bytes */
-    {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 3},          /* 4 bytes */
-    {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 3},          /* 4 bytes */
-    {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 2 bytes for either side */
-    {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 2},        /* 4 bytes for either side */
-    {{5000, 200, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 2},   /* 4, 4 and 2 for sizes */
-    {{5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1}, 2},    /* the same */
-    {{5000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 3},  /* 4, 4, 2, 4 for tiles, and the table */
+    {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 2},          /* 2 bytes */
+    {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 2},          /* 3 bytes */
+    {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 13 bits for either side: 4 bytes */
+    {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 1},        /* 18 bits for either side: 5 bytes */
+    {{6600, 1700, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 2},        /* 20 bits: the same */
+    {{5000, 200, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 1},   /* 6 bytes */
+    {{5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1}, 1},    /* 5 bytes */
+    {{2000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 1},  /* 8 bytes, 4 for tiles, and the table */
+    {{5000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 2},  /* 8 bytes; as many tiles each as the longest */
+    {{5000, 900, ONE_LARGE, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 3},     /* 8 bytes, 4 for tiles, and the table */
     {{32, 4096, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1}, 1},
 };
 
