@@ -1497,9 +1497,12 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvpr
         task->rejected = first == 0 ? m->rejected : NULL; /* counted in layer 0 */
     }
     p->task[p->tasks - 1].layers += layers;
-    for (const int32_t end = first + (int32_t)layers; first < end; first++)
-        p->layer[p->layers++] =
-            kvpc_layer{(uintptr_t)kvprim_side_layer(&m->dst, first), (uintptr_t)kvprim_side_layer(&m->src, first)};
+    kvpc_layer *const to = p->layer + p->layers;
+    const kvprim_side dst = m->dst, src = m->src;
+    for (uint32_t l = 0; l < layers; l++)
+        to[l] = kvpc_layer{(uintptr_t)kvprim_side_layer(&dst, first + (int32_t)l),
+                           (uintptr_t)kvprim_side_layer(&src, first + (int32_t)l)};
+    p->layers += layers;
     return (int32_t)layers;
 }
 
@@ -1670,13 +1673,14 @@ static kvpc_column kvpc_column_of(uint64_t first, uint64_t step, uint64_t any, u
 /* Goes through all fragments and counts them. */
 static void kvpc_survey(kvpc_unpack_job *job, bool merge)
 {
-    kvpc_seen seen = {{0, 0, 0}, {UINT64_MAX, UINT64_MAX, UINT64_MAX}, 0, 0};
-    kvprim_fragment first = {0, 0, 0}, step = first, off = first; /* off: 0 as long as the numbers are on a line */
-    uint64_t last = 0, count = kvpc_first_chunk;
-    job->next = job->desc->fragments, job->rest = first, job->left = 0, job->merge = merge;
+    const kvpc_seen none = {{0, 0, 0}, {UINT64_MAX, UINT64_MAX, UINT64_MAX}, 0, 0};
+    kvpc_seen before = none, seen = none; /* before: of all except the last */
+    kvprim_fragment first = {0, 0, 0}, step = first, off = first; /* off: 0 as long as offsets lie on a line */
+    uint64_t count = kvpc_first_chunk;
+    job->next = job->desc->fragments, job->rest = first, job->left = job->last_bytes = 0, job->merge = merge;
     for (const kvprim_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
         if (job->left == 0) {
-            first = f[0], last = first.bytes;
+            first = f[0];
             step.src_offset = f[count > 1].src_offset - first.src_offset;
             step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
         }
@@ -1686,17 +1690,16 @@ static void kvpc_survey(kvpc_unpack_job *job, bool merge)
         if (!off.dst_offset)
             off.dst_offset = kvpc_off_line(f, count, &kvprim_fragment::dst_offset,
                                            first.dst_offset + job->left * step.dst_offset, step.dst_offset);
-        if (!off.bytes)
-            off.bytes = (last ^ first.bytes) | kvpc_off_line(f, count - 1, &kvprim_fragment::bytes, first.bytes, 0);
-        last = f[count - 1].bytes;
-        seen = kvpc_see(seen, job->desc, f, count);
-        job->left += count;
-        count = off.src_offset && off.dst_offset && off.bytes ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
+        before = kvpc_see(seen, job->desc, f, count - 1);
+        seen = kvpc_see(before, job->desc, f + count - 1, 1);
+        job->left += count, job->last_bytes = f[count - 1].bytes;
+        count = off.src_offset && off.dst_offset ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
     }
     job->next = job->desc->fragments, job->rest.bytes = 0; /* for kvpc_encode */
     const uint64_t any = seen.any.src_offset | seen.any.dst_offset | seen.any.bytes;
     job->fit = seen.past >> 63 == 0 && (any | job->desc->src_bytes | job->desc->dst_bytes) >> 62 == 0;
-    job->longer = seen.longer >> 63, job->last_bytes = last, job->even = !off.bytes && last - 1 < first.bytes;
+    job->longer = seen.longer >> 63;
+    job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
     job->src = kvpc_column_of(first.src_offset, step.src_offset, seen.any.src_offset, seen.all.src_offset,
                               !off.src_offset);
     job->dst = kvpc_column_of(first.dst_offset, step.dst_offset, seen.any.dst_offset, seen.all.dst_offset,
@@ -1805,24 +1808,29 @@ static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
     return fit < most ? fit : most;
 }
 
+/* How far a fragment's numbers are shifted, down and then up, in its record. */
+typedef struct kvpc_shifts {
+    uint32_t src, dst, bytes, dst_up, bytes_up;
+} kvpc_shifts;
+
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. */
-static void kvpc_store_records(const kvpc_unpack_job *job, const kvpc_unpack *h, char *to, const kvprim_fragment *f,
-                               uint64_t count)
+static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, const kvprim_fragment *f, uint64_t count)
 {
-    const uint32_t src_shift = job->src.shift, dst_shift = job->dst.shift, bytes_shift = job->bytes.shift;
-    const uint32_t dst_to = h->dst.shift, bytes_to = h->bytes.shift, step = h->record_bytes;
-    const kvprim_fragment *const end = step ? f + count : f;
-    for (; f != end && !h->apart; f++, to += step) {
-        const uint64_t record =
-            f->src_offset >> src_shift | f->dst_offset >> dst_shift << dst_to | f->bytes >> bytes_shift << bytes_to;
-        memcpy(to, &record, 8);
-    }
-    for (; f != end; f++, to += step) {
-        const uint64_t src = f->src_offset >> src_shift, dst = f->dst_offset >> dst_shift;
-        const uint64_t bytes = f->bytes >> bytes_shift;
+    for (uint64_t i = 0; i < count; i++, to += h->record_bytes) {
+        const uint64_t src = f[i].src_offset >> by.src, dst = f[i].dst_offset >> by.dst, bytes = f[i].bytes >> by.bytes;
         memcpy(to, &src, 8);
         memcpy(to + h->dst.at, &dst, 8);
         memcpy(to + h->bytes.at, &bytes, 8);
+    }
+}
+
+/* by and step are values, which no store can change. */
+static void kvpc_store_records(char *to, uint32_t step, kvpc_shifts by, const kvprim_fragment *f, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++, to += step) {
+        const uint64_t record =
+            f[i].src_offset >> by.src | f[i].dst_offset >> by.dst << by.dst_up | f[i].bytes >> by.bytes << by.bytes_up;
+        memcpy(to, &record, 8);
     }
 }
 
@@ -1864,6 +1872,8 @@ static void kvpc_set_base(kvpc_numbers *numbers, uint64_t first)
 /* Stores the next h->count fragments. */
 static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
 {
+    const kvpc_shifts by = {job->src.shift, job->dst.shift, job->bytes.shift, h->dst.shift, h->bytes.shift};
+    char *const records = (char *)data;
     uint32_t tiles = h->count * h->each;
     h->first_tile = (h->count * h->record_bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
     h->table = h->first_tile + h->count;
@@ -1876,7 +1886,10 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
             kvpc_set_base(&h->dst, job->dst.base + f->dst_offset);
             kvpc_set_base(&h->bytes, f->bytes);
         }
-        kvpc_store_records(job, h, (char *)data + at * h->record_bytes, f, count);
+        if (h->apart)
+            kvpc_store_apart(records + at * h->record_bytes, h, by, f, count);
+        else if (h->record_bytes)
+            kvpc_store_records(records + at * h->record_bytes, h->record_bytes, by, f, count);
         if (!h->each) /* then lanes_shift is 5 */
             tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
                                  : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
