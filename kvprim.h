@@ -1493,8 +1493,8 @@ static int kvpi_array_ascends(void *const *layers, int32_t n)
 static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
 {
     const char *first = kvprim_side_layer(side, 0), *last = kvprim_side_layer(side, m->layers - 1);
-    const int ascends = side->layers ? kvpi_array_ascends(side->layers, m->layers)
-                                     : m->layers == 1 || side->layer_stride > 0;
+    const int ascends =
+        side->layers ? kvpi_array_ascends(side->layers, m->layers) : m->layers == 1 || side->layer_stride > 0;
     for (int32_t l = 0; !ascends && l < m->layers; l++) {
         const char *const data = kvprim_side_layer(side, l);
         first = data < first ? data : first;

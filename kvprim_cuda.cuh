@@ -119,10 +119,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
-/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns. For fragments of
-   one size (the last may be shorter) that is 2, 4 or 8 bytes each for each side, and nothing for a side on which all
-   lie equally far apart; for several sizes it is up to 24 bytes each, and 4 for every 16. If many are adjacent,
-   adjacent ones move as one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA
+/* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
+   offsets and sizes differ, as a rule 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
+   Where sizes differ much, that is 4 bytes more each, and 4 for every 16. If many are adjacent, adjacent ones move as
+   one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA
    before 12.1; a newer one needs a driver of at least 12.1). Larger batches go out in several launches, which overlap
    where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
@@ -809,13 +809,13 @@ typedef struct kvpc_numbers {
 /* What a launch copies. Fragments are cut into tiles, which are numbered from the first fragment to the last. */
 typedef struct kvpc_unpack {
     kvpc_numbers dst, src, bytes;
-    uint32_t count, tiles, last_bytes;  /* last_bytes: of the last fragment */
-    uint32_t lanes_shift;               /* 1 << lanes_shift threads copy a tile, or a small fragment */
-    uint32_t record_bytes, apart;       /* of a fragment; apart: its three numbers do not fit one 64-bit window */
-    uint32_t each;                      /* tiles of a fragment, of which the last may be empty; 0: as many as it takes */
-    uint32_t first_tile;                /* if they differ, number first_tile + i of n32 is the first one of fragment i */
-    uint32_t table, table_shift;        /* ... and entry table + k the fragment of tile k << table_shift */
-    int32_t wait, trigger, wait_last;   /* programmatic dependent launch: wait first, let the next start, wait last */
+    uint32_t count, tiles, last_bytes; /* last_bytes: of the last fragment */
+    uint32_t lanes_shift;              /* 1 << lanes_shift threads copy a tile, or a small fragment */
+    uint32_t record_bytes, apart;      /* of a fragment; apart: its three numbers do not fit one 64-bit window */
+    uint32_t each;                     /* tiles of a fragment, of which the last may be empty; 0: as many as it takes */
+    uint32_t first_tile;               /* if they differ, number first_tile + i of n32 is the first one of fragment i */
+    uint32_t table, table_shift;       /* ... and entry table + k the fragment of tile k << table_shift */
+    int32_t wait, trigger, wait_last;  /* programmatic dependent launch: wait first, let the next start, wait last */
 } kvpc_unpack;
 
 /* Records come first. They have as few bytes as hold their bits: parameters are what a batch of small fragments takes
@@ -1558,10 +1558,10 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
 /* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 
 enum {
-    kvpc_host_chunk = 512,   /* fragments that are handed out at a time: they stay in the processor's first cache */
-    kvpc_first_chunk = 32,   /* that show whether there is any rule in them */
-    kvpc_sample_count = 256, /* see kvpc_is_mergeable */
-    kvpc_table_share = 16,   /* fragments for each entry of the table */
+    kvpc_host_chunk = 128,      /* fragments that are handed out at a time: they stay in the processor's first cache */
+    kvpc_first_chunk = 32,      /* that show whether there is any rule in them */
+    kvpc_sample_count = 256,    /* see kvpc_is_mergeable */
+    kvpc_table_share = 16,      /* fragments for each entry of the table */
     kvpc_many_fragments = 2048, /* see kvpc_is_alike_enough */
     kvpc_direct_bytes = 16 * 32 * kvpc_bytes_loads - 15, /* a warp copies so many as one tile, however aligned */
     kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
@@ -1674,7 +1674,7 @@ static kvpc_column kvpc_column_of(uint64_t first, uint64_t step, uint64_t any, u
 static void kvpc_survey(kvpc_unpack_job *job, bool merge)
 {
     const kvpc_seen none = {{0, 0, 0}, {UINT64_MAX, UINT64_MAX, UINT64_MAX}, 0, 0};
-    kvpc_seen before = none, seen = none; /* before: of all except the last */
+    kvpc_seen before = none, seen = none;                         /* before: of all except the last */
     kvprim_fragment first = {0, 0, 0}, step = first, off = first; /* off: 0 as long as offsets lie on a line */
     uint64_t count = kvpc_first_chunk;
     job->next = job->desc->fragments, job->rest = first, job->left = job->last_bytes = 0, job->merge = merge;
@@ -1700,10 +1700,10 @@ static void kvpc_survey(kvpc_unpack_job *job, bool merge)
     job->fit = seen.past >> 63 == 0 && (any | job->desc->src_bytes | job->desc->dst_bytes) >> 62 == 0;
     job->longer = seen.longer >> 63;
     job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
-    job->src = kvpc_column_of(first.src_offset, step.src_offset, seen.any.src_offset, seen.all.src_offset,
-                              !off.src_offset);
-    job->dst = kvpc_column_of(first.dst_offset, step.dst_offset, seen.any.dst_offset, seen.all.dst_offset,
-                              !off.dst_offset);
+    job->src =
+        kvpc_column_of(first.src_offset, step.src_offset, seen.any.src_offset, seen.all.src_offset, !off.src_offset);
+    job->dst =
+        kvpc_column_of(first.dst_offset, step.dst_offset, seen.any.dst_offset, seen.all.dst_offset, !off.dst_offset);
     job->bytes = kvpc_column_of(first.bytes, 0, seen.any.bytes, seen.all.bytes, job->even);
 }
 
@@ -2012,7 +2012,7 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     if (!desc)
         return kvpc_fail_check(kvprim_unpack_check(desc));
     const kvprim_unpack_desc d = *desc;
-    kvpc_unpack_job job; /* not all zeros: `merged` is 12 KB */
+    kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
     job.desc = &d;
     if (d.count == 0)
         return KVPRIM_OK;
