@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include "../../kvprim.h"
 
 #define __global__
@@ -176,6 +177,15 @@ static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &)
     kvprim_emulate_dependent = call->launch.pdl != 0;
     kvprim_emulate_launch(kernel, dim3(blocks), threads, params);
     kvprim_emulate_dependent = false;
+    return KVPRIM_OK;
+}
+
+template <class Call> static kvprim_status kvpc_copy_by_cuda(const Call *, uint64_t dst, uint64_t src, uint64_t bytes)
+{
+    gridDim = dim3(1);
+    kvprim_emulate_launches++;
+    memcpy(reinterpret_cast<void *>(static_cast<uintptr_t>(dst)),
+           reinterpret_cast<const void *>(static_cast<uintptr_t>(src)), bytes);
     return KVPRIM_OK;
 }
 
