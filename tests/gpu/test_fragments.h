@@ -278,9 +278,35 @@ static void last_fragments(arena *a)
         }
 }
 
+/* One fragment, whole or in two or three pieces that join, around the sizes where another kernel takes it. */
+static void single_fragments(arena *a)
+{
+    const uint64_t mb = 1 << 20;
+    for (const uint64_t bytes : {uint64_t(1), uint64_t(15), uint64_t(16), uint64_t(17), uint64_t(4095), uint64_t(4097),
+                                 mb - 1, mb, mb + 1, 2 * mb + 4096})
+        for (uint64_t pieces = 1; pieces <= 3 && pieces <= bytes; pieces++)
+            for (uint64_t shift = 0; shift < 32; shift += bytes < 5000 ? 4 : 16) {
+                kvprim_fragment f[3];
+                kvprim_unpack_desc d = {};
+                char what[80];
+                for (uint64_t i = 0, at = 0; i < pieces; at += f[i++].bytes)
+                    f[i] = {shift + at, 16 + at, i + 1 == pieces ? bytes - at : bytes / pieces};
+                empty(a);
+                d.src_bytes = d.dst_bytes = bytes + 64;
+                d.dst = reserve(a, d.dst_bytes, 0);
+                d.src = reserve(a, d.src_bytes, 0);
+                d.fragments = f, d.count = pieces;
+                snprintf(what, sizeof what, "%llu bytes in %llu pieces, %llu past an aligned address",
+                         static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(pieces),
+                         static_cast<unsigned long long>(shift));
+                CHECK(try_unpack(a, &d, what) == RAN);
+            }
+}
+
 /* A few of everything, for the options of a launch. */
 static void small_batches(arena *a)
 {
+    single_fragments(a);
     static const uint64_t sizes_of[] = {16, 100, 256, 1024, 4096, 10007};
     unsigned n = 0;
     for (const uint64_t bytes : sizes_of)
