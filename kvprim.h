@@ -1557,6 +1557,8 @@ static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
             int32_t x_end = x + 1;
             while (x_end < n && from[x_end] >= from[x_end - 1])
                 x_end++;
+            if (x_end - x == n)
+                return from;
             int32_t y = x_end, y_end = x_end < n ? x_end + 1 : n;
             while (y_end < n && from[y_end] >= from[y_end - 1])
                 y_end++;

@@ -907,20 +907,23 @@ template <class params> KVPRIM_DEVICE void kvpc_copy_small(const params &p, uint
 {
     const kvpc_unpack &h = p.head;
     const uint32_t at = 16 * (threadIdx.x % (1u << h.lanes_shift));
-    kvpc_piece piece[kvpc_small_fragments];
+    uint64_t src[kvpc_small_fragments], dst[kvpc_small_fragments];
     uint4 v[kvpc_small_fragments];
+    bool mine[kvpc_small_fragments];
     for (uint32_t k = 0; k < kvpc_small_fragments; k++) {
         const uint32_t one = i + k * apart;
-        piece[k].bytes = 0;
-        if (one < h.count)
-            piece[k] = kvpc_piece_of(p, one);
+        mine[k] = false;
+        if (one < h.count) {
+            const kvpc_piece piece = kvpc_piece_of(p, one);
+            src[k] = piece.src + at, dst[k] = piece.dst + at, mine[k] = at < piece.bytes;
+        }
     }
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-        if (at < piece[k].bytes)
-            v[k] = kvpc_load16(piece[k].src + at);
+        if (mine[k])
+            v[k] = kvpc_load16(src[k]);
     for (uint32_t k = 0; k < kvpc_small_fragments; k++)
-        if (at < piece[k].bytes)
-            kvpc_store16(piece[k].dst + at, v[k]);
+        if (mine[k])
+            kvpc_store16(dst[k], v[k]);
 }
 
 /* One fragment, from one multiple of 16 to another. */
