@@ -120,11 +120,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
                                                          const kvprim_cuda_launch *launch);
 
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
-   offsets and sizes differ, as a rule 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
+   their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
    Where sizes differ much, that is 4 bytes more each, and 4 for every 16. If many are adjacent, adjacent ones move as
-   one. A launch takes 32,760 bytes of parameters (4,000 where this file is compiled by CUDA
-   before 12.1; a newer one needs a driver of at least 12.1). Larger batches go out in several launches, which overlap
-   where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of stack. */
+   one; if that leaves one of 16 MB or more, it is a cudaMemcpyAsync where max_sms is 0. A launch takes 32,760 bytes of
+   parameters (4,000 where this file is compiled by CUDA before 12.1; a newer one needs a driver of at least 12.1).
+   Larger batches go out in several launches, which overlap where pdl works and max_sms is 0; what follows in the stream
+   follows them all. The call takes 36 KB of stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
