@@ -1479,16 +1479,26 @@ typedef struct kvpi_hull {
     int ascends; /* each layer starts after the one before it */
 } kvpi_hull;
 
+/* In operations of which a processor does several at once. Addresses from 2^63 on count as if they did not ascend. */
+static int kvpi_array_ascends(void *const *layers, int32_t n)
+{
+    uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
+    for (int32_t l = 1; l < n; l++) {
+        const uint64_t before = (uint64_t)(uintptr_t)layers[l - 1], address = (uint64_t)(uintptr_t)layers[l];
+        less &= before - address, high |= address;
+    }
+    return (less & ~high) >> 63 != 0;
+}
+
 static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
 {
-    const char *first = kvprim_side_layer(side, 0), *last = first, *before = first;
-    int ascends = 1;
-    for (int32_t l = 1; l < m->layers; l++) {
+    const char *first = kvprim_side_layer(side, 0), *last = kvprim_side_layer(side, m->layers - 1);
+    const int ascends =
+        side->layers ? kvpi_array_ascends(side->layers, m->layers) : m->layers == 1 || side->layer_stride > 0;
+    for (int32_t l = 0; !ascends && l < m->layers; l++) {
         const char *const data = kvprim_side_layer(side, l);
-        ascends &= data > before;
         first = data < first ? data : first;
         last = data > last ? data : last;
-        before = data;
     }
     const kvpi_hull hull = {first, side->bytes ? (uint64_t)((uintptr_t)last - (uintptr_t)first) + side->bytes : 0,
                             ascends};
@@ -1547,6 +1557,8 @@ static uint64_t *kvpi_sort(uint64_t *a, uint64_t *other, int32_t n)
             int32_t x_end = x + 1;
             while (x_end < n && from[x_end] >= from[x_end - 1])
                 x_end++;
+            if (x_end - x == n)
+                return from;
             int32_t y = x_end, y_end = x_end < n ? x_end + 1 : n;
             while (y_end < n && from[y_end] >= from[y_end - 1])
                 y_end++;
@@ -1638,8 +1650,10 @@ static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *ds
         return KVPRIM_OK;
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
-        for (int32_t k = 0; k < n; k++)
-            layers[k] = kvpi_layer_address(&m->dst, l + k);
+        for (int32_t k = 0; k < n; k++) { /* K's and V's may alternate: then every other one makes two runs of many */
+            const int32_t at = dst->ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
+            layers[at] = kvpi_layer_address(&m->dst, l + k);
+        }
         const uint64_t *const sorted = dst->ascends ? layers : kvpi_sort(layers, merged, n);
         if (!dst->ascends)
             KVPRIM_TRY(kvpi_check_layers_differ(m, sorted, n, l + n));
@@ -1870,7 +1884,12 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
                            kvpi_name(m, side), kvpi_name(m, side));
     side->table.data = side->layers[0];
-    for (int32_t l = 0; l < m->layers && kvpi_used_rows(m, side) > 0; l++)
+    uint64_t null = 0; /* bit 63 */
+    for (int32_t l = 0; l < m->layers; l++) {
+        const uint64_t address = (uint64_t)(uintptr_t)side->layers[l];
+        null |= (address - 1) & ~address;
+    }
+    for (int32_t l = 0; null >> 63 && l < m->layers && kvpi_used_rows(m, side) > 0; l++)
         if (!side->layers[l])
             return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s_layers[%d] is NULL", m->names->function, kvpi_name(m, side),
                                (int)l);

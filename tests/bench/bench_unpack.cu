@@ -2,7 +2,7 @@
 /* kvprim_cuda_unpack against other ways to copy fragments, on one GPU. Ratios compare times of one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_unpack.cu -o build/bench_unpack
-       build/bench_unpack [--quick] [--only batches|shifts|case|host]
+       build/bench_unpack [--quick] [--only batches|shifts|single|pdl|case|host]
 
    Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
    bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
@@ -11,7 +11,7 @@
 
    kvprim    kvprim_cuda_unpack
    cub       cub::DeviceMemcpy::Batched
-   warp      one warp per descriptor, descriptors in device memory
+   warp      one warp per descriptor, descriptors in device memory; four loads, then four stores
    each      cudaMemcpyAsync per fragment
    batch     cudaMemcpyBatchAsync; this and `each` from a stream, as a graph would need a node for each fragment */
 #define KVPRIM_IMPLEMENTATION
@@ -135,14 +135,24 @@ static void unpack(const batch &b, int i)
     check_kvprim(kvprim_cuda_unpack(&d, &launch));
 }
 
+/* A compiler that cannot assume that dst and src lie apart stores each word before it loads the next. */
+template <class word>
+__device__ static void copy_words(word *__restrict__ dst, const word *__restrict__ src, uint64_t count)
+{
+    uint64_t w = threadIdx.x % 32;
+    for (; w + 96 < count; w += 128) {
+        const word a = src[w], b = src[w + 32], c = src[w + 64], d = src[w + 96];
+        dst[w] = a, dst[w + 32] = b, dst[w + 64] = c, dst[w + 96] = d;
+    }
+    for (; w < count; w += 32)
+        dst[w] = src[w];
+}
+
 __device__ static void copy_by_warp(char *dst, const char *src, uint64_t bytes)
 {
-    const unsigned lane = threadIdx.x % 32;
     const uint64_t words = (uintptr_t(src) | uintptr_t(dst)) % 16 ? 0 : bytes / 16;
-    for (uint64_t w = lane; w < words; w += 32)
-        reinterpret_cast<uint4 *>(dst)[w] = reinterpret_cast<const uint4 *>(src)[w];
-    for (uint64_t b = words * 16 + lane; b < bytes; b += 32)
-        dst[b] = src[b];
+    copy_words(reinterpret_cast<uint4 *>(dst), reinterpret_cast<const uint4 *>(src), words);
+    copy_words(dst + 16 * words, src + 16 * words, bytes - 16 * words);
 }
 
 __global__ static void unpack_by_warps(char *dst, const char *src, const kvprim_fragment *fragments, unsigned count)
@@ -348,6 +358,62 @@ static void shifts()
     judge_shifts();
 }
 
+/* ---- one fragment, and few ---- */
+
+static void enqueue_one(const batch &b, int i)
+{
+    const kvprim_fragment f = b.fragments[0];
+    CUDA(cudaMemcpyAsync(b.dst(i) + f.dst_offset, b.src(i) + f.src_offset, f.bytes, cudaMemcpyDeviceToDevice, stream));
+}
+
+static void unpack_dependent(const batch &b, int i)
+{
+    const kvprim_cuda_launch launch = on_stream(true);
+    const kvprim_unpack_desc d = describe(b, i);
+    check_kvprim(kvprim_cuda_unpack(&d, &launch));
+}
+
+/* Against a memcpy node in a graph, and a cudaMemcpyAsync in a stream. */
+static void single()
+{
+    std::vector<figure> nodes, calls;
+    printf("\n%-10s %2s %9s %9s %9s %9s %9s\n", "one of", "+", "graph us", "pdl", "memcpy", "stream us", "memcpy");
+    for (const int shift : {0, 3})
+        for (int64_t bytes = 4 * KiB; bytes <= 256 * MiB; bytes *= 4) {
+            const batch b(size_name(bytes).c_str(), {uint64_t(bytes)}, shift);
+            std::vector<contender> all = {contend("kvprim", b, unpack), contend("pdl", b, unpack_dependent),
+                                          contend("memcpy", b, enqueue_one), contend("kvprim", b, unpack),
+                                          contend("memcpy", b, enqueue_one)};
+            all[3].plain = all[4].plain = true;
+            measure(all);
+            printf("%-10s %2d %9.2f %9.2f %9.2f %9.2f %9.2f\n", b.name.c_str(), shift, all[0].us, all[1].us, all[2].us,
+                   all[3].us, all[4].us);
+            nodes.push_back({std::min(all[0].us, all[1].us) / all[2].us, b.name + (shift ? " + 3" : "")});
+            calls.push_back({all[3].us / all[4].us, nodes.back().where});
+        }
+    judge_worst("one fragment: time / a memcpy node's", nodes, '<', 1.05);
+    judge_worst("one fragment: time / cudaMemcpyAsync's in a stream", calls, '<', 1.05);
+}
+
+/* Dependent launch makes no call slower, however much of the GPU the pieces fill. */
+static void dependent()
+{
+    std::vector<figure> ratios;
+    printf("\n%-16s %2s %9s %9s %9s\n", "pieces", "+", "us", "pdl", "ratio");
+    for (const int shift : {0, 3})
+        for (const int pieces : {1, 16, 64})
+            for (const int kb : {256, 1024, 4096, 6144, 8192, 9216, 10240, 12288, 16384, 20480, 24576, 36864, 65536}) {
+                const std::string name = std::to_string(pieces) + " in " + size_name(kb * KiB);
+                const batch b(name.c_str(), equal(uint64_t(kb * KiB / pieces), kb * KiB), shift);
+                std::vector<contender> all = {contend("kvprim", b, unpack), contend("pdl", b, unpack_dependent)};
+                measure(all);
+                printf("%-16s %2d %9.2f %9.2f %9.3f\n", name.c_str(), shift, all[0].us, all[1].us,
+                       all[1].us / all[0].us);
+                ratios.push_back({all[1].us / all[0].us, where({name, 0, 0, shift, 0, 0, 0, 0, 0, 0})});
+            }
+    judge_worst("pdl 1 / pdl 0", ratios, '<', 1.02);
+}
+
 /* ---- the document's case: 8 chunks of 512 KB in fragments of 4 KB, described anew for each call ---- */
 
 constexpr size_t chunks = 8, chunk_bytes = 512 << 10;
@@ -415,10 +481,32 @@ static std::vector<uint64_t> uneven(size_t count)
     return sizes;
 }
 
+/* 61 layers of K and of V. `alternate`: in the arrays, while all of K lie before all of V. */
+struct layers_case {
+    std::vector<void *> dst, src;
+    kvprim_transfer_desc d = {};
+
+    explicit layers_case(bool alternate)
+    {
+        for (int64_t l = 0; l < 122; l++) {
+            const int64_t at = (alternate ? l % 2 * 61 + l / 2 : l) * 16 * MiB;
+            dst.push_back(dst_memory + at), src.push_back(src_memory + at);
+        }
+        d.dst = d.src = table_at(nullptr, 64);
+        d.dst_layers = dst.data(), d.src_layers = src.data();
+        d.row_bytes = 1152, d.count = 8, d.layers = 122;
+    }
+};
+
 static void host()
 {
     const batch even("", equal(1024, MiB), 0), packed("", equal(512, MiB / 2), 3), few("", uneven(1024), 0),
         many("", uneven(8192), 0);
+    const layers_case in_order(false), alternate(true);
+    const auto transfer = [](const layers_case &c) {
+        const kvprim_cuda_launch launch = on_stream();
+        check_kvprim(kvprim_cuda_transfer(&c.d, &launch));
+    };
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
     const kvprim_unpack_desc d = describe(even, 0);
     std::vector<host_call> calls = {
@@ -427,10 +515,15 @@ static void host()
         {"misaligned", [&] { unpack(packed, 0); }},
         {"uneven", [&] { unpack(few, 0); }},
         {"8,192 uneven", [&] { unpack(many, 0); }},
-        {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }}};
+        {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }},
+        {"transfer of 122 layers", [&] { transfer(in_order); }},
+        {"K and V alternate", [&] { transfer(alternate); }}};
     measure_host("host time of a call with 1,024 fragments", calls, 201);
     for (size_t k = 1; k < 4; k++)
         judge(std::string("host: call with 1,024 / bare launch, ") + calls[k].name, calls[k].us / calls[0].us, '<', 3);
+    judge("host: us, 8,192 uneven", calls[4].us, '<', 25);
+    for (size_t k = 6; k < 8; k++)
+        judge(std::string("host: us, ") + calls[k].name, calls[k].us, '<', 3.5);
 }
 
 /* ---- the program ---- */
@@ -446,5 +539,10 @@ static void open_all()
 int main(int argc, char **argv)
 {
     return run_program(argc, argv, open_all,
-                       {{"batches", batches}, {"shifts", shifts}, {"case", document_case}, {"host", host}});
+                       {{"batches", batches},
+                        {"shifts", shifts},
+                        {"single", single},
+                        {"pdl", dependent},
+                        {"case", document_case},
+                        {"host", host}});
 }

@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include "../../kvprim.h"
 
 #define __global__
@@ -70,12 +71,13 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
-[[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
-static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
-static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
-static unsigned kvprim_emulate_launches;         /* so far */
-static bool kvprim_emulate_dependent;            /* the launch is a dependent one */
-static unsigned kvprim_emulate_waits;            /* threads that waited for the kernel before, so far */
+[[maybe_unused]] static bool kvprim_emulate_pdl;        /* as if the device had programmatic dependent launch */
+static bool kvprim_emulate_last_only;                   /* run only the last block of a launch */
+static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */
+static unsigned kvprim_emulate_launches;                /* so far */
+[[maybe_unused]] static unsigned kvprim_emulate_copies; /* of these, copies by the runtime */
+static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
+static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
 
 template <class Kernel, class Params>
 static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
@@ -123,6 +125,11 @@ static inline void kvpc_pdl_wait()
 
 static inline void kvpc_pdl_trigger()
 {
+}
+
+static inline bool kvpc_leaves_room(uint32_t)
+{
+    return true;
 }
 
 static inline uint4 kvpc_load16(uint64_t address)
@@ -176,6 +183,15 @@ static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &)
     kvprim_emulate_dependent = call->launch.pdl != 0;
     kvprim_emulate_launch(kernel, blocks, threads, params);
     kvprim_emulate_dependent = false;
+    return KVPRIM_OK;
+}
+
+template <class Call> static kvprim_status kvpc_copy_by_cuda(const Call *, uint64_t dst, uint64_t src, uint64_t bytes)
+{
+    gridDim = dim3(1);
+    kvprim_emulate_launches++, kvprim_emulate_copies++;
+    memcpy(reinterpret_cast<void *>(static_cast<uintptr_t>(dst)),
+           reinterpret_cast<const void *>(static_cast<uintptr_t>(src)), bytes);
     return KVPRIM_OK;
 }
 

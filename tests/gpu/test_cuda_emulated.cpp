@@ -528,6 +528,31 @@ static void test_long_fragments()
     CHECK(at == large + 14 && pieces == job.left);
 }
 
+/* From 16 MB on CUDA copies what joins to one fragment, unless max_sms limits it. */
+static void test_copies_by_cuda()
+{
+    const uint64_t bytes = (16 << 20) + 5, piece = 1 << 20;
+    for (const uint64_t less : {0, 6})
+        for (int32_t max_sms = 0; max_sms < 2; max_sms++) {
+            std::vector<unsigned char> src(bytes + 32), dst(bytes + 32);
+            unsigned char *const from = src.data() + (16 - reinterpret_cast<uintptr_t>(src.data()) % 16) % 16;
+            unsigned char *const to = dst.data() + (16 - reinterpret_cast<uintptr_t>(dst.data()) % 16) % 16;
+            std::vector<kvprim_fragment> f;
+            for (uint64_t at = 0; at < bytes - less; at += piece)
+                f.push_back({at, at, std::min(piece, bytes - less - at)});
+            kvprim_unpack_desc d = {};
+            kvprim_cuda_launch launch = {};
+            launch.max_sms = max_sms;
+            d.src = from, d.dst = to, d.src_bytes = d.dst_bytes = bytes;
+            d.fragments = f.data(), d.count = f.size();
+            fill(from, bytes);
+            const unsigned copies = kvprim_emulate_copies;
+            CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
+            CHECK(memcmp(from, to, bytes - less) == 0 && (less == 0 || to[bytes - less] == 0));
+            CHECK(kvprim_emulate_copies - copies == (less == 0 && max_sms == 0));
+        }
+}
+
 /* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
 static void one_table(const std::vector<uint32_t> &tiles)
 {
@@ -771,6 +796,7 @@ int main(int argc, char **argv)
     run("emulated: unpack, chains of launches", test_chains_of_launches);
     run("emulated: unpack, full launches", test_full_launches);
     run("emulated: unpack, long fragments", test_long_fragments);
+    run("emulated: unpack, copies by CUDA", test_copies_by_cuda);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);

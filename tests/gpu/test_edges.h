@@ -257,11 +257,11 @@ static void test_second_launches()
     static const struct {
         batch_case batch;
         uint64_t fragments;
-    } cases[] = {{{8400, 17, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 8400},
-                 {{8400, 17, SHORT_LAST, SHUFFLED, SPACED, 1, 0, 5, 1}, 8400},
-                 {{4200, 33, EVEN, SHUFFLED, SHUFFLED, 1, 0, 0, 1}, 4200},
+    } cases[] = {{{11000, 17, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 11000},
+                 {{11000, 17, SHORT_LAST, SHUFFLED, SPACED, 1, 0, 5, 1}, 11000},
+                 {{6600, 33, EVEN, SHUFFLED, SHUFFLED, 1, 0, 0, 1}, 6600},
                  {{17000, 16, EVEN, SPACED, SHUFFLED, 16, 0, 0, 1}, 17000},
-                 {{17000, 8, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 2}, 8500},
+                 {{33000, 8, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 2}, 16500},
                  {{100, 48, SHORT_LAST, IN_ORDER, SHUFFLED, 16, 0, 0, 1}, 100}}; /* in one launch */
     for (const auto &c : cases) {
         uint64_t fragments = 0;

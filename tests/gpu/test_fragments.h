@@ -40,6 +40,15 @@ static bool any_bytes(const kvprim_unpack_desc *d)
     return false;
 }
 
+/* Without KVPRIM_DEBUG the code under test takes this for the check of all fragments. */
+static bool survey_says_fit(const kvprim_unpack_desc *d)
+{
+    kvpc_unpack_job job;
+    job.desc = d;
+    kvpc_survey(&job, false);
+    return job.fit;
+}
+
 /* As try_move. The code under test gets copies of the descriptor and the fragments, which are overwritten before it
    can have run. */
 static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *what)
@@ -58,6 +67,8 @@ static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *
     const kvprim_status want = kvprim_unpack_check(&on);
     const std::string want_text = kvprim_last_error();
     const bool runs = want == KVPRIM_OK && desc->count > 0;
+    if (runs || want == KVPRIM_ERROR_BOUNDS)
+        CHECK(survey_says_fit(&on) == runs);
     start_visit(a);
     if (runs && (kvprim_unpack_check(desc) != KVPRIM_OK || !visit_unpack(a, desc)))
         return OUTSIDE;
@@ -208,13 +219,16 @@ static const launches_case launches_cases[] = {
     {{60000, 16, EVEN, SPACED, REVERSED, 32, 0, 0, 1}, 1},           /* nothing is stored */
     {{16000, 64, EVEN, IN_ORDER, SHUFFLED, 64, 0, 0, 1}, 1},         /* 2 bytes each */
     {{20000, 256, SHORT_LAST, IN_ORDER, SHUFFLED, 256, 0, 0, 1}, 2}, /* 2 bytes */
-    {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 3},          /* 4 bytes */
-    {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 3},          /* 4 bytes */
-    {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 2 bytes for either side */
-    {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 2},        /* 4 bytes for either side */
-    {{5000, 200, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 2},   /* 4, 4 and 2 for sizes */
-    {{5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1}, 2},    /* the same */
-    {{5000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 3},  /* 4, 4, 2, 4 for tiles, and the table */
+    {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 2},          /* 2 bytes */
+    {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 2},          /* 3 bytes */
+    {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 13 bits for either side: 4 bytes */
+    {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 1},        /* 18 bits for either side: 5 bytes */
+    {{6600, 1700, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 2},        /* 20 bits: the same */
+    {{5000, 200, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 1},   /* 6 bytes */
+    {{5000, 200, SOME_EMPTY, IN_ORDER, SHUFFLED, 2, 0, 2, 1}, 1},    /* 5 bytes */
+    {{2000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 1},  /* 8 bytes, 4 for tiles, and the table */
+    {{5000, 3000, LOGARITHMIC, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 2},  /* 8 bytes; as many tiles each as the longest */
+    {{5000, 900, ONE_LARGE, IN_ORDER, SHUFFLED, 1, 0, 0, 1}, 3},     /* 8 bytes, 4 for tiles, and the table */
     {{32, 4096, EVEN, IN_ORDER, SHUFFLED, 16, 0, 0, 1}, 1},
 };
 
@@ -264,9 +278,35 @@ static void last_fragments(arena *a)
         }
 }
 
+/* One fragment, whole or in two or three pieces that join, around the sizes where another kernel takes it. */
+static void single_fragments(arena *a)
+{
+    const uint64_t mb = 1 << 20;
+    for (const uint64_t bytes : {uint64_t(1), uint64_t(15), uint64_t(16), uint64_t(17), uint64_t(4095), uint64_t(4097),
+                                 mb - 1, mb, mb + 1, 2 * mb + 4096})
+        for (uint64_t pieces = 1; pieces <= 3 && pieces <= bytes; pieces++)
+            for (uint64_t shift = 0; shift < 32; shift += bytes < 5000 ? 4 : 16) {
+                kvprim_fragment f[3];
+                kvprim_unpack_desc d = {};
+                char what[80];
+                for (uint64_t i = 0, at = 0; i < pieces; at += f[i++].bytes)
+                    f[i] = {shift + at, 16 + at, i + 1 == pieces ? bytes - at : bytes / pieces};
+                empty(a);
+                d.src_bytes = d.dst_bytes = bytes + 64;
+                d.dst = reserve(a, d.dst_bytes, 0);
+                d.src = reserve(a, d.src_bytes, 0);
+                d.fragments = f, d.count = pieces;
+                snprintf(what, sizeof what, "%llu bytes in %llu pieces, %llu past an aligned address",
+                         static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(pieces),
+                         static_cast<unsigned long long>(shift));
+                CHECK(try_unpack(a, &d, what) == RAN);
+            }
+}
+
 /* A few of everything, for the options of a launch. */
 static void small_batches(arena *a)
 {
+    single_fragments(a);
     static const uint64_t sizes_of[] = {16, 100, 256, 1024, 4096, 10007};
     unsigned n = 0;
     for (const uint64_t bytes : sizes_of)

@@ -131,7 +131,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_(gather|store)_kernelI\w*Lb1EEv|kvpn_kernelI'
-MAY_WAIT = r'kvpc_(bytes|move|move_few|move_bytes|unpack)_kernel'
+MAY_WAIT = r'kvpc_(bytes|move|move_few|move_bytes|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*Lb0EEv'
 LEAST_WAITING = 40  # kernels of kvprim_cuda.cuh of the first two kinds; it has 50
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
