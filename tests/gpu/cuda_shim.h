@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include "../../kvprim.h"
 
 #define __global__
@@ -137,6 +138,16 @@ static inline void kvpc_store16(uint64_t address, uint4 v)
     *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
 }
 
+static inline uint4 kvpc_load16_once(uint64_t address)
+{
+    return kvpc_load16(address);
+}
+
+static inline void kvpc_store16_once(uint64_t address, uint4 v)
+{
+    kvpc_store16(address, v);
+}
+
 static inline int32_t kvpc_load_i32(uint64_t address)
 {
     kvprim_emulate_access(address, 4);
@@ -162,6 +173,34 @@ static inline void kvpc_fetch_edges(uint64_t row, uint32_t)
 static inline bool kvpc_has_pdl()
 {
     return kvprim_emulate_pdl;
+}
+
+[[maybe_unused]] static bool kvprim_emulate_link;       /* as if one side of every transfer were pinned host memory */
+[[maybe_unused]] static bool kvprim_emulate_captured;   /* as if the stream were being captured */
+[[maybe_unused]] static bool kvprim_emulate_refuse;     /* the copy engine takes no copy */
+[[maybe_unused]] static unsigned kvprim_emulate_copies; /* by the copy engine, so far */
+
+static inline bool kvpc_is_link(const void *, const void *)
+{
+    return kvprim_emulate_link;
+}
+
+template <class Call> static bool kvpc_is_captured(const Call *)
+{
+    return kvprim_emulate_captured;
+}
+
+template <class Call>
+static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                           int64_t row_bytes, int64_t rows)
+{
+    if (kvprim_emulate_refuse)
+        return false;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
+               static_cast<size_t>(row_bytes));
+    kvprim_emulate_copies++;
+    return true;
 }
 
 template <class Call, class Params>
