@@ -89,7 +89,8 @@ typedef struct kvprim_cuda_launch {
                                    its predecessor in the stream ends; it waits for it before its first access. Do not
                                    put it right before a kernel that is launched that way and does not wait, as some of
                                    NCCL's are */
-    int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit */
+    int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit, except where a transfer
+                                   needs few: see there */
     int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
@@ -105,9 +106,13 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
-   again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it. max_sms
-   limits the blocks. From or to pinned memory 8 of them reach 0.92 to 0.95 of the copy engine with rows of 2 KB and
-   more, as all of them do; to or from another GPU 16 to 32 reach 0.88 to 0.94 with rows of 4 KB (H200). */
+   again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it; 16 to 32
+   multiprocessors (max_sms) reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
+   Between pinned host memory and a GPU, PCIe is the limit. Of 64 KB and more, the copy engine moves what has no index on
+   either side, nor gaps between pages or heads, in one layer or in 2 MB and more of each (in a graph: 2 MB and more).
+   The rest takes 2 multiprocessors if max_sms is 0: they reach 0.92 to 0.95 of the copy engine with rows of 4 KB, and a
+   kernel limited by memory takes 1.01 to 1.07 times as long beside them, on 8 up to 1.9. Where other kernels leave a
+   transfer too little, say more: max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -238,6 +243,7 @@ enum {
     kvpc_most_threads = 256,        /* of plain rows */
     kvpc_grid_rows = 65535,         /* blocks, at most, of gridDim.y */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
+    kvpc_link_sms = 2,              /* see kvpc_crosses_link */
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
     kvpc_unpack_threads = 256,      /* of unpack */
     kvpc_unpack_most_threads = 512, /* ... with max_sms */
@@ -285,6 +291,23 @@ KVPRIM_DEVICE uint4 kvpc_load16(uint64_t address)
 KVPRIM_DEVICE void kvpc_store16(uint64_t address, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(address)
+                 : "memory");
+}
+
+/* The same, past the first cache: to and from the host one multiprocessor then moves 26 to 29 GB/s, not 21 to 23. */
+KVPRIM_DEVICE uint4 kvpc_load16_once(uint64_t address)
+{
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+KVPRIM_DEVICE void kvpc_store16_once(uint64_t address, uint4 v)
+{
+    asm volatile("st.global.L1::no_allocate.v4.u32 [%4], {%0, %1, %2, %3};" ::"r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w),
+                 "l"(address)
                  : "memory");
 }
 
@@ -829,27 +852,41 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
+/* The words of a chunk from byte `at` on, 16 * lanes bytes apart. */
+template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_once(const kvpc_chunk &c, uint32_t at, uint4 *v)
+{
+    for (uint32_t k = 0; k < loads; k++) {
+        v[k] = uint4{0, 0, 0, 0};
+        if (!c.zero && at + 16 * lanes * k < c.bytes)
+            v[k] = kvpc_load16_once(c.src + at + 16 * lanes * k);
+    }
+}
+
+template <uint32_t lanes, uint32_t loads>
+KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, const uint4 *v)
+{
+    for (uint32_t k = 0; k < loads; k++)
+        if (at + 16 * lanes * k < c.bytes)
+            kvpc_store16_once(c.dst + at + 16 * lanes * k, v[k]);
+}
+
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_move_few_kernel(const KVPRIM_GRID_CONSTANT kvpc_batch<most_tasks> KVPRIM_IN_PLACE p)
 {
     const uint32_t at = 16 * (threadIdx.x % lanes), in_block = blockDim.x / lanes, groups = gridDim.x * in_block;
-    uint64_t src[loads], dst[loads];
     uint4 v[loads];
     kvpc_chunk c = {0, 0, 0, false};
     if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
-        kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
+        kvpc_store_once<lanes, loads>(c, at, v);
         c = next;
-        kvpc_place_words<loads>(src, c.src + at, 16 * lanes);
-        kvpc_load_words<loads, false>(v, !c.zero, src, 16 * lanes, at, c.bytes);
+        kvpc_load_once<lanes, loads>(c, at, v);
     }
-    kvpc_place_words<loads>(dst, c.dst + at, 16 * lanes);
-    kvpc_store_words<loads, false, false>(dst, v, 16 * lanes, at, c.bytes);
+    kvpc_store_once<lanes, loads>(c, at, v);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -1085,13 +1122,16 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     kvpc_unpack_one_kernel(const KVPRIM_GRID_CONSTANT kvpc_one KVPRIM_IN_PLACE p)
 {
     const uint32_t step = 16 * kvpc_unpack_threads, at = 16 * threadIdx.x + step * loads * blockIdx.x;
+    uint64_t src[loads], dst[loads];
     uint4 v[loads];
     if (p.pdl)
         kvpc_pdl_wait();
     if (p.pdl && kvpc_leaves_room(1024))
         kvpc_pdl_trigger();
-    kvpc_load_words<loads, false>(v, true, p.src + at, step, at, p.bytes);
-    kvpc_store_words<loads, false, true>(p.dst + at, v, step, at, p.bytes);
+    kvpc_place_words<loads>(src, p.src + at, step);
+    kvpc_place_words<loads>(dst, p.dst + at, step);
+    kvpc_load_words<loads, false>(v, true, src, step, at, p.bytes);
+    kvpc_store_words<loads, false, true>(dst, v, step, at, p.bytes);
 }
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
@@ -1114,6 +1154,7 @@ static kvprim_status kvpc_fail_check(kvprim_status status)
 typedef struct kvpc_call {
     const char *function;
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
+    bool link;                 /* a transfer between pinned host memory and a GPU: see kvpc_crosses_link */
 } kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
@@ -1188,6 +1229,11 @@ static bool kvpc_is_earlier(cudaError_t error)
     return false;
 }
 
+static cudaStream_t kvpc_stream(const kvpc_call *call)
+{
+    return call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+}
+
 template <class Params>
 static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), dim3 blocks, uint32_t threads,
                                 const Params &params)
@@ -1197,7 +1243,7 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
     void *args[] = {(void *)&params};
     config.gridDim = blocks;
     config.blockDim = dim3(threads);
-    config.stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy; /* whatever nvcc makes of NULL */
+    config.stream = kvpc_stream(call);
     config.attrs = &pdl;
     config.numAttrs = call->launch.pdl != 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -1209,6 +1255,48 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
     return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
                        kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
                        cudaGetErrorName(error), cudaGetErrorString(error));
+}
+
+/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. Of other kinds of
+   memory, and of what CUDA does not know, nothing is said. */
+static bool kvpc_is_link(const void *dst, const void *src)
+{
+    cudaPointerAttributes a, b;
+    int nvlink = 0; /* to the host: faster than a few multiprocessors */
+    cudaError_t error = cudaPointerGetAttributes(&a, dst);
+    if (error == cudaSuccess)
+        error = cudaPointerGetAttributes(&b, src);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, a.device);
+    if (error == cudaSuccess)
+        return !nvlink &&
+               (a.type == cudaMemoryTypeDevice ? b.type == cudaMemoryTypeHost
+                                               : a.type == cudaMemoryTypeHost && b.type == cudaMemoryTypeDevice);
+    (void)cudaGetLastError(); /* the launch meets it again */
+    return false;
+}
+
+static bool kvpc_is_captured(const kvpc_call *call)
+{
+    cudaStreamCaptureStatus status;
+    if (cudaStreamIsCapturing(kvpc_stream(call), &status) == cudaSuccess)
+        return status != cudaStreamCaptureStatusNone;
+    (void)cudaGetLastError(); /* the launch meets it again */
+    return true;
+}
+
+/* Lets the copy engine copy rows, and returns whether it will. It refuses ranges of several allocations, which kernels
+   take. */
+static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                           int64_t row_bytes, int64_t rows)
+{
+    const cudaError_t error =
+        rows == 1 ? cudaMemcpyAsync(dst, src, (size_t)row_bytes, cudaMemcpyDefault, kvpc_stream(call))
+                  : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes, (size_t)rows,
+                                      cudaMemcpyDefault, kvpc_stream(call));
+    if (error != cudaSuccess)
+        (void)cudaGetLastError(); /* the launch meets it again, if it is of earlier work */
+    return error == cudaSuccess;
 }
 #endif
 
@@ -1223,7 +1311,7 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     if (l.reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
                            function);
-    *call = kvpc_call{function, l};
+    *call = kvpc_call{function, l, false};
     call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
@@ -1583,17 +1671,19 @@ static kvprim_status kvpc_start_groups(const kvpc_call *call,
     return kvpc_start(call, kernel, (uint32_t)(wanted < most ? wanted : most), threads, *p);
 }
 
-/* Rows that begin and end at multiples of 16 bytes. */
+/* Rows that begin and end at multiples of 16 bytes. On few multiprocessors a thread loads 8 words before it stores, of
+   rows of 513 to 1,024 bytes only 4, which is faster except over the link; and 4 where several moves take registers. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit)
 {
+    const uint32_t few_loads = most_tasks > 1 ? 4 : 8;
     static void (*const kernels[2][3])(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE) = {
         {kvpc_move_kernel<8, 2, most_tasks>, kvpc_move_kernel<16, 2, most_tasks>, kvpc_move_kernel<32, 2, most_tasks>},
-        {kvpc_move_few_kernel<8, 4, most_tasks>, kvpc_move_few_kernel<16, 4, most_tasks>,
-         kvpc_move_few_kernel<32, 4, most_tasks>}};
+        {kvpc_move_few_kernel<8, few_loads, most_tasks>, kvpc_move_few_kernel<16, few_loads, most_tasks>, NULL}};
     const bool few = call->launch.max_sms > 0;
-    const uint32_t loads = few ? 4 : 2, lanes = unit <= 128 * loads ? 8 : unit <= 256 * loads ? 16 : 32;
-    kvpc_cut(p, 16 * lanes * loads, true);
+    const uint32_t few_lanes = unit <= (call->link ? 1024 : 512) ? 8 : 16;
+    const uint32_t lanes = few ? few_lanes : unit <= 256 ? 8 : unit <= 512 ? 16 : 32;
+    kvpc_cut(p, 16 * lanes * (few ? few_loads : 2), true);
     return kvpc_start_groups(call, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
 }
 
@@ -1660,6 +1750,44 @@ static void kvpc_join_rows(kvprim_move *m)
     m->count /= rows;
 }
 
+/* Whether a move is a transfer between pinned host memory and a GPU that takes some time. By itself it runs on
+   kvpc_link_sms multiprocessors:
+   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses: on 8 a kernel
+     beside them takes 1.5 to 2.4 times as long, on 2 1.02 to 1.04 (H200).
+   - Their threads take all registers. Blocks of another kernel beside fewer of them are slowed with them.
+   Shorter ones take about 1 us, and to ask CUDA where their memory is takes 0.3. */
+static bool kvpc_crosses_link(const kvprim_move *m)
+{
+    const uint64_t least_bytes = 64 << 10;
+    return m->names->dst_index && m->names->src_index && m->count > 0 &&
+           (uint64_t)m->count * (uint64_t)m->row_bytes >= least_bytes / (uint64_t)m->layers &&
+           kvpc_is_link(kvprim_side_layer(&m->dst, 0), kvprim_side_layer(&m->src, 0));
+}
+
+/* Whether a side's rows can be one copy of two dimensions: rows of 512 bytes are copied as fast as one run is. */
+static bool kvpc_is_copied_side(const kvprim_side *side, const kvprim_move *m)
+{
+    const kvprim_table *const t = &side->table;
+    return !side->index && t->heads == 1 && t->page_rows == 0 &&
+           (m->count == 1 || (m->row_bytes >= 512 && t->stride >= m->row_bytes && t->stride <= INT32_MAX));
+}
+
+/* Lets the copy engine move the layers of a transfer without an index, and returns whether it does. It fills the link to
+   1.00 where kernels reach 0.95, and other kernels hardly notice it. One copy is enqueued and over 3 us sooner than a
+   kernel; but each further one, and each in a graph, begins 1 to 2 us after what is before it, which 2 MB make up for. */
+static bool kvpc_copy_layers(const kvpc_call *call, const kvprim_move *m)
+{
+    const uint64_t bytes = (uint64_t)m->count * (uint64_t)m->row_bytes, much = 2 << 20;
+    if (!call->link || !kvpc_is_copied_side(&m->dst, m) || !kvpc_is_copied_side(&m->src, m) ||
+        (bytes < much && (m->layers > 1 || kvpc_is_captured(call))))
+        return false;
+    for (int32_t l = 0; l < m->layers; l++)
+        if (!kvpc_copy_rows(call, kvprim_side_layer(&m->dst, l), m->dst.table.stride, kvprim_side_layer(&m->src, l),
+                            m->src.table.stride, m->row_bytes, m->count))
+            return false;
+    return true;
+}
+
 static bool kvpc_is_alike_side(const kvprim_side *a, const kvprim_side *b)
 {
     const kvprim_table *const x = &a->table, *const y = &b->table;
@@ -1718,6 +1846,8 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
+            if (first == 0 && kvpc_copy_layers(call, &joined))
+                continue;
             first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
             if (first < joined.layers)
                 break;
@@ -1743,6 +1873,9 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
+    call.link = kvpc_crosses_link(moves);
+    if (call.link && call.launch.max_sms == 0)
+        call.launch.max_sms = kvpc_link_sms;
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_cuda_transfer with the copy engines on one GPU (and, if there are two, to another one). Ratios are
-   within one run.
+/* Compares kvprim_cuda_transfer with what engines use instead of it and with the copy engines: alone, in both directions
+   at once and beside other work. On one GPU (and, if there are
+   two, to another one). Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_transfer.cu -o build/bench_transfer
-       build/bench_transfer [--quick] [--only host|device|peer]
+       build/bench_transfer [--quick] [--only host|runs|both|beside|few|device|peer]
 
    Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
    cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
@@ -18,6 +19,225 @@ constexpr int64_t copy_bytes = 256 * MiB; /* of the copy that others are compare
 constexpr int sets_count = 4;             /* of indices */
 
 static char *host_memory, *device_memory[2], *peer_memory;
+
+/* ---- opponents ---- */
+
+/* What the opponents take: packed rows of one layer, each named by an int32 on both sides. Rows are multiples of 16
+   bytes. */
+struct row_list {
+    char *__restrict__ dst;
+    const char *__restrict__ src;
+    const int32_t *__restrict__ to, *__restrict__ from;
+    uint32_t row_bytes, count;
+};
+
+/* SGLang's register kernels, for which it launches 2 blocks of 1,024 threads: sgl-kernel/csrc/kvcacheio/transfer.cu (a
+   warp moves a row in 8-byte words, each loaded and stored before the next) and kernels/jit/csrc/kvcacheio/hicache.cuh
+   (8, 16 or 32 threads move one, of up to 512 and 1,024 bytes and of more, in words of 16, 8 and 4 bytes). This one is
+   at least as fast: 16-byte words, and up to 8 loads of each thread before their stores. */
+template <uint32_t lanes, uint32_t loads>
+static __global__ void __launch_bounds__(1024, 1) sglang_registers(const row_list rows)
+{
+    const uint32_t in_block = blockDim.x / lanes, step = 16 * lanes;
+    for (uint32_t i = blockIdx.x * in_block + threadIdx.x / lanes; i < rows.count; i += gridDim.x * in_block) {
+        const char *const src = rows.src + int64_t(rows.from[i]) * rows.row_bytes;
+        char *const dst = rows.dst + int64_t(rows.to[i]) * rows.row_bytes;
+        for (uint32_t at = 16 * (threadIdx.x % lanes); at < rows.row_bytes; at += step * loads) {
+            uint4 v[loads];
+            for (uint32_t k = 0; k < loads; k++)
+                if (at + k * step < rows.row_bytes)
+                    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                                 : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w)
+                                 : "l"(src + at + k * step));
+            for (uint32_t k = 0; k < loads; k++)
+                if (at + k * step < rows.row_bytes)
+                    asm volatile("st.global.L1::no_allocate.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(dst + at + k * step),
+                                 "r"(v[k].x), "r"(v[k].y), "r"(v[k].z), "r"(v[k].w)
+                                 : "memory");
+        }
+    }
+}
+
+/* SGLang's ring, kernels/jit/csrc/kvcacheio/hicache_tma.cuh: in each block one warp loads chunks of rows into stages of
+   shared memory by bulk copies, one a row, and the other warps store them in 16-byte words. A chunk is as many rows as
+   fit a stage, a power of two; one of a single row is stored half by a bulk copy. It is launched in 2 to 4 blocks; a stage is at least a row. */
+constexpr uint32_t ring_stages = 6, ring_stage_bytes = 32 << 10, ring_rows = 128, ring_store_warps = 8;
+
+struct ring_memory {
+    alignas(128) char stage[ring_stages][ring_stage_bytes];
+    int32_t to[ring_stages][ring_rows];
+    uint64_t full[ring_stages], empty[ring_stages];
+};
+
+static __device__ uint32_t in_shared(const void *p)
+{
+    return uint32_t(__cvta_generic_to_shared(p));
+}
+
+static __device__ void wait_for(const uint64_t *barrier, uint32_t parity)
+{
+    asm volatile("{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra wait;\n}" ::"r"(in_shared(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+static __device__ void arrive(const uint64_t *barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(in_shared(barrier)) : "memory");
+}
+
+static __device__ void load_chunks(ring_memory &ring, const row_list &rows, uint32_t in_chunk, uint32_t chunks)
+{
+    const uint32_t lane = threadIdx.x, each = (in_chunk + 31) / 32;
+    int32_t to[ring_rows / 32], from[ring_rows / 32];
+    const auto fetch = [&](uint32_t chunk) {
+        for (uint32_t k = 0; k < ring_rows / 32; k++) {
+            const uint32_t r = chunk * in_chunk + 32 * k + lane;
+            if (k < each && 32 * k + lane < in_chunk && chunk < chunks && r < rows.count)
+                to[k] = rows.to[r], from[k] = rows.from[r];
+        }
+    };
+    fetch(blockIdx.x);
+    for (uint32_t chunk = blockIdx.x, turn = 0; chunk < chunks; chunk += gridDim.x, turn++) {
+        const uint32_t s = turn % ring_stages, left = rows.count - chunk * in_chunk, n = min(left, in_chunk);
+        wait_for(&ring.empty[s], turn / ring_stages % 2 ^ 1);
+        for (uint32_t k = 0; k < ring_rows / 32; k++)
+            if (32 * k + lane < n)
+                ring.to[s][32 * k + lane] = to[k];
+        if (lane == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(in_shared(&ring.full[s])),
+                         "r"(n * rows.row_bytes)
+                         : "memory");
+        __syncwarp();
+        for (uint32_t k = 0; k < ring_rows / 32; k++)
+            if (32 * k + lane < n)
+                asm volatile(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                        in_shared(ring.stage[s] + (32 * k + lane) * rows.row_bytes)),
+                    "l"(rows.src + int64_t(from[k]) * rows.row_bytes), "r"(rows.row_bytes),
+                    "r"(in_shared(&ring.full[s]))
+                    : "memory");
+        fetch(chunk + gridDim.x);
+    }
+}
+
+/* Chunks of a row each. The first warp that stores frees a stage once its bulk copy has read it: one turn later. */
+static __device__ void store_rows(ring_memory &ring, const row_list &rows)
+{
+    constexpr uint32_t threads = 32 * (ring_store_warps - 1), loads = 4;
+    const uint32_t words = rows.row_bytes / 16, half = words / 2;
+    for (uint32_t row = blockIdx.x, turn = 0; row < rows.count; row += gridDim.x, turn++) {
+        const uint32_t s = turn % ring_stages;
+        wait_for(&ring.full[s], turn / ring_stages % 2);
+        char *const dst = rows.dst + int64_t(ring.to[s][0]) * rows.row_bytes;
+        if (threadIdx.x == 32) {
+            asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n"
+                         "cp.async.bulk.wait_group.read 1;" ::"l"(dst),
+                         "r"(in_shared(ring.stage[s])), "r"(16 * half)
+                         : "memory");
+            if (turn > 0)
+                arrive(&ring.empty[(s + ring_stages - 1) % ring_stages]);
+        }
+        if (threadIdx.x < 64)
+            continue;
+        for (uint32_t w = half + threadIdx.x - 64; w < words; w += threads * loads) {
+            uint4 v[loads];
+            for (uint32_t k = 0; k < loads; k++)
+                if (w + k * threads < words)
+                    v[k] = ((const uint4 *)ring.stage[s])[w + k * threads];
+            for (uint32_t k = 0; k < loads; k++)
+                if (w + k * threads < words)
+                    __stcs((uint4 *)dst + w + k * threads, v[k]);
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(&ring.empty[s]);
+    }
+    if (threadIdx.x == 32)
+        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+static __device__ void store_chunks(ring_memory &ring, const row_list &rows, uint32_t in_chunk, uint32_t chunks)
+{
+    constexpr uint32_t threads = 32 * ring_store_warps, loads = 4;
+    const uint32_t words = rows.row_bytes / 16, magic = uint32_t(((uint64_t(1) << 32) + words - 1) / words);
+    if (in_chunk == 1) {
+        store_rows(ring, rows);
+        return;
+    }
+    for (uint32_t chunk = blockIdx.x, turn = 0; chunk < chunks; chunk += gridDim.x, turn++) {
+        const uint32_t s = turn % ring_stages, all = min(rows.count - chunk * in_chunk, in_chunk) * words;
+        wait_for(&ring.full[s], turn / ring_stages % 2);
+        for (uint32_t w = threadIdx.x - 32; w < all; w += threads * loads) {
+            uint4 v[loads];
+            for (uint32_t k = 0; k < loads; k++)
+                if (w + k * threads < all)
+                    v[k] = ((const uint4 *)ring.stage[s])[w + k * threads];
+            for (uint32_t k = 0; k < loads; k++) {
+                const uint32_t word = w + k * threads, row = __umulhi(word, magic);
+                if (word < all)
+                    __stcs((uint4 *)(rows.dst + int64_t(ring.to[s][row]) * rows.row_bytes) + (word - row * words),
+                           v[k]);
+            }
+        }
+        __syncwarp();
+        if (threadIdx.x % 32 == 0)
+            arrive(&ring.empty[s]);
+    }
+}
+
+static __global__ void __launch_bounds__(32 + 32 * ring_store_warps, 1)
+    sglang_ring(const row_list rows, uint32_t in_chunk, uint32_t chunks)
+{
+    extern __shared__ __align__(128) char shared[];
+    ring_memory &ring = *reinterpret_cast<ring_memory *>(shared);
+    if (threadIdx.x == 0) {
+        for (uint32_t s = 0; s < ring_stages; s++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(in_shared(&ring.full[s])) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(in_shared(&ring.empty[s])),
+                         "r"(ring_store_warps)
+                         : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (threadIdx.x < 32)
+        load_chunks(ring, rows, in_chunk, chunks);
+    else
+        store_chunks(ring, rows, in_chunk, chunks);
+}
+
+static void enqueue_registers(const row_list &rows, unsigned blocks, cudaStream_t on)
+{
+    if (rows.row_bytes <= 512)
+        sglang_registers<8, 4><<<blocks, 1024, 0, on>>>(rows);
+    else if (rows.row_bytes <= 1024)
+        sglang_registers<16, 4><<<blocks, 1024, 0, on>>>(rows);
+    else if (rows.row_bytes <= 2048)
+        sglang_registers<32, 4><<<blocks, 1024, 0, on>>>(rows);
+    else
+        sglang_registers<32, 8><<<blocks, 1024, 0, on>>>(rows);
+    CUDA(cudaGetLastError());
+}
+
+static bool ring_takes(int64_t row_bytes)
+{
+    return row_bytes % 16 == 0 && row_bytes > 16 && row_bytes <= ring_stage_bytes;
+}
+
+static void enqueue_ring(const row_list &rows, unsigned blocks, cudaStream_t on)
+{
+    static const cudaError_t allowed =
+        cudaFuncSetAttribute(sglang_ring, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(ring_memory));
+    CUDA(allowed);
+    uint32_t in_chunk = 1;
+    while (2 * in_chunk <= ring_rows && 2 * in_chunk * rows.row_bytes <= ring_stage_bytes)
+        in_chunk *= 2;
+    sglang_ring<<<blocks, 32 + 32 * ring_store_warps, sizeof(ring_memory), on>>>(
+        rows, in_chunk, (rows.count + in_chunk - 1) / in_chunk);
+    CUDA(cudaGetLastError());
+}
 
 /* ---- jobs ---- */
 
@@ -35,7 +255,7 @@ static int64_t bytes_of(const job &j)
 }
 
 /* Moves the first `rows` of the job's rows. */
-static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
+static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i, cudaStream_t on)
 {
     kvprim_transfer_desc d = {};
     d.dst = table_at(j.dst, j.to->rows);
@@ -46,8 +266,14 @@ static void enqueue_job(const job &j, int64_t rows, int32_t max_sms, int i)
     d.src_index = j.from->set(i);
     d.index_type = KVPRIM_I32;
     d.count = rows;
-    const kvprim_cuda_launch launch = on_stream(false, max_sms);
+    kvprim_cuda_launch launch = on_stream(false, max_sms);
+    launch.stream = on;
     check_kvprim(kvprim_cuda_transfer(&d, &launch));
+}
+
+static row_list list_of(const job &j, int i)
+{
+    return {j.dst, j.src, j.to->set(i), j.from->set(i), uint32_t(j.row_bytes), uint32_t(j.to->count)};
 }
 
 /* Returns the copies of the first rows, for each set of indices. */
@@ -90,7 +316,7 @@ static contender contend(const char *name, const job &j, int64_t rows, const std
 
 static contender contend_kvprim(const job &j, int32_t max_sms)
 {
-    return contend("kvprim", j, j.to->count, [j, max_sms](int i) { enqueue_job(j, j.to->count, max_sms, i); });
+    return contend("kvprim", j, j.to->count, [j, max_sms](int i) { enqueue_job(j, j.to->count, max_sms, i, stream); });
 }
 
 static contender contend_copy(char *dst, const char *src, bool plain)
@@ -100,6 +326,49 @@ static contender contend_copy(char *dst, const char *src, bool plain)
 }
 
 /* ---- pinned host memory ---- */
+
+/* Moves all rows of a job of one layer, on a stream. */
+struct mover {
+    const char *name;
+    std::function<void(const job &, int, cudaStream_t)> enqueue;
+    std::function<bool(int64_t)> takes; /* rows of so many bytes; empty: of any */
+};
+
+static void copy_all(const job &j, int, cudaStream_t on)
+{
+    CUDA(cudaMemcpyAsync(j.dst, j.src, size_t(bytes_of(j)), cudaMemcpyDefault, on));
+}
+
+static mover move_by_kvprim(const char *name, int32_t max_sms)
+{
+    return {name, [=](const job &j, int i, cudaStream_t on) { enqueue_job(j, j.to->count, max_sms, i, on); }, {}};
+}
+
+static mover move_by_registers(const char *name, unsigned blocks)
+{
+    return {name, [=](const job &j, int i, cudaStream_t on) { enqueue_registers(list_of(j, i), blocks, on); },
+            [](int64_t row_bytes) { return row_bytes % 16 == 0; }};
+}
+
+static mover move_by_ring(const char *name, unsigned blocks)
+{
+    return {name, [=](const job &j, int i, cudaStream_t on) { enqueue_ring(list_of(j, i), blocks, on); }, ring_takes};
+}
+
+/* The rows of one layer in pinned memory, and in the GPU's. */
+struct host_rows {
+    index_sets in_host, in_device;
+    job out, in;
+
+    explicit host_rows(int64_t row_bytes, int64_t bytes = copy_bytes)
+        : in_host(host_bytes / row_bytes, bytes / row_bytes, sets_count, 1),
+          in_device(host_bytes / row_bytes, bytes / row_bytes, sets_count, 2),
+          out{host_memory, device_memory[0], row_bytes, 1, &in_host, &in_device}, in{device_memory[1], host_memory,
+                                                                                     row_bytes,        1,
+                                                                                     &in_device,       &in_host}
+    {
+    }
+};
 
 /* Times both from the call to the end of its work, including the host's time. Returns the first's time divided by the
    second's. */
@@ -116,17 +385,25 @@ static double called_ratio(const std::function<void(int)> &first, const std::fun
     return median(us[0]) / median(us[1]);
 }
 
-static void host_point(bool out, int64_t row_bytes, std::vector<figure> *large, std::vector<figure> *batches)
+static void print_gb(bool has, const contender &c)
 {
-    const int64_t rows = copy_bytes / row_bytes, batch_rows = std::min(rows, 64 * MiB / row_bytes);
+    if (has)
+        printf(" %8.1f", gb_per_s(c));
+    else
+        printf(" %8s", "-");
+}
+
+static void host_point(const job &j, bool out, std::vector<figure> *kernels, std::vector<figure> *batches)
+{
+    const int64_t rows = j.to->count, batch_rows = std::min(rows, 64 * MiB / j.row_bytes);
     const int64_t each_rows = std::min<int64_t>(rows, 2000);
-    const index_sets in_host(host_bytes / row_bytes, rows, sets_count, 1),
-        in_device(host_bytes / row_bytes, rows, sets_count, 2);
-    const job j = out ? job{host_memory, device_memory[0], row_bytes, 1, &in_host, &in_device}
-                      : job{device_memory[0], host_memory, row_bytes, 1, &in_device, &in_host};
+    const std::vector<mover> movers = {move_by_kvprim("kvprim", 0), move_by_kvprim("kvprim, 8 SMs", 8),
+                                       move_by_registers("registers", 2), move_by_ring("ring", 2),
+                                       move_by_ring("ring", 4)};
     std::vector<contender> c;
-    for (const int32_t sms : {4, 8, 16, 0})
-        c.push_back(contend_kvprim(j, sms));
+    for (const mover &m : movers)
+        if (!m.takes || m.takes(j.row_bytes))
+            c.push_back(contend(m.name, j, rows, [m, j](int i) { m.enqueue(j, i, stream); }));
     c.push_back(contend_copy(j.dst, j.src, false));
     std::vector<copy_list> lists = make_lists(j, batch_rows), few = make_lists(j, each_rows);
     const auto batch_call = [&](int i) { lists[size_t(i % sets_count)].enqueue(); };
@@ -134,34 +411,347 @@ static void host_point(bool out, int64_t row_bytes, std::vector<figure> *large, 
     c.push_back(contend(
         "copies", j, each_rows, [&](int i) { few[size_t(i % sets_count)].enqueue_each(); }, true));
     measure(c);
-    const double got = gb_per_s(c[1]), copy = gb_per_s(c[4]), batch = gb_per_s(c[5]);
-    const double called = called_ratio(batch_call, [&](int i) { enqueue_job(j, batch_rows, 8, i); });
-    printf("%8s %8s", out ? "to host" : "to GPU", size_name(row_bytes).c_str());
-    for (const contender &k : c)
-        printf(" %8.1f", gb_per_s(k));
-    printf(" %8.3f %8.2f %8.2f\n", got / copy, got / batch, called);
-    const std::string where = std::string(out ? "to host " : "to GPU ") + size_name(row_bytes);
-    if (row_bytes >= 4 * KiB)
-        large->push_back({got / copy, where});
-    if (row_bytes == 4 * KiB)
+    const double called = called_ratio(batch_call, [&](int i) { enqueue_job(j, batch_rows, 0, i, stream); });
+    printf("%8s %8s", out ? "to host" : "to GPU", size_name(j.row_bytes).c_str());
+    size_t at = 0;
+    double best = 0;
+    for (const mover &m : movers) {
+        const bool has = !m.takes || m.takes(j.row_bytes);
+        print_gb(has, c[at]);
+        if (has && at > 1)
+            best = std::max(best, gb_per_s(c[at]));
+        at += has;
+    }
+    for (; at < c.size(); at++)
+        print_gb(true, c[at]);
+    const double copy = gb_per_s(c[c.size() - 3]), got = gb_per_s(c[0]);
+    printf(" %8.3f %8.2f\n", got / copy, called);
+    const std::string where = std::string(out ? "to host " : "to GPU ") + size_name(j.row_bytes);
+    if (best > 0)
+        kernels->push_back({got / best, where});
+    if (j.row_bytes == 4 * KiB)
         batches->push_back({called, where});
 }
 
 static void host()
 {
-    std::vector<figure> large, batches;
-    printf("\npinned host memory: GB/s of kvprim on some SMs, of a copy of 256 MiB, of cudaMemcpyBatchAsync and of a\n"
-           "cudaMemcpyAsync for each row; kvprim on 8 SMs against the copy, against the batch, and against the batch "
-           "from\n"
-           "the call to the end of its work\n"
-           "%8s %8s %8s %8s %8s %8s %8s %8s %8s %8s %8s %8s\n",
-           "", "row", "4 SMs", "8 SMs", "16 SMs", "all", "copy", "batch", "each", "/ copy", "/ batch", "called");
-    for (const bool out : {false, true})
-        for (const int64_t row_bytes : {KiB, 2 * KiB, 4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB})
-            if (!quick || row_bytes == 4 * KiB || row_bytes == 64 * KiB)
-                host_point(out, row_bytes, &large, &batches);
-    judge_worst("pinned host memory on 8 SMs / copy, rows of 4 KB and more", large, '>', 0.92);
-    judge_worst("host memory, 8 SMs / cudaMemcpyBatchAsync, 4 KB, called", batches, '>', 4);
+    std::vector<figure> kernels, batches;
+    printf(
+        "\npinned host memory: GB/s of kvprim, also on 8 SMs; of SGLang's register kernel on 2 SMs, and of its ring "
+        "on\n"
+        "2 and 4; of a copy of 256 MiB; of cudaMemcpyBatchAsync and of a cudaMemcpyAsync for each row; kvprim against\n"
+        "the copy, and against the batch from the call to the end of its work\n"
+        "%8s %8s %8s %8s %8s %8s %8s %8s %8s %8s %8s %8s\n",
+        "", "row", "kvprim", "8 SMs", "regs 2", "ring 2", "ring 4", "copy", "batch", "each", "/ copy", "called");
+    for (const int64_t row_bytes :
+         {int64_t(656), int64_t(1000), KiB, int64_t(1152), 2 * KiB, 4 * KiB, 16 * KiB, 64 * KiB, 256 * KiB, MiB})
+        if (!quick || row_bytes == 4 * KiB || row_bytes == 64 * KiB) {
+            const host_rows rows(row_bytes);
+            host_point(rows.out, true, &kernels, &batches);
+            host_point(rows.in, false, &kernels, &batches);
+        }
+    judge_worst("pinned host memory / the best of SGLang's kernels", kernels, '>', 0.97);
+    judge_worst("host memory / cudaMemcpyBatchAsync, 4 KB, called", batches, '>', 4);
+}
+
+/* ---- rows without an index ---- */
+
+/* `rows` rows of every layer, which lie twice their size apart if `apart`. */
+static void enqueue_run(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart)
+{
+    kvprim_transfer_desc d = {};
+    d.dst = table_at(out ? host_memory : device_memory[1], rows, apart && out ? 2 * row_bytes : 0);
+    d.src = table_at(out ? device_memory[0] : host_memory, rows, apart && !out ? 2 * row_bytes : 0);
+    d.layers = layers;
+    d.row_bytes = row_bytes;
+    d.count = rows;
+    const kvprim_cuda_launch launch = on_stream();
+    check_kvprim(kvprim_cuda_transfer(&d, &launch));
+}
+
+/* Copies the same bytes: joined rows as one, others by 2D copies, one a layer. */
+static void copy_run(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart)
+{
+    const int64_t host_step = (apart ? 2 : 1) * row_bytes;
+    for (int32_t l = 0; l < (apart ? layers : 1); l++) {
+        char *const in_host = host_memory + l * rows * host_step;
+        char *const dst = out ? in_host : device_memory[1] + l * rows * row_bytes, *const src =
+                                                                                       out ? device_memory[0] +
+                                                                                                 l * rows * row_bytes
+                                                                                           : in_host;
+        if (apart)
+            CUDA(cudaMemcpy2DAsync(dst, size_t(out ? host_step : row_bytes), src, size_t(out ? row_bytes : host_step),
+                                   size_t(row_bytes), size_t(rows), cudaMemcpyDefault, stream));
+        else
+            CUDA(cudaMemcpyAsync(dst, src, size_t(layers * rows * row_bytes), cudaMemcpyDefault, stream));
+    }
+}
+
+static void run_point(bool out, int64_t row_bytes, int64_t rows, int32_t layers, bool apart, std::vector<figure> *all)
+{
+    const double bytes = double(row_bytes * rows * layers);
+    const auto ours = [=](int) { enqueue_run(out, row_bytes, rows, layers, apart); };
+    const auto engine = [=](int) { copy_run(out, row_bytes, rows, layers, apart); };
+    std::vector<contender> c = {{"kvprim", ours, bytes, 16, true},
+                                {"copy", engine, bytes, 16, true},
+                                {"kvprim", ours, bytes, 16},
+                                {"copy", engine, bytes, 16}};
+    measure(c);
+    const double called = called_ratio(ours, engine);
+    printf("%8s %8s %8lld %8d %8s %8.1f %8.1f %8.1f %8.1f %8.3f\n", out ? "to host" : "to GPU",
+           size_name(row_bytes).c_str(), (long long)rows, layers, apart ? "apart" : "joined", gb_per_s(c[0]),
+           gb_per_s(c[1]), gb_per_s(c[2]), gb_per_s(c[3]), called);
+    if (row_bytes * rows * (apart ? 1 : layers) >= 64 * KiB)
+        all->push_back({c[1].us / c[0].us, std::string(out ? "to host " : "to GPU ") + std::to_string(rows * layers) +
+                                               " x " + size_name(row_bytes)});
+}
+
+static void runs()
+{
+    std::vector<figure> all;
+    printf("\npinned host memory, rows without an index: GB/s of kvprim and of the copy engine, called one after the\n"
+           "other and in a graph; and kvprim's time against the engine's from the call to the end of its work\n"
+           "%8s %8s %8s %8s %8s %8s %8s %8s %8s %8s\n",
+           "", "row", "rows", "layers", "", "kvprim", "copy", "graph", "copy", "called");
+    for (const bool out : {true, false}) {
+        for (const int64_t row_bytes : {16 * KiB, 64 * KiB, 256 * KiB, MiB, 16 * MiB})
+            run_point(out, row_bytes, 1, 1, false, &all);
+        run_point(out, 4 * KiB, 4096, 1, false, &all);
+        for (const int64_t row_bytes : {16 * KiB, 64 * KiB, 256 * KiB})
+            run_point(out, row_bytes, 64, 1, true, &all);
+        for (const int64_t row_bytes : {64 * KiB, MiB})
+            run_point(out, row_bytes, 4, 61, true, &all);
+    }
+    judge_worst("host memory without an index / copy engine, 64 KB and more", all, '>', 0.99);
+}
+
+/* ---- both directions at once, and beside other work ---- */
+
+constexpr int neighbours = 40; /* kernels of other work that run one after the other */
+static cudaStream_t second_stream;
+static cudaEvent_t marks[neighbours + 3];
+
+static double ms_between(cudaEvent_t a, cudaEvent_t b)
+{
+    float ms;
+    CUDA(cudaEventElapsedTime(&ms, a, b));
+    return double(ms);
+}
+
+/* Returns GB/s in sum, from the common start to the later end. */
+static double gb_of_both(const mover &m, const host_rows &rows)
+{
+    std::vector<double> gb;
+    for (int r = 0; r < 6; r++) {
+        spin<<<1, 1, 0, stream>>>(200000);
+        CUDA(cudaEventRecord(marks[0], stream));
+        CUDA(cudaStreamWaitEvent(second_stream, marks[0], 0));
+        m.enqueue(rows.out, r, stream);
+        m.enqueue(rows.in, r, second_stream);
+        CUDA(cudaEventRecord(marks[1], stream));
+        CUDA(cudaEventRecord(marks[2], second_stream));
+        CUDA(cudaDeviceSynchronize());
+        const double ms = std::max(ms_between(marks[0], marks[1]), ms_between(marks[0], marks[2]));
+        if (r > 0)
+            gb.push_back(1e-6 * double(bytes_of(rows.out) + bytes_of(rows.in)) / ms);
+    }
+    return median(gb);
+}
+
+static void both()
+{
+    const std::vector<mover> movers = {move_by_kvprim("kvprim", 0),  move_by_kvprim("8 SMs", 8),
+                                       move_by_registers("regs", 2), move_by_ring("ring 1", 1),
+                                       move_by_ring("ring 2", 2),    {"engine", copy_all, {}}};
+    std::vector<figure> all;
+    printf("\npinned host memory, both directions at once: GB/s in sum, each opponent on that many SMs per direction\n"
+           "%8s",
+           "row");
+    for (const mover &m : movers)
+        printf(" %8s", m.name);
+    printf("\n");
+    for (const int64_t row_bytes : {KiB, 4 * KiB, 16 * KiB, 64 * KiB}) {
+        const host_rows rows(row_bytes);
+        double best = 0, got = 0;
+        printf("%8s", size_name(row_bytes).c_str());
+        for (size_t k = 0; k < movers.size(); k++) {
+            const bool takes = !movers[k].takes || movers[k].takes(row_bytes);
+            const double gb = takes ? gb_of_both(movers[k], rows) : 0;
+            got = k == 0 ? gb : got;
+            best = k > 1 && k < 5 ? std::max(best, gb) : best;
+            printf(" %8.1f", gb);
+        }
+        printf("\n");
+        if (best > 0)
+            all.push_back({got / best, size_name(row_bytes)});
+    }
+    judge_worst("both directions at once / the best of SGLang's kernels", all, '>', 1);
+}
+
+/* Copies 512 MiB: every thread 4 words of 16 bytes. */
+static __global__ void __launch_bounds__(256) copy_much(uint4 *dst, const uint4 *src)
+{
+    const size_t at = size_t(blockIdx.x) * 1024 + threadIdx.x;
+    uint4 v[4];
+    for (int k = 0; k < 4; k++)
+        v[k] = src[at + size_t(256 * k)];
+    for (int k = 0; k < 4; k++)
+        dst[at + size_t(256 * k)] = v[k];
+}
+
+/* Reads 1 GiB. */
+static __global__ void __launch_bounds__(256) read_much(uint32_t *dst, const uint4 *src)
+{
+    const size_t at = size_t(blockIdx.x) * 4096 + threadIdx.x;
+    uint32_t sum = 0;
+    for (int round = 0; round < 2; round++) {
+        uint4 v[8];
+        for (int k = 0; k < 8; k++)
+            v[k] = src[at + size_t(256 * (8 * round + k))];
+        for (int k = 0; k < 8; k++)
+            sum += v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
+    }
+    if (sum == 1)
+        *dst = sum;
+}
+
+/* Half of every SM's threads, none of which waits for memory. */
+static __global__ void __launch_bounds__(1024) multiply_much(float *dst, int rounds)
+{
+    float a = float(threadIdx.x), b = a + 1, c = a + 2, d = a + 3;
+    for (int i = 0; i < rounds; i++)
+        a = a * b + c, b = b * c + d, c = c * d + a, d = d * a + b;
+    if (a + b + c + d == 1.5f)
+        *dst = a;
+}
+
+enum work { COPY, READ, ARITHMETIC };
+static const char *const work_names[] = {"copy", "read", "arithmetic"};
+static double alone_ms[3];
+
+static void enqueue_work(work w, cudaStream_t on)
+{
+    static int sms;
+    char *const dst = device_memory[1] + device_bytes / 2, *const src = device_memory[0] + device_bytes / 2;
+    if (w == COPY)
+        copy_much<<<unsigned(512 * MiB / 16384), 256, 0, on>>>((uint4 *)dst, (const uint4 *)src);
+    else if (w == READ)
+        read_much<<<unsigned(GiB / 65536), 256, 0, on>>>((uint32_t *)dst, (const uint4 *)src);
+    else {
+        if (sms == 0)
+            CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+        multiply_much<<<unsigned(sms), 1024, 0, on>>>((float *)dst, 20000);
+    }
+    CUDA(cudaGetLastError());
+}
+
+static void measure_alone()
+{
+    for (const work w : {COPY, READ, ARITHMETIC}) {
+        std::vector<double> ms;
+        for (int k = 0; k <= 12; k++) {
+            CUDA(cudaEventRecord(marks[k], stream));
+            enqueue_work(w, stream);
+        }
+        CUDA(cudaStreamSynchronize(stream));
+        for (int k = 2; k < 12; k++)
+            ms.push_back(ms_between(marks[k], marks[k + 1]));
+        alone_ms[w] = median(ms);
+    }
+    printf("\nbeside other work: a copy kernel alone takes %.0f us (%.0f GB/s), a kernel that reads %.0f (%.0f GB/s), "
+           "one of "
+           "arithmetic %.0f\n",
+           1e3 * alone_ms[COPY], 1e-6 * double(GiB) / alone_ms[COPY], 1e3 * alone_ms[READ],
+           1e-6 * double(GiB) / alone_ms[READ], 1e3 * alone_ms[ARITHMETIC]);
+}
+
+struct side_by_side {
+    double slower, gb; /* the other work's time against that alone; GB/s of the transfer */
+};
+
+/* The transfer begins first. Of the other kernels those count that begin and end while it runs; they go on until it has
+   ended. */
+static side_by_side run_beside(work w, const mover &m, const job &j)
+{
+    std::vector<double> slower, gb;
+    for (int r = 0, n = neighbours; r < (quick ? 2 : 4); r++) {
+        spin<<<1, 1, 0, stream>>>(400000);
+        CUDA(cudaEventRecord(marks[0], stream));
+        m.enqueue(j, r, stream);
+        CUDA(cudaEventRecord(marks[1], stream));
+        CUDA(cudaStreamWaitEvent(second_stream, marks[0], 0));
+        for (int k = 0; k < n; k++) {
+            CUDA(cudaEventRecord(marks[2 + k], second_stream));
+            enqueue_work(w, second_stream);
+        }
+        CUDA(cudaEventRecord(marks[2 + n], second_stream));
+        CUDA(cudaDeviceSynchronize());
+        const double ms = ms_between(marks[0], marks[1]);
+        if (r == 0)
+            continue;
+        for (int k = 1; k < n && ms_between(marks[0], marks[3 + k]) < ms; k++)
+            slower.push_back(ms_between(marks[2 + k], marks[3 + k]) / alone_ms[w]);
+        gb.push_back(1e-6 * double(bytes_of(j)) / ms);
+    }
+    return {slower.empty() ? 0 : median(slower), median(gb)};
+}
+
+static void beside()
+{
+    const std::vector<mover> movers = {move_by_kvprim("kvprim", 0), move_by_kvprim("4 SMs", 4),
+                                       move_by_kvprim("8 SMs", 8),  move_by_registers("regs 2", 2),
+                                       move_by_ring("ring 1", 1),   move_by_ring("ring 2", 2),
+                                       move_by_ring("ring 4", 4),   {"engine", copy_all, {}}};
+    measure_alone();
+    printf("their time beside a transfer, against that alone, and GB/s of the transfer\n%8s %8s %11s", "", "row", "");
+    for (const mover &m : movers)
+        printf(" %11s", m.name);
+    printf("\n");
+    for (const bool out : {true, false})
+        for (const int64_t row_bytes : {KiB, 4 * KiB}) {
+            std::vector<figure> slower, gb;
+            const host_rows rows(row_bytes);
+            for (const work w : {COPY, READ, ARITHMETIC}) {
+                printf("%8s %8s %11s", out ? "to host" : "to GPU", size_name(row_bytes).c_str(), work_names[w]);
+                for (size_t k = 0; k < movers.size(); k++) {
+                    const side_by_side s = run_beside(w, movers[k], out ? rows.out : rows.in);
+                    printf(" %5.2f %5.1f", s.slower, s.gb);
+                    if (k == 0 && w != ARITHMETIC) {
+                        slower.push_back({s.slower, work_names[w]});
+                        gb.push_back({s.gb, work_names[w]});
+                    }
+                }
+                printf("\n");
+            }
+            const std::string what = std::string(out ? "to host" : "to GPU") + ", " + size_name(row_bytes) + ", ";
+            judge_worst(what + "memory-bound work beside it takes", slower, '<', out ? 1.05 : 1.08);
+            judge_worst(what + "GB/s beside memory-bound work", gb, '>', row_bytes == KiB ? 45 : 50);
+        }
+}
+
+/* ---- few SMs, device memory ---- */
+
+static void few()
+{
+    std::vector<figure> all;
+    printf("\ndevice memory on few SMs: GB/s of kvprim, of SGLang's register kernel and of its ring\n%8s %8s %8s %8s "
+           "%8s\n",
+           "SMs", "row", "kvprim", "regs", "ring");
+    for (const int32_t sms : {8, 16, 32})
+        for (const int64_t row_bytes : {KiB, int64_t(1152), 2 * KiB, 4 * KiB, 8 * KiB, 16 * KiB, 32 * KiB}) {
+            const index_sets to(device_bytes / row_bytes, copy_bytes / row_bytes, sets_count, 8),
+                from(device_bytes / row_bytes, copy_bytes / row_bytes, sets_count, 9);
+            const job j = {device_memory[1], device_memory[0], row_bytes, 1, &to, &from};
+            std::vector<contender> c;
+            for (const mover &m : {move_by_kvprim("kvprim", sms), move_by_registers("registers", unsigned(sms)),
+                                   move_by_ring("ring", unsigned(sms))})
+                c.push_back(contend(m.name, j, to.count, [m, j](int i) { m.enqueue(j, i, stream); }));
+            measure(c);
+            printf("%8d %8s %8.0f %8.0f %8.0f\n", sms, size_name(row_bytes).c_str(), 2 * gb_per_s(c[0]),
+                   2 * gb_per_s(c[1]), 2 * gb_per_s(c[2]));
+            all.push_back({std::min(c[1].us, c[2].us) / c[0].us, std::to_string(sms) + " SMs " + size_name(row_bytes)});
+        }
+    judge_worst("device memory on few SMs / the best of SGLang's kernels", all, '>', 1);
 }
 
 /* ---- device memory ---- */
@@ -281,10 +871,20 @@ static void open_all()
     for (char *&memory : device_memory)
         memory = allocate_hashed(device_bytes);
     CUDA(cudaMemcpy(host_memory, device_memory[0], size_t(host_bytes), cudaMemcpyDefault));
+    CUDA(cudaStreamCreateWithFlags(&second_stream, cudaStreamNonBlocking));
+    for (cudaEvent_t &mark : marks)
+        CUDA(cudaEventCreate(&mark));
     measure_device_copy();
 }
 
 int main(int argc, char **argv)
 {
-    return run_program(argc, argv, open_all, {{"host", host}, {"device", device}, {"peer", peer}});
+    return run_program(argc, argv, open_all,
+                       {{"host", host},
+                        {"runs", runs},
+                        {"both", both},
+                        {"beside", beside},
+                        {"few", few},
+                        {"device", device},
+                        {"peer", peer}});
 }

@@ -75,7 +75,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 static bool kvprim_emulate_last_only;                   /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;                /* so far */
-[[maybe_unused]] static unsigned kvprim_emulate_copies; /* of these, copies by the runtime */
+[[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
 
@@ -144,6 +144,16 @@ static inline void kvpc_store16(uint64_t address, uint4 v)
     *reinterpret_cast<uint4 *>(static_cast<uintptr_t>(address)) = v;
 }
 
+static inline uint4 kvpc_load16_once(uint64_t address)
+{
+    return kvpc_load16(address);
+}
+
+static inline void kvpc_store16_once(uint64_t address, uint4 v)
+{
+    kvpc_store16(address, v);
+}
+
 static inline int32_t kvpc_load_i32(uint64_t address)
 {
     kvprim_emulate_access(address, 4);
@@ -176,6 +186,33 @@ static inline uint32_t kvpc_multiprocessors()
     return 1; /* so that small stores take two loads, too */
 }
 
+[[maybe_unused]] static bool kvprim_emulate_link;       /* as if one side of every transfer were pinned host memory */
+[[maybe_unused]] static bool kvprim_emulate_captured;   /* as if the stream were being captured */
+[[maybe_unused]] static bool kvprim_emulate_refuse;     /* the copy engine takes no copy */
+
+static inline bool kvpc_is_link(const void *, const void *)
+{
+    return kvprim_emulate_link;
+}
+
+template <class Call> static bool kvpc_is_captured(const Call *)
+{
+    return kvprim_emulate_captured;
+}
+
+template <class Call>
+static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
+                           int64_t row_bytes, int64_t rows)
+{
+    if (kvprim_emulate_refuse)
+        return false;
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
+               static_cast<size_t>(row_bytes));
+    kvprim_emulate_copies++;
+    return true;
+}
+
 template <class Call, class Params>
 static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &), dim3 blocks, uint32_t threads,
                                 const Params &params)
@@ -189,7 +226,7 @@ static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &)
 template <class Call> static kvprim_status kvpc_copy_by_cuda(const Call *, uint64_t dst, uint64_t src, uint64_t bytes)
 {
     gridDim = dim3(1);
-    kvprim_emulate_launches++, kvprim_emulate_copies++;
+    kvprim_emulate_copies++;
     memcpy(reinterpret_cast<void *>(static_cast<uintptr_t>(dst)),
            reinterpret_cast<const void *>(static_cast<uintptr_t>(src)), bytes);
     return KVPRIM_OK;

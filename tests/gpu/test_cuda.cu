@@ -326,7 +326,7 @@ static void transfers_between(memory_kind dst, memory_kind src)
     memory.device = open_memory(dst, bytes);
     memory.source = open_memory(src, bytes);
     for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
-        small_transfers(&memory);
+        small_transfers(&memory), long_transfers(&memory);
     main_launch.max_sms = 0;
     close_memory(src, memory.source);
     close_memory(dst, memory.device);
@@ -818,6 +818,9 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     const size_t blocks = 2 * static_cast<size_t>(sms);
     volatile unsigned *seen;
     void *pinned;
+    int32_t *const index = reinterpret_cast<int32_t *>(open_memory(MANAGED, rows * sizeof(int32_t)));
+    for (int32_t i = 0; i < rows; i++)
+        index[i] = i;
     cudaStream_t beside;
     cudaEvent_t done;
     CUDA(cudaHostAlloc(&pinned, (blocks + 1) * sizeof *seen, cudaHostAllocMapped));
@@ -833,6 +836,7 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     d.src_layers = from;
     d.layers = layers;
     d.row_bytes = row_bytes;
+    d.dst_index = index, d.index_type = KVPRIM_I32; /* without one the copy engine would move the rows */
     const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
     CHECK(kvprim_cuda_transfer(&d, &limited) == KVPRIM_OK);
     CUDA(cudaEventRecord(done, main_launch.stream));
@@ -853,6 +857,7 @@ static int sms_of_transfer(int32_t max_sms, int sms)
     CUDA(cudaFree(on));
     CUDA(cudaFreeHost(pinned));
     CUDA(cudaFreeHost(host));
+    close_memory(MANAGED, reinterpret_cast<unsigned char *>(index));
     return sms - static_cast<int>(std::count(on_sm.begin(), on_sm.end(), 2));
 }
 
@@ -941,6 +946,55 @@ static void test_blocks()
         }
         CHECK(blocks_of(call, &main_launch) > 132);
     }
+}
+
+/* Returns the type of the one node that a transfer of rows of 4 KB between these kinds of memory is captured as, and if
+   that is a kernel, its blocks. */
+static cudaGraphNodeType captured_as(memory_kind dst, memory_kind src, int64_t count, bool indexed, unsigned *blocks)
+{
+    const size_t bytes = static_cast<size_t>(count) << 12;
+    unsigned char *const to = open_memory(dst, bytes), *const from = open_memory(src, bytes);
+    kvprim_transfer_desc d = {};
+    cudaGraph_t graph;
+    cudaGraphNode_t node;
+    cudaGraphNodeType type;
+    cudaKernelNodeParams kernel;
+    size_t n = 1;
+    d.dst = table_of(to, count), d.src = table_of(from, count);
+    d.row_bytes = 4096, d.count = count;
+    d.dst_index = indexed ? memory.device : nullptr, d.index_type = KVPRIM_I32; /* nothing is moved, only captured */
+    begin_capture();
+    CHECK(kvprim_cuda_transfer(&d, &main_launch) == KVPRIM_OK);
+    CUDA(cudaStreamEndCapture(main_launch.stream, &graph));
+    CUDA(cudaGraphGetNodes(graph, &node, &n));
+    CUDA(cudaGraphNodeGetType(node, &type));
+    CHECK(n == 1);
+    if (type == cudaGraphNodeTypeKernel) {
+        CUDA(cudaGraphKernelNodeGetParams(node, &kernel));
+        *blocks = kernel.gridDim.x;
+    }
+    CUDA(cudaGraphDestroy(graph));
+    close_memory(dst, to);
+    close_memory(src, from);
+    return type;
+}
+
+/* Transfers over the link to the host take two multiprocessors, or the copy engine; others the whole GPU. */
+static void test_link()
+{
+    for (const memory_kind dst : {DEVICE, PINNED, MANAGED})
+        for (const memory_kind src : {DEVICE, PINNED, MANAGED}) {
+            const bool link = dst == PINNED ? src == DEVICE : src == PINNED && dst == DEVICE;
+            unsigned blocks = 0;
+            CHECK(captured_as(dst, src, 4096, true, &blocks) == cudaGraphNodeTypeKernel);
+            CHECK(link ? blocks == 2 : blocks > 132);
+            CHECK(captured_as(dst, src, 4096, false, &blocks) ==
+                  (link ? cudaGraphNodeTypeMemcpy : cudaGraphNodeTypeKernel));
+            CHECK(captured_as(dst, src, 64, false, &blocks) == cudaGraphNodeTypeKernel);
+            CHECK(link ? blocks == 2 : blocks > 2);
+            CHECK(captured_as(dst, src, 15, false, &blocks) == cudaGraphNodeTypeKernel && blocks > 2);
+        }
+    CHECK(cudaGetLastError() == cudaSuccess);
 }
 
 /* Unpacks that follow each other between two buffers. Each moves what the one before it left. */
@@ -1410,6 +1464,7 @@ static void run_quick()
     run("cuda: transfers to and from another GPU's memory", test_peer_memory);
     run("cuda: transfers in graphs", test_transfer_graphs);
     run("cuda: max_sms, blocks", test_blocks);
+    run("cuda: transfers over the link to the host", test_link);
     run("cuda: duplicate slots", test_duplicates);
     run("cuda: pinned and managed memory", test_other_memory);
     run("cuda: allocations that end with the table", test_exact_memory);

@@ -40,11 +40,17 @@ static void say_where()
 
 /* ---- memory ---- */
 
-static unsigned launches_before;
+static unsigned enqueued_before, launches_before;
 static bool quick;
+
+static unsigned enqueued_so_far()
+{
+    return kvprim_emulate_launches + kvprim_emulate_copies;
+}
 
 static void before(arena *a)
 {
+    enqueued_before = enqueued_so_far();
     launches_before = kvprim_emulate_launches;
     kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
     ASAN_POISON_MEMORY_REGION(a->got, a->used);
@@ -58,9 +64,10 @@ static void allow(arena *a, size_t offset, size_t bytes)
 static void after(arena *a, bool enqueued)
 {
     ASAN_UNPOISON_MEMORY_REGION(a->got, a->used);
-    if ((kvprim_emulate_launches != launches_before) != enqueued)
-        fail("%s: %u kernels were launched", current, kvprim_emulate_launches - launches_before);
-    if (enqueued && a->launch && a->launch->max_sms > 0 && gridDim.x > static_cast<unsigned>(a->launch->max_sms))
+    if ((enqueued_so_far() != enqueued_before) != enqueued)
+        fail("%s: %u kernels and copies were enqueued", current, enqueued_so_far() - enqueued_before);
+    if (kvprim_emulate_launches != launches_before && a->launch && a->launch->max_sms > 0 &&
+        gridDim.x > static_cast<unsigned>(a->launch->max_sms))
         fail("%s: %u blocks, max_sms is %d", current, gridDim.x, a->launch->max_sms);
 }
 
@@ -96,6 +103,78 @@ static void test_transfer()
     transfer_matrix(&memory);
     transfer_heads_apart(&memory);
     transfer_counts(&memory, quick ? 1 << 17 : 4 << 20);
+}
+
+/* Returns a transfer of packed rows, the destination's `gap` bytes apart. */
+static kvprim_transfer_desc plain_transfer(unsigned char *dst, const unsigned char *src, int64_t row_bytes,
+                                           int64_t count, int32_t layers, int64_t gap)
+{
+    kvprim_transfer_desc d = {};
+    d.dst = table_of(dst, count, row_bytes + gap);
+    d.src = table_of(const_cast<unsigned char *>(src), count, row_bytes);
+    d.row_bytes = row_bytes, d.count = count, d.layers = layers;
+    return d;
+}
+
+/* Which transfers over the link to the host the copy engine takes, and how many blocks the others have: 0 if any. */
+static void link_choices()
+{
+    static const struct {
+        int64_t row_bytes, count;
+        int32_t layers;
+        int64_t gap;
+        bool indexed, captured;
+        unsigned copies, blocks;
+    } cases[] = {
+        {65536, 1, 1, 0, false, false, 1, 0},  {65520, 1, 1, 0, false, false, 0, 16},
+        {4096, 16, 1, 0, false, false, 1, 0},  {65536, 1, 2, 0, false, false, 0, 2},
+        {65536, 1, 3, 0, false, false, 0, 2},  {65536, 32, 2, 0, false, false, 2, 0},
+        {512, 256, 1, 16, false, false, 1, 0}, {496, 256, 1, 16, false, false, 0, 2},
+        {65536, 2, 1, 0, true, false, 0, 2},   {65536, 31, 1, 0, false, true, 0, 2},
+        {65536, 32, 1, 0, false, true, 1, 0},  {65536, 32, 1, 64, false, true, 1, 0},
+        {1000, 100, 1, 0, true, false, 0, 2},
+    };
+    static int32_t index[256];
+    const size_t room = 5 << 20;
+    std::vector<unsigned char> to(room), from(room);
+    unsigned char *const dst = to.data(), *const src = from.data();
+    fill(src, room);
+    for (int32_t i = 0; i < 256; i++)
+        index[i] = i;
+    for (const auto &c : cases) {
+        kvprim_transfer_desc d = plain_transfer(dst, src, c.row_bytes, c.count, c.layers, c.gap);
+        if (c.indexed)
+            d.dst_index = index, d.index_type = KVPRIM_I32;
+        memset(dst, 0, room);
+        kvprim_emulate_captured = c.captured;
+        const unsigned launches = kvprim_emulate_launches, copies = kvprim_emulate_copies;
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+        CHECK(kvprim_emulate_copies - copies == c.copies && kvprim_emulate_launches - launches == (c.copies == 0));
+        CHECK(c.copies || gridDim.x == c.blocks);
+        for (int64_t r = 0; r < c.layers * c.count; r++)
+            CHECK(memcmp(dst + r * (c.row_bytes + c.gap), src + r * c.row_bytes, static_cast<size_t>(c.row_bytes)) ==
+                  0);
+    }
+    kvprim_emulate_captured = false;
+}
+
+/* The same transfers as everywhere, as if one side were pinned host memory; at last, the engine refuses every copy. */
+static void test_link()
+{
+    long_transfers(&memory);
+    kvprim_emulate_link = true;
+    link_choices();
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    const unsigned copies = kvprim_emulate_copies;
+    long_transfers(&memory);
+    CHECK(kvprim_emulate_copies > copies);
+    for (launch.max_sms = 1; launch.max_sms <= 9; launch.max_sms += 8) {
+        kvprim_emulate_refuse = launch.max_sms == 9;
+        long_transfers(&memory);
+    }
+    memory.launch = nullptr;
+    kvprim_emulate_link = kvprim_emulate_refuse = false;
 }
 
 /* A launch takes at least as many layers as the header says. */
@@ -778,6 +857,7 @@ int main(int argc, char **argv)
     run("emulated: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run("emulated: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run("emulated: transfer over the link to the host", test_link);
     run("emulated: transfer, layers", test_layers);
     run("emulated: transfer inside one cache", in_memory<copies_on_write>);
     run("emulated: several moves at once", test_moves);

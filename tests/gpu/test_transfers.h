@@ -169,6 +169,20 @@ static void small_transfers(arena *a)
     transfer_counts(a, small_bytes);
 }
 
+/* Runs transfers of 64 KB and more. To and from pinned memory they take few multiprocessors or the copy engine. */
+static void long_transfers(arena *a)
+{
+    static const int64_t sizes[] = {48, 528, 1000, 4096, 24000, 65536, 131088};
+    unsigned n = 0;
+    for (const int64_t row_bytes : sizes)
+        for (unsigned l = 0; l < (row_bytes > 4096 ? 6 : n_layouts); l++, n++) { /* pages of 128 rows are too long */
+            const placing to = {n % 3 ? l : 0, 0}, from = {n % 3 == 1 ? 0 : l, n % 5 == 4 ? 4u : 0};
+            const int64_t count = (n % 2 ? 132000 : 66000) / row_bytes + 1;
+            one_transfer(a, {row_bytes, to, from, count, 1 + static_cast<int32_t>(n / 4 % 3), n % 2 ? 0 : n / 2 % 4,
+                             n / 3 % 4, type_of(n), true});
+        }
+}
+
 /* ---- copies inside one cache ---- */
 
 /* Copies half of the rows, in random order, over the other half. Some are copied twice, and some indices are padding.
