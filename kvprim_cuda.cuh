@@ -1257,21 +1257,23 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. Of other kinds of
-   memory, and of what CUDA does not know, nothing is said. */
+/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe: few
+   multiprocessors do not fill NVLink to the host, where atomics reach the host's memory. Of other kinds of memory, and
+   of what CUDA does not know, nothing is said. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
-    cudaPointerAttributes a, b;
-    int nvlink = 0; /* to the host: faster than a few multiprocessors */
+    const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
+    cudaPointerAttributes a = {}, b = {};
+    int nvlink = 0;
     cudaError_t error = cudaPointerGetAttributes(&a, dst);
     if (error == cudaSuccess)
         error = cudaPointerGetAttributes(&b, src);
+    if (error == cudaSuccess && !(a.type == host && b.type == gpu) && !(a.type == gpu && b.type == host))
+        return false;
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, a.device);
     if (error == cudaSuccess)
-        return !nvlink &&
-               (a.type == cudaMemoryTypeDevice ? b.type == cudaMemoryTypeHost
-                                               : a.type == cudaMemoryTypeHost && b.type == cudaMemoryTypeDevice);
+        return !nvlink;
     (void)cudaGetLastError(); /* the launch meets it again */
     return false;
 }

