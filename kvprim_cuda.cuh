@@ -241,7 +241,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 enum {
     kvpc_threads = 128,             /* per block, of moves on the whole GPU; plain rows take up to twice as many */
     kvpc_most_threads = 256,        /* of plain rows */
-    kvpc_grid_rows = 65535,         /* blocks, at most, of gridDim.y */
+    kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
     kvpc_link_sms = 2,              /* see kvpc_crosses_link */
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
@@ -586,9 +586,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         kvpc_place_words<loads>(src, kvpc_row_at(p.pair[m].src + at, i, p.pair[m].src_stride), step);
         kvpc_load_words<loads, exact>(v[m], true, src, step, at, p.row_bytes[m]);
     }
-    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
-    if (pdl == kvpc_trigger_late)
+    if (pdl == kvpc_trigger_late) /* after the slot's load it would be compiled to wait for the slot */
         kvpc_pdl_trigger();
+    const kvpc_index x = kvpc_find_row(p, i, p.index_is_i64);
     if (early && !x.inside && at == 0)
         kvpc_count_rejected(p, x);
     for (uint32_t m = 0; m < tables; m++) {
@@ -1485,7 +1485,8 @@ typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
                                      kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
 {
-    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows), z = kvpc_parts_of(rows, kvpc_grid_rows);
+    const uint32_t rows = kvpc_parts_of(p->count, p->block_rows);
+    const uint32_t z = rows > UINT16_MAX ? kvpc_parts_of(rows, kvpc_grid_rows) : 1;
     const dim3 blocks = fit == kvpc_exact ? dim3(rows) : dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : rows, z);
     kvpc_call started = *call;
     started.launch.pdl = call->launch.pdl && (uint64_t)rows * parts <= kvpc_many_blocks;
@@ -1706,10 +1707,12 @@ static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most
 template <uint32_t most_tasks> static bool kvpc_is_in_pieces(const kvpc_batch<most_tasks> *p, const kvpc_task *t)
 {
     const kvpc_layout *const d = &t->dst, *const s = &t->src;
+    if (t->unit_bytes > 16 || (t->unit_bytes & (t->unit_bytes - 1)) != 0)
+        return false;
     uint64_t bits = (uint64_t)(d->stride | d->page_step | d->head_step | s->stride | s->page_step | s->head_step);
     for (uint64_t l = t->first_layer; l < t->first_layer + t->layers; l++)
         bits |= p->layer[l].dst | p->layer[l].src;
-    return t->unit_bytes <= 16 && (t->unit_bytes & (t->unit_bytes - 1)) == 0 && bits % t->unit_bytes == 0;
+    return bits % t->unit_bytes == 0;
 }
 
 /* `bits`: see kvpc_layout_of; the layers' addresses count as well. */
