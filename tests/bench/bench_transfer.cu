@@ -9,8 +9,8 @@
    Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
    cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
    repetitions in which the contenders take turns. The rows of transfers with an index are compared with their source
-   before these are timed. GB/s of a link counts each byte once, GB/s of device memory
-   counts it as read and as written. */
+   before these are timed. GB/s of a link counts each byte once, GB/s of device memory counts it as read and as
+   written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
