@@ -109,11 +109,10 @@ ODD = gpu.table('multiple of 128; ratio of the second to the last', 'row B rows 
                 r'(?:gather|store) +' + SIZES, 5)
 UNPACK = gpu.table('', 'fragments + kvprim us GB/s cub warp each batch', r'\w.*\w +\d+', 6)
 OFFLOAD = gpu.table('the call to the end of its work',
-                    'row 4 SMs 8 SMs 16 SMs all copy batch each / copy / batch called', r'to \w+ +\d+ KB', 10)
+                    'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ KB', 10)
 LAYERS = gpu.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
                    'row MiB us all 8 SMs 16 SMs 32 SMs 64 SMs / copy', r'\w.*B +[\d.]+', 7)
-PAGED = gpu.table('and in plain tables on some SMs, as parts of that', 'rows us GB/s NHD HND 8 SMs 32 SMs 64 SMs',
-                  r'(?:gather|store) +\d+', 7)
+PAGED = [1 / float(gpu.find(rf'{name} / flat, to 64 tokens +([\d.]+), target')) for name in ('gather', 'paged store')]
 PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx512 avx2 scalar memcmp std fast std '
                           'slow x fast x slow bytes/cycle', r'\d+', 10)
           for name in ('both aligned to 64 bytes', 'mutually misaligned')}
@@ -470,7 +469,7 @@ def shares():
          (LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0'))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back, 8 SMs', 'one copy of the copy engine',
          (OFFLOAD[f'{way} 4 KB'][7] for way in ('to GPU', 'to host'))),
-        ('gather of 64 rows of 2 KB in token-major / head-major pages', 'a plain table', PAGED['gather 64'][2:4]),
+        ('gather / store of up to 64 rows in pages of any layout, the worst', 'a plain table', PAGED),
         ('gather / store of rows of odd sizes, the worst', 'rows of the next multiple of 128 bytes', odd),
         ('gather / store at misaligned addresses, the worst', 'aligned addresses', off)]
 
