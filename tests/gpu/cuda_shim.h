@@ -8,6 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <set>
 #include "../../kvprim.h"
 
 #define __global__
@@ -70,12 +71,13 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
     return before;
 }
 
-[[maybe_unused]] static bool kvprim_emulate_pdl; /* as if the device had programmatic dependent launch */
-static bool kvprim_emulate_last_only;            /* run only the last block of a launch */
-static bool kvprim_emulate_last_first;           /* run blocks, and the threads in them, from last to first */
-static unsigned kvprim_emulate_launches;         /* so far */
-static bool kvprim_emulate_dependent;            /* the launch is a dependent one */
-static unsigned kvprim_emulate_waits;            /* threads that waited for the kernel before, so far */
+[[maybe_unused]] static bool kvprim_emulate_pdl;    /* as if the device had programmatic dependent launch */
+static bool kvprim_emulate_last_only;               /* run only the last block of a launch */
+static bool kvprim_emulate_last_first;              /* run blocks, and the threads in them, from last to first */
+static unsigned kvprim_emulate_launches;            /* so far */
+static std::set<void (*)()> kvprim_emulate_kernels; /* launched so far */
+static bool kvprim_emulate_dependent;               /* the launch is a dependent one */
+static unsigned kvprim_emulate_waits;               /* threads that waited for the kernel before, so far */
 
 template <class Kernel, class Params>
 static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
@@ -96,7 +98,7 @@ template <class Kernel, class Params>
 static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
 {
     const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-    if (blocks == 0 || grid.x > INT32_MAX || threads == 0 || threads > 1024) {
+    if (blocks == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || threads == 0 || threads > 1024) {
         printf("FAIL no GPU takes a launch of %llu blocks of %u threads\n", static_cast<unsigned long long>(blocks),
                threads);
         fflush(stdout);
@@ -106,6 +108,7 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
     gridDim = grid;
     blockDim = dim3(threads, 1, 1);
     kvprim_emulate_launches++;
+    kvprim_emulate_kernels.insert(reinterpret_cast<void (*)()>(kernel));
     for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
         const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;
         blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),

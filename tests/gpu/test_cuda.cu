@@ -191,6 +191,11 @@ static void test_options()
     with_options({0, 1, 8, 10000}, small_moves);
 }
 
+static void test_kernels()
+{
+    with_options({0}, kernel_matrix);
+}
+
 static void test_null_launch()
 {
     memory.launch = nullptr;
@@ -1395,6 +1400,7 @@ static void run_quick()
     run("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("cuda: counts", test_counts);
     run("cuda: max_sms, pdl", test_options);
+    run("cuda: each kernel of plain rows", test_kernels);
     run("cuda: no launch options", test_null_launch);
     run("cuda: vocabulary shard, padding alone", in_memory<uses>);
     run("cuda: bad descriptors", in_memory<bad_descriptors>);

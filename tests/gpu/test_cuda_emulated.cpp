@@ -208,6 +208,8 @@ static void test_dependent_launches()
     memory.launch = &dependent;
     kvprim_emulate_pdl = true;
     plain_sizes(&memory);
+    kernel_matrix(&memory);
+    CHECK(kvprim_emulate_early == 0);
     memory.launch = nullptr;
     kvprim_emulate_pdl = false;
 }
@@ -246,6 +248,37 @@ static void test_plain_limits()
         if (kvpc_is_plain(&move, &bits) != c.plain)
             fail("case %d", static_cast<int>(&c - cases));
     }
+}
+
+/* The tests before this one launch every kernel of plain rows, and those of pieces. */
+static void test_all_kernels()
+{
+    static const struct {
+        const char *name;
+        kvpc_plain_kernel (*of)(kvpc_fit);
+    } kinds[] = {
+        {"gather, 1 load", kvpc_gather_of<1, kvpc_alone>},
+        {"gather, 2 loads", kvpc_gather_of<2, kvpc_alone>},
+        {"dependent gather, 1 load", kvpc_gather_of<1, kvpc_trigger_late>},
+        {"dependent gather, 2 loads", kvpc_gather_of<2, kvpc_trigger_late>},
+        {"store of K, 1 load", kvpc_store_of<1, 1, kvpc_alone>},
+        {"store of K, 2 loads", kvpc_store_of<2, 1, kvpc_alone>},
+        {"small dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_first>},
+        {"dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_late>},
+        {"store of K and V, 1 load", kvpc_store_of<1, 2, kvpc_alone>},
+        {"store of K and V, 2 loads", kvpc_store_of<2, 2, kvpc_alone>},
+        {"small dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_first>},
+        {"dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_late>},
+    };
+    const auto ran = [](auto kernel) {
+        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
+    };
+    for (const auto &kind : kinds)
+        for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
+            if (!ran(kind.of(fit)))
+                fail("%s, fit %d: never launched", kind.name, fit);
+    CHECK(ran(kvpc_bytes_kernel));
+    CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
 }
 
 /* Division by a multiplication is exact up to 2^31. */
@@ -745,6 +778,7 @@ int main(int argc, char **argv)
     run("emulated: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl", test_max_sms);
+    run("emulated: each kernel of plain rows", in_memory<kernel_matrix>);
     run("emulated: dependent launches", test_dependent_launches);
     run("emulated: limits of plain rows", test_plain_limits);
     run("emulated: divisors", test_divisors);
@@ -779,5 +813,6 @@ int main(int argc, char **argv)
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
     run_edges();
 #endif
+    run("emulated: all kernels of rows and pieces have run", test_all_kernels);
     return finish();
 }
