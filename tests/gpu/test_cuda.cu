@@ -1344,6 +1344,12 @@ static __global__ void trap()
     asm volatile("trap;");
 }
 
+/* One row to a block, as 130 threads move it. */
+static void test_many_blocks()
+{
+    one_store(&memory, 8, {2072, 8, {2, 0}, {2, 0}, kvpc_grid_rows + 65, kvpc_grid_rows + 75, K_ONLY});
+}
+
 /* Afterwards nothing works in this process. */
 static void test_earlier_work()
 {
@@ -1441,6 +1447,7 @@ static void run_long()
     run("cuda: max_sms, what runs beside", test_crowds);
     run("cuda: past 4 GiB and 2^31", test_large_table);
     run("cuda: an earlier error of the caller's", test_earlier_error);
+    run("cuda: past 65,535 blocks of rows", test_many_blocks);
     run("cuda: more than 2^31 rows", test_many_rows);
     run("cuda: more than 2^31 slots", test_many_slots);
     run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);

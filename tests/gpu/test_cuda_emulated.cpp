@@ -7,6 +7,7 @@
    The argument `quick` runs about a fifth of the cases, but every test; `all` runs three times as many. */
 #define KVPRIM_CUDA_EMULATE
 #define KVPRIM_DEBUG
+#include <algorithm>
 #include "cuda_shim.h"
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
@@ -679,6 +680,25 @@ static void test_long_gathers()
     one_long_gather(16);
 }
 
+/* Blocks of rows that fill gridDim.y twice, of which only the last one runs: half of the last row. All indices are 0. */
+static void test_many_blocks()
+{
+    const int64_t row_bytes = 8192, half = row_bytes / 2, count = 2 * kvpc_grid_rows;
+    const addresses dst(static_cast<uint64_t>(count * row_bytes)), index(static_cast<uint64_t>(count) * 4);
+    alignas(16) static unsigned char row[row_bytes];
+    if (!dst.p || !index.p)
+        return;
+    unsigned char *const last = dst.p + (count - 1) * row_bytes;
+    fill(row, sizeof row);
+    const kvprim_gather_desc d =
+        gather_of(table_of(dst.p, count), table_of(row, 1), row_bytes, index.p, KVPRIM_I32, 0, count, nullptr);
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK && gridDim.y == kvpc_grid_rows && gridDim.z == 2);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(last + half, row + half, static_cast<size_t>(half)) == 0);
+    CHECK(std::count(last, last + half, 0) == half);
+}
+
 /* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block
    runs. */
 static void test_long_moves()
@@ -808,6 +828,7 @@ int main(int argc, char **argv)
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);
+    run("emulated: past 65,535 blocks of rows", test_many_blocks);
     run("emulated: 2^32 chunks", test_long_moves);
     run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
