@@ -157,9 +157,12 @@ static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
     return base + static_cast<uint64_t>(row) * stride;
 }
 
-static inline void kvpc_fetch_edges(uint64_t row, uint32_t)
+/* AddressSanitizer knows whether the row is one. */
+static inline void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
     kvprim_emulate_access(row, 1);
+    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row));
+    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row + bytes - 1));
 }
 
 static inline bool kvpc_has_pdl()

@@ -44,6 +44,13 @@ static void say_where()
 static unsigned launches_before;
 static bool quick;
 
+/* The launch bounds of the kernels of plain rows. */
+static void kvprim_emulate_note(const kvpc_plain &p)
+{
+    if (p.block_rows * p.row_threads > kvpc_most_threads)
+        fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
+}
+
 static void before(arena *a)
 {
     launches_before = kvprim_emulate_launches;
@@ -187,6 +194,8 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     expect_waits("store of K and V", dependent, kvprim_cuda_store(&store, launch));
     drop_v(&store);
     expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
+    store.k_cache.heads = static_cast<int32_t>(row_bytes / 4), store.k_cache.head_stride = 8;
+    expect_waits("store in pieces", dependent, kvprim_cuda_store(&store, launch));
     expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
     expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
     const kvprim_fragment f = {0, 0, static_cast<uint64_t>(row_bytes)};
@@ -326,12 +335,13 @@ static kvprim_move one_of_two(two_moves *m, int which, int operation, int form, 
         const int in_side = form / 4 % 2 == side ? is : 0;
         t->rows = is == 1 ? 11 : 12;
         t->stride = in_side == 2 ? 112 : 96;
-        t->page_rows = form % 2 ? in_side == 3 ? 2 : 4 : 0;
-        t->page_stride = form % 2 ? in_side == 4 ? 544 : 512 : 0;
-        t->heads = form / 2 % 2 || in_side == 5 ? 2 : 0;
-        t->head_stride = in_side == 6 ? 48 : 40; /* not looked at without heads */
+        const bool alone = form / 8 == 0 || form / 4 % 2 == side;
+        t->page_rows = form % 2 && alone ? in_side == 3 ? 2 : 4 : 0;
+        t->page_stride = form % 2 && alone ? in_side == 4 ? 544 : 512 : 0;
+        t->heads = (form / 2 % 2 && alone) || in_side == 5 ? 2 : 0;
+        t->head_stride = (in_side == 6 ? 48 : 40) + form / 8 * 8 * (1 + (in_side == 6)); /* only with heads */
     }
-    d.row_bytes = is == 7 ? 48 : 64;
+    d.row_bytes = is != 7 ? 64 : form / 8 ? 32 : 48;
     d.count = is == 8 ? 7 : 9;
     d.index_type = is == 9 ? KVPRIM_I64 : KVPRIM_I32;
     d.dst_index = operation & 1 ? m->index[is == 10] : nullptr;
@@ -379,7 +389,7 @@ static void test_unlike_moves()
 {
     static const int operations[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 2}, {2, 0}};
     for (const int(&both)[2] : operations)
-        for (int form = 0; form < 8; form++) /* pages, heads, and which side differs */
+        for (int form = 0; form < 16; form++) /* pages, heads, which side differs, and whether it alone has them */
             for (int change = differ_least; change <= differ_most; change++)
                 for (const bool counted : {false, true})
                     both_at_once(both, form, change, counted);

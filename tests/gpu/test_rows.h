@@ -958,7 +958,8 @@ static void plain_sizes(arena *a)
     }
 }
 
-/* Aligned rows of K and V, and their layouts: for each way in which words of threads fit rows. */
+/* Aligned rows of K and V, and their layouts: for each way in which words of threads fit rows. V's rows, pages and heads
+   are further apart than K's. */
 static const struct {
     int64_t k_bytes, v_bytes;
     unsigned cache, input;
@@ -976,12 +977,14 @@ static void kernel_matrix(arena *a)
     for (const auto &s : row_shapes)
         for (const int64_t bytes : {int64_t(1), two_loads, int64_t(300) << 10, int64_t(1100) << 10})
             for (const bool wide : {false, true}) {
+                layout v_cache = layouts[s.cache];
+                v_cache.pad += 32, v_cache.page_pad += 32;
                 const int64_t count = 2 * bytes / (s.k_bytes + (wide ? s.v_bytes : s.k_bytes)) + 1, rows = count + 3;
                 empty(a);
                 kvprim_store_desc d = {};
                 d.k_cache = place(a, {s.cache, 0}, rows, s.k_bytes), d.k = place(a, {s.input, 0}, count, s.k_bytes);
                 if (wide)
-                    d.v_cache = place(a, {s.cache, 0}, rows, s.v_bytes), d.v = place(a, {s.input, 0}, count, s.v_bytes);
+                    d.v_cache = place(a, &v_cache, rows, s.v_bytes, 0), d.v = place(a, {s.input, 0}, count, s.v_bytes);
                 d.k_bytes = s.k_bytes, d.v_bytes = wide ? s.v_bytes : 0, d.count = count;
                 d.slot_type = type_of(wide), d.slot_base = 7, d.slot_stride = 1 + wide;
                 d.slot = place_index(a, d.slot_type, count, d.slot_base, rows, true, d.slot_stride);
