@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <set>
 #include "../../kvprim.h"
 
 #define __global__
@@ -75,6 +76,7 @@ static inline uint32_t atomicAdd(uint32_t *at, uint32_t value)
 static bool kvprim_emulate_last_only;                   /* run only the last block of a launch */
 static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;                /* so far */
+static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 [[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
@@ -98,7 +100,7 @@ template <class Kernel, class Params>
 static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, const Params &params)
 {
     const uint64_t blocks = static_cast<uint64_t>(grid.x) * grid.y * grid.z;
-    if (blocks == 0 || grid.x > INT32_MAX || threads == 0 || threads > 1024) {
+    if (blocks == 0 || grid.x > INT32_MAX || grid.y > 65535 || grid.z > 65535 || threads == 0 || threads > 1024) {
         printf("FAIL no GPU takes a launch of %llu blocks of %u threads\n", static_cast<unsigned long long>(blocks),
                threads);
         fflush(stdout);
@@ -108,6 +110,7 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
     gridDim = grid;
     blockDim = dim3(threads, 1, 1);
     kvprim_emulate_launches++;
+    kvprim_emulate_kernels.insert(reinterpret_cast<void (*)()>(kernel));
     for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
         const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;
         blockIdx = dim3(static_cast<unsigned>(block % grid.x), static_cast<unsigned>(block / grid.x % grid.y),
@@ -171,9 +174,12 @@ static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
     return base + static_cast<uint64_t>(row) * stride;
 }
 
-static inline void kvpc_fetch_edges(uint64_t row, uint32_t)
+/* AddressSanitizer knows whether the row is one. */
+static inline void kvpc_fetch_edges(uint64_t row, uint32_t bytes)
 {
     kvprim_emulate_access(row, 1);
+    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row));
+    (void)*reinterpret_cast<const volatile char *>(static_cast<uintptr_t>(row + bytes - 1));
 }
 
 static inline bool kvpc_has_pdl()
@@ -186,9 +192,9 @@ static inline uint32_t kvpc_multiprocessors()
     return 1; /* so that small stores take two loads, too */
 }
 
-[[maybe_unused]] static bool kvprim_emulate_link;       /* as if one side of every transfer were pinned host memory */
-[[maybe_unused]] static bool kvprim_emulate_captured;   /* as if the stream were being captured */
-[[maybe_unused]] static bool kvprim_emulate_refuse;     /* the copy engine takes no copy */
+[[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory */
+[[maybe_unused]] static bool kvprim_emulate_captured; /* as if the stream were being captured */
+[[maybe_unused]] static bool kvprim_emulate_refuse;   /* the copy engine takes no copy */
 
 static inline bool kvpc_is_link(const void *, const void *)
 {

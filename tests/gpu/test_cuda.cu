@@ -191,6 +191,11 @@ static void test_options()
     with_options({0, 1, 8, 10000}, small_moves);
 }
 
+static void test_kernels()
+{
+    with_options({0}, kernel_matrix);
+}
+
 static void test_null_launch()
 {
     memory.launch = nullptr;
@@ -1393,6 +1398,12 @@ static __global__ void trap()
     asm volatile("trap;");
 }
 
+/* One row to a block, as 130 threads move it. */
+static void test_many_blocks()
+{
+    one_store(&memory, 8, {2072, 8, {2, 0}, {2, 0}, kvpc_grid_rows + 65, kvpc_grid_rows + 75, K_ONLY});
+}
+
 /* Afterwards nothing works in this process. */
 static void test_earlier_work()
 {
@@ -1449,6 +1460,7 @@ static void run_quick()
     run("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("cuda: counts", test_counts);
     run("cuda: max_sms, pdl", test_options);
+    run("cuda: each kernel of plain rows", test_kernels);
     run("cuda: no launch options", test_null_launch);
     run("cuda: vocabulary shard, padding alone", in_memory<uses>);
     run("cuda: bad descriptors", in_memory<bad_descriptors>);
@@ -1490,6 +1502,7 @@ static void run_long()
     run("cuda: max_sms, what runs beside", test_crowds);
     run("cuda: past 4 GiB and 2^31", test_large_table);
     run("cuda: an earlier error of the caller's", test_earlier_error);
+    run("cuda: past 65,535 blocks of rows", test_many_blocks);
     run("cuda: more than 2^31 rows", test_many_rows);
     run("cuda: more than 2^31 slots", test_many_slots);
     run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);

@@ -7,6 +7,7 @@
    The argument `quick` runs about a fifth of the cases, but every test; `all` runs three times as many. */
 #define KVPRIM_CUDA_EMULATE
 #define KVPRIM_DEBUG
+#include <algorithm>
 #include "cuda_shim.h"
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
@@ -46,6 +47,13 @@ static bool quick;
 static unsigned enqueued_so_far()
 {
     return kvprim_emulate_launches + kvprim_emulate_copies;
+}
+
+/* The launch bounds of the kernels of plain rows. */
+static void kvprim_emulate_note(const kvpc_plain &p)
+{
+    if (p.block_rows * p.row_threads > kvpc_most_threads)
+        fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
 }
 
 static void before(arena *a)
@@ -265,6 +273,8 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     expect_waits("store of K and V", dependent, kvprim_cuda_store(&store, launch));
     drop_v(&store);
     expect_waits("store of K", dependent, kvprim_cuda_store(&store, launch));
+    store.k_cache.heads = static_cast<int32_t>(row_bytes / 4), store.k_cache.head_stride = 8;
+    expect_waits("store in pieces", dependent, kvprim_cuda_store(&store, launch));
     expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
     expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
     const kvprim_fragment f = {0, 0, static_cast<uint64_t>(row_bytes)};
@@ -287,6 +297,8 @@ static void test_dependent_launches()
     memory.launch = &dependent;
     kvprim_emulate_pdl = true;
     plain_sizes(&memory);
+    kernel_matrix(&memory);
+    CHECK(kvprim_emulate_early == 0);
     memory.launch = nullptr;
     kvprim_emulate_pdl = false;
 }
@@ -325,6 +337,37 @@ static void test_plain_limits()
         if (kvpc_is_plain(&move, &bits) != c.plain)
             fail("case %d", static_cast<int>(&c - cases));
     }
+}
+
+/* The tests before this one launch every kernel of plain rows, and those of pieces. */
+static void test_all_kernels()
+{
+    static const struct {
+        const char *name;
+        kvpc_plain_kernel (*of)(kvpc_fit);
+    } kinds[] = {
+        {"gather, 1 load", kvpc_gather_of<1, kvpc_alone>},
+        {"gather, 2 loads", kvpc_gather_of<2, kvpc_alone>},
+        {"dependent gather, 1 load", kvpc_gather_of<1, kvpc_trigger_late>},
+        {"dependent gather, 2 loads", kvpc_gather_of<2, kvpc_trigger_late>},
+        {"store of K, 1 load", kvpc_store_of<1, 1, kvpc_alone>},
+        {"store of K, 2 loads", kvpc_store_of<2, 1, kvpc_alone>},
+        {"small dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_first>},
+        {"dependent store of K", kvpc_store_of<1, 1, kvpc_trigger_late>},
+        {"store of K and V, 1 load", kvpc_store_of<1, 2, kvpc_alone>},
+        {"store of K and V, 2 loads", kvpc_store_of<2, 2, kvpc_alone>},
+        {"small dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_first>},
+        {"dependent store of K and V", kvpc_store_of<1, 2, kvpc_trigger_late>},
+    };
+    const auto ran = [](auto kernel) {
+        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
+    };
+    for (const auto &kind : kinds)
+        for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
+            if (!ran(kind.of(fit)))
+                fail("%s, fit %d: never launched", kind.name, fit);
+    CHECK(ran(kvpc_bytes_kernel));
+    CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
 }
 
 /* Division by a multiplication is exact up to 2^31. */
@@ -371,12 +414,13 @@ static kvprim_move one_of_two(two_moves *m, int which, int operation, int form, 
         const int in_side = form / 4 % 2 == side ? is : 0;
         t->rows = is == 1 ? 11 : 12;
         t->stride = in_side == 2 ? 112 : 96;
-        t->page_rows = form % 2 ? in_side == 3 ? 2 : 4 : 0;
-        t->page_stride = form % 2 ? in_side == 4 ? 544 : 512 : 0;
-        t->heads = form / 2 % 2 || in_side == 5 ? 2 : 0;
-        t->head_stride = in_side == 6 ? 48 : 40; /* not looked at without heads */
+        const bool alone = form / 8 == 0 || form / 4 % 2 == side;
+        t->page_rows = form % 2 && alone ? in_side == 3 ? 2 : 4 : 0;
+        t->page_stride = form % 2 && alone ? in_side == 4 ? 544 : 512 : 0;
+        t->heads = (form / 2 % 2 && alone) || in_side == 5 ? 2 : 0;
+        t->head_stride = (in_side == 6 ? 48 : 40) + form / 8 * 8 * (1 + (in_side == 6)); /* only with heads */
     }
-    d.row_bytes = is == 7 ? 48 : 64;
+    d.row_bytes = is != 7 ? 64 : form / 8 ? 32 : 48;
     d.count = is == 8 ? 7 : 9;
     d.index_type = is == 9 ? KVPRIM_I64 : KVPRIM_I32;
     d.dst_index = operation & 1 ? m->index[is == 10] : nullptr;
@@ -424,7 +468,7 @@ static void test_unlike_moves()
 {
     static const int operations[][2] = {{0, 0}, {1, 1}, {2, 2}, {3, 3}, {0, 2}, {2, 0}};
     for (const int(&both)[2] : operations)
-        for (int form = 0; form < 8; form++) /* pages, heads, and which side differs */
+        for (int form = 0; form < 16; form++) /* pages, heads, which side differs, and whether it alone has them */
             for (int change = differ_least; change <= differ_most; change++)
                 for (const bool counted : {false, true})
                     both_at_once(both, form, change, counted);
@@ -750,6 +794,25 @@ static void test_long_gathers()
     one_long_gather(16);
 }
 
+/* Blocks of rows that fill gridDim.y twice, of which only the last one runs: half of the last row. All indices are 0. */
+static void test_many_blocks()
+{
+    const int64_t row_bytes = 8192, half = row_bytes / 2, count = 2 * kvpc_grid_rows;
+    const addresses dst(static_cast<uint64_t>(count * row_bytes)), index(static_cast<uint64_t>(count) * 4);
+    alignas(16) static unsigned char row[row_bytes];
+    if (!dst.p || !index.p)
+        return;
+    unsigned char *const last = dst.p + (count - 1) * row_bytes;
+    fill(row, sizeof row);
+    const kvprim_gather_desc d =
+        gather_of(table_of(dst.p, count), table_of(row, 1), row_bytes, index.p, KVPRIM_I32, 0, count, nullptr);
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_gather(&d, nullptr) == KVPRIM_OK && gridDim.y == kvpc_grid_rows && gridDim.z == 2);
+    kvprim_emulate_last_only = false;
+    CHECK(memcmp(last + half, row + half, static_cast<size_t>(half)) == 0);
+    CHECK(std::count(last, last + half, 0) == half);
+}
+
 /* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block
    runs. */
 static void test_long_moves()
@@ -849,6 +912,7 @@ int main(int argc, char **argv)
     run("emulated: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
     run("emulated: counts", test_counts);
     run("emulated: max_sms, pdl", test_max_sms);
+    run("emulated: each kernel of plain rows", in_memory<kernel_matrix>);
     run("emulated: dependent launches", test_dependent_launches);
     run("emulated: limits of plain rows", test_plain_limits);
     run("emulated: divisors", test_divisors);
@@ -880,10 +944,12 @@ int main(int argc, char **argv)
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);
+    run("emulated: past 65,535 blocks of rows", test_many_blocks);
     run("emulated: 2^32 chunks", test_long_moves);
     run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
     run_edges();
 #endif
+    run("emulated: all kernels of rows and pieces have run", test_all_kernels);
     return finish();
 }

@@ -958,6 +958,45 @@ static void plain_sizes(arena *a)
     }
 }
 
+/* Aligned rows of K and V, and their layouts: for each way in which words of threads fit rows. V's rows, pages and heads
+   are further apart than K's. */
+static const struct {
+    int64_t k_bytes, v_bytes;
+    unsigned cache, input;
+} row_shapes[] = {
+    {256, 256, 0, 0},   {48, 48, 0, 0},   {8192, 8192, 0, 0},  {256, 128, 0, 0}, {48, 64, 0, 0},    /* whole words */
+    {24, 40, 2, 2},     {4120, 24, 2, 2},                                                           /* tails */
+    {256, 256, 8, 0},   {96, 96, 13, 0},  {8224, 8224, 13, 0},                                      /* heads */
+    {8192, 8192, 6, 0}, {4112, 48, 6, 0}, {48, 4112, 6, 0},    {48, 48, 6, 0},   {256, 256, 10, 0}, /* pages, heads */
+};
+
+/* Moves so much memory that each kernel of plain rows has its turn: see kvpc_run_gather and kvpc_run_store. */
+static void kernel_matrix(arena *a)
+{
+    const int64_t two_loads = 16 * 2100 * static_cast<int64_t>(kvpc_multiprocessors());
+    for (const auto &s : row_shapes)
+        for (const int64_t bytes : {int64_t(1), two_loads, int64_t(300) << 10, int64_t(1100) << 10})
+            for (const bool wide : {false, true}) {
+                layout v_cache = layouts[s.cache];
+                v_cache.pad += 32, v_cache.page_pad += 32;
+                const int64_t count = 2 * bytes / (s.k_bytes + (wide ? s.v_bytes : s.k_bytes)) + 1, rows = count + 3;
+                empty(a);
+                kvprim_store_desc d = {};
+                d.k_cache = place(a, {s.cache, 0}, rows, s.k_bytes), d.k = place(a, {s.input, 0}, count, s.k_bytes);
+                if (wide)
+                    d.v_cache = place(a, &v_cache, rows, s.v_bytes, 0), d.v = place(a, {s.input, 0}, count, s.v_bytes);
+                d.k_bytes = s.k_bytes, d.v_bytes = wide ? s.v_bytes : 0, d.count = count;
+                d.slot_type = type_of(wide), d.slot_base = 7, d.slot_stride = 1 + wide;
+                d.slot = place_index(a, d.slot_type, count, d.slot_base, rows, true, d.slot_stride);
+                d.rejected = reserve_counter(a);
+                kvprim_gather_desc g =
+                    gather_of(d.k, d.k_cache, s.k_bytes, d.slot, d.slot_type, d.slot_base, count, d.rejected);
+                g.index_stride = d.slot_stride;
+                CHECK(try_move(a, &d, "a kernel") == RAN);
+                CHECK(try_move(a, &g, "a kernel") == RAN);
+            }
+}
+
 static void uses(arena *a)
 {
     vocabulary_shard(a);
