@@ -26,16 +26,16 @@
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
        >>gpu_move    gather, store, transfer, unpack, and checked moves
-       >>device      device functions for your own kernels, with the funnel shift
+       >>device      device functions for your own kernels, and the funnel shift
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, zero fill, tails
-           >>impl_move_kernels    pages, heads, layers, several moves: index rule, page arithmetic, zero fill
-           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernel that copies them
-           >>impl_launch          starting a kernel, its errors, dependent launch
+           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
+           >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill
+           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernels that copy them
+           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
-           >>impl_move_plan       the same for all other moves, and which of the two plans a call takes
+           >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
            >>impl_unpack_host     planning and encoding the fragments
            >>impl_calls           the public functions
 
@@ -237,10 +237,10 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 /* >>impl_device ---------------------------------------------------------------------------------------------------- */
 
-/* Measured on an H200; the functions that use them say what follows. */
+/* Measured on an H200; the functions that use them say why. */
 enum {
-    kvpc_threads = 128,             /* per block, of moves on the whole GPU; plain rows take up to twice as many */
-    kvpc_most_threads = 256,        /* of plain rows */
+    kvpc_threads = 128,             /* per block, of moves on the whole GPU */
+    kvpc_most_threads = 256,        /* at most, of plain rows */
     kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
     kvpc_link_sms = 2,              /* see kvpc_crosses_link */
@@ -250,11 +250,11 @@ enum {
     kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
     kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 1 << 20,       /* of a table: see kvpc_loads_of */
-    kvpc_first_bytes = 256 << 10,   /* of all tables: see kvpc_start_plain */
-    kvpc_some_threads = 64 << 10,   /* see kvpc_shape_rows */
-    kvpc_many_threads = 128 << 10,  /* see kvpc_shape_rows */
-    kvpc_many_blocks = 8192         /* see kvpc_start_rows */
+    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_run_gather and kvpc_run_plain */
+    kvpc_first_bytes = 256 << 10,   /* of all tables, at most: see kvpc_dependence */
+    kvpc_some_threads = 64 << 10,   /* of a launch: with more, see kvpc_shape_rows */
+    kvpc_many_threads = 128 << 10,  /* of a launch: with more, see kvpc_shape_rows */
+    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
