@@ -89,8 +89,8 @@ typedef struct kvprim_cuda_launch {
                                    its predecessor in the stream ends; it waits for it before its first access. Do not
                                    put it right before a kernel that is launched that way and does not wait, as some of
                                    NCCL's are */
-    int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit, except where a transfer
-                                   needs few: see there */
+    int32_t max_sms;            /* multiprocessors to use at most; 0: no limit, except that a transfer to or from the
+                                   host may take few by itself: see kvprim_cuda_transfer */
     int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
@@ -106,13 +106,16 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
-   again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it; 16 to 32
-   multiprocessors (max_sms) reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
-   Between pinned host memory and a GPU, PCIe is the limit. Of 64 KB and more, the copy engine moves what has no index on
-   either side, nor gaps between pages or heads, in one layer or in 2 MB and more of each (in a graph: 2 MB and more).
-   The rest takes 2 multiprocessors if max_sms is 0: they reach 0.92 to 0.95 of the copy engine with rows of 4 KB, and a
-   kernel limited by memory takes 1.01 to 1.07 times as long beside them, on 8 up to 1.9. Where other kernels leave a
-   transfer too little, say more: max_sms = 4 to 8 keeps the link filled. */
+   again when the work is done.
+   Between GPUs, either one may run it, writing to the other's memory or reading it. 16 to 32 multiprocessors (max_sms)
+   reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
+   Between pinned host memory and a GPU, PCIe is the limit. From 64 KB on:
+   - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
+     these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
+     It takes no multiprocessor.
+   - Others run on 2 multiprocessors if max_sms is 0. These reach 0.92 to 0.95 of the copy engine with rows of 4 KB. A
+     kernel limited by memory takes 1.01 to 1.07 times as long beside them, and up to 1.9 times beside 8 (H200). If
+     other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -126,11 +129,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
    their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
-   Where sizes differ much, that is 4 bytes more each, and 4 for every 16. If many are adjacent, adjacent ones move as
-   one; if that leaves one of 16 MB or more, it is a cudaMemcpyAsync where max_sms is 0. A launch takes 32,760 bytes of
-   parameters (4,000 where this file is compiled by CUDA before 12.1; a newer one needs a driver of at least 12.1).
-   Larger batches go out in several launches, which overlap where pdl works and max_sms is 0; what follows in the stream
-   follows them all. The call takes 36 KB of stack. */
+   Where sizes differ much, each takes 4 bytes more, and every 16 another 4. If many are adjacent, adjacent ones move as
+   one. If that leaves one of 16 MB or more that begins at a multiple of 16 on both sides, and max_sms is 0, the call
+   enqueues a cudaMemcpyAsync. A launch takes up to 32,760 bytes of parameters (4,000 if this file is compiled by CUDA
+   before 12.1; a newer one needs a driver of at least 12.1). Larger batches are split into several launches, which
+   overlap where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of
+   stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -670,9 +674,9 @@ static __global__ void __launch_bounds__(kvpc_threads)
 
 /* >>impl_move_kernels -----------------------------------------------------------------------------------------------
 
-   Moves with pages, heads, layers or 64-bit sizes, several moves in a launch, and moves on few multiprocessors. A unit
-   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group
-   of threads moves at once: a unit, or a part of a long one. */
+   All other moves (see kvpc_is_plain): transfers, layers, pages and heads that are not of whole words, 64-bit sizes,
+   several moves in a launch, few multiprocessors. A unit is what is contiguous on both sides: a row, or as much of it
+   as lies in one head of either. A chunk is what a group of threads moves at once: a unit, or a part of a long one. */
 
 /* What names the rows of one side. */
 typedef struct kvpc_naming {
@@ -1154,7 +1158,7 @@ static kvprim_status kvpc_fail_check(kvprim_status status)
 typedef struct kvpc_call {
     const char *function;
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
-    bool link;                 /* a transfer between pinned host memory and a GPU: see kvpc_crosses_link */
+    bool link;                 /* the first move is a transfer over PCIe: see kvpc_crosses_link */
 } kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
@@ -1257,9 +1261,9 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe: few
-   multiprocessors do not fill NVLink to the host, where atomics reach the host's memory. Of other kinds of memory, and
-   of what CUDA does not know, nothing is said. */
+/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose memory
+   the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. Returns false if CUDA does not
+   know. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
@@ -1278,6 +1282,7 @@ static bool kvpc_is_link(const void *dst, const void *src)
     return false;
 }
 
+/* True if CUDA does not know. */
 static bool kvpc_is_captured(const kvpc_call *call)
 {
     cudaStreamCaptureStatus status;
@@ -1287,8 +1292,8 @@ static bool kvpc_is_captured(const kvpc_call *call)
     return true;
 }
 
-/* Lets the copy engine copy rows, and returns whether it will. It refuses ranges of several allocations, which kernels
-   take. */
+/* Enqueues CUDA's own copy of rows, and returns whether it did. CUDA refuses ranges of several allocations, which
+   kernels take. */
 static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                            int64_t row_bytes, int64_t rows)
 {
@@ -1297,7 +1302,7 @@ static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride,
                   : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes, (size_t)rows,
                                       cudaMemcpyDefault, kvpc_stream(call));
     if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* the launch meets it again, if it is of earlier work */
+        (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
     return error == cudaSuccess;
 }
 #endif
@@ -1755,12 +1760,13 @@ static void kvpc_join_rows(kvprim_move *m)
     m->count /= rows;
 }
 
-/* Whether a move is a transfer between pinned host memory and a GPU that takes some time. By itself it runs on
-   kvpc_link_sms multiprocessors:
-   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses: on 8 a kernel
-     beside them takes 1.5 to 2.4 times as long, on 2 1.02 to 1.04 (H200).
-   - Their threads take all registers. Blocks of another kernel beside fewer of them are slowed with them.
-   Shorter ones take about 1 us, and to ask CUDA where their memory is takes 0.3. */
+/* Whether a move is a transfer between pinned host memory and a GPU of 64 KB or more. A shorter one takes about 1 us,
+   and asking CUDA where its memory is takes 0.3 us. Unless max_sms says otherwise, it runs on kvpc_link_sms
+   multiprocessors:
+   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses, and kernels beside
+     them take much longer (>>gpu_move has the figures).
+   - The transfer's threads take all registers of a multiprocessor. With fewer of them, blocks of another kernel would
+     fit beside them and be slowed. */
 static bool kvpc_crosses_link(const kvprim_move *m)
 {
     const uint64_t least_bytes = 64 << 10;
@@ -1769,7 +1775,8 @@ static bool kvpc_crosses_link(const kvprim_move *m)
            kvpc_is_link(kvprim_side_layer(&m->dst, 0), kvprim_side_layer(&m->src, 0));
 }
 
-/* Whether a side's rows can be one copy of two dimensions: rows of 512 bytes are copied as fast as one run is. */
+/* Whether a side's rows can be one copy of two dimensions, which is as fast as one of a single run if rows have 512
+   bytes or more. CUDA takes a pitch below 2 GB. */
 static bool kvpc_is_copied_side(const kvprim_side *side, const kvprim_move *m)
 {
     const kvprim_table *const t = &side->table;
@@ -1777,9 +1784,10 @@ static bool kvpc_is_copied_side(const kvprim_side *side, const kvprim_move *m)
            (m->count == 1 || (m->row_bytes >= 512 && t->stride >= m->row_bytes && t->stride <= INT32_MAX));
 }
 
-/* Lets the copy engine move the layers of a transfer without an index, and returns whether it does. It fills the link to
-   1.00 where kernels reach 0.95, and other kernels hardly notice it. One copy is enqueued and over 3 us sooner than a
-   kernel; but each further one, and each in a graph, begins 1 to 2 us after what is before it, which 2 MB make up for. */
+/* Lets the copy engine move the layers of a transfer without an index, and returns whether it does. If it refuses a
+   layer, a kernel moves all of them, again those that are copied. The copy engine fills the link to 1.00 where kernels
+   reach 0.95, and hardly slows other kernels. A single copy ends 3 us sooner than a kernel. But each further copy, and
+   each copy in a graph, begins 1 to 2 us after the work before it; from 2 MB on that is made up for. */
 static bool kvpc_copy_layers(const kvpc_call *call, const kvprim_move *m)
 {
     const uint64_t bytes = (uint64_t)m->count * (uint64_t)m->row_bytes, much = 2 << 20;
