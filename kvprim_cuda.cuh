@@ -364,9 +364,9 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
     return d.by ? n / d.by : 0;
 }
 
-/* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before byte
-   `end`, if `at` is the first one's place in the row and k * step that of word k after it. The others become zeros, and
-   all of them do if !reads. */
+/* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before
+   byte `end` of the row, where word k begins at byte at + k * step. The others become zeros, and all of them do if
+   !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, const uint64_t *from, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -939,8 +939,9 @@ enum {
 #endif
 };
 
-/* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n, where n is what
-   `mask` leaves of record i, which begins at byte `at` and is shifted right; or n is i if mask is 0: none are stored. */
+/* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
+   no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
+   right by `shift`. */
 typedef struct kvpc_numbers {
     uint64_t base, step, mask;
     uint32_t shift, at;
@@ -1261,8 +1262,8 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose memory
-   the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. Returns false if CUDA does not
+/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
+   memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
    know. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
@@ -2293,36 +2294,19 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
                       kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
-static kvprim_status kvpc_copy_by_cuda(const kvpc_call *call, uint64_t dst, uint64_t src, uint64_t bytes)
+/* One fragment below 16 MB, or fragments that join to one. */
+static kvprim_status kvpc_unpack_one(const kvpc_unpack_job *job, uint64_t bytes)
 {
-    const cudaStream_t stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy;
-    const cudaError_t error = cudaMemcpyAsync((void *)dst, (const void *)src, bytes, cudaMemcpyDefault, stream);
-    if (error == cudaSuccess)
-        return KVPRIM_OK;
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
-                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
-                       cudaGetErrorName(error), cudaGetErrorString(error));
-}
-#endif
-
-/* One fragment, or fragments that join to one (a long one was cut again). CUDA's own copy is faster from 16 MB on: 64 MB
-   take 32.9 us, not 34.7 (H200); where it begins inside 16 bytes it takes longer, and it takes no max_sms. */
-static kvprim_status kvpc_unpack_one(kvpc_unpack_job *job)
-{
-    enum { copy_bytes = 16 << 20, few_bytes = 1 << 20 };
-    const kvpc_call *const call = job->call;
-    const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
+    enum { few_bytes = 1 << 20 };
     const kvpc_one one = {(uintptr_t)job->desc->dst + job->dst.first, (uintptr_t)job->desc->src + job->src.first,
-                          (uint32_t)bytes, call->launch.pdl};
-    if (bytes >= copy_bytes)
-        return kvpc_copy_by_cuda(call, one.dst, one.src, bytes);
+                          (uint32_t)bytes, job->call->launch.pdl};
     const uint32_t loads = bytes <= few_bytes ? 1 : 4, in_block = 16 * kvpc_unpack_threads * loads;
-    return kvpc_start(call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
+    return kvpc_start(job->call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
                       (one.bytes + in_block - 1) / in_block, kvpc_unpack_threads, one);
 }
 
+/* Whether all fragments make one (a long one was cut again) that kvpc_unpack_one or CUDA's own copy moves: those take
+   no max_sms, and CUDA's takes longer where it begins inside 16 bytes. */
 static bool kvpc_is_one(const kvpc_unpack_job *job)
 {
     const kvpc_column *const src = &job->src, *const dst = &job->dst;
@@ -2334,6 +2318,8 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
+    enum { copy_bytes = 16 << 20 }; /* from here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200) */
+    const kvprim_unpack_desc *const d = job->desc;
     job->call = call;
     job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
@@ -2341,8 +2327,14 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         return KVPRIM_OK;
     if (job->bytes.any > kvpc_most_bytes || kvpc_is_mergeable(job))
         kvpc_survey(job, true);
-    if (kvpc_is_one(job))
-        return kvpc_unpack_one(job);
+    if (kvpc_is_one(job)) {
+        const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
+        if (bytes < copy_bytes)
+            return kvpc_unpack_one(job, bytes);
+        if (kvpc_copy_rows(call, (char *)d->dst + job->dst.first, 0, (const char *)d->src + job->src.first, 0,
+                           (int64_t)bytes, 1))
+            return KVPRIM_OK;
+    }
     kvpc_plan_unpack(job);
     while (job->left > 0)
         if (job->left <= kvpc_fragments_in(&job->head, kvpc_few_params))
