@@ -434,11 +434,11 @@ typedef struct kvpc_steps {
 
 /* Each block moves block_rows rows, row_threads threads each, or a part of a long row.
    With few rows, the time is that of the instructions up to the second load, and of fetching them and the parameters
-   that they name: those come first. Blocks have one dimension, because a second one costs 0.02 us (H200), and dividing
+   that they name: those come first. Threads have one dimension, because a second one costs 0.02 us (H200), and dividing
    the thread's number is one multiplication. */
 typedef struct kvpc_plain {
     uint64_t index;
-    uint32_t count, row_magic; /* row_magic: (threadIdx.x * row_magic) >> 16 is threadIdx.x / row_threads */
+    uint32_t count, row_magic; /* row_magic: threadIdx.x * row_magic >> 16 is threadIdx.x / row_threads */
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
@@ -448,7 +448,7 @@ typedef struct kvpc_plain {
     uint32_t head_magic, head_shift;
     kvpc_steps step[2]; /* of pair[0] and pair[1] */
     uint32_t *rejected;
-    uint32_t fetch;          /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
     uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
     uint32_t parts_magic, parts_shift;
     uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
@@ -468,7 +468,7 @@ KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, bool parts, uint32_t lo
 /* An index, and what the index rule makes of it. */
 typedef struct kvpc_index {
     int32_t low, high; /* words of an int64; high is 0 for an int32 */
-    uint32_t row;      /* right if `inside` */
+    uint32_t row;      /* valid if `inside` */
     bool inside;
 } kvpc_index;
 
@@ -507,9 +507,12 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
                     dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
-/* Whether the words of the threads are those of the rows: exactly, and of whole rows; or more than the row has; or the
-   row ends inside a word. kvpc_paged: whole rows or parts, exactly, and the indexed table has pages or heads, of whole
-   words; kvpc_paged_words: more than the row has. */
+/* How the words of the threads fit the rows:
+   kvpc_exact        each thread's words lie in the row, and rows are not cut into parts
+   kvpc_words        rows are whole words, cut into parts or not; threads may have words past the row's end
+   kvpc_tails        the same, and a row may end inside a word, or its edges are fetched first: see kvpc_fetch_edges
+   kvpc_paged        each thread's words lie in the row; the indexed table has pages or heads, of whole words
+   kvpc_paged_words  the same, and threads may have words past the row's end */
 enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words };
 
 KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
@@ -517,8 +520,9 @@ KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
     return fit == kvpc_paged || fit == kvpc_paged_words;
 }
 
-/* When a kernel lets the next one start, if that waits for it. At once is the best for launches of some hundred KB, but
-   with more, blocks that only wait take the room of blocks that work: 4 % on an H100, 2 % on an H200. */
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
+   best up to kvpc_first_bytes. With more, blocks that only wait take the room of blocks that work, which costs 4 % on
+   an H100, 2 % on an H200. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
 /* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
@@ -1391,8 +1395,8 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* What a page adds to the place of a row, and a head to that of a byte of it, beyond their strides; 0: no pages, or no
-   heads. Modulo 2^64. */
+/* What each page adds to the place of a row beyond the rows' stride, and each head to that of a byte in a row, modulo
+   2^64. 0 without pages, or with one head. */
 static uint64_t kvpc_page_step(const kvprim_table *t)
 {
     return t->page_rows > 0 ? (uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride : 0;
@@ -1416,8 +1420,9 @@ static bool kvpc_is_paged(const kvprim_side *side)
     return side->table.heads > 1 || side->table.page_rows > 0;
 }
 
-/* And the whole move, a gather or a store: the number of threads fits 31 bits, and an index less the base cannot wrap
-   into the table. Only the indexed side may have pages and heads, if all is made of whole words. */
+/* Whether the kernels of plain rows can take a move, a gather or a store: the number of threads fits 31 bits, and an
+   index less the base cannot wrap into the table. Only the indexed side may have pages and heads, and only if
+   everything is made of whole words. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
@@ -1462,9 +1467,10 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
     return (bytes + part - 1) / part;
 }
 
-/* How threads share the rows, where each moves `loads` words of each of `tables` tables, and returns in how many parts:
-   of 128 threads, if they are whole, as those are the fastest. Blocks of many rows have few idle lanes; and as a GPU
-   starts less than one dependent block per nanosecond, they move 4 KB or more. */
+/* Plans how threads share the rows, where each moves `loads` words of each of `tables` tables. Returns into how many
+   parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. With much work, a
+   block moves 4 KB or more, because a GPU starts less than one dependent block per nanosecond, and takes as many rows
+   as leave the smallest share of idle lanes. */
 static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 {
     const uint32_t bytes = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
@@ -1487,7 +1493,8 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
-/* A GPU starts less than one dependent block per nanosecond, and so much work gains nothing from an early start. */
+/* Dependent only up to kvpc_many_blocks: a GPU starts less than one dependent block per nanosecond, and so much work
+   gains nothing from an early start. With more rows than gridDim.y counts, gridDim.z counts them by kvpc_grid_rows. */
 static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
                                      kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
 {
@@ -1538,8 +1545,8 @@ template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plai
     return kernels[fit];
 }
 
-/* One load per thread and table. Two, where all threads fit the GPU at once with two and not with one: 5 to 8 % sooner.
-   But a dependent launch of them is spread badly over the multiprocessors. */
+/* One load per thread and table. Two if all threads fit the GPU at once with two and not with one: that is 5 to 8 %
+   faster. Not in a dependent launch, which then spreads badly over the multiprocessors. */
 template <uint32_t tables>
 static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
 {
@@ -1603,6 +1610,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
         return kvpc_start_bytes(call, &p);
+    /* Only kvpc_tails fetches edges; rows of whole words take it from kvpc_few_bytes on. */
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
