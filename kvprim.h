@@ -1479,7 +1479,8 @@ typedef struct kvpi_hull {
     int ascends; /* each layer starts after the one before it */
 } kvpi_hull;
 
-/* In operations of which a processor does several at once. Addresses from 2^63 on count as if they did not ascend. */
+/* Whether each layer starts after the one before it. Has no branch, so that compilers use vectors. Addresses from 2^63
+   on count as not ascending, which only takes longer to check. */
 static int kvpi_array_ascends(void *const *layers, int32_t n)
 {
     uint64_t less = UINT64_MAX, high = (uint64_t)(uintptr_t)layers[0];
@@ -1650,7 +1651,7 @@ static kvprim_status kvpi_check_layers(const kvprim_move *m, const kvpi_hull *ds
         return KVPRIM_OK;
     for (int32_t l = 0; l < m->layers; l += kvpi_sorted_layers) {
         const int32_t left = m->layers - l, n = left < kvpi_sorted_layers ? left : (int32_t)kvpi_sorted_layers;
-        for (int32_t k = 0; k < n; k++) { /* K's and V's may alternate: then every other one makes two runs of many */
+        for (int32_t k = 0; k < n; k++) { /* if K's and V's layers alternate, every other one makes two ordered runs */
             const int32_t at = dst->ascends ? k : k % 2 ? (n + 1) / 2 + k / 2 : k / 2;
             layers[at] = kvpi_layer_address(&m->dst, l + k);
         }
@@ -1884,7 +1885,7 @@ static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
                            kvpi_name(m, side), kvpi_name(m, side));
     side->table.data = side->layers[0];
-    uint64_t null = 0; /* bit 63 */
+    uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
     for (int32_t l = 0; l < m->layers; l++) {
         const uint64_t address = (uint64_t)(uintptr_t)side->layers[l];
         null |= (address - 1) & ~address;

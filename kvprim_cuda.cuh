@@ -26,16 +26,16 @@
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
        >>gpu_move    gather, store, transfer, unpack, and checked moves
-       >>device      device functions for your own kernels, with the funnel shift
+       >>device      device functions for your own kernels, and the funnel shift
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
-           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, zero fill, tails
-           >>impl_move_kernels    pages, heads, layers, several moves: index rule, page arithmetic, zero fill
-           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernel that copies them
-           >>impl_launch          starting a kernel, its errors, dependent launch
+           >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
+           >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill
+           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernels that copy them
+           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
-           >>impl_move_plan       the same for all other moves, and which of the two plans a call takes
+           >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
            >>impl_unpack_host     planning and encoding the fragments
            >>impl_calls           the public functions
 
@@ -89,8 +89,8 @@ typedef struct kvprim_cuda_launch {
                                    its predecessor in the stream ends; it waits for it before its first access. Do not
                                    put it right before a kernel that is launched that way and does not wait, as some of
                                    NCCL's are */
-    int32_t max_sms;            /* leave the GPU's other multiprocessors alone; 0: no limit, except where a transfer
-                                   needs few: see there */
+    int32_t max_sms;            /* multiprocessors to use at most; 0: no limit, except that a transfer to or from the
+                                   host may take few by itself: see kvprim_cuda_transfer */
     int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
@@ -106,13 +106,16 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
-   again when the work is done. Between GPUs either one may run it, writing to the other's memory or reading it; 16 to 32
-   multiprocessors (max_sms) reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
-   Between pinned host memory and a GPU, PCIe is the limit. Of 64 KB and more, the copy engine moves what has no index on
-   either side, nor gaps between pages or heads, in one layer or in 2 MB and more of each (in a graph: 2 MB and more).
-   The rest takes 2 multiprocessors if max_sms is 0: they reach 0.92 to 0.95 of the copy engine with rows of 4 KB, and a
-   kernel limited by memory takes 1.01 to 1.07 times as long beside them, on 8 up to 1.9. Where other kernels leave a
-   transfer too little, say more: max_sms = 4 to 8 keeps the link filled. */
+   again when the work is done.
+   Between GPUs, either one may run it, writing to the other's memory or reading it. 16 to 32 multiprocessors (max_sms)
+   reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
+   Between pinned host memory and a GPU, PCIe is the limit. From 64 KB on:
+   - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
+     these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
+     It takes no multiprocessor.
+   - Others run on 2 multiprocessors if max_sms is 0. These reach 0.92 to 0.95 of the copy engine with rows of 4 KB. A
+     kernel limited by memory takes 1.01 to 1.07 times as long beside them, and up to 1.9 times beside 8 (H200). If
+     other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -126,11 +129,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 
 /* The launch's parameters hold what the GPU needs of the fragments, copied before the call returns: the bits in which
    their offsets and sizes differ, mostly 2 to 8 bytes each, and nothing for a side on which all lie equally far apart.
-   Where sizes differ much, that is 4 bytes more each, and 4 for every 16. If many are adjacent, adjacent ones move as
-   one; if that leaves one of 16 MB or more, it is a cudaMemcpyAsync where max_sms is 0. A launch takes 32,760 bytes of
-   parameters (4,000 where this file is compiled by CUDA before 12.1; a newer one needs a driver of at least 12.1).
-   Larger batches go out in several launches, which overlap where pdl works and max_sms is 0; what follows in the stream
-   follows them all. The call takes 36 KB of stack. */
+   Where sizes differ much, each takes 4 bytes more, and every 16 another 4. If many are adjacent, adjacent ones move as
+   one. If that leaves one of 16 MB or more that begins at a multiple of 16 on both sides, and max_sms is 0, the call
+   enqueues a cudaMemcpyAsync. A launch takes up to 32,760 bytes of parameters (4,000 if this file is compiled by CUDA
+   before 12.1; a newer one needs a driver of at least 12.1). Larger batches are split into several launches, which
+   overlap where pdl works and max_sms is 0; what follows in the stream follows them all. The call takes 36 KB of
+   stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
@@ -237,10 +241,10 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 /* >>impl_device ---------------------------------------------------------------------------------------------------- */
 
-/* Measured on an H200; the functions that use them say what follows. */
+/* Measured on an H200; the functions that use them say why. */
 enum {
-    kvpc_threads = 128,             /* per block, of moves on the whole GPU; plain rows take up to twice as many */
-    kvpc_most_threads = 256,        /* of plain rows */
+    kvpc_threads = 128,             /* per block, of moves on the whole GPU */
+    kvpc_most_threads = 256,        /* at most, of plain rows */
     kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
     kvpc_link_sms = 2,              /* see kvpc_crosses_link */
@@ -250,11 +254,11 @@ enum {
     kvpc_bytes_lanes = 8,           /* of kvpc_bytes_kernel */
     kvpc_bytes_loads = 3,           /* one more than aligned rows take: they start and end inside a word */
     kvpc_granule_bytes = 32,        /* that memory is written in: see kvpc_fetch_edges */
-    kvpc_few_bytes = 1 << 20,       /* of a table: see kvpc_loads_of */
-    kvpc_first_bytes = 256 << 10,   /* of all tables: see kvpc_start_plain */
-    kvpc_some_threads = 64 << 10,   /* see kvpc_shape_rows */
-    kvpc_many_threads = 128 << 10,  /* see kvpc_shape_rows */
-    kvpc_many_blocks = 8192         /* see kvpc_start_rows */
+    kvpc_few_bytes = 1 << 20,       /* of a table, at most: see kvpc_run_gather and kvpc_run_plain */
+    kvpc_first_bytes = 256 << 10,   /* of all tables, at most: see kvpc_dependence */
+    kvpc_some_threads = 64 << 10,   /* of a launch: with more, see kvpc_shape_rows */
+    kvpc_many_threads = 128 << 10,  /* of a launch: with more, see kvpc_shape_rows */
+    kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
 };
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
@@ -360,9 +364,9 @@ KVPRIM_DEVICE uint64_t kvpc_divide(uint64_t n, const kvpc_divisor &d)
     return d.by ? n / d.by : 0;
 }
 
-/* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before byte
-   `end`, if `at` is the first one's place in the row and k * step that of word k after it. The others become zeros, and
-   all of them do if !reads. */
+/* Loads the 16-byte words of a thread, word k from from[k]. `exact`: all of them; otherwise those that begin before
+   byte `end` of the row, where word k begins at byte at + k * step. The others become zeros, and all of them do if
+   !reads. */
 template <uint32_t loads, bool exact>
 KVPRIM_DEVICE void kvpc_load_words(uint4 *v, bool reads, const uint64_t *from, uint32_t step, uint32_t at, uint32_t end)
 {
@@ -430,11 +434,11 @@ typedef struct kvpc_steps {
 
 /* Each block moves block_rows rows, row_threads threads each, or a part of a long row.
    With few rows, the time is that of the instructions up to the second load, and of fetching them and the parameters
-   that they name: those come first. Blocks have one dimension, because a second one costs 0.02 us (H200), and dividing
+   that they name: those come first. Threads have one dimension, because a second one costs 0.02 us (H200), and dividing
    the thread's number is one multiplication. */
 typedef struct kvpc_plain {
     uint64_t index;
-    uint32_t count, row_magic; /* row_magic: (threadIdx.x * row_magic) >> 16 is threadIdx.x / row_threads */
+    uint32_t count, row_magic; /* row_magic: threadIdx.x * row_magic >> 16 is threadIdx.x / row_threads */
     uint32_t block_rows, row_threads;
     uint32_t rows, base;
     uint32_t index_step, index_is_i64; /* index_step: bytes from one index to the next */
@@ -444,7 +448,7 @@ typedef struct kvpc_plain {
     uint32_t head_magic, head_shift;
     kvpc_steps step[2]; /* of pair[0] and pair[1] */
     uint32_t *rejected;
-    uint32_t fetch;          /* 1: rows end inside a granule: see kvpc_fetch_edges */
+    uint32_t fetch;          /* 1: rows begin or end inside a granule: see kvpc_fetch_edges */
     uint32_t parts, k_parts; /* of a row, as kvpc_bytes_kernel counts them, and of K */
     uint32_t parts_magic, parts_shift;
     uint32_t gather, pdl; /* for kvpc_bytes_kernel, which has no template for them */
@@ -464,7 +468,7 @@ KVPRIM_DEVICE bool kvpc_find_thread(const kvpc_plain &p, bool parts, uint32_t lo
 /* An index, and what the index rule makes of it. */
 typedef struct kvpc_index {
     int32_t low, high; /* words of an int64; high is 0 for an int32 */
-    uint32_t row;      /* right if `inside` */
+    uint32_t row;      /* valid if `inside` */
     bool inside;
 } kvpc_index;
 
@@ -503,9 +507,12 @@ KVPRIM_DEVICE void kvpc_store_some(uint64_t address, uint4 v, int32_t from, int3
                     dst[4 * w + b] = (char)(words[w] >> 8 * b);
 }
 
-/* Whether the words of the threads are those of the rows: exactly, and of whole rows; or more than the row has; or the
-   row ends inside a word. kvpc_paged: whole rows or parts, exactly, and the indexed table has pages or heads, of whole
-   words; kvpc_paged_words: more than the row has. */
+/* How the words of the threads fit the rows:
+   kvpc_exact        each thread's words lie in the row, and rows are not cut into parts
+   kvpc_words        rows are whole words, cut into parts or not; threads may have words past the row's end
+   kvpc_tails        the same, and a row may end inside a word, or its edges are fetched first: see kvpc_fetch_edges
+   kvpc_paged        each thread's words lie in the row; the indexed table has pages or heads, of whole words
+   kvpc_paged_words  the same, and threads may have words past the row's end */
 enum kvpc_fit { kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words };
 
 KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
@@ -513,8 +520,9 @@ KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
     return fit == kvpc_paged || fit == kvpc_paged_words;
 }
 
-/* When a kernel lets the next one start, if that waits for it. At once is the best for launches of some hundred KB, but
-   with more, blocks that only wait take the room of blocks that work: 4 % on an H100, 2 % on an H200. */
+/* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
+   best up to kvpc_first_bytes. With more, blocks that only wait take the room of blocks that work, which costs 4 % on
+   an H100, 2 % on an H200. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
 /* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
@@ -670,9 +678,9 @@ static __global__ void __launch_bounds__(kvpc_threads)
 
 /* >>impl_move_kernels -----------------------------------------------------------------------------------------------
 
-   Moves with pages, heads, layers or 64-bit sizes, several moves in a launch, and moves on few multiprocessors. A unit
-   is what is contiguous on both sides: a row, or as much of it as lies in one head of either. A chunk is what a group
-   of threads moves at once: a unit, or a part of a long one. */
+   All other moves (see kvpc_is_plain): transfers, layers, pages and heads that are not of whole words, 64-bit sizes,
+   several moves in a launch, few multiprocessors. A unit is what is contiguous on both sides: a row, or as much of it
+   as lies in one head of either. A chunk is what a group of threads moves at once: a unit, or a part of a long one. */
 
 /* What names the rows of one side. */
 typedef struct kvpc_naming {
@@ -935,8 +943,9 @@ enum {
 #endif
 };
 
-/* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n, where n is what
-   `mask` leaves of record i, which begins at byte `at` and is shifted right; or n is i if mask is 0: none are stored. */
+/* A column: the addresses of all fragments in dst or in src, or their sizes. Number i is base + step * n. If mask is 0,
+   no numbers are stored and n is i. Otherwise n is what `mask` leaves of record i, from its byte `at` on, after a shift
+   right by `shift`. */
 typedef struct kvpc_numbers {
     uint64_t base, step, mask;
     uint32_t shift, at;
@@ -1154,7 +1163,7 @@ static kvprim_status kvpc_fail_check(kvprim_status status)
 typedef struct kvpc_call {
     const char *function;
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
-    bool link;                 /* a transfer between pinned host memory and a GPU: see kvpc_crosses_link */
+    bool link;                 /* the first move is a transfer over PCIe: see kvpc_crosses_link */
 } kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
@@ -1257,10 +1266,10 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
                        cudaGetErrorName(error), cudaGetErrorString(error));
 }
 
-/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe: few
-   multiprocessors do not fill NVLink to the host, where atomics reach the host's memory. Of other kinds of memory, and
-   of what CUDA does not know, nothing is said. The last answer is kept, as to ask takes 0.3 us: should the addresses be
-   those of other memory by now, the transfer is only slower. */
+/* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
+   memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
+   know. The last answer is kept, as asking takes 0.3 us: if other memory has these addresses by then, the transfer is
+   only slower. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
     static thread_local const void *known_dst, *known_src;
@@ -1283,6 +1292,7 @@ static bool kvpc_is_link(const void *dst, const void *src)
     return known;
 }
 
+/* True if CUDA does not know. */
 static bool kvpc_is_captured(const kvpc_call *call)
 {
     cudaStreamCaptureStatus status;
@@ -1292,8 +1302,8 @@ static bool kvpc_is_captured(const kvpc_call *call)
     return true;
 }
 
-/* Lets the copy engine copy rows, and returns whether it will. It refuses ranges of several allocations, which kernels
-   take. */
+/* Enqueues CUDA's own copy of rows, and returns whether it did. CUDA refuses ranges of several allocations, which
+   kernels take. */
 static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride, const void *src, int64_t src_stride,
                            int64_t row_bytes, int64_t rows)
 {
@@ -1302,7 +1312,7 @@ static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride,
                   : cudaMemcpy2DAsync(dst, (size_t)dst_stride, src, (size_t)src_stride, (size_t)row_bytes, (size_t)rows,
                                       cudaMemcpyDefault, kvpc_stream(call));
     if (error != cudaSuccess)
-        (void)cudaGetLastError(); /* the launch meets it again, if it is of earlier work */
+        (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
     return error == cudaSuccess;
 }
 #endif
@@ -1390,8 +1400,8 @@ static kvprim_status kvpc_check_memory(const char *, const kvprim_move *, size_t
 
 /* >>impl_row_plan -------------------------------------------------------------------------------------------------- */
 
-/* What a page adds to the place of a row, and a head to that of a byte of it, beyond their strides; 0: no pages, or no
-   heads. Modulo 2^64. */
+/* What each page adds to the place of a row beyond the rows' stride, and each head to that of a byte in a row, modulo
+   2^64. 0 without pages, or with one head. */
 static uint64_t kvpc_page_step(const kvprim_table *t)
 {
     return t->page_rows > 0 ? (uint64_t)t->page_stride - (uint64_t)t->page_rows * (uint64_t)t->stride : 0;
@@ -1415,8 +1425,9 @@ static bool kvpc_is_paged(const kvprim_side *side)
     return side->table.heads > 1 || side->table.page_rows > 0;
 }
 
-/* And the whole move, a gather or a store: the number of threads fits 31 bits, and an index less the base cannot wrap
-   into the table. Only the indexed side may have pages and heads, if all is made of whole words. */
+/* Whether the kernels of plain rows can take a move, a gather or a store: the number of threads fits 31 bits, and an
+   index less the base cannot wrap into the table. Only the indexed side may have pages and heads, and only if
+   everything is made of whole words. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
     const int64_t int32_rows = (int64_t)1 << 31;
@@ -1461,9 +1472,10 @@ static uint32_t kvpc_parts_of(uint32_t bytes, uint32_t part)
     return (bytes + part - 1) / part;
 }
 
-/* How threads share the rows, where each moves `loads` words of each of `tables` tables, and returns in how many parts:
-   of 128 threads, if they are whole, as those are the fastest. Blocks of many rows have few idle lanes; and as a GPU
-   starts less than one dependent block per nanosecond, they move 4 KB or more. */
+/* Plans how threads share the rows, where each moves `loads` words of each of `tables` tables. Returns into how many
+   parts a row is cut. Parts of 128 threads are the fastest, if the row is a whole number of them. With much work, a
+   block moves 4 KB or more, because a GPU starts less than one dependent block per nanosecond, and takes as many rows
+   as leave the smallest share of idle lanes. */
 static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 {
     const uint32_t bytes = p->row_bytes[0] > p->row_bytes[1] ? p->row_bytes[0] : p->row_bytes[1];
@@ -1486,7 +1498,8 @@ static uint32_t kvpc_shape_rows(kvpc_plain *p, uint32_t loads, uint32_t tables)
 
 typedef void (*kvpc_plain_kernel)(const kvpc_plain KVPRIM_IN_PLACE);
 
-/* A GPU starts less than one dependent block per nanosecond, and so much work gains nothing from an early start. */
+/* Dependent only up to kvpc_many_blocks: a GPU starts less than one dependent block per nanosecond, and so much work
+   gains nothing from an early start. With more rows than gridDim.y counts, gridDim.z counts them by kvpc_grid_rows. */
 static kvprim_status kvpc_start_rows(const kvpc_call *call, const kvpc_plain *p, kvpc_fit fit, uint32_t parts,
                                      kvpc_plain_kernel alone, kvpc_plain_kernel dependent)
 {
@@ -1537,8 +1550,8 @@ template <uint32_t loads, uint32_t tables, kvpc_dependence pdl> static kvpc_plai
     return kernels[fit];
 }
 
-/* One load per thread and table. Two, where all threads fit the GPU at once with two and not with one: 5 to 8 % sooner.
-   But a dependent launch of them is spread badly over the multiprocessors. */
+/* One load per thread and table. Two if all threads fit the GPU at once with two and not with one: that is 5 to 8 %
+   faster. Not in a dependent launch, which then spreads badly over the multiprocessors. */
 template <uint32_t tables>
 static kvprim_status kvpc_run_store(const kvpc_call *call, kvpc_plain *p, bool paged, bool tails)
 {
@@ -1602,6 +1615,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
     p.fetch = edges % kvpc_granule_bytes != 0;
     if (bits % 16 != 0)
         return kvpc_start_bytes(call, &p);
+    /* Only kvpc_tails fetches edges; rows of whole words take it from kvpc_few_bytes on. */
     const bool many = (uint64_t)p.count * p.row_bytes[0] > kvpc_few_bytes;
     const bool tails = (p.row_bytes[0] | p.row_bytes[1]) % 16 != 0 || (p.fetch && many);
     const bool paged = kvpc_is_paged(indexed);
@@ -1760,12 +1774,13 @@ static void kvpc_join_rows(kvprim_move *m)
     m->count /= rows;
 }
 
-/* Whether a move is a transfer between pinned host memory and a GPU that takes some time. By itself it runs on
-   kvpc_link_sms multiprocessors:
-   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses: on 8 a kernel
-     beside them takes 1.5 to 2.4 times as long, on 2 1.02 to 1.04 (H200).
-   - Their threads take all registers. Blocks of another kernel beside fewer of them are slowed with them.
-   Shorter ones take about 1 us, and to ask CUDA where their memory is takes 0.3. */
+/* Whether a move is a transfer between pinned host memory and a GPU of 64 KB or more. A shorter one takes about 1 us,
+   and asking CUDA where its memory is takes 0.3 us. Unless max_sms says otherwise, it runs on kvpc_link_sms
+   multiprocessors:
+   - Two fill the link. With more, stores to the host queue up in front of all other memory accesses, and kernels beside
+     them take much longer (>>gpu_move has the figures).
+   - The transfer's threads take all registers of a multiprocessor. With fewer of them, blocks of another kernel would
+     fit beside them and be slowed. */
 static bool kvpc_crosses_link(const kvprim_move *m)
 {
     const uint64_t least_bytes = 64 << 10;
@@ -1774,7 +1789,8 @@ static bool kvpc_crosses_link(const kvprim_move *m)
            kvpc_is_link(kvprim_side_layer(&m->dst, 0), kvprim_side_layer(&m->src, 0));
 }
 
-/* Whether a side's rows can be one copy of two dimensions: rows of 512 bytes are copied as fast as one run is. */
+/* Whether a side's rows can be one copy of two dimensions, which is as fast as one of a single run if rows have 512
+   bytes or more. CUDA takes a pitch below 2 GB. */
 static bool kvpc_is_copied_side(const kvprim_side *side, const kvprim_move *m)
 {
     const kvprim_table *const t = &side->table;
@@ -1782,9 +1798,10 @@ static bool kvpc_is_copied_side(const kvprim_side *side, const kvprim_move *m)
            (m->count == 1 || (m->row_bytes >= 512 && t->stride >= m->row_bytes && t->stride <= INT32_MAX));
 }
 
-/* Lets the copy engine move the layers of a transfer without an index, and returns whether it does. It fills the link to
-   1.00 where kernels reach 0.95, and other kernels hardly notice it. One copy is enqueued and over 3 us sooner than a
-   kernel; but each further one, and each in a graph, begins 1 to 2 us after what is before it, which 2 MB make up for. */
+/* Lets the copy engine move the layers of a transfer without an index, and returns whether it does. If it refuses a
+   layer, a kernel moves all of them, again those that are copied. The copy engine fills the link to 1.00 where kernels
+   reach 0.95, and hardly slows other kernels. A single copy ends 3 us sooner than a kernel. But each further copy, and
+   each copy in a graph, begins 1 to 2 us after the work before it; from 2 MB on that is made up for. */
 static bool kvpc_copy_layers(const kvpc_call *call, const kvprim_move *m)
 {
     const uint64_t bytes = (uint64_t)m->count * (uint64_t)m->row_bytes, much = 2 << 20;
@@ -2290,36 +2307,19 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
                       kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
-#ifndef KVPRIM_CUDA_EMULATE
-static kvprim_status kvpc_copy_by_cuda(const kvpc_call *call, uint64_t dst, uint64_t src, uint64_t bytes)
+/* One fragment below 16 MB, or fragments that join to one. */
+static kvprim_status kvpc_unpack_one(const kvpc_unpack_job *job, uint64_t bytes)
 {
-    const cudaStream_t stream = call->launch.stream ? call->launch.stream : cudaStreamLegacy;
-    const cudaError_t error = cudaMemcpyAsync((void *)dst, (const void *)src, bytes, cudaMemcpyDefault, stream);
-    if (error == cudaSuccess)
-        return KVPRIM_OK;
-    (void)cudaGetLastError(); /* it is reported here */
-    return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: %s%s: %s", call->function,
-                       kvpc_is_earlier(error) ? "not enqueued, as work before it failed: " : "",
-                       cudaGetErrorName(error), cudaGetErrorString(error));
-}
-#endif
-
-/* One fragment, or fragments that join to one (a long one was cut again). CUDA's own copy is faster from 16 MB on: 64 MB
-   take 32.9 us, not 34.7 (H200); where it begins inside 16 bytes it takes longer, and it takes no max_sms. */
-static kvprim_status kvpc_unpack_one(kvpc_unpack_job *job)
-{
-    enum { copy_bytes = 16 << 20, few_bytes = 1 << 20 };
-    const kvpc_call *const call = job->call;
-    const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
+    enum { few_bytes = 1 << 20 };
     const kvpc_one one = {(uintptr_t)job->desc->dst + job->dst.first, (uintptr_t)job->desc->src + job->src.first,
-                          (uint32_t)bytes, call->launch.pdl};
-    if (bytes >= copy_bytes)
-        return kvpc_copy_by_cuda(call, one.dst, one.src, bytes);
+                          (uint32_t)bytes, job->call->launch.pdl};
     const uint32_t loads = bytes <= few_bytes ? 1 : 4, in_block = 16 * kvpc_unpack_threads * loads;
-    return kvpc_start(call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
+    return kvpc_start(job->call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
                       (one.bytes + in_block - 1) / in_block, kvpc_unpack_threads, one);
 }
 
+/* Whether all fragments make one (a long one was cut again) that kvpc_unpack_one or CUDA's own copy moves: those take
+   no max_sms, and CUDA's takes longer where it begins inside 16 bytes. */
 static bool kvpc_is_one(const kvpc_unpack_job *job)
 {
     const kvpc_column *const src = &job->src, *const dst = &job->dst;
@@ -2331,6 +2331,8 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
+    enum { copy_bytes = 16 << 20 }; /* from here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200) */
+    const kvprim_unpack_desc *const d = job->desc;
     job->call = call;
     job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
@@ -2338,8 +2340,14 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         return KVPRIM_OK;
     if (job->bytes.any > kvpc_most_bytes || kvpc_is_mergeable(job))
         kvpc_survey(job, true);
-    if (kvpc_is_one(job))
-        return kvpc_unpack_one(job);
+    if (kvpc_is_one(job)) {
+        const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
+        if (bytes < copy_bytes)
+            return kvpc_unpack_one(job, bytes);
+        if (kvpc_copy_rows(call, (char *)d->dst + job->dst.first, 0, (const char *)d->src + job->src.first, 0,
+                           (int64_t)bytes, 1))
+            return KVPRIM_OK;
+    }
     kvpc_plan_unpack(job);
     while (job->left > 0)
         if (job->left <= kvpc_fragments_in(&job->head, kvpc_few_params))

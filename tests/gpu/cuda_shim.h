@@ -194,7 +194,7 @@ static inline uint32_t kvpc_multiprocessors()
 
 [[maybe_unused]] static bool kvprim_emulate_link;     /* as if one side of every transfer were pinned host memory */
 [[maybe_unused]] static bool kvprim_emulate_captured; /* as if the stream were being captured */
-[[maybe_unused]] static bool kvprim_emulate_refuse;   /* the copy engine takes no copy */
+[[maybe_unused]] static bool kvprim_emulate_refuse;   /* CUDA's own copy refuses */
 
 static inline bool kvpc_is_link(const void *, const void *)
 {
@@ -212,6 +212,7 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
 {
     if (kvprim_emulate_refuse)
         return false;
+    gridDim = dim3(1);
     for (int64_t r = 0; r < rows; r++)
         memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
                static_cast<size_t>(row_bytes));
@@ -226,15 +227,6 @@ static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &)
     kvprim_emulate_dependent = call->launch.pdl != 0;
     kvprim_emulate_launch(kernel, blocks, threads, params);
     kvprim_emulate_dependent = false;
-    return KVPRIM_OK;
-}
-
-template <class Call> static kvprim_status kvpc_copy_by_cuda(const Call *, uint64_t dst, uint64_t src, uint64_t bytes)
-{
-    gridDim = dim3(1);
-    kvprim_emulate_copies++;
-    memcpy(reinterpret_cast<void *>(static_cast<uintptr_t>(dst)),
-           reinterpret_cast<const void *>(static_cast<uintptr_t>(src)), bytes);
     return KVPRIM_OK;
 }
 

@@ -651,12 +651,13 @@ static void test_long_fragments()
     CHECK(at == large + 14 && pieces == job.left);
 }
 
-/* From 16 MB on CUDA copies what joins to one fragment, unless max_sms limits it. */
+/* From 16 MB on CUDA copies what joins to one fragment, unless max_sms limits it. If CUDA refuses, a kernel does. */
 static void test_copies_by_cuda()
 {
     const uint64_t bytes = (16 << 20) + 5, piece = 1 << 20;
     for (const uint64_t less : {0, 6})
-        for (int32_t max_sms = 0; max_sms < 2; max_sms++) {
+        for (int kind = 0; kind < 3; kind++) {
+            const int32_t max_sms = kind == 1;
             std::vector<unsigned char> src(bytes + 32), dst(bytes + 32);
             unsigned char *const from = src.data() + (16 - reinterpret_cast<uintptr_t>(src.data()) % 16) % 16;
             unsigned char *const to = dst.data() + (16 - reinterpret_cast<uintptr_t>(dst.data()) % 16) % 16;
@@ -670,9 +671,11 @@ static void test_copies_by_cuda()
             d.fragments = f.data(), d.count = f.size();
             fill(from, bytes);
             const unsigned copies = kvprim_emulate_copies;
+            kvprim_emulate_refuse = kind == 2;
             CHECK(kvprim_cuda_unpack(&d, &launch) == KVPRIM_OK);
+            kvprim_emulate_refuse = false;
             CHECK(memcmp(from, to, bytes - less) == 0 && (less == 0 || to[bytes - less] == 0));
-            CHECK(kvprim_emulate_copies - copies == (less == 0 && max_sms == 0));
+            CHECK(kvprim_emulate_copies - copies == (less == 0 && kind == 0));
         }
 }
 
