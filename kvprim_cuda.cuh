@@ -1268,28 +1268,26 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
 
 /* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
    memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
-   know. The last answer is kept, as asking takes 0.3 us: if other memory has these addresses by then, the transfer is
-   only slower. */
+   know. A no is remembered, as asking takes 0.3 us: if other memory has these addresses by then, the transfer only
+   takes more multiprocessors. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
-    static thread_local const void *known_dst, *known_src;
-    static thread_local bool known;
+    static thread_local const void *no_dst, *no_src;
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
     cudaPointerAttributes a = {}, b = {};
     int nvlink = 1;
-    if (dst == known_dst && src == known_src)
-        return known;
+    if (dst == no_dst && src == no_src)
+        return false;
     cudaError_t error = cudaPointerGetAttributes(&a, dst);
     if (error == cudaSuccess)
         error = cudaPointerGetAttributes(&b, src);
     if (error == cudaSuccess && ((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
         error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, a.device);
-    if (error != cudaSuccess) {
+    if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the launch meets it again */
-        return false;
-    }
-    known_dst = dst, known_src = src, known = !nvlink;
-    return known;
+    else if (nvlink)
+        no_dst = dst, no_src = src;
+    return error == cudaSuccess && !nvlink;
 }
 
 /* True if CUDA does not know. */
@@ -1900,7 +1898,9 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, function, launch));
     KVPRIM_TRY(kvpc_check_memory(function, moves, n));
-    call.link = kvpc_crosses_link(moves);
+    call.link = true;
+    for (size_t k = 0; k < n && call.link; k++)
+        call.link = kvpc_crosses_link(&moves[k]);
     if (call.link && call.launch.max_sms == 0)
         call.launch.max_sms = kvpc_link_sms;
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
