@@ -72,7 +72,7 @@ help:
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
-	@echo '               cuda-bench, nccl-bench: parts of that; torch-bench: against PyTorch'
+	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that; torch-bench: against PyTorch'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
@@ -81,7 +81,7 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench nccl-bench bandwidth \
+RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench nccl-bench bandwidth \
     torch-bench sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
@@ -150,7 +150,7 @@ plots:
 CHECKSUMS = sha256sum kvprim.h kvprim_cuda.cuh
 GPU_EXAMPLES = build/03_kv_store build/04_unpack build/05_offload build/11_compact
 GPU_TESTS = build/test_cuda build/test_cuda_debug build/02_kv_replay_cuda
-GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_unpack build/bench_transfer
+GPU_BENCHES = build/bench_cuda build/bench_paged build/bench_unpack
 
 # CUPTI lies beside CUDA or in its own folder there. Not every installation of CUDA has it.
 CUPTI_PLACES = $(CUPTI_HOME) $(CUDA_PLACES) $(CUDA_PLACES:%=%/extras/CUPTI)
@@ -161,7 +161,7 @@ CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench torch-bench sanitize cuda-sanitize bandwidth engine ncu, \
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench sanitize cuda-sanitize bandwidth engine ncu, \
     $(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
@@ -174,7 +174,7 @@ examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $
 gpu-test:
 	$(call each,cuda-test nccl-test engine)
 gpu-bench:
-	$(call each,cuda-bench nccl-bench)
+	$(call each,cuda-bench transfer-bench nccl-bench)
 sanitize:
 	$(call each,cuda-sanitize nccl-sanitize)
 
@@ -186,6 +186,9 @@ cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 
 cuda-bench: $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
+
+transfer-bench: build/bench_transfer
+	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
 
 nccl-test nccl-bench nccl-sanitize:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
@@ -240,7 +243,7 @@ build/test_cuda_debug: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-$(GPU_BENCHES): build/%: tests/bench/%.cu $(HEADERS) build/flags
+$(GPU_BENCHES) build/bench_transfer: build/%: tests/bench/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It

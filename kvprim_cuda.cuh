@@ -113,9 +113,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
    - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
-   - Others run on 2 multiprocessors if max_sms is 0. These reach 0.92 to 0.95 of the copy engine with rows of 4 KB. A
-     kernel limited by memory takes 1.01 to 1.07 times as long beside them, and up to 1.9 times beside 8 (H200). If
-     other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
+   - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
+     multiples of 16 bytes on 8. Two reach 0.82 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
+     by memory takes 1.01 to 1.08 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
+     kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
@@ -248,6 +249,8 @@ enum {
     kvpc_grid_rows = 1024,          /* blocks of gridDim.y if gridDim.z > 1; CUDA takes 65,535 of each */
     kvpc_few_sms_threads = 1024,    /* at most, of moves on few multiprocessors */
     kvpc_link_sms = 2,              /* see kvpc_crosses_link */
+    kvpc_link_short_sms = 4,        /* of pieces of less than 2 KB */
+    kvpc_link_unaligned_sms = 8,    /* of any alignment: on two, rows of 1,000 bytes move 8 to 16 GB/s, on 8 29 to 40 */
     kvpc_unaligned_threads = 512,   /* at most, of moves of any alignment */
     kvpc_unpack_threads = 256,      /* of unpack */
     kvpc_unpack_most_threads = 512, /* ... with max_sms */
@@ -1163,7 +1166,8 @@ static kvprim_status kvpc_fail_check(kvprim_status status)
 typedef struct kvpc_call {
     const char *function;
     kvprim_cuda_launch launch; /* pdl only where it has an effect */
-    bool link;                 /* the first move is a transfer over PCIe: see kvpc_crosses_link */
+    bool link;                 /* all moves are transfers over PCIe: see kvpc_crosses_link */
+    bool chosen;               /* max_sms is kvpc_link_sms, not the caller's */
 } kvpc_call;
 
 #ifndef KVPRIM_CUDA_EMULATE
@@ -1268,16 +1272,12 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
 
 /* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
    memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
-   know. A no is remembered, as asking takes 0.3 us: if other memory has these addresses by then, the transfer only
-   takes more multiprocessors. */
+   know. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
-    static thread_local const void *no_dst, *no_src;
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
     cudaPointerAttributes a = {}, b = {};
     int nvlink = 1;
-    if (dst == no_dst && src == no_src)
-        return false;
     cudaError_t error = cudaPointerGetAttributes(&a, dst);
     if (error == cudaSuccess)
         error = cudaPointerGetAttributes(&b, src);
@@ -1285,8 +1285,6 @@ static bool kvpc_is_link(const void *dst, const void *src)
         error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, a.device);
     if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the launch meets it again */
-    else if (nvlink)
-        no_dst = dst, no_src = src;
     return error == cudaSuccess && !nvlink;
 }
 
@@ -1326,7 +1324,7 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     if (l.reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: launch.reserved is not 0: zero-initialise the structure",
                            function);
-    *call = kvpc_call{function, l, false};
+    *call = kvpc_call{function, l, false, false};
     call->launch.pdl = l.pdl && kvpc_has_pdl();
     return KVPRIM_OK;
 }
@@ -1677,6 +1675,15 @@ template <uint32_t most_tasks> static void kvpc_cut(kvpc_batch<most_tasks> *p, u
     }
 }
 
+/* The call on other multiprocessors than kvpc_link_sms, if those were not the caller's choice. */
+static kvpc_call kvpc_with_sms(const kvpc_call *call, int32_t sms)
+{
+    kvpc_call other = *call;
+    if (call->chosen)
+        other.launch.max_sms = sms;
+    return other;
+}
+
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_start_groups(const kvpc_call *call,
@@ -1703,8 +1710,9 @@ static kvprim_status kvpc_start_aligned(const kvpc_call *call, kvpc_batch<most_t
     const bool few = call->launch.max_sms > 0;
     const uint32_t few_lanes = unit <= (call->link ? 1024 : 512) ? 8 : 16;
     const uint32_t lanes = few ? few_lanes : unit <= 256 ? 8 : unit <= 512 ? 16 : 32;
+    const kvpc_call start = kvpc_with_sms(call, unit < 2048 ? kvpc_link_short_sms : kvpc_link_sms);
     kvpc_cut(p, 16 * lanes * (few ? few_loads : 2), true);
-    return kvpc_start_groups(call, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
+    return kvpc_start_groups(&start, kernels[few][lanes / 16], kvpc_few_sms_threads, lanes, p);
 }
 
 /* Any rows. large: more rows or chunks than the other kernels count. */
@@ -1712,8 +1720,9 @@ template <uint32_t most_tasks>
 static kvprim_status kvpc_start_unaligned(const kvpc_call *call, kvpc_batch<most_tasks> *p, uint64_t unit, bool large)
 {
     const uint32_t lanes = large || unit > 256 ? 32 : 8;
+    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
     kvpc_cut(p, lanes == 8 ? 256 : 2048, false);
-    return kvpc_start_groups(call,
+    return kvpc_start_groups(&start,
                              large        ? kvpc_move_bytes_kernel<32, uint64_t, most_tasks>
                              : lanes == 8 ? kvpc_move_bytes_kernel<8, uint32_t, most_tasks>
                                           : kvpc_move_bytes_kernel<32, uint32_t, most_tasks>,
@@ -1753,8 +1762,9 @@ static kvprim_status kvpc_start_batch(const kvpc_call *call, kvpc_batch<most_tas
     large |= chunks >= most;
     p->pdl = call->launch.pdl != 0;
     if (pieces && !large) {
+        const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
         kvpc_cut(p, 16, true);
-        return kvpc_start_groups(call, kvpc_move_pieces_kernel<most_tasks>, kvpc_unaligned_threads, 1, p);
+        return kvpc_start_groups(&start, kvpc_move_pieces_kernel<most_tasks>, kvpc_unaligned_threads, 1, p);
     }
     return large || bits % 16 != 0 ? kvpc_start_unaligned(call, p, unit, large) : kvpc_start_aligned(call, p, unit);
 }
@@ -1901,7 +1911,8 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     call.link = true;
     for (size_t k = 0; k < n && call.link; k++)
         call.link = kvpc_crosses_link(&moves[k]);
-    if (call.link && call.launch.max_sms == 0)
+    call.chosen = call.link && call.launch.max_sms == 0;
+    if (call.chosen)
         call.launch.max_sms = kvpc_link_sms;
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))

@@ -300,7 +300,7 @@ builds_for_two()
 targets()
 {
     if [ "$gpus" -eq 0 ]; then
-        for target in gpu-test gpu-bench cuda-test cuda-bench bandwidth sanitize engine ncu; do
+        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu; do
             cell "make $target without a GPU" leaves_results $target
         done
     fi

@@ -137,10 +137,10 @@ static void link_choices()
         {65536, 1, 1, 0, false, false, 1, 0},  {65520, 1, 1, 0, false, false, 0, 16},
         {4096, 16, 1, 0, false, false, 1, 0},  {65536, 1, 2, 0, false, false, 0, 2},
         {65536, 1, 3, 0, false, false, 0, 2},  {65536, 32, 2, 0, false, false, 2, 0},
-        {512, 256, 1, 16, false, false, 1, 0}, {496, 256, 1, 16, false, false, 0, 2},
+        {512, 256, 1, 16, false, false, 1, 0}, {496, 256, 1, 16, false, false, 0, 4},
         {65536, 2, 1, 0, true, false, 0, 2},   {65536, 31, 1, 0, false, true, 0, 2},
         {65536, 32, 1, 0, false, true, 1, 0},  {65536, 32, 1, 64, false, true, 1, 0},
-        {1000, 100, 1, 0, true, false, 0, 2},
+        {1000, 100, 1, 0, true, false, 0, 8},
     };
     static int32_t index[256];
     const size_t room = 5 << 20;
