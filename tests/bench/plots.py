@@ -94,8 +94,8 @@ def mean(numbers):
     return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
 
 
-gpu, cpu, nccl, replay, torch = (
-    Results(name + '.txt') for name in ('gpu_bench', 'bench', 'nccl_bench', 'replay', 'gpu_torch'))
+gpu, transfer, cpu, nccl, replay, torch = (
+    Results(name + '.txt') for name in ('gpu_bench', 'gpu_transfer', 'bench', 'nccl_bench', 'replay', 'gpu_torch'))
 COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  # counts bytes read and bytes written
 EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
 SIZES = r'\d+ +\d+'
@@ -109,10 +109,10 @@ LARGE = gpu.table('large moves, PDL off, against a device-to-device cudaMemcpyAs
 ODD = gpu.table('multiple of 128; ratio of the second to the last', 'row B rows packed 16 128 wide ratio',
                 r'(?:gather|store) +' + SIZES, 5)
 UNPACK = gpu.table('', 'fragments + kvprim us GB/s cub warp each batch', r'\w.*\w +\d+', 6)
-OFFLOAD = gpu.table('the copy, and against the batch from the call to the end of its work',
-                    'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ KB', 10)
-LAYERS = gpu.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
-                   'row MiB us all 8 SMs 16 SMs 32 SMs 64 SMs / copy', r'\w.*B +[\d.]+', 7)
+OFFLOAD = transfer.table('the copy, and against the batch from the call to the end of its work',
+                         'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ \w+', 10)
+LAYERS = transfer.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
+                        'row MiB us all 8 SMs 16 SMs 32 SMs 64 SMs / copy', r'\w.*B +[\d.]+', 7)
 PAGED = [1 / float(gpu.find(rf'{name} / flat, to 64 tokens +([\d.]+), target')) for name in ('gather', 'paged store')]
 PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx512 avx2 scalar memcmp std fast std '
                           'slow x fast x slow bytes/cycle', r'\d+', 10)
@@ -388,12 +388,13 @@ def offload():
     panels = []
     for way, heading in (('to GPU', 'from the host to the GPU'), ('to host', 'from the GPU to the host')):
         rows = [(size(key[len(way):]), values) for key, values in OFFLOAD.items() if key.startswith(way)]
+        rows = [row for row in rows if row[0] in BYTES]
         panels.append((heading, [(name, style, [(b, v[at]) for b, v in rows]) for name, style, at in (
             ('limit: copy engine, 256 MiB at once', 'limit', 5), ('cudaMemcpyAsync per row', 'third', 7),
             ('cudaMemcpyBatchAsync', 'first', 6), ('kvprim, on 2 multiprocessors', 'ours', 0))]))
     return picture('Offload: rows between pinned host memory and the GPU',
                    'GB/s; higher is better.',
-                   'bytes of a row', BYTES, panels, ON_H200, linear=True)
+                   'bytes of a row', BYTES, panels, ON_H200.replace('gpu_bench', 'gpu_transfer'), linear=True)
 
 
 def all_reduce():
@@ -445,9 +446,11 @@ def times_as_fast():
          each(table['1024'][4] for table in HOST.values())),
         (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
          mean_and_worst(TORCH.values(), (4, 4))),
-        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes, one launch after the other: mean; '
-         'worst', 'mini-sglang / the faster of mini-sglang and SGLang', mean_and_worst((GATHER, STORE), (2, 3))),
-        ('the same, dependent launch on both sides', 'the same', mean_and_worst((GATHER, STORE), (5, 7))),
+        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes: mean; worst; with dependent launch '
+         'on both sides', 'mini-sglang / and SGLang',
+         f'{mean_and_worst((GATHER, STORE), (2, 3))}; {mean_and_worst((GATHER, STORE), (5, 7))}'),
+        ('store in pages of 16 and 64 tokens, NHD, HND, K beside V: mean', 'the best of vLLM and two of FlashInfer',
+         each([1 / float(gpu.find(r'paged store / best of three +([\d.]+), target'))])),
         ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
          each(UNPACK[key][2] / UNPACK[key][0] for key in (
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
@@ -455,8 +458,9 @@ def times_as_fast():
          each(1 / float(gpu.find(CHUNK % name)) for name in CHUNK_OPPONENTS)),
         ('transfer of 4 KB rows, pinned host memory to GPU / back; from the call to the end', '`cudaMemcpyBatchAsync`',
          f"{each(v[0] / v[6] for v in offload)}; {each(v[9] for v in offload)}")] + [
-        (f'{name} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
-         each(1 / tables[gpus][n][5] for n in sizes)) for gpus in NCCL_BY_GPUS for name, tables in COLLECTIVES.items()]
+        (f'{"; ".join(names)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
+         '; '.join(each(1 / COLLECTIVES[name][gpus][n][5] for n in sizes) for name in names))
+        for gpus in NCCL_BY_GPUS for names in (('all-reduce',), [name for name in COLLECTIVES if name != 'all-reduce'])]
 
 
 def shares():
@@ -466,8 +470,6 @@ def shares():
     return [
         ('gather of 2,097,152 / store of 1,048,576 rows of 1,024 bytes', 'one copy on the device',
          (LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3])),
-        ('transfer of 64 layers of pages in one launch, 256 MiB / 1 GiB', 'one copy on the device',
-         (LAYERS[f'pages 32 KB {mib}'][6] for mib in ('256.0', '1024.0'))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back, on 2 / 8 SMs', 'one copy of the copy engine',
          [OFFLOAD[f'{way} 4 KB'][at] / OFFLOAD[f'{way} 4 KB'][5] for at in (0, 1) for way in ('to GPU', 'to host')]),
         ('gather / store of up to 64 rows in pages of any layout, the worst', 'a plain table', PAGED),
@@ -477,8 +479,9 @@ def shares():
 
 def figures():
     """The tables of README.md."""
-    links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in (cpu, replay, gpu, torch, nccl))
-    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}.\nThe replay takes "
+    sources = (cpu, replay, gpu, transfer, torch, nccl)
+    links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
+    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}. The replay takes "
              f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
              f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
              f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays {replay.find('^tokens .* ([0-9.]+) M/s')} "
