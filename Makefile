@@ -81,8 +81,8 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench nccl-bench bandwidth \
-    torch-bench sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
+RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
+    nccl-bench bandwidth torch-bench sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -161,8 +161,8 @@ CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench sanitize cuda-sanitize bandwidth engine ncu, \
-    $(MAKECMDGOALS)),)
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench sanitize cuda-sanitize bandwidth \
+    engine ncu,$(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 

@@ -881,6 +881,13 @@ KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, const uint4
             kvpc_store16_once(c.dst + at + 16 * lanes * k, v[k]);
 }
 
+/* On sm_75 the kernel below would spill 16 bytes if it found the next chunk before it stored the last one. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+enum { kvpc_stores_first = 1 };
+#else
+enum { kvpc_stores_first = 0 };
+#endif
+
 /* On few multiprocessors: each group moves one chunk after the other. While one is on its way it finds the next. */
 template <uint32_t lanes, uint32_t loads, uint32_t most_tasks>
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
@@ -892,8 +899,11 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     if (p.pdl)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
+        if (kvpc_stores_first)
+            kvpc_store_once<lanes, loads>(c, at, v);
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
-        kvpc_store_once<lanes, loads>(c, at, v);
+        if (!kvpc_stores_first)
+            kvpc_store_once<lanes, loads>(c, at, v);
         c = next;
         kvpc_load_once<lanes, loads>(c, at, v);
     }

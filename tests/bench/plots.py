@@ -314,8 +314,8 @@ def overview():
                 ('Gather', 'mini-sglang', [1 / values[6] for values in GATHER.values()]),
                 ('Store', 'SGLang, mini-sglang', [1 / values[8] for values in STORE.values()]))
             ] + [
-            (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', OFFLOAD[way + ' 4 KB'][0] / OFFLOAD[way + ' 4 KB'][6])
-            for where, way in (('from', 'to GPU'), ('to', 'to host'))] + [
+            (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', rates[0] / rates[6])
+            for where, rates in (('from', OFFLOAD['to GPU 4 KB']), ('to', OFFLOAD['to host 4 KB']))] + [
             (f'Unpack {what}', BATCHED, UNPACK[key][2] / UNPACK[key][0]) for what, key in (
                 ('fragments of 64 B to 128 KB', '64 B to 128 KB, 96 MB 0'),
                 ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
@@ -446,8 +446,8 @@ def times_as_fast():
          each(table['1024'][4] for table in HOST.values())),
         (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
          mean_and_worst(TORCH.values(), (4, 4))),
-        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes: mean; worst; with dependent launch '
-         'on both sides', 'mini-sglang / and SGLang',
+        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes: mean; worst; with dependent '
+         'launch on both sides', 'mini-sglang / and SGLang',
          f'{mean_and_worst((GATHER, STORE), (2, 3))}; {mean_and_worst((GATHER, STORE), (5, 7))}'),
         ('store in pages of 16 and 64 tokens, NHD, HND, K beside V: mean', 'the best of vLLM and two of FlashInfer',
          each([1 / float(gpu.find(r'paged store / best of three +([\d.]+), target'))])),
