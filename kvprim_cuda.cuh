@@ -114,8 +114,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
    - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
-     multiples of 16 bytes on 8. Two reach 0.82 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
-     by memory takes 1.01 to 1.08 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
+     multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
+     by memory takes 1.01 to 1.09 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
      kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
