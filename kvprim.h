@@ -42,7 +42,7 @@
        >>dtype       element types
        >>prefix      prefix compare
        >>table       kvprim_table: rows, pages, heads; the index rule
-       >>gather      >>store      >>transfer      >>unpack
+       >>gather      >>store      >>slots      >>transfer      >>unpack
        >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
        >>impl        the implementation:
@@ -54,6 +54,7 @@
            >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
+           >>impl_slots           page tables into slots
            >>impl_unpack
 
    Rules that hold for every function here
@@ -318,6 +319,48 @@ typedef struct kvprim_store_desc {
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *desc);
 
+/* >>slots ----------------------------------------------------------------------------------------------------------
+
+   Which rows of a cache hold some tokens, by the page numbers of their requests:
+
+       slot[i] = pages[request][position / page_rows] * page_rows + position % page_rows
+
+   A token's request and position are request[i] and position[i]. Or they follow from cu_seqlens, requests + 1 cumulative
+   token counts in ascending order: request r has the tokens i with cu_seqlens[r] <= i < cu_seqlens[r + 1], none if the
+   two are equal, and their positions are starts[r] + i - cu_seqlens[r].
+
+   A negative request, position or page number is padding: slot[i] is -1. It is also -1 for what lies outside, and that
+   adds one to *rejected, if there is such a counter: a request >= requests, a token in no request (i < cu_seqlens[0] or
+   i >= cu_seqlens[requests]), a position >= max_pages * page_rows, a slot >= rows. So whatever the arrays hold, each
+   slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens descends somewhere, which of these a
+   token gets is unspecified.
+
+   Slots are what kvprim_store_desc.slot and the index of a gather take, with base 0. A gather of pages by cumulative
+   lengths is this call and kvprim_gather. */
+typedef struct kvprim_slots_desc {
+    const void *pages; /* page numbers, requests x max_pages. All arrays are aligned as their C types */
+    kvprim_index_type pages_type;
+    int32_t reserved_pages;
+    int64_t requests, max_pages, pages_stride; /* pages_stride: elements from one request to the next; 0: max_pages */
+    int64_t page_rows, rows;                   /* of a page, of the cache. All sizes are at least 1 */
+    const void *request, *position;            /* `count` of each. Or both are NULL, and there are ... */
+    const void *cu_seqlens, *starts;           /* ... requests + 1, and requests. starts may be NULL: all are 0 */
+    kvprim_index_type token_type;              /* of request, position, cu_seqlens and starts */
+    int32_t reserved_token;
+    void *slot; /* `count`. Written by the executing side: on the GPU what follows in the stream may use it */
+    kvprim_index_type slot_type; /* int32 holds the slots of up to 2^31 rows */
+    int32_t reserved_slot;
+    int64_t count;
+    uint32_t *rejected; /* optional, as in kvprim_gather_desc */
+    int64_t reserved;
+} kvprim_slots_desc;
+
+/* Aliasing: slot must not overlap another array or rejected (checked).
+   Errors: NULL (descriptor, pages, slot, or neither cu_seqlens nor request and position), SIZE (names the field and the
+   values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, types, an array or counter that is not
+   aligned, a reserved field that is not 0). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots(const kvprim_slots_desc *desc);
+
 /* >>transfer -------------------------------------------------------------------------------------------------------
 
    In every layer, for i in [0, count): dst row (dst_index[i] - dst_index_base) = src row (src_index[i] -
@@ -442,6 +485,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
                                                               kvprim_transfer_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
@@ -552,6 +596,7 @@ extern "C" {
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_slots_desc) == 136, "kvprim_slots_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
@@ -573,6 +618,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
     } structs[] = {{"kvprim_table", sizeof(kvprim_table)},
                    {"kvprim_gather_desc", sizeof(kvprim_gather_desc)},
                    {"kvprim_store_desc", sizeof(kvprim_store_desc)},
+                   {"kvprim_slots_desc", sizeof(kvprim_slots_desc)},
                    {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
@@ -2315,6 +2361,182 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     kvprim_move m;
     KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
     kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
+}
+
+/* >>impl_slots ----------------------------------------------------------------------------------------------------- */
+
+/* An array of a kvprim_slots_desc, and what its length comes from. */
+typedef struct kvpi_array {
+    kvpi_bytes bytes;
+    kvprim_index_type type;
+    const char *of;
+    int64_t length;
+} kvpi_array;
+
+enum { kvpi_written_arrays = 2, kvpi_slots_arrays = 7 };
+
+static kvpi_array kvpi_array_of(const char *name, const void *data, kvprim_index_type type, uint64_t elements,
+                                const char *of, int64_t length)
+{
+    const kvpi_array a = {{name, data, data ? kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4) : 0}, type, of, length};
+    return a;
+}
+
+/* Types, and where the arrays lie: those that are written come first. */
+static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_desc *d)
+{
+    const kvprim_index_type type = d->token_type;
+    const uint64_t n = (uint64_t)d->count, requests = (uint64_t)d->requests;
+    const uint64_t pages = kvpi_add(kvpi_mul(requests - 1, (uint64_t)d->pages_stride), (uint64_t)d->max_pages);
+    const kvpi_array a[kvpi_slots_arrays] = {
+        kvpi_array_of("slot", d->slot, d->slot_type, n, "count", d->count),
+        kvpi_array_of("rejected", d->rejected, KVPRIM_I32, 1, "count", 1),
+        kvpi_array_of("pages", d->pages, d->pages_type, pages, "requests", d->requests),
+        kvpi_array_of("request", d->request, type, n, "count", d->count),
+        kvpi_array_of("position", d->position, type, n, "count", d->count),
+        kvpi_array_of("cu_seqlens", d->cu_seqlens, type, requests + 1, "requests", d->requests),
+        kvpi_array_of("starts", d->starts, type, requests, "requests", d->requests)};
+    for (int k = 0; k < kvpi_slots_arrays; k++) {
+        const kvpi_bytes b = a[k].bytes;
+        if ((uintptr_t)b.data % (a[k].type == KVPRIM_I64 ? offsetof(kvpi_aligned_i64, i64) : 4) != 0)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to its type", function, b.name,
+                               b.data);
+        if (b.bytes >= kvpi_too_large)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes", function,
+                               a[k].of, (long long)a[k].length, b.name, (unsigned long long)kvpi_too_large);
+        for (int w = 0; w < kvpi_written_arrays && w < k; w++)
+            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
+                return kvpi_fail_overlap(function, a[w].bytes, b, "");
+    }
+    return KVPRIM_OK;
+}
+
+/* Which arrays are given, and their types. */
+static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_desc *d)
+{
+    const char *const mixed = d->request ? "request" : d->position ? "position" : NULL;
+    const char *const null = !d->pages                     ? "pages"
+                             : !d->slot                    ? "slot"
+                             : d->cu_seqlens || d->starts  ? NULL
+                             : !d->request && !d->position ? "request, position and cu_seqlens: each"
+                             : !d->request                 ? "request"
+                             : !d->position                ? "position"
+                                                           : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (d->cu_seqlens && mixed)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both cu_seqlens (%p) and %s (%p) are set", function,
+                           d->cu_seqlens, mixed, d->request ? d->request : d->position);
+    if (d->starts && !d->cu_seqlens)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: starts (%p) is set, but cu_seqlens is NULL", function,
+                           d->starts);
+    if (d->reserved_pages | d->reserved_token | d->reserved_slot | d->reserved)
+        return kvpi_not_zero(function, "a reserved field");
+    const struct {
+        const char *field;
+        kvprim_index_type type;
+    } types[] = {{"pages_type", d->pages_type}, {"token_type", d->token_type}, {"slot_type", d->slot_type}};
+    for (int k = 0; k < 3; k++)
+        if (types[k].type != KVPRIM_I32 && types[k].type != KVPRIM_I64)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %d, neither KVPRIM_I32 nor KVPRIM_I64", function,
+                               types[k].field, (int)types[k].type);
+    return KVPRIM_OK;
+}
+
+static kvprim_status kvpi_check_slots(const char *function, kvprim_slots_desc *d)
+{
+    const int64_t int32_rows = (int64_t)1 << 31;
+    const struct {
+        const char *field;
+        int64_t value;
+    } sizes[] = {
+        {"requests", d->requests}, {"max_pages", d->max_pages}, {"page_rows", d->page_rows}, {"rows", d->rows}};
+    KVPRIM_TRY(kvpi_check_given(function, d));
+    for (int k = 0; k < 4; k++)
+        if (sizes[k].value < 1)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, sizes[k].field,
+                               (long long)sizes[k].value);
+    if (d->pages_stride == 0)
+        d->pages_stride = d->max_pages;
+    if (d->pages_stride < d->max_pages)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: pages_stride is %lld, less than max_pages, %lld", function,
+                           (long long)d->pages_stride, (long long)d->max_pages);
+    if (d->slot_type == KVPRIM_I32 && d->rows > int32_rows)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: rows is %lld, more than int32 slots can name, %lld", function,
+                           (long long)d->rows, (long long)int32_rows);
+    return kvpi_check_arrays(function, d);
+}
+
+KVPRIM_API kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved)
+{
+    static const char function[] = "kvprim_slots";
+    KVPRIM_TRY(kvpi_check_desc(function, desc, desc ? &desc->count : NULL));
+    kvprim_slots_desc d = *desc;
+    if (d.count > 0)
+        KVPRIM_TRY(kvpi_check_slots(function, &d));
+    if (resolved)
+        *resolved = d;
+    return KVPRIM_OK;
+}
+
+static int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
+{
+    return type == KVPRIM_I32 ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
+}
+
+/* Token i's request and position. *request is that of the token before. Returns whether i or the position is past. */
+static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *request, int64_t *position)
+{
+    const kvprim_index_type type = d->token_type;
+    if (!d->cu_seqlens) {
+        *request = kvpi_element(d->request, type, i);
+        *position = kvpi_element(d->position, type, i);
+        return 0;
+    }
+    while (*request < d->requests && kvpi_element(d->cu_seqlens, type, *request + 1) <= i)
+        ++*request;
+    const int64_t first = kvpi_element(d->cu_seqlens, type, *request);
+    if (*request == d->requests || i < first)
+        return 1;
+    const int64_t start = d->starts ? kvpi_element(d->starts, type, *request) : 0;
+    const uint64_t further = (uint64_t)i - (uint64_t)first;
+    *position = (int64_t)((uint64_t)start + further);
+    return further > (uint64_t)INT64_MAX - (uint64_t)start; /* the sum does not fit */
+}
+
+/* The slot, or -1; *past is set if that counts. */
+static int64_t kvpi_find_slot(const kvprim_slots_desc *d, int64_t request, int64_t position, int *past)
+{
+    if (request < 0 || position < 0)
+        return -1;
+    *past = 1;
+    if (request >= d->requests || position / d->page_rows >= d->max_pages)
+        return -1;
+    const int64_t page = kvpi_element(d->pages, d->pages_type, request * d->pages_stride + position / d->page_rows);
+    *past = page > d->rows / d->page_rows; /* then the product could overflow */
+    if (page < 0 || *past)
+        return -1;
+    const uint64_t slot = (uint64_t)(page * d->page_rows) + (uint64_t)(position % d->page_rows);
+    *past = slot >= (uint64_t)d->rows;
+    return *past ? -1 : (int64_t)slot;
+}
+
+KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
+{
+    KVPRIM_RANGE("kvprim_slots");
+    kvprim_slots_desc d;
+    KVPRIM_TRY(kvprim_slots_check(desc, &d));
+    for (int64_t i = 0, request = 0, position = 0; i < d.count; i++) {
+        int past = kvpi_find_token(&d, i, &request, &position);
+        const int64_t slot = past ? -1 : kvpi_find_slot(&d, request, position, &past);
+        if (d.slot_type == KVPRIM_I32)
+            ((int32_t *)d.slot)[i] = (int32_t)slot;
+        else
+            ((int64_t *)d.slot)[i] = slot;
+        if (past && d.rejected)
+            ++*d.rejected;
+    }
     return KVPRIM_OK;
 }
 

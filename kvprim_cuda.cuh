@@ -25,7 +25,7 @@
    Contents (search for the tag):
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>gpu_move    gather, store, transfer, unpack, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, and checked moves
        >>device      device functions for your own kernels, and the funnel shift
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
@@ -37,6 +37,7 @@
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
            >>impl_unpack_host     planning and encoding the fragments
+           >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
 
    Rules that hold for every function here
@@ -102,6 +103,11 @@ typedef struct kvprim_cuda_launch {
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
+                                                          const kvprim_cuda_launch *launch);
+
+/* Takes one launch. All arrays and slot are memory that the GPU reads and writes; it writes slot in stream order, so a
+   store or gather that is enqueued next may take it as its slots, with pdl too. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
@@ -322,6 +328,13 @@ KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
     int32_t v;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
+{
+    int64_t v;
+    asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
     return v;
 }
 
@@ -2396,6 +2409,224 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job)
     return kvprim_unpack_check(d);
 }
 
+/* >>impl_slots -----------------------------------------------------------------------------------------------------
+
+   A thread for each token. The time is that of the loads that wait for each other: of the token, of the page. */
+
+/* The parameters fit two cache lines. */
+typedef struct kvpc_slots {
+    uint64_t request, position; /* or cu_seqlens and starts; 0: all starts are 0 */
+    uint64_t count, requests;
+    uint64_t positions;             /* that a request's pages have, at most 2^63 */
+    kvpc_divisor page;              /* its rows */
+    uint64_t pages, pages_step;     /* pages_step: bytes from one request to the next */
+    uint64_t last_page, rows, slot; /* last_page: the largest that may have a slot below `rows` */
+    uint32_t page_is_i64, slot_is_i64;
+    uint32_t *rejected;
+    uint32_t pdl;
+} kvpc_slots;
+
+enum {
+    kvpc_slots_threads = 128,
+    kvpc_slots_most_threads = 512, /* with max_sms */
+    kvpc_slots_most_blocks = 8192, /* more take several tokens a thread */
+    kvpc_pivots = 16               /* of a search, loaded at once */
+};
+
+/* In 32 bits where the sizes allow it: see kvpc_slots_are_small. */
+KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint32_t i, uint32_t step)
+{
+    return kvpc_row_at(base, i, step);
+}
+
+KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint64_t i, uint64_t step)
+{
+    return base + i * step;
+}
+
+/* Element i of an array of int32 or int64. */
+template <class token, class number> KVPRIM_DEVICE token kvpc_load_token(uint64_t array, number i)
+{
+    const uint64_t at = kvpc_element_at(array, i, (number)sizeof(token));
+    return sizeof(token) == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
+}
+
+typedef struct kvpc_token {
+    int64_t request, position;
+    bool past; /* it has no request, or its position takes more than 63 bits */
+} kvpc_token;
+
+/* One step of a search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i. Loads all of its
+   pivots before it compares one, as a load takes as long as all other instructions. A pivot that there is not is more
+   than any i. */
+template <class token, class number>
+KVPRIM_DEVICE void kvpc_search_requests(const kvpc_slots &p, token i, number *low, number *left)
+{
+    const token none = sizeof(token) == 8 ? (token)INT64_MAX : (token)INT32_MAX;
+    const number step = *left / (kvpc_pivots + 1) + 1;
+    token pivot[kvpc_pivots];
+    number passed = 0;
+    for (uint32_t k = 0; k < kvpc_pivots; k++)
+        pivot[k] = none;
+    for (uint32_t k = 0; k < kvpc_pivots; k++)
+        if ((k + 1) * step <= *left)
+            pivot[k] = kvpc_load_token<token>(p.request, *low + (k + 1) * step);
+    for (uint32_t k = 0; k < kvpc_pivots; k++)
+        passed += pivot[k] <= i;
+    *low += passed * step;
+    *left = *left - passed * step < step - 1 ? *left - passed * step : step - 1;
+}
+
+/* The request and position of token i by cumulative counts. In the step of a decode, token i is that of request i: this
+   guess is loaded with the first pivots. Where it cannot hold, its threads fetch the first requests into the cache
+   instead, for the load after the search. */
+template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
+{
+    const number requests = (number)p.requests, other = threadIdx.x < requests ? threadIdx.x : requests - 1;
+    number request = i < requests ? i : other, low = 0, left = requests;
+    kvpc_token t = {0, 0, true};
+    if (sizeof(token) == 4 && i >= (number)INT32_MAX) /* the counts end before */
+        return t;
+    token first = kvpc_load_token<token>(p.request, request), next = kvpc_load_token<token>(p.request, request + 1);
+    token start = p.position ? kvpc_load_token<token>(p.position, request) : 0;
+    kvpc_search_requests(p, (token)i, &low, &left);
+    if ((token)i < first || next <= (token)i) {
+        while (left > 0)
+            kvpc_search_requests(p, (token)i, &low, &left);
+        if (low == requests)
+            return t;
+        request = low;
+        first = kvpc_load_token<token>(p.request, request);
+        start = p.position ? kvpc_load_token<token>(p.position, request) : 0;
+        if ((token)i < first)
+            return t;
+    }
+    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)first;
+    t.request = (int64_t)request;
+    t.position = (int64_t)((uint64_t)(int64_t)start + further);
+    t.past = further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)start;
+    return t;
+}
+
+/* The slot, or -1; *past is set if that counts. */
+template <class number>
+KVPRIM_DEVICE int64_t kvpc_find_slot(const kvpc_slots &p, int64_t request, int64_t position, bool *past)
+{
+    if (request < 0 || position < 0)
+        return -1;
+    *past = true;
+    if ((uint64_t)request >= p.requests || (uint64_t)position >= p.positions)
+        return -1;
+    const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
+    const number in_page = (number)position - in_request * by;
+    const uint64_t pages = kvpc_element_at(p.pages, (number)request, (number)p.pages_step);
+    const int64_t page = p.page_is_i64 ? kvpc_load_token<int64_t>(pages, in_request)
+                                       : (int64_t)kvpc_load_token<int32_t>(pages, in_request);
+    *past = page > (int64_t)p.last_page; /* then the product could overflow */
+    if (page < 0 || *past)
+        return -1;
+    const number slot = (number)page * by + in_page;
+    *past = slot >= (number)p.rows;
+    return *past ? -1 : (int64_t)slot;
+}
+
+/* by_length: by cumulative counts. */
+template <bool by_length, class token, class number>
+static __global__ void __launch_bounds__(kvpc_slots_most_threads)
+    kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
+{
+    if (p.pdl) { /* what is written is little, and what follows waits for it: it may as well start */
+        kvpc_pdl_trigger();
+        kvpc_pdl_wait();
+    }
+    const number threads = (number)gridDim.x * blockDim.x;
+    for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads) {
+        kvpc_token t = {0, 0, false};
+        if (by_length)
+            t = kvpc_find_token<token>(p, i);
+        else { /* one load after the other, and no wait between them */
+            const token request = kvpc_load_token<token>(p.request, i);
+            const token position = kvpc_load_token<token>(p.position, i);
+            t.request = request, t.position = position;
+        }
+        const int64_t slot = t.past ? -1 : kvpc_find_slot<number>(p, t.request, t.position, &t.past);
+        const uint64_t to = kvpc_element_at(p.slot, i, (number)(p.slot_is_i64 ? 8 : 4));
+        if (p.slot_is_i64)
+            *(int64_t *)kvpc_global(to) = slot;
+        else
+            *(int32_t *)kvpc_global(to) = (int32_t)slot;
+        if (t.past && p.rejected)
+            atomicAdd(p.rejected, 1u);
+    }
+}
+
+/* Positions and slots fit 31 bits, and all other numbers 32. */
+static bool kvpc_slots_are_small(const kvpc_slots *p)
+{
+    const uint64_t most = (uint64_t)1 << 31;
+    return p->positions <= most && p->rows <= most && p->requests < most && p->pages_step <= UINT32_MAX &&
+           p->count <= most / 2;
+}
+
+template <class token, class number>
+static kvprim_status kvpc_start_slots(const kvpc_call *call, const kvpc_slots *p, bool by_length)
+{
+    const uint32_t threads = call->launch.max_sms > 0 ? kvpc_slots_most_threads : kvpc_slots_threads;
+    const uint64_t most = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : (uint64_t)kvpc_slots_most_blocks;
+    const uint64_t blocks = (p->count + threads - 1) / threads;
+    return kvpc_start(call,
+                      by_length ? kvpc_slots_kernel<true, token, number> : kvpc_slots_kernel<false, token, number>,
+                      (uint32_t)(blocks < most ? blocks : most), threads, *p);
+}
+
+static uint32_t kvpc_index_size(kvprim_index_type type)
+{
+    return type == KVPRIM_I64 ? 8 : 4;
+}
+
+/* d is resolved. */
+static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_desc *d)
+{
+    const uint64_t most_positions = (uint64_t)1 << 63;
+    const uint64_t page_rows = (uint64_t)d->page_rows, max_pages = (uint64_t)d->max_pages;
+    kvpc_slots p = {};
+    p.request = (uintptr_t)(d->cu_seqlens ? d->cu_seqlens : d->request);
+    p.position = (uintptr_t)(d->cu_seqlens ? d->starts : d->position);
+    p.count = (uint64_t)d->count;
+    p.requests = (uint64_t)d->requests;
+    p.positions = max_pages > most_positions / page_rows ? most_positions : max_pages * page_rows;
+    p.page = kvpc_divisor_of(d->page_rows);
+    p.pages = (uintptr_t)d->pages;
+    p.pages_step = (uint64_t)d->pages_stride * kvpc_index_size(d->pages_type);
+    p.last_page = (uint64_t)(d->rows / d->page_rows);
+    p.rows = (uint64_t)d->rows;
+    p.slot = (uintptr_t)d->slot;
+    p.page_is_i64 = d->pages_type == KVPRIM_I64;
+    p.slot_is_i64 = d->slot_type == KVPRIM_I64;
+    p.rejected = d->rejected;
+    p.pdl = call->launch.pdl != 0;
+    const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
+    if (d->token_type == KVPRIM_I32)
+        return small ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
+                     : kvpc_start_slots<int32_t, uint64_t>(call, &p, by_length);
+    return small ? kvpc_start_slots<int64_t, uint32_t>(call, &p, by_length)
+                 : kvpc_start_slots<int64_t, uint64_t>(call, &p, by_length);
+}
+
+/* KVPRIM_DEBUG: see kvpc_check_bytes. */
+static kvprim_status kvpc_check_slots_memory(const char *function, const kvprim_slots_desc *d)
+{
+    const uint64_t size = kvpc_index_size(d->token_type), n = (uint64_t)d->count, requests = (uint64_t)d->requests;
+    const uint64_t pages = (requests - 1) * (uint64_t)d->pages_stride + (uint64_t)d->max_pages;
+    KVPRIM_TRY(kvpc_check_bytes(function, "pages", d->pages, pages * kvpc_index_size(d->pages_type)));
+    KVPRIM_TRY(kvpc_check_bytes(function, "request", d->request, n * size));
+    KVPRIM_TRY(kvpc_check_bytes(function, "position", d->position, n * size));
+    KVPRIM_TRY(kvpc_check_bytes(function, "cu_seqlens", d->cu_seqlens, (requests + 1) * size));
+    KVPRIM_TRY(kvpc_check_bytes(function, "starts", d->starts, requests * size));
+    KVPRIM_TRY(kvpc_check_bytes(function, "slot", d->slot, n * kvpc_index_size(d->slot_type)));
+    return kvpc_check_bytes(function, "rejected", d->rejected, 4);
+}
+
 /* >>impl_calls ----------------------------------------------------------------------------------------------------- */
 
 KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, const kvprim_cuda_launch *launch)
@@ -2410,6 +2641,21 @@ KVPRIM_API kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc, const 
     KVPRIM_RANGE("kvprim_cuda_store");
     kvprim_move moves[2];
     return kvpc_run("kvprim_cuda_store", kvprim_store_moves(desc, moves), moves, 2, launch);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_slots");
+    kvprim_slots_desc d;
+    const kvprim_status status = kvprim_slots_check(desc, &d);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    if (d.count == 0)
+        return KVPRIM_OK;
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_slots", launch));
+    KVPRIM_TRY(kvpc_check_slots_memory(call.function, &d));
+    return kvpc_run_slots(&call, &d);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
