@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_cuda_gather, _store, _transfer, _unpack, _move and the device functions on a GPU with the host
+/* Compares kvprim_cuda_gather, _store, _slots, _transfer, _unpack, _move and the device functions on a GPU with the host
    functions, byte by byte.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/gpu/test_cuda.cu -o test_cuda && ./test_cuda
@@ -11,6 +11,7 @@
 #include "test_rows.h"
 #include "test_transfers.h"
 #include "test_fragments.h"
+#include "test_slots.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -751,6 +752,51 @@ static void test_graphs()
     CUDA(cudaGraphExecDestroy(end_capture(0)));
 }
 
+static void test_slots()
+{
+    slots_matrix(&memory);
+    slots_counts(&memory);
+    slots_limits(&memory);
+    slots_unordered(&memory);
+    if (!quick)
+        slots_rounds(&memory);
+}
+
+static void test_slots_options()
+{
+    with_options({0, 1, 8, 10000}, small_slots);
+}
+
+/* The page table, positions and lengths change between replays: a store and a gather find other rows. */
+static void one_slots_graph(int form, unsigned types, int64_t count, int64_t row_bytes)
+{
+    const slots_round_trip t = make_round_trip(&memory, form, types, count, row_bytes);
+    const auto change_all = [&] {
+        fill(memory.expected, memory.used);
+        deal_pages(&t);
+        memcpy(memory.got, memory.expected, memory.used);
+        round_trip_on_host(&t);
+    };
+    replay_graph(
+        3, 6, "slots, store, gather", [&] { enqueue_round_trip(&memory, &t); }, change_all);
+}
+
+static void test_slots_graphs()
+{
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (int form = 0; form < n_slots_forms; form++)
+            for (const int64_t count : {1, 32, 5000})
+                one_slots_graph(form, static_cast<unsigned>(below(8)), count, count == 32 ? 2048 : 100);
+    main_launch.pdl = 0;
+    kvprim_slots_desc none = good_slots(&memory, 0), refused = on_device(&memory, none);
+    none.count = 0;
+    refused.pages = nullptr;
+    begin_capture();
+    CHECK(kvprim_cuda_slots(&none, &main_launch) == KVPRIM_OK);
+    CHECK(kvprim_cuda_slots(&refused, &main_launch) == KVPRIM_ERROR_NULL);
+    CUDA(cudaGraphExecDestroy(end_capture(0)));
+}
+
 /* Captures an offload and a restore. The arrays of layers are gone when the graph runs, and the contents change. */
 static void one_transfer_graph(int32_t layers, int64_t row_bytes)
 {
@@ -1374,6 +1420,30 @@ static void unreachable_unpacks(void *host)
     CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
 }
 
+static void unreachable_slots(void *host)
+{
+    for (int form = 0; form < 2; form++) {
+        kvprim_slots_desc d = good_slots(&memory, form);
+        d = on_device(&memory, d);
+        CHECK(kvprim_cuda_slots(&d, &main_launch) == KVPRIM_OK);
+        const std::pair<const char *, const void **> inputs[] = {
+            {"pages", &d.pages},
+            {form ? "cu_seqlens" : "request", form ? &d.cu_seqlens : &d.request},
+            {form ? "starts" : "position", form ? &d.starts : &d.position}};
+        for (const auto &input : inputs) {
+            const void *const good = *input.second;
+            *input.second = host;
+            CHECK(named(kvprim_cuda_slots(&d, &main_launch), input.first));
+            *input.second = good;
+        }
+        d.rejected = static_cast<uint32_t *>(host);
+        CHECK(named(kvprim_cuda_slots(&d, &main_launch), "rejected"));
+        d.rejected = nullptr;
+        d.slot = host;
+        CHECK(named(kvprim_cuda_slots(&d, &main_launch), "slot"));
+    }
+}
+
 /* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
 static void test_unreachable()
 {
@@ -1388,6 +1458,7 @@ static void test_unreachable()
     unreachable_stores(host);
     unreachable_transfers(host);
     unreachable_unpacks(host);
+    unreachable_slots(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     free(host);
 }
@@ -1452,6 +1523,7 @@ static void run_brief()
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: unpack, max_sms, pdl", test_unpack_options);
     run("cuda: two threads, two streams", test_threads);
+    run("cuda: slots, max_sms, pdl", test_slots_options);
 }
 
 static void run_quick()
@@ -1483,6 +1555,11 @@ static void run_quick()
     run("cuda: warp copy and zero, lengths x alignments", test_warps);
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: chains of stores and gathers", test_chains);
+    run("cuda: slots, forms x types x sizes, limits", test_slots);
+    run("cuda: slots, max_sms, pdl", test_slots_options);
+    run("cuda: slots, bad descriptors", in_memory<bad_slots>);
+    run("cuda: random slots", in_memory<fuzz<random_slots>>);
+    run("cuda: slots, then stores, then gathers, in graphs", test_slots_graphs);
     run("cuda: unpack, sizes x kinds x orders", test_unpack);
     run("cuda: unpack, lengths x alignments", test_unpack_lengths);
     run("cuda: unpack, counts", test_unpack_counts);

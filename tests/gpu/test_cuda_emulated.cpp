@@ -14,6 +14,7 @@
 #include "test_rows.h"
 #include "test_transfers.h"
 #include "test_fragments.h"
+#include "test_slots.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -474,6 +475,52 @@ static void test_unlike_moves()
                     both_at_once(both, form, change, counted);
 }
 
+static void test_slots()
+{
+    kvprim_cuda_launch launch = {};
+    slots_matrix(&memory);
+    slots_counts(&memory);
+    slots_limits(&memory);
+    slots_unordered(&memory);
+    if (!quick)
+        slots_rounds(&memory);
+    memory.launch = &launch;
+    kvprim_emulate_pdl = true;
+    const unsigned early = kvprim_emulate_early;
+    for (launch.max_sms = 0; launch.max_sms <= 2; launch.max_sms++)
+        for (launch.pdl = 0; launch.pdl < 2; launch.pdl++)
+            small_slots(&memory);
+    CHECK(kvprim_emulate_early == early);
+    kvprim_emulate_pdl = false;
+    memory.launch = nullptr;
+}
+
+/* Every kernel of slots has run by now. */
+static void test_slots_kernels()
+{
+    const auto ran = [](auto kernel) {
+        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
+    };
+    CHECK(ran(kvpc_slots_kernel<true, int32_t, uint32_t>) && ran(kvpc_slots_kernel<false, int32_t, uint32_t>));
+    CHECK(ran(kvpc_slots_kernel<true, int32_t, uint64_t>) && ran(kvpc_slots_kernel<false, int32_t, uint64_t>));
+    CHECK(ran(kvpc_slots_kernel<true, int64_t, uint32_t>) && ran(kvpc_slots_kernel<false, int64_t, uint32_t>));
+    CHECK(ran(kvpc_slots_kernel<true, int64_t, uint64_t>) && ran(kvpc_slots_kernel<false, int64_t, uint64_t>));
+}
+
+static void test_slots_round_trips()
+{
+    for (int form = 0; form < n_slots_forms; form++)
+        for (const int64_t count : {1, 32, 300}) {
+            const slots_round_trip t = make_round_trip(&memory, form, static_cast<unsigned>(below(8)), count, 96);
+            memcpy(memory.got, memory.expected, memory.used);
+            round_trip_on_host(&t);
+            snprintf(current, sizeof current, "slots, store, gather of %lld tokens, form %d",
+                     static_cast<long long>(count), form);
+            enqueue_round_trip(&memory, &t);
+            compare(&memory);
+        }
+}
+
 static void test_unpack()
 {
     batch_matrix(&memory, quick ? 100000 : 700000);
@@ -932,6 +979,11 @@ int main(int argc, char **argv)
     run("emulated: moves, number of launches", test_launches_of_moves);
     run("emulated: two moves that differ in one thing", test_unlike_moves);
     run("emulated: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
+    run("emulated: slots, forms x types x sizes, limits, max_sms, pdl", test_slots);
+    run("emulated: slots, each kernel", test_slots_kernels);
+    run("emulated: slots, then stores, then gathers", test_slots_round_trips);
+    run("emulated: slots, bad descriptors", in_memory<bad_slots>);
+    run("emulated: random slots", in_memory<fuzz<random_slots>>);
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
     run("emulated: unpack, counts", test_unpack_counts);
