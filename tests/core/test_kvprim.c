@@ -21,6 +21,8 @@
 #define LENGTH(array) (sizeof(array) / sizeof *(array))
 static size_t every = 1; /* 4 if quick */
 
+#include "test_slots.h"
+
 /* ---- status ---- */
 
 static void test_status(void)
@@ -52,6 +54,7 @@ static void test_version_and_sizes(void)
     } types[] = {SIZE_OF(kvprim_table),
                  SIZE_OF(kvprim_gather_desc),
                  SIZE_OF(kvprim_store_desc),
+                 SIZE_OF(kvprim_slots_desc),
                  SIZE_OF(kvprim_transfer_desc),
                  SIZE_OF(kvprim_unpack_desc),
                  SIZE_OF(kvprim_fragment),
@@ -1890,6 +1893,7 @@ int main(int argc, char **argv)
     run("transfer: 65,536 layers in any order", test_many_layers);
     run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
+    run_slots();
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);

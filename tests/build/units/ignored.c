@@ -9,10 +9,12 @@ void ignored(kvprim_move *m)
 {
     kvprim_gather(NULL);
     kvprim_store(NULL);
+    kvprim_slots(NULL);
     kvprim_transfer(NULL);
     kvprim_unpack(NULL);
     kvprim_gather_check(NULL, NULL);
     kvprim_store_check(NULL, NULL);
+    kvprim_slots_check(NULL, NULL);
     kvprim_transfer_check(NULL, NULL);
     kvprim_unpack_check(NULL);
     kvprim_gather_moves(NULL, m);
@@ -21,6 +23,7 @@ void ignored(kvprim_move *m)
     kvprim_cpu_move(m, 1);
     kvprim_cuda_gather(NULL, NULL);
     kvprim_cuda_store(NULL, NULL);
+    kvprim_cuda_slots(NULL, NULL);
     kvprim_cuda_transfer(NULL, NULL);
     kvprim_cuda_unpack(NULL, NULL);
     kvprim_cuda_move(m, 1, NULL);
