@@ -2430,7 +2430,7 @@ enum {
     kvpc_slots_threads = 128,
     kvpc_slots_most_threads = 512, /* with max_sms */
     kvpc_slots_most_blocks = 8192, /* more take several tokens a thread */
-    kvpc_pivots = 16               /* of a search, loaded at once */
+    kvpc_pivots = 15               /* of a search, loaded at once, as a load takes as long as all else; 2^n - 1 */
 };
 
 /* In 32 bits where the sizes allow it: see kvpc_slots_are_small. */
@@ -2456,25 +2456,49 @@ typedef struct kvpc_token {
     bool past; /* it has no request, or its position takes more than 63 bits */
 } kvpc_token;
 
-/* One step of a search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i. Loads all of its
-   pivots before it compares one, as a load takes as long as all other instructions. A pivot that there is not is more
-   than any i. */
+/* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i. */
+template <class token, class number> struct kvpc_search {
+    number low, left, step;
+    token pivot[kvpc_pivots]; /* every step-th; past the end the last again */
+};
+
 template <class token, class number>
-KVPRIM_DEVICE void kvpc_search_requests(const kvpc_slots &p, token i, number *low, number *left)
+KVPRIM_DEVICE void kvpc_load_pivots(const kvpc_slots &p, kvpc_search<token, number> *s)
 {
-    const token none = sizeof(token) == 8 ? (token)INT64_MAX : (token)INT32_MAX;
-    const number step = *left / (kvpc_pivots + 1) + 1;
-    token pivot[kvpc_pivots];
-    number passed = 0;
+    s->step = s->left / (kvpc_pivots + 1) + 1;
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_pivots; k++) {
+        const number at = (k + 1) * s->step;
+        s->pivot[k] = kvpc_load_token<token>(p.request, s->low + (at < s->left ? at : s->left));
+    }
+}
+
+/* Counts the pivots that i has passed. Four sums, as one would be a chain of additions; and no search among the pivots,
+   from which a compiler would see which loads may wait for others. */
+template <class token, class number> KVPRIM_DEVICE void kvpc_use_pivots(kvpc_search<token, number> *s, token i)
+{
+    number sum[4] = {0, 0, 0, 0};
+    KVPRIM_UNROLL
     for (uint32_t k = 0; k < kvpc_pivots; k++)
-        pivot[k] = none;
-    for (uint32_t k = 0; k < kvpc_pivots; k++)
-        if ((k + 1) * step <= *left)
-            pivot[k] = kvpc_load_token<token>(p.request, *low + (k + 1) * step);
-    for (uint32_t k = 0; k < kvpc_pivots; k++)
-        passed += pivot[k] <= i;
-    *low += passed * step;
-    *left = *left - passed * step < step - 1 ? *left - passed * step : step - 1;
+        sum[k % 4] += s->pivot[k] <= i;
+    number passed = sum[0] + sum[1] + (sum[2] + sum[3]);
+    passed = passed * s->step < s->left ? passed * s->step : s->left;
+    s->low += passed;
+    s->left = s->left - passed < s->step - 1 ? s->left - passed : s->step - 1;
+}
+
+/* What tells whether a token is one of a request, and which. */
+template <class token> struct kvpc_span {
+    token first, next, start;
+};
+
+template <class token, class number> KVPRIM_DEVICE kvpc_span<token> kvpc_load_span(const kvpc_slots &p, number request)
+{
+    kvpc_span<token> s = {kvpc_load_token<token>(p.request, request), kvpc_load_token<token>(p.request, request + 1),
+                          0};
+    if (p.position)
+        s.start = kvpc_load_token<token>(p.position, request);
+    return s;
 }
 
 /* The request and position of token i by cumulative counts. In the step of a decode, token i is that of request i: this
@@ -2482,29 +2506,24 @@ KVPRIM_DEVICE void kvpc_search_requests(const kvpc_slots &p, token i, number *lo
    instead, for the load after the search. */
 template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
 {
-    const number requests = (number)p.requests, other = threadIdx.x < requests ? threadIdx.x : requests - 1;
-    number request = i < requests ? i : other, low = 0, left = requests;
-    kvpc_token t = {0, 0, true};
+    const number last = (number)p.requests - 1, other = threadIdx.x < last ? threadIdx.x : last;
+    number request = i <= last ? i : other;
     if (sizeof(token) == 4 && i >= (number)INT32_MAX) /* the counts end before */
-        return t;
-    token first = kvpc_load_token<token>(p.request, request), next = kvpc_load_token<token>(p.request, request + 1);
-    token start = p.position ? kvpc_load_token<token>(p.position, request) : 0;
-    kvpc_search_requests(p, (token)i, &low, &left);
-    if ((token)i < first || next <= (token)i) {
-        while (left > 0)
-            kvpc_search_requests(p, (token)i, &low, &left);
-        if (low == requests)
-            return t;
-        request = low;
-        first = kvpc_load_token<token>(p.request, request);
-        start = p.position ? kvpc_load_token<token>(p.position, request) : 0;
-        if ((token)i < first)
-            return t;
+        return kvpc_token{0, 0, true};
+    kvpc_span<token> span = kvpc_load_span<token>(p, request);
+    kvpc_search<token, number> s;
+    s.low = 0, s.left = last;
+    kvpc_load_pivots(p, &s);
+    if ((token)i < span.first || span.next <= (token)i) {
+        for (kvpc_use_pivots(&s, (token)i); s.left > 0; kvpc_use_pivots(&s, (token)i))
+            kvpc_load_pivots(p, &s);
+        request = s.low;
+        span = kvpc_load_span<token>(p, request);
     }
-    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)first;
-    t.request = (int64_t)request;
-    t.position = (int64_t)((uint64_t)(int64_t)start + further);
-    t.past = further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)start;
+    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)span.first;
+    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)span.start + further), false};
+    t.past =
+        (token)i < span.first || span.next <= (token)i || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)span.start;
     return t;
 }
 
@@ -2535,13 +2554,13 @@ template <bool by_length, class token, class number>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
-    if (p.pdl) { /* what is written is little, and what follows waits for it: it may as well start */
+    if (p.pdl) /* at once: the few blocks leave room for what follows */
         kvpc_pdl_trigger();
-        kvpc_pdl_wait();
-    }
     const number threads = (number)gridDim.x * blockDim.x;
     for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads) {
         kvpc_token t = {0, 0, false};
+        if (p.pdl) /* not before the loop: all parameters are read by then */
+            kvpc_pdl_wait();
         if (by_length)
             t = kvpc_find_token<token>(p, i);
         else { /* one load after the other, and no wait between them */
