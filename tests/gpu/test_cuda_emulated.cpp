@@ -864,6 +864,35 @@ static void test_many_blocks()
     CHECK(std::count(last, last + half, 0) == half);
 }
 
+/* More tokens than int32 counts can count: the last ones have no request. Only the last block runs, whose tokens lie all
+   over the array. */
+static void test_many_tokens()
+{
+    const int64_t threads = static_cast<int64_t>(kvpc_slots_most_blocks) * kvpc_slots_threads;
+    const int64_t count = (int64_t(1) << 31) + threads;
+    const addresses slot(static_cast<uint64_t>(count) * 8);
+    const int32_t page = 1, lengths[] = {INT32_MIN, INT32_MAX};
+    uint32_t rejected = 0, want_rejected = 0;
+    kvprim_slots_desc d = {};
+    if (!slot.p)
+        return;
+    d.pages = &page, d.pages_type = KVPRIM_I32, d.cu_seqlens = lengths, d.token_type = KVPRIM_I32;
+    d.requests = d.max_pages = 1, d.page_rows = int64_t(1) << 40, d.rows = int64_t(1) << 42;
+    d.slot = slot.p, d.slot_type = KVPRIM_I64, d.count = count, d.rejected = &rejected;
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_slots(&d, nullptr) == KVPRIM_OK && gridDim.x == kvpc_slots_most_blocks);
+    kvprim_emulate_last_only = false;
+    for (int64_t end = threads; end <= count; end += threads)
+        for (int64_t i = end - kvpc_slots_threads; i < end; i++) {
+            const int64_t want = i < INT32_MAX ? d.page_rows + i - INT32_MIN : -1;
+            want_rejected += want < 0;
+            if (reinterpret_cast<const int64_t *>(slot.p)[i] != want)
+                fail("token %lld has slot %lld", static_cast<long long>(i),
+                     static_cast<long long>(reinterpret_cast<const int64_t *>(slot.p)[i]));
+        }
+    CHECK(rejected == want_rejected && rejected == 1 + kvpc_slots_threads);
+}
+
 /* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block
    runs. */
 static void test_long_moves()
@@ -1002,6 +1031,7 @@ int main(int argc, char **argv)
     run("emulated: past 2^32 threads", test_long_gathers);
     run("emulated: past 65,535 blocks of rows", test_many_blocks);
     run("emulated: 2^32 chunks", test_long_moves);
+    run("emulated: slots, past 2^31 tokens", test_many_tokens);
     run("emulated: past 2^31 rows in pages", test_many_pages);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
     run_edges();
