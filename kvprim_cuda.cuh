@@ -151,13 +151,90 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
 
 /* >>device ---------------------------------------------------------------------------------------------------------
 
-   For one's own kernels, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
+   For one's own kernels, in C++. Where rows lie: pass the sides of a checked move whose count is not 0 (>>move in
+   kvprim.h) to the kernel by value. The host may call these three functions as well.
+
+       kvprim_device_row(side, i, rejected)       the row that index i names, or -1 by the index rule; 0 <= i < count.
+                                                  Without an index that is row i, within the table's rows too. If
+                                                  `rejected` is not NULL, each call for a row past the table's end adds
+                                                  one to it: let one thread of those that share a row pass it.
+       kvprim_device_byte(side, layer, row, byte) the address of byte `byte` of a row, with its pages, heads and
+                                                  layers. The bytes from there to the end of the head, or of a row that
+                                                  has none, follow each other: side.piece_bytes - byte %
+                                                  side.piece_bytes.
+       kvprim_device_byte_in(side, base, row, byte)
+                                                  the same in the layer that begins at `base`, which is needed if
+                                                  side.layers is set: the GPU cannot read the host's array (the function
+                                                  above returns NULL). The host takes it from kvprim_side_layer().
+
+   0 <= row < side.table.rows, as kvprim_device_row returns it, 0 <= byte < row_bytes and 0 <= layer < layers of the
+   move: not checked. Any thread may call them for any row, and none waits for another. They divide only where pages are
+   no power of two, and by heads; 64-bit only where a row or byte needs it.
+
+   To copy, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
    with the same arguments. Any size and any alignment of either side, which must not overlap. Of src they
    also read, but never write, the other bytes of the first and last aligned 16 bytes. No barrier inside: what
    was written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp
    has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
+#define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
+KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
+{
+#if defined(__CUDA_ARCH__) || defined(KVPRIM_CUDA_EMULATE)
+    atomicAdd(counter, 1u);
+#else
+    ++*counter;
+#endif
+}
+
+/* a / b; neither is negative. 32 bits take a quarter of the instructions that 64 do. */
+KVPRIM_ANYWHERE int64_t kvpc_quotient(int64_t a, int64_t b)
+{
+    return ((uint64_t)a | (uint64_t)b) >> 32 ? a / b : (int64_t)((uint32_t)a / (uint32_t)b);
+}
+
+KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, uint32_t *rejected)
+{
+    int64_t index = i, base = 0;
+    if (side.index) {
+        const int64_t at = i * side.index_stride;
+        index = side.index_type == KVPRIM_I64 ? ((const int64_t *)side.index)[at] : ((const int32_t *)side.index)[at];
+        base = side.index_base;
+    }
+    const uint64_t row = (uint64_t)index - (uint64_t)base; /* cannot wrap where index >= base */
+    if (index >= base && row < (uint64_t)side.table.rows)
+        return (int64_t)row;
+    if (index >= base && rejected)
+        kvpc_count(rejected);
+    return -1;
+}
+
+/* Where a layer starts, or NULL if only the host can tell. */
+KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
+{
+    return side.layers ? NULL : (char *)side.table.data + layer * side.layer_stride;
+}
+
+KVPRIM_ANYWHERE char *kvprim_device_byte_in(const kvprim_side &side, void *base, int64_t row, int64_t byte)
+{
+    const kvprim_table &t = side.table;
+    int64_t in_page = row, at = byte;
+    if (t.page_rows) {
+        const int64_t page = side.page_shift >= 0 ? row >> side.page_shift : kvpc_quotient(row, t.page_rows);
+        in_page = row - page * t.page_rows, at += page * t.page_stride;
+    }
+    if (t.heads > 1)
+        at += kvpc_quotient(byte, side.piece_bytes) * (t.head_stride - side.piece_bytes);
+    return (char *)base + in_page * t.stride + at;
+}
+
+KVPRIM_ANYWHERE char *kvprim_device_byte(const kvprim_side &side, int64_t layer, int64_t row, int64_t byte)
+{
+    char *const base = kvpc_device_layer(side, layer);
+    return base ? kvprim_device_byte_in(side, base, row, byte) : NULL;
+}
+
 /* Returns bytes [shift, shift + 16) of the 32 bytes low, high; shift < 16. This is the funnel shift. */
 KVPRIM_DEVICE uint4 kvpc_window(uint4 low, uint4 high, uint32_t shift)
 {

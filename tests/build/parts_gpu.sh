@@ -283,7 +283,8 @@ gpu_programs()
 {
     cu="$NVCC -std=c++17 -arch=sm_90 $quickly -I." sources=tests/profile/profile.cu
     [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
-    for source in examples/0[345]_*.cu examples/09_bandwidth/bandwidth.cu tests/bench/bench_[cpstu]*.cu $sources; do
+    for source in examples/0[345]_*.cu examples/15_*.cu examples/09_bandwidth/bandwidth.cu \
+        tests/bench/bench_[clpstu]*.cu $sources; do
         cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
     done
     # At -O1 gcc warns that CUB, which is used here, may use what it has not set.

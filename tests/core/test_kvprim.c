@@ -11,6 +11,7 @@
 #include "../../kvprim.h"
 
 #include "../harness.h"
+#include "test_layouts.h"
 #include <time.h>
 #if !defined(_WIN32)
 #include <pthread.h>
@@ -1838,6 +1839,24 @@ static void test_streamed_rows(void)
 }
 #endif
 
+/* ---- layouts ---- */
+
+static void layout_run_on_cpu(const layout_case *which, layout_call *c, uint8_t *got)
+{
+    (void)got;
+    if (kvprim_cpu_move(c->moves, c->n) != KVPRIM_OK)
+        fail("layout %s: %s", which->name, kvprim_last_error());
+}
+
+static void test_layouts(void)
+{
+    uint8_t *const got = allocate(LAYOUT_MOST_BYTES), *const want = allocate(LAYOUT_MOST_BYTES);
+    for (int n = 0; n < LAYOUT_CASES; n++)
+        layout_one(&layout_cases[n], layout_run_on_cpu, got, got, want);
+    free(got);
+    free(want);
+}
+
 /* Runs what depends on the instruction set. */
 static void run_for_isa(void)
 {
@@ -1855,6 +1874,7 @@ static void run_for_isa(void)
     run("transfer", test_transfer);
     run("transfer: inside one cache", test_same_cache);
     run("rows: streaming", test_streaming);
+    run("layouts of engines", test_layouts);
 #if !defined(_WIN32)
     run("prefix: guard pages", test_prefix_guard_pages);
     run("rows: guard pages", test_rows_guard_pages);

@@ -12,6 +12,7 @@
 #include "test_transfers.h"
 #include "test_fragments.h"
 #include "test_slots.h"
+#include "test_layouts.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -128,6 +129,24 @@ static void after(arena *a, bool)
     CUDA(cudaMemcpy(contents.data(), a->source, contents.size(), cudaMemcpyDefault));
     if (contents != source_contents)
         fail("%s: the memory of the source has changed", current);
+}
+
+static void to_device(size_t bytes)
+{
+    memory.used = bytes;
+    upload(&memory);
+}
+
+static void from_device(size_t bytes)
+{
+    memory.used = bytes;
+    download(&memory);
+}
+
+template <class Params> static void launch_threads(void (*kernel)(Params), int64_t threads, const Params &params)
+{
+    kernel<<<unsigned((threads + 127) / 128), 128, 0, stream_of(&memory)>>>(params);
+    CUDA(cudaGetLastError());
 }
 
 /* For reports. */
@@ -1553,6 +1572,9 @@ static void run_quick()
     run("cuda: pinned and managed memory", test_other_memory);
     run("cuda: allocations that end with the table", test_exact_memory);
     run("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run("cuda: layouts of engines", test_layouts);
+    run("cuda: device functions: rows", test_device_rows);
+    run("cuda: device functions: addresses", test_device_bytes);
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: chains of stores and gathers", test_chains);
     run("cuda: slots, forms x types x sizes, limits", test_slots);

@@ -15,6 +15,7 @@
 #include "test_transfers.h"
 #include "test_fragments.h"
 #include "test_slots.h"
+#include "test_layouts.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -85,6 +86,19 @@ static unsigned char *allocate_aligned(size_t bytes)
 {
     unsigned char *const p = static_cast<unsigned char *>(allocate(bytes + 64));
     return p + (64 - reinterpret_cast<uintptr_t>(p) % 64) % 64;
+}
+
+static void to_device(size_t)
+{
+}
+
+static void from_device(size_t)
+{
+}
+
+template <class Params> static void launch_threads(void (*kernel)(Params), int64_t threads, const Params &params)
+{
+    kvprim_emulate_launch(kernel, dim3(unsigned((threads + 127) / 128)), 128, params);
 }
 
 /* ---- tests ---- */
@@ -1021,6 +1035,9 @@ int main(int argc, char **argv)
     run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("emulated: random unpacks", in_memory<fuzz<random_unpack>>);
     run("emulated: warp copy and zero", test_warps);
+    run("emulated: layouts of engines", test_layouts);
+    run("emulated: device functions: rows", test_device_rows);
+    run("emulated: device functions: addresses", test_device_bytes);
     run("emulated: unpack, tables of uneven batches", test_unpack_tables);
     run("emulated: unpack, chains of launches", test_chains_of_launches);
     run("emulated: unpack, full launches", test_full_launches);

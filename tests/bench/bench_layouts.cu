@@ -1,0 +1,292 @@
+/* SPDX-License-Identifier: MIT */
+/* Rows of production caches: 576 bytes (fp8), 584 (DeepSeek-V4), 656 (DeepSeek's fp8 with scales) and 1,152 (bf16), in
+   flat tables, pages of tokens (NHD) and pages of heads (HND); and such a cache offloaded page by page to pinned memory.
+
+       nvcc -arch=sm_90 -std=c++17 -O3 -I. tests/bench/bench_layouts.cu -o build/bench_layouts
+       build/bench_layouts [--quick] [--only rows|host]
+
+   Times are of launches inside a replayed CUDA graph, medians of repetitions in which the contenders take turns; ratios
+   are within one run. Rows are random. GB/s of device memory count each byte as read and as written, GB/s of the link
+   once. */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_cuda.cuh"
+#include "bench_gpu.h"
+
+constexpr int64_t page_rows = 64, table_rows = 1 << 19; /* of 1,152 bytes: 0.6 GB, more than the second-level cache */
+constexpr int64_t few_rows = 64, many_rows = 65536;
+constexpr int32_t heads = 4;
+constexpr int inputs = 4, sets_count = 8;
+
+static char *cache_memory, *row_memory, *host_memory;
+
+/* ---- stores and gathers ---- */
+
+enum place { FLAT, NHD, HND };
+static const char *const place_names[] = {"flat", "NHD", "HND"};
+
+/* Pages have room for V behind K. A row of HND has `heads` pieces of `bytes`, in a quarter as many rows. */
+struct row_job {
+    place where;
+    int64_t bytes;
+    const index_sets *slots;
+
+    __host__ __device__ int64_t row_bytes() const
+    {
+        return where == HND ? heads * bytes : bytes;
+    }
+    kvprim_table table() const
+    {
+        kvprim_table t = table_at(cache_memory, slots->rows);
+        t.page_rows = where == FLAT ? 0 : page_rows;
+        t.page_stride = where == FLAT ? 0 : 2 * page_rows * row_bytes();
+        t.heads = where == HND ? heads : 0;
+        t.head_stride = where == HND ? page_rows * bytes : 0;
+        return t;
+    }
+};
+
+static char *rows_of(const row_job &j, int i)
+{
+    return row_memory + i % inputs * j.slots->count * j.row_bytes();
+}
+
+static void enqueue_store(const row_job &j, int i)
+{
+    kvprim_store_desc d = {};
+    d.k_cache = j.table(), d.k = table_at(rows_of(j, i), j.slots->count), d.k_bytes = j.row_bytes();
+    d.slot = j.slots->set(i), d.slot_type = KVPRIM_I32, d.count = j.slots->count;
+    const kvprim_cuda_launch launch = on_stream();
+    check_kvprim(kvprim_cuda_store(&d, &launch));
+}
+
+static void enqueue_gather(const row_job &j, int i)
+{
+    kvprim_gather_desc d = {};
+    d.src = j.table(), d.dst = table_at(rows_of(j, i), j.slots->count), d.row_bytes = j.row_bytes();
+    d.index = j.slots->set(i), d.index_type = KVPRIM_I32, d.count = j.slots->count;
+    const kvprim_cuda_launch launch = on_stream();
+    check_kvprim(kvprim_cuda_gather(&d, &launch));
+}
+
+/* What is contiguous on both sides. */
+struct row_pieces {
+    place where;
+    int64_t bytes, in_row;
+    char *cache, *rows;
+    const int32_t *slot;
+    bool store;
+
+    __device__ piece operator()(int64_t n) const
+    {
+        const int64_t i = n / in_row, h = n % in_row, s = slot[i], page = s / page_rows, r = s % page_rows;
+        const int64_t at = where == FLAT  ? s * bytes
+                           : where == NHD ? (2 * page * page_rows + r) * bytes
+                                          : ((2 * page * heads + h) * page_rows + r) * bytes;
+        char *const in_cache = cache + at, *const row = rows + n * bytes;
+        return store ? piece{in_cache, row, bytes} : piece{row, in_cache, bytes};
+    }
+};
+
+static contender contend_rows(const row_job &j, bool store)
+{
+    contender c = {store ? "store" : "gather", [=](int i) { store ? enqueue_store(j, i) : enqueue_gather(j, i); },
+                   2 * double(j.slots->count * j.row_bytes()), j.slots->count < 1000 ? 64 : 16};
+    const int64_t in_row = j.where == HND ? heads : 1;
+    check_pieces(c, std::string(place_names[j.where]) + ", " + size_name(j.bytes), j.slots->count * in_row, [=](int i) {
+        return row_pieces{j.where, j.bytes, in_row, cache_memory, rows_of(j, i), j.slots->set(i), store};
+    });
+    return c;
+}
+
+static void rows_point(int64_t bytes, int64_t count, std::vector<figure> *stores)
+{
+    const int64_t next = (bytes + 127) / 128 * 128;
+    const index_sets flat(table_rows, count, sets_count, 1), hnd(table_rows / heads, count / heads, sets_count, 2);
+    std::vector<contender> c;
+    for (const bool store : {true, false}) {
+        for (const place where : {FLAT, NHD, HND})
+            c.push_back(contend_rows({where, bytes, where == HND ? &hnd : &flat}, store));
+        c.push_back(contend_rows({FLAT, next, &flat}, store));
+    }
+    measure(c);
+    for (const size_t op : {0, 4}) {
+        printf("%8s %8s %8lld", size_name(bytes).c_str(), c[op].name, (long long)count);
+        for (size_t k = op; k < op + 4; k++)
+            printf(" %8.2f %6.0f", c[k].us, gb_per_s(c[k]));
+        for (size_t k = op; k < op + 3; k++)
+            printf(" %6.3f", gb_per_s(c[k]) / gb_per_s(c[op + 3]));
+        printf("\n");
+    }
+    if (bytes == 656 && count == many_rows)
+        stores->push_back({gb_per_s(c[0]) / gb_per_s(c[3]), size_name(bytes)});
+}
+
+static void rows()
+{
+    std::vector<figure> stores;
+    printf("\nrows of production caches: us and GB/s, flat, NHD, HND, and flat rows of the next multiple of 128 bytes; "
+           "GB/s / those\n%8s %8s %8s %15s %15s %15s %15s\n",
+           "row", "", "rows", "flat", "NHD", "HND", "next");
+    for (const int64_t count : {few_rows, many_rows})
+        for (const int64_t bytes : {576, 584, 656, 1152})
+            rows_point(bytes, count, &stores);
+    judge_worst("stores of 656 B, flat / of 768 B, GB/s", stores, '>', 0.9);
+}
+
+/* ---- to pinned memory, page first ---- */
+
+constexpr int32_t layers = 61;
+constexpr int64_t latent = 656, pool_rows = 8192, moved = 4096; /* a pool is 328 MB, a launch moves 164 MB */
+
+/* SGLang's kernel for this (sgl-kernel/csrc/kvcacheio/transfer.cu, layer first to page first): a warp moves all layers
+   of a token, in 8-byte words, each row loaded before it is stored; launched in 2 blocks. This one is at least as fast:
+   words of 16 bytes, and four layers loaded before they are stored. */
+static __global__ void __launch_bounds__(1024, 1)
+    sglang_page_first(char *dst, const char *src, const int32_t *to, const int32_t *from)
+{
+    const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32, words = latent / 16;
+    for (uint32_t i = (blockIdx.x * blockDim.x + threadIdx.x) / 32; i < moved; i += warps)
+        for (uint32_t l = 0; l < layers; l += 4)
+            for (uint32_t w = lane; w < words; w += 32) {
+                uint4 v[4];
+                for (uint32_t k = 0; k < 4; k++)
+                    if (l + k < layers)
+                        v[k] = __ldcs((const uint4 *)(src + ((l + k) * pool_rows + from[i]) * latent) + w);
+                for (uint32_t k = 0; k < 4; k++)
+                    if (l + k < layers)
+                        __stcs((uint4 *)(dst + (int64_t(to[i]) * layers + l + k) * latent) + w, v[k]);
+            }
+}
+
+/* EXPLORE: contiguous in dst, whole lines. */
+template <int loads>
+static __global__ void __launch_bounds__(1024, 1)
+    by_lines(char *dst, const char *src, const int32_t *to, const int32_t *from)
+{
+    const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32, all = layers * latent / 16;
+    const uint32_t tiles = (all + 7 + 32 * loads - 1) / (32 * loads);
+    for (uint32_t n = (blockIdx.x * blockDim.x + threadIdx.x) / 32; n < moved * tiles; n += warps) {
+        const uint32_t i = n / tiles, tile = n % tiles;
+        uint4 *const row = (uint4 *)(dst + int64_t(to[i]) * layers * latent);
+        const uint32_t lead = uint32_t((uintptr_t)row / 16 % 8);
+        uint4 v[loads];
+        for (uint32_t k = 0; k < loads; k++) {
+            const uint32_t w = tile * 32 * loads + 32 * k + lane - lead;
+            if (w < all)
+                v[k] = __ldcs((const uint4 *)(src + (w / 41 * pool_rows + from[i]) * latent) + w % 41);
+        }
+        for (uint32_t k = 0; k < loads; k++) {
+            const uint32_t w = tile * 32 * loads + 32 * k + lane - lead;
+            if (w < all)
+                __stcs(row + w, v[k]);
+        }
+    }
+}
+
+enum offload { LAYERS, PIECES, PAGES };
+
+/* LAYERS: a row is a token of a layer. PIECES: all layers of a token, pieces of one row, so that the host's row is
+   written from end to end. PAGES: whole pages of a layer, for [page][layer][token][row]. */
+static void enqueue_offload(offload how, const index_sets *to, const index_sets *from, bool out, int32_t max_sms, int i)
+{
+    const int64_t token = layers * latent, page = page_rows * latent;
+    kvprim_transfer_desc d = {};
+    kvprim_table gpu = table_at(cache_memory, from->rows), host = table_at(host_memory, to->rows);
+    d.row_bytes = how == LAYERS ? latent : how == PIECES ? token : page;
+    d.layers = how == PIECES ? 1 : layers;
+    int64_t gpu_layer = pool_rows * latent, host_layer = d.row_bytes;
+    if (how == PIECES) {
+        gpu.stride = latent, gpu.heads = layers, gpu.head_stride = gpu_layer;
+        gpu_layer = host_layer = 0;
+    } else
+        host.stride = layers * d.row_bytes;
+    d.dst = out ? host : gpu, d.src = out ? gpu : host;
+    d.dst_layer_stride = out ? host_layer : gpu_layer, d.src_layer_stride = out ? gpu_layer : host_layer;
+    d.dst_index = out ? to->set(i) : from->set(i), d.src_index = out ? from->set(i) : to->set(i);
+    d.index_type = KVPRIM_I32, d.count = to->count;
+    const kvprim_cuda_launch launch = on_stream(false, max_sms);
+    check_kvprim(kvprim_cuda_transfer(&d, &launch));
+}
+
+/* The pieces of all layers. `unit`: rows of a page, or 1. */
+struct offload_pieces {
+    const int32_t *to, *from;
+    char *host, *gpu;
+    int64_t unit;
+    bool out;
+
+    __device__ piece operator()(int64_t n) const
+    {
+        const int64_t i = n / layers, l = n % layers, bytes = unit * latent;
+        char *const in_host = host + (to[i] * layers + l) * bytes, *const in_gpu =
+                                                                       gpu + l * pool_rows * latent + from[i] * bytes;
+        return out ? piece{in_host, in_gpu, bytes} : piece{in_gpu, in_host, bytes};
+    }
+};
+
+static contender contend_offload(const char *name, int64_t unit, const index_sets *to, const index_sets *from, bool out,
+                                 const std::function<void(int)> &enqueue)
+{
+    contender c = {name, enqueue, double(moved * layers * latent), 2};
+    check_pieces(c, name, to->count * layers,
+                 [=](int i) { return offload_pieces{to->set(i), from->set(i), host_memory, cache_memory, unit, out}; });
+    return c;
+}
+
+static void host()
+{
+    const index_sets to(pool_rows, moved, sets_count, 3), from(pool_rows, moved, sets_count, 4),
+        to_page(pool_rows / page_rows, moved / page_rows, sets_count, 5),
+        from_page(pool_rows / page_rows, moved / page_rows, sets_count, 6);
+    static const char *const names[] = {"layers", "pieces", "pages"};
+    for (const bool out : {true, false}) {
+        std::vector<contender> c;
+        for (const offload how : {LAYERS, PIECES, PAGES})
+            for (const int32_t sms : {0, 2, 4, 8, 16, 32}) {
+                const index_sets *const t = how == PAGES ? &to_page : &to, *const f = how == PAGES ? &from_page : &from;
+                c.push_back(contend_offload(names[how], how == PAGES ? page_rows : 1, t, f, out,
+                                            [=](int i) { enqueue_offload(how, t, f, out, sms, i); }));
+            }
+        for (const unsigned blocks : {2, 4, 8, 16})
+            if (out) {
+                c.push_back(contend_offload("SGLang", 1, &to, &from, out, [=, &to, &from](int i) {
+                    sglang_page_first<<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
+                    CUDA(cudaGetLastError());
+                }));
+                c.push_back(contend_offload("lines4", 1, &to, &from, out, [=, &to, &from](int i) {
+                    by_lines<4><<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
+                    CUDA(cudaGetLastError());
+                }));
+                c.push_back(contend_offload("lines8", 1, &to, &from, out, [=, &to, &from](int i) {
+                    by_lines<8><<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
+                    CUDA(cudaGetLastError());
+                }));
+            }
+        c.push_back({"copy",
+                     [=](int) {
+                         CUDA(cudaMemcpyAsync(out ? host_memory : cache_memory, out ? cache_memory : host_memory,
+                                              size_t(moved * layers * latent), cudaMemcpyDefault, stream));
+                     },
+                     double(moved * layers * latent), 2});
+        measure(c);
+        printf("\n%s: ", out ? "to host" : "to GPU");
+        for (const contender &one : c)
+            printf(" %s %.1f;", one.name, gb_per_s(one));
+        printf("\n");
+    }
+}
+
+/* ---- the program ---- */
+
+static void open_all()
+{
+    open_gpu(2 * GiB + 256 * MiB);
+    cache_memory = allocate_hashed(2 * table_rows * 1152);
+    row_memory = allocate_hashed(inputs * many_rows * 1152);
+    CUDA(cudaMallocHost(&host_memory, size_t(pool_rows * layers * latent)));
+}
+
+int main(int argc, char **argv)
+{
+    return run_program(argc, argv, open_all, {{"rows", rows}, {"host", host}});
+}
