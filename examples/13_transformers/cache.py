@@ -10,8 +10,7 @@
 Requests may be generated in turns: pass their caches again. kvprim moves all bytes: store puts K and V of new tokens
 into pages, gather makes the contiguous K and V that transformers' attention takes, and transfer copies pages of all
 layers: a shared page before it is written, and pages of idle requests to pinned host memory and back when the pool is
-full.
-Everything happens on torch's current stream: use one stream and one thread for a pool.
+full. Everything happens on torch's current stream: use one stream and one thread for a pool.
 
 One cache holds one sequence (batch size 1). All layers are full attention with the same heads.
 """
@@ -46,7 +45,8 @@ class PagePool:
 
     def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32):
         self.library, self.device, self.dtype, self.page_rows = library, torch.device(device), dtype, page_rows
-        self.layers, self.heads, self.dim = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (page_rows, 2, self.heads, self.dim)
         self.device_pages = torch.empty((self.layers, pages, *shape), dtype=dtype, device=device)
         self.host_pages = torch.empty((self.layers, host_pages, *shape), dtype=dtype,
@@ -172,7 +172,7 @@ class PagePool:
         lengths = (ctypes.c_size_t * count)(*(len(prefix.tokens) for prefix in self.prefixes))
         matches = (ctypes.c_size_t * count)()
         best = self.longest_prefix(tokens.data_ptr(), len(tokens), keys, lengths, count, matches)
-        if best >= count:  # KVPRIM_PREFIX_NONE
+        if best >= count:  # KVPRIM_PREFIX_NONE is larger than any count
             return 0, []
         self.prefixes.append(self.prefixes.pop(best))
         pages = self.prefixes[-1].pages[:-(-matches[best] // self.page_rows)]
