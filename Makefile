@@ -73,6 +73,7 @@ help:
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that; torch-bench: against PyTorch'
+	@echo '               transformers: a paged cache for Hugging Face transformers against DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
@@ -82,7 +83,7 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
-    nccl-bench bandwidth torch-bench sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
+    nccl-bench bandwidth torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -161,8 +162,8 @@ CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench sanitize cuda-sanitize bandwidth \
-    engine ncu,$(MAKECMDGOALS)),)
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench transformers sanitize \
+    cuda-sanitize bandwidth engine ncu,$(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
@@ -200,6 +201,10 @@ bandwidth: build/09_bandwidth
 # Compares with PyTorch, if python3 has it.
 torch-bench: lib
 	$(call keep,gpu_torch,$(CHECKSUMS); python3 tests/bench/bench_torch.py build/libkvprim.so || failed=1)
+
+# Compares a paged cache for transformers with its DynamicCache, if python3 has them.
+transformers: lib
+	$(call keep,gpu_transformers,$(CHECKSUMS); python3 examples/13_transformers/run.py build/libkvprim.so || failed=1)
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:

@@ -266,6 +266,11 @@ library()
         else
             skip 'examples/08_torch.py, all but its structures: python3 has no torch'
         fi
+        if python3 -c 'import torch, transformers' >/dev/null 2>&1; then
+            cell 'examples/13_transformers on the CPU' python3 examples/13_transformers/run.py $library
+        else
+            skip 'examples/13_transformers: python3 has no torch or no transformers'
+        fi
     fi
     group 'shared library and Python'
 }
@@ -300,7 +305,8 @@ builds_for_two()
 targets()
 {
     if [ "$gpus" -eq 0 ]; then
-        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu; do
+        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu \
+            transformers; do
             cell "make $target without a GPU" leaves_results $target
         done
     fi

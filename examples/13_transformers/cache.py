@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: MIT
+"""A paged key/value cache for Hugging Face transformers: PagedCache is a transformers.Cache over pages of a PagePool.
+
+    pool = PagePool(library, model.config, pages=1024, host_pages=1024, device="cuda", dtype=torch.bfloat16)
+    cache = PagedCache(pool, prompt)        takes the pages of a published prompt that begins alike
+    tokens = model.generate(prompt, past_key_values=cache, max_new_tokens=16)
+    cache.publish(prompt)                   lets later prompts take these pages
+    cache.free()
+
+Requests may be generated in turns: pass their caches again. kvprim moves all bytes: store puts K and V of new tokens
+into pages, gather makes the contiguous K and V that transformers' attention takes, and transfer copies pages of all
+layers: a shared page before it is written, and pages of idle requests to pinned host memory and back when the pool is
+full. Everything happens on torch's current stream: use one stream and one thread for a pool.
+
+One cache holds one sequence (batch size 1). All layers are full attention with the same heads.
+"""
+import collections
+import ctypes
+import dataclasses
+import importlib
+import os
+import sys
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+kvprim = importlib.import_module("08_torch")  # the structures, load() and KvprimError
+
+
+@dataclasses.dataclass(eq=False)
+class Prefix:
+    tokens: torch.Tensor
+    pages: list
+
+
+def tokens_of(tokens):
+    return torch.as_tensor(tokens).flatten().to("cpu", torch.int32).contiguous()
+
+
+class PagePool:
+    """Pages of all requests, [layers, pages, page_rows, K or V, heads, dim], on the device and in pinned host memory. A
+    row is K and V of one token, so that one gather moves both. A device page belongs to as many requests and prefixes
+    as `references` says, a host page to one request, which calls it ~page."""
+
+    def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32):
+        self.library, self.device, self.dtype, self.page_rows = library, torch.device(device), dtype, page_rows
+        self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
+        self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        shape = (page_rows, 2, self.heads, self.dim)
+        self.device_pages = torch.empty((self.layers, pages, *shape), dtype=dtype, device=device)
+        self.host_pages = torch.empty((self.layers, host_pages, *shape), dtype=dtype,
+                                      pin_memory=self.device.type == "cuda")
+        self.element = self.device_pages.element_size()
+        self.kv_bytes = self.heads * self.dim * self.element  # a token's K, or its V, in one layer
+        self.page_bytes = page_rows * 2 * self.kv_bytes  # in one layer
+        self.unused, self.host_unused, self.references = list(range(pages)), list(range(host_pages)), [0] * pages
+        self.prefixes, self.requests = [], []  # the least recently used come first
+        self.rejected = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0: no slot lies outside the pool
+        self.counts, self.peak, self.host_peak = collections.Counter(), 0, 0
+        self.longest_prefix = library.kvprim_prefix_many_i32
+        self.longest_prefix.restype, size, pointer = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
+        self.longest_prefix.argtypes = [pointer, size, pointer, pointer, size, pointer]
+
+    def call(self, name, desc):
+        """Calls kvprim_NAME, or kvprim_cuda_NAME on torch's current stream."""
+        if self.device.type == "cuda":
+            launch = kvprim.Launch(stream=torch.cuda.current_stream().cuda_stream)
+            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(launch))
+        else:
+            status = getattr(self.library, "kvprim_" + name)(ctypes.byref(desc))
+        if status != 0:
+            raise kvprim.KvprimError(self.library.kvprim_last_error().decode())
+
+    # ---- rows of one layer: one descriptor serves all layers, which differ in addresses alone ----
+
+    def rows(self, skipped=0):
+        """The table of a layer's rows without their first bytes."""
+        return kvprim.Table(rows=len(self.references) * self.page_rows, stride=2 * self.kv_bytes,
+                            bytes=len(self.references) * self.page_bytes - skipped)
+
+    def layer(self, number):
+        return self.device_pages.data_ptr() + number * len(self.references) * self.page_bytes
+
+    def store_desc(self, keys, values, slots):
+        """Stores [heads, tokens, dim], with any strides except between elements, in these slots."""
+        def table(new):
+            # The stride between tokens means nothing if there is one.
+            return kvprim.table_of(new, rows=new.shape[1], stride=new.stride(1) * self.element * (new.shape[1] > 1),
+                                   heads=self.heads, head_stride=new.stride(0) * self.element)
+        return kvprim.StoreDesc(
+            k_cache=self.rows(), v_cache=self.rows(self.kv_bytes), k=table(keys), v=table(values),
+            k_bytes=self.kv_bytes, v_bytes=self.kv_bytes, slot=slots.data_ptr(), slot_type=kvprim.I32,
+            count=slots.numel(), rejected=self.rejected.data_ptr())
+
+    def store(self, desc, layer, keys, values):
+        desc.k_cache.data, desc.v_cache.data = self.layer(layer), self.layer(layer) + self.kv_bytes
+        desc.k.data, desc.v.data = keys.data_ptr(), values.data_ptr()
+        self.call("store", desc)
+
+    def gather_desc(self, slots):
+        """Gathers K and V of these slots as 2 * heads pieces per token; each head's pieces become contiguous."""
+        count, piece = slots.numel(), self.dim * self.element
+        dst = kvprim.Table(rows=count, stride=piece, heads=2 * self.heads, head_stride=count * piece,
+                           bytes=count * 2 * self.kv_bytes)
+        return kvprim.GatherDesc(dst=dst, src=self.rows(), row_bytes=2 * self.kv_bytes, index=slots.data_ptr(),
+                                 index_type=kvprim.I32, count=count, rejected=self.rejected.data_ptr())
+
+    def gather(self, desc, layer):
+        """K and V, [1, heads, tokens, dim] each, with the strides that DynamicCache's have."""
+        out = torch.empty((2, 1, self.heads, desc.count, self.dim), dtype=self.dtype, device=self.device)
+        desc.dst.data, desc.src.data = out.data_ptr(), self.layer(layer)
+        self.call("gather", desc)
+        return out[0], out[1]
+
+    # ---- pages of all layers ----
+
+    def copy_pages(self, dst, dst_pages, src, src_pages):
+        """Copies pages of all layers; dst and src are device_pages or host_pages."""
+        def table(pages):
+            return kvprim.Table(data=pages.data_ptr(), rows=pages.shape[1], bytes=pages.numel() * self.element)
+        index = torch.tensor([dst_pages, src_pages], dtype=torch.int32, device=self.device)
+        self.call("transfer", kvprim.TransferDesc(
+            dst=table(dst), src=table(src), layers=self.layers, row_bytes=self.page_bytes, same_cache=dst is src,
+            dst_index=index[0].data_ptr(), src_index=index[1].data_ptr(), index_type=kvprim.I32,
+            count=len(dst_pages), rejected=self.rejected.data_ptr()))
+
+    def take(self, count, running):
+        """`count` unused pages for the request `running`, which is not offloaded for them."""
+        while len(self.unused) < count:
+            if not self.make_room(running):
+                raise RuntimeError(f"PagePool: {count} pages needed, {len(self.unused)} unused, nothing left to evict "
+                                   f"or offload; {len(self.host_unused)} host pages unused")
+        taken = [self.unused.pop() for _ in range(count)]
+        self.share(taken)
+        self.peak = max(self.peak, len(self.references) - len(self.unused))
+        return taken
+
+    def make_room(self, running):
+        """Evicts the least recently used prefix that has a page to itself. If there is none, offloads the least
+        recently used idle request that has one. If there is none either, evicts any prefix: it may share pages with
+        requests that can then be offloaded."""
+        prefix = next((p for p in self.prefixes if any(self.references[page] == 1 for page in p.pages)), None)
+        if prefix is None:
+            if any(request.to_host() for request in self.requests if request is not running):
+                return True
+            if not self.prefixes:
+                return False
+            prefix = self.prefixes[0]
+        self.prefixes.remove(prefix)
+        self.give_back(prefix.pages)
+        self.counts["prefixes evicted"] += 1
+        return True
+
+    def share(self, pages):
+        for page in pages:
+            self.references[page] += 1
+
+    def give_back(self, pages):
+        for page in pages:
+            if page < 0:
+                self.host_unused.append(~page)
+                continue
+            self.references[page] -= 1
+            if self.references[page] == 0:
+                self.unused.append(page)
+
+    def find_prefix(self, tokens):
+        """How many of these tokens are in the pages of a published prefix, and a share of those pages."""
+        count = len(self.prefixes)
+        keys = (ctypes.c_void_p * count)(*(prefix.tokens.data_ptr() for prefix in self.prefixes))
+        lengths = (ctypes.c_size_t * count)(*(len(prefix.tokens) for prefix in self.prefixes))
+        matches = (ctypes.c_size_t * count)()
+        best = self.longest_prefix(tokens.data_ptr(), len(tokens), keys, lengths, count, matches)
+        if best >= count:  # KVPRIM_PREFIX_NONE is larger than any count
+            return 0, []
+        self.prefixes.append(self.prefixes.pop(best))
+        pages = self.prefixes[-1].pages[:-(-matches[best] // self.page_rows)]
+        self.share(pages)
+        self.counts["tokens reused"] += matches[best]
+        self.counts["pages shared"] += len(pages)
+        return matches[best], pages
+
+
+class PagedLayer(CacheLayerMixin):
+    """What transformers asks one layer. The PagedCache does the work, once for all layers where it can."""
+    is_sliding, is_croppable = False, True
+
+    def __init__(self, cache, number):
+        super().__init__()
+        self.cache, self.number, self.length, self.is_initialized = cache, number, 0, True
+
+    def lazy_initialization(self, key_states, value_states):
+        pass
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        end = self.length + key_states.shape[-2]
+        result = self.cache.append(self.number, key_states, value_states, self.length, end)
+        self.length = end
+        return result
+
+    def get_seq_length(self):
+        return self.length
+
+    def get_mask_sizes(self, query_length):
+        return self.length + query_length, 0
+
+    def get_max_length(self):
+        return -1
+
+
+class PagedCache(Cache):
+    """One request. `tokens` is its prompt, which may begin as a published prefix does. At least its last token is left
+    to compute, because its logits are wanted."""
+
+    def __init__(self, pool, tokens=()):
+        super().__init__(layers=[PagedLayer(self, number) for number in range(pool.layers)])
+        self.pool = pool
+        length, pages = pool.find_prefix(tokens_of(tokens)[:-1])
+        self.set_pages(pages, length)
+        pool.requests.append(self)
+
+    def set_pages(self, pages, length=None):
+        """Sets the pages and, if all are on the device, the slots of their rows."""
+        self.pages, self.prepared, self.slots = pages, None, None
+        if min(pages, default=0) >= 0:
+            first = torch.tensor(pages, dtype=torch.int32, device=self.pool.device)[:, None] * self.pool.page_rows
+            rows = torch.arange(self.pool.page_rows, dtype=torch.int32, device=self.pool.device)
+            self.slots = (first + rows).flatten()
+        for layer in self.layers if length is not None else ():
+            layer.length = length
+
+    def append(self, layer, keys, values, start, end):
+        """Stores K and V of the tokens [start, end) and returns those of [0, end)."""
+        if keys.shape[0] != 1:
+            raise ValueError(f"PagedCache holds one sequence, not a batch of {keys.shape[0]}")
+        keys, values = (new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values))
+        what = (start, end, keys.stride(), values.stride())
+        if self.prepared != what:  # the first layer of this forward pass
+            self.make_writable(start, end)
+            self.store_desc = self.pool.store_desc(keys, values, self.slots[start:end])
+            self.gather_desc = self.pool.gather_desc(self.slots[:end])
+            self.prepared = what
+        self.pool.store(self.store_desc, layer, keys, values)
+        return self.pool.gather(self.gather_desc, layer)
+
+    def make_writable(self, start, end):
+        """Before the tokens [start, end) are stored: brings pages back, copies a shared one, adds what is missing."""
+        self.to_device()
+        pool, pages = self.pool, self.pages
+        first = start // pool.page_rows  # a page of which earlier tokens are kept, or the first one that is missing
+        if first < len(pages) and pool.references[pages[first]] > 1:
+            copy = pool.take(1, self)
+            pool.copy_pages(pool.device_pages, copy, pool.device_pages, [pages[first]])
+            self.replace([first], copy)
+            pool.counts["pages copied on write"] += 1
+        missing = -(-end // pool.page_rows) - len(self.pages)
+        if missing > 0:
+            self.set_pages(self.pages + pool.take(missing, self))
+
+    def to_host(self):
+        """Moves pages that nobody else shares to host memory, as far as it has room, and returns how many. Others stay:
+        another request may be running on them."""
+        pool, pages = self.pool, self.pages
+        own = [i for i, page in enumerate(pages) if page >= 0 and pool.references[page] == 1]
+        own = own[:len(pool.host_unused)]
+        if own:
+            host = [pool.host_unused.pop() for _ in own]
+            pool.copy_pages(pool.host_pages, host, pool.device_pages, [pages[i] for i in own])
+            self.replace(own, [~page for page in host])
+            pool.host_peak = max(pool.host_peak, pool.host_pages.shape[1] - len(pool.host_unused))
+            pool.counts["pages offloaded"] += len(own)
+        return len(own)
+
+    def to_device(self):
+        """Brings pages back from host memory. This is then the most recently used request."""
+        pool = self.pool
+        pool.requests.append(pool.requests.pop(pool.requests.index(self)))
+        away = [i for i, page in enumerate(self.pages) if page < 0]
+        if away:
+            back = pool.take(len(away), self)
+            pool.copy_pages(pool.device_pages, back, pool.host_pages, [~self.pages[i] for i in away])
+            self.replace(away, back)
+            pool.counts["pages brought back"] += len(away)
+
+    def replace(self, positions, pages):
+        """Gives back the pages at these positions, and has others there."""
+        self.pool.give_back([self.pages[i] for i in positions])
+        new = dict(zip(positions, pages))
+        self.set_pages([new.get(i, page) for i, page in enumerate(self.pages)])
+
+    def publish(self, tokens):
+        """Lets prompts that begin with these tokens take their pages. This cache holds them, or the first of them."""
+        self.to_device()
+        tokens = tokens_of(tokens)[:self.get_seq_length()]
+        pages = self.pages[:-(-len(tokens) // self.pool.page_rows)]
+        self.pool.share(pages)
+        self.pool.prefixes.append(Prefix(tokens, pages))
+
+    def read(self, layer):
+        """K and V of a layer, [1, heads, tokens, dim] each."""
+        self.to_device()
+        return self.pool.gather(self.pool.gather_desc(self.slots[:self.get_seq_length()]), layer)
+
+    def crop(self, tokens_to_remove):
+        """Removes -tokens_to_remove tokens from the end, as generate() asks for."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): expected minus the number of tokens to remove")
+        length = max(self.get_seq_length() + tokens_to_remove, 0)
+        keep = -(-length // self.pool.page_rows)
+        self.pool.give_back(self.pages[keep:])
+        self.set_pages(self.pages[:keep], length)
+
+    def reset(self):
+        self.crop(-self.get_seq_length())
+
+    def free(self):
+        """Gives the pages back. What was published stays until it is evicted."""
+        self.reset()
+        self.pool.requests.remove(self)
