@@ -207,6 +207,13 @@ static inline bool kvpc_is_link(const void *, const void *)
     return kvprim_emulate_link;
 }
 
+[[maybe_unused]] static const void *kvprim_emulate_pageable, *kvprim_emulate_device; /* memory of that kind */
+
+static inline bool kvpc_is_out_of_reach(const void *p, bool host_reads)
+{
+    return p == (host_reads ? kvprim_emulate_device : kvprim_emulate_pageable) && p;
+}
+
 template <class Call> static bool kvpc_is_captured(const Call *)
 {
     return kvprim_emulate_captured;

@@ -181,6 +181,29 @@ static void link_choices()
     kvprim_emulate_captured = false;
 }
 
+/* What the GPU, or the host, reads where the other's memory would be. */
+static void test_listed()
+{
+    kvprim_cuda_launch launch = {};
+    listed_matrix(&memory);
+    listed_transfers(&memory);
+    unaligned_bases(&memory);
+    host_lists(&memory);
+    many_device_layers(&memory);
+    listed_moves(&memory);
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += 5) {
+        kvprim_emulate_link = launch.max_sms == 0;
+        listed_transfers(&memory);
+        unaligned_bases(&memory);
+        host_lists(&memory);
+        many_device_layers(&memory);
+        listed_moves(&memory);
+    }
+    kvprim_emulate_link = false;
+    memory.launch = nullptr;
+}
+
 /* The same transfers as everywhere, as if one side were pinned host memory; at last, the engine refuses every copy. */
 static void test_link()
 {
@@ -1017,6 +1040,7 @@ int main(int argc, char **argv)
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
     run("emulated: transfer over the link to the host", test_link);
     run("emulated: transfer, layers", test_layers);
+    run("emulated: transfer, layers of the GPU, lists of the host", test_listed);
     run("emulated: transfer inside one cache", in_memory<copies_on_write>);
     run("emulated: several moves at once", test_moves);
     run("emulated: moves, number of launches", test_launches_of_moves);
