@@ -15,11 +15,10 @@
                   copy also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
        Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
                   kvprim_last_error()'s text.
-       Stream     An operator only enqueues: it neither allocates (except gather_new and slots_new, by torch's allocator)
-                  nor waits, and CUDA graphs capture it. Use of pinned tensors is reported to torch's allocator, so
-                  they may be dropped at once. As for any operator of torch, one that runs on a stream other than the
-                  one its tensors were allocated on needs record_stream() by the caller; and what a graph reads, pinned
-                  tensors too, must live as long as the graph.
+       Stream     An operator only enqueues, and CUDA graphs capture it. Only gather_new and slots_new allocate, by
+                  torch's allocator, which is told of all uses of pinned tensors, so that they may be dropped at once.
+                  As with torch's own operators, the caller uses record_stream() if the stream is not the one that a
+                  tensor was allocated on, and keeps what a graph reads, pinned tensors too, as long as the graph.
        Gradients  None. */
 #include "kvprim_cuda.cuh"
 
@@ -465,8 +464,8 @@ TORCH_LIBRARY(kvprim, m)
 
     /* In every layer row dst_index[i] of dst = row src_index[i] of src; without an index, row i. dst and src are lists
        of layers of one shape. Instead, dst_layers and src_layers are tensors of pointers on the GPU; dst[0] and src[0]
-       then only say the shape of a layer, and what lies at the pointers is not checked. In torch.compile list all layers
-       beside the pointers, so that it knows what is written. same_cache: copies rows inside one cache. */
+       then only say the shape of a layer, and what lies at the pointers is not checked. For torch.compile list all
+       layers beside the pointers: it must know what is written. same_cache: copies rows inside one cache. */
     m.def("transfer(Tensor(a!)[] dst, Tensor[] src, Tensor? dst_index=None, Tensor? src_index=None, "
           "str dst_layout=\"rows\", str src_layout=\"rows\", *, Tensor? dst_layers=None, Tensor? src_layers=None, "
           "bool same_cache=False, int max_sms=0, Tensor(b!)? rejected=None) -> ()",

@@ -202,8 +202,8 @@ def slots_of(ops, device):
         return torch.where(outside | (page < 0), -1, page * PAGE + position % PAGE)
 
     for dtype in (torch.int32, torch.int64):
-        wide, request, position = torch.full((4, 9), 99, dtype=dtype, device=device), request.to(dtype), position.to(dtype)
-        wide[:, :8] = pages
+        wide = torch.full((4, 9), 99, dtype=dtype, device=device)
+        wide[:, :8], request, position = pages, request.to(dtype), position.to(dtype)
         got = ops.slots_new(wide[:, :8], 200, PAGE, SLOTS, request=request, position=position)
         assert torch.equal(got, expected_of(request.long(), position.long())), dtype
         slot = torch.zeros(200, dtype=dtype, device=device)
@@ -295,8 +295,8 @@ def flat(values):
 
 
 def compiles(ops, device):
-    step = step_of(ops)
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="inductor" if device == "cuda" else "aot_eager")
+    step, backend = step_of(ops), "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
     for tokens in (32, 50):
         theirs, ours = step_inputs(device, tokens), step_inputs(device, tokens)
         expected, got = step(*theirs), compiled(*ours)
