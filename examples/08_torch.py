@@ -114,6 +114,11 @@ class KvprimError(RuntimeError):
     pass
 
 
+def eager(function):
+    """torch.compile cannot see into the function: it calls it."""
+    return torch.compiler.disable(function) if torch else function
+
+
 def check_version(library, path):
     """Refuses a library whose structures may differ from those above: ctypes would pass it other fields unnoticed. The
     patch number may differ, the sizes may not."""
@@ -169,6 +174,7 @@ def table_of(tensor, **fields):
     return table
 
 
+@eager
 def rows_of(rows):
     """The Table of a 2-dimensional tensor. Its rows may lie apart, as in a part of a packed tensor."""
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
@@ -176,6 +182,7 @@ def rows_of(rows):
     return table_of(rows, rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
 
 
+@eager
 def nhd(cache):
     """The Table of a token-major paged cache: [pages, page_rows, row]."""
     size = cache.element_size()
@@ -183,6 +190,7 @@ def nhd(cache):
                     stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
 
 
+@eager
 def hnd(cache):
     """The Table of a head-major paged cache: [pages, heads, page_rows, head]."""
     size = cache.element_size()
@@ -198,11 +206,6 @@ def index_type(index):
     return I32 if index.dtype == torch.int32 else I64
 
 
-def eager(function):
-    """torch.compile cannot see into the function: it calls it."""
-    return torch.compiler.disable(function) if torch else function
-
-
 @eager
 def current_stream():
     """The handle of torch's current stream. Call this once per step, not once per call: it is slow."""
@@ -214,8 +217,8 @@ kept, kept_lock = [], threading.Lock()
 
 def keep(tensors, stream):
     """Keeps pinned tensors until the GPU has read them. torch's allocator of pinned memory does not know of our calls:
-    it would hand the memory out again as soon as the caller drops the tensor. (12_torch_ops.cpp tells it.) While a graph
-    is captured there is nothing to wait for: the caller keeps what a graph reads as long as the graph."""
+    it would hand the memory out again as soon as the caller drops the tensor. (12_torch_ops.cpp tells it.) While a
+    graph is captured there is nothing to wait for: the caller keeps what a graph reads as long as the graph."""
     if torch.cuda.is_current_stream_capturing():
         return
     event = torch.cuda.Event()

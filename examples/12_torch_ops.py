@@ -13,7 +13,6 @@ The tests run on the CPU, where kvprim's host functions serve the same operators
 refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the time of a call on the host.
 """
 import os
-import shutil
 import statistics
 import sys
 import time
@@ -75,9 +74,9 @@ def place(slot, layout):
     return {"rows": (slot,), "NHD": (page, row), "HND": (page, slice(None), row)}[layout]
 
 
-def some_slots(count, device, dtype=torch.int64):
-    """Distinct slots; every seventh is padding."""
-    slot = torch.randperm(SLOTS, device=device)[:count].to(dtype)
+def some_slots(count, device, dtype=None):
+    """Distinct slots, of int64 unless dtype says otherwise; every seventh is padding."""
+    slot = torch.randperm(SLOTS, device=device)[:count].to(dtype or torch.int64)
     slot[::7] = -1
     return slot
 
@@ -388,25 +387,8 @@ def print_host_times(ops):
         print(f"  {name:34} {microseconds(call):6.2f}", flush=True)
 
 
-def missing():
-    """What is needed and not here, or None."""
-    if torch is None:
-        return "python3 has no torch"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} was built without CUDA"
-    if torch.utils.cpp_extension.CUDA_HOME is None or not shutil.which("ninja"):
-        return "no nvcc, or no ninja"
-    return None
-
-
-def main():
-    why = missing()
-    if why:
-        print(f"skip 12_torch_ops: {why}\n0 passed, 0 failed, 1 skipped")
-        return 0
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # otherwise that of the GPU here
-    ops = load_operators(os.path.dirname(EXAMPLES), os.path.join(os.path.dirname(EXAMPLES), "build/12_torch_ops"))
+def run_tests(ops):
+    """Returns how many failed."""
     everywhere = (gathers, stores, transfers, copies, slots_of, refusals, opchecks, compiles)
     passed = failed = skipped = 0
     for device, tests in (("cpu", everywhere), ("cuda", everywhere + (graphs, pinned_temporaries, streams))):
@@ -426,9 +408,31 @@ def main():
     if torch.cuda.is_available():
         print_host_times(ops)
     print(f"{passed} passed, {failed} failed, {skipped} skipped")
-    return failed != 0
+    return failed
+
+
+def missing():
+    """What is needed and not here, or None."""
+    if torch is None:
+        return "python3 has no torch"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if torch.utils.cpp_extension.CUDA_HOME is None or not torch.utils.cpp_extension.is_ninja_available():
+        return "no nvcc, or no ninja"
+    return None
+
+
+def main():
+    why = missing()
+    if why:
+        print(f"skip 12_torch_ops: {why}\n0 passed, 0 failed, 1 skipped")
+        return 0
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # otherwise that of the GPU here
+    ops = load_operators(os.path.dirname(EXAMPLES), os.path.join(os.path.dirname(EXAMPLES), "build/12_torch_ops"))
+    with torch.no_grad():
+        return run_tests(ops) != 0
 
 
 if __name__ == "__main__":
-    with torch.no_grad() if torch else open(os.devnull):
-        sys.exit(main())
+    sys.exit(main())
