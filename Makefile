@@ -70,6 +70,8 @@ help:
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
 	@echo 'make gpu-test  build and run the tests on a GPU, output to build/results/ (CUDA_ARCH=sm_90: for another GPU);'
 	@echo '               cuda-test: all except the collectives; nccl-test: only those (QUICK=quick: in minutes)'
+	@echo 'make torch     call kvprim from PyTorch through ctypes (examples/08_torch.py) and check it'
+	@echo 'make torch-ops build kvprim'\''s operators for PyTorch and test them (examples/12_torch_ops.py)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that; torch-bench: against PyTorch'
@@ -83,7 +85,8 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
-    nccl-bench bandwidth torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg ncu results
+    nccl-bench bandwidth torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg ncu \
+    results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -197,6 +200,12 @@ nccl-test nccl-bench nccl-sanitize:
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
 bandwidth: build/09_bandwidth
 	$(call keep,gpu_bandwidth,build/09_bandwidth --svg $(RESULTS)/gpu_bandwidth.svg || failed=1)
+
+# Both need a python3 that has torch. Without a GPU they run on the CPU.
+torch: lib
+	python3 examples/08_torch.py build/libkvprim.so
+torch-ops:
+	CUDA_HOME='$(or $(CUDA_HOME),$(NVCC:%/bin/nvcc=%))' python3 examples/12_torch_ops.py
 
 # Compares with PyTorch, if python3 has it.
 torch-bench: lib

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: MIT
-"""Calls kvprim on torch's tensors through ctypes alone, and checks and times gather and store against torch's own.
+"""Calls kvprim on torch's tensors through ctypes alone, and checks every call against torch's own operators.
 
     make lib && python3 examples/08_torch.py [LIBRARY]      LIBRARY: build/libkvprim.so
     python3 examples/08_torch.py --layout                   needs neither the library nor torch: see layout()
 
-Tensors of the CPU go to the host functions, tensors of a GPU to the CUDA functions on torch's current stream. An error
-of the library becomes a Python exception. Without a GPU, or with a library that lacks the CUDA functions, only the part
-on the CPU runs. To use this in a program of your own, copy everything above "the example".
+If a tensor of a call lies on a GPU, which must be the current one, the CUDA function runs on torch's current stream;
+then tensors of the CPU must be pinned. Otherwise the host function runs. An error of the library becomes a Python
+exception. Without a GPU, or with a library that lacks the CUDA functions, only the part on the CPU runs. To use this in
+a program of your own, copy everything above "the example". 12_torch_ops.cpp has operators in place of ctypes.
 
-gather() and store() suit an occasional call: making the descriptors in Python takes most of their time. A call that is
-repeated with the same tensors, as in each layer of a decode step, is better prepared once:
+gather(), store() and so on suit an occasional call: making the descriptors in Python takes most of their time. A call
+that is repeated with the same tensors, as in each layer of a decode step, is better prepared once:
 
     append = prepare_store(library, nhd(k_cache), nhd(v_cache), k, v, slot)
     append(stream)      every step, after k, v and slot are written; stream: see current_stream()
+
+torch.compile leaves all of them out of its graphs: a compiled function breaks there, and goes on after the call.
 """
 import ctypes
 import os
-import statistics
 import sys
-import time
+import threading
 
 try:
     import torch
@@ -30,6 +32,7 @@ I32, I64 = 1, 2  # kvprim_index_type; 0 is "not set", which the library refuses
 
 
 class Table(ctypes.Structure):
+    tensor = None  # whose memory it is, if one's: see table_of()
     _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
                 ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
                 ("reserved_heads", ctypes.c_int32), ("head_stride", ctypes.c_int64), ("bytes", ctypes.c_int64),
@@ -62,10 +65,22 @@ class TransferDesc(ctypes.Structure):
                 ("reserved", ctypes.c_int64)]
 
 
+class Fragment(ctypes.Structure):
+    _fields_ = [("src_offset", ctypes.c_uint64), ("dst_offset", ctypes.c_uint64), ("bytes", ctypes.c_uint64)]
+
+
 class UnpackDesc(ctypes.Structure):
     _fields_ = [("src", ctypes.c_void_p), ("src_bytes", ctypes.c_uint64), ("dst", ctypes.c_void_p),
                 ("dst_bytes", ctypes.c_uint64), ("fragments", ctypes.c_void_p), ("count", ctypes.c_size_t),
                 ("reserved", ctypes.c_int64)]
+
+
+class CopyItem(ctypes.Structure):
+    _fields_ = [("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class CopyDesc(ctypes.Structure):
+    _fields_ = [("items", ctypes.c_void_p), ("count", ctypes.c_size_t), ("reserved", ctypes.c_int64)]
 
 
 class Launch(ctypes.Structure):
@@ -74,7 +89,8 @@ class Launch(ctypes.Structure):
 
 
 STRUCTURES = {"kvprim_table": Table, "kvprim_gather_desc": GatherDesc, "kvprim_store_desc": StoreDesc,
-              "kvprim_transfer_desc": TransferDesc, "kvprim_unpack_desc": UnpackDesc, "kvprim_cuda_launch": Launch}
+              "kvprim_transfer_desc": TransferDesc, "kvprim_fragment": Fragment, "kvprim_unpack_desc": UnpackDesc,
+              "kvprim_copy_item": CopyItem, "kvprim_copy_desc": CopyDesc, "kvprim_cuda_launch": Launch}
 
 
 def layout():
@@ -96,6 +112,11 @@ def layout():
 
 class KvprimError(RuntimeError):
     pass
+
+
+def eager(function):
+    """torch.compile cannot see into the function: it calls it."""
+    return torch.compiler.disable(function) if torch else function
 
 
 def check_version(library, path):
@@ -127,7 +148,7 @@ def load(path):
     library.kvprim_status_name.restype = library.kvprim_last_error.restype = ctypes.c_char_p
     library.has_cuda = hasattr(library, "kvprim_cuda_gather")
     for name, structure in (("gather", GatherDesc), ("store", StoreDesc), ("transfer", TransferDesc),
-                            ("unpack", UnpackDesc)):
+                            ("unpack", UnpackDesc), ("copy", CopyDesc)):
         getattr(library, "kvprim_" + name).argtypes = [ctypes.POINTER(structure)]
         if library.has_cuda:
             getattr(library, "kvprim_cuda_" + name).argtypes = [ctypes.POINTER(structure), ctypes.POINTER(Launch)]
@@ -136,6 +157,12 @@ def load(path):
 
 def row_bytes(rows):
     return rows.shape[-1] * rows.element_size()
+
+
+def packed_bytes(tensor):
+    if not tensor.is_contiguous():
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}: it must be packed")
+    return tensor.numel() * tensor.element_size()
 
 
 def table_of(tensor, **fields):
@@ -147,6 +174,7 @@ def table_of(tensor, **fields):
     return table
 
 
+@eager
 def rows_of(rows):
     """The Table of a 2-dimensional tensor. Its rows may lie apart, as in a part of a packed tensor."""
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
@@ -154,6 +182,7 @@ def rows_of(rows):
     return table_of(rows, rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
 
 
+@eager
 def nhd(cache):
     """The Table of a token-major paged cache: [pages, page_rows, row]."""
     size = cache.element_size()
@@ -161,6 +190,7 @@ def nhd(cache):
                     stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
 
 
+@eager
 def hnd(cache):
     """The Table of a head-major paged cache: [pages, heads, page_rows, head]."""
     size = cache.element_size()
@@ -176,22 +206,45 @@ def index_type(index):
     return I32 if index.dtype == torch.int32 else I64
 
 
+@eager
 def current_stream():
     """The handle of torch's current stream. Call this once per step, not once per call: it is slow."""
     return torch.cuda.current_stream().cuda_stream
 
 
+kept, kept_lock = [], threading.Lock()
+
+
+def keep(tensors, stream):
+    """Keeps pinned tensors until the GPU has read them. torch's allocator of pinned memory does not know of our calls:
+    it would hand the memory out again as soon as the caller drops the tensor. (12_torch_ops.cpp tells it.) While a
+    graph is captured there is nothing to wait for: the caller keeps what a graph reads as long as the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream())
+    with kept_lock:
+        kept[:] = [(other, theirs) for other, theirs in kept if not other.query()] + [(event, tensors)]
+
+
 class Prepared:
-    """A call of kvprim_NAME, or of kvprim_cuda_NAME if the tensor `on` lies on a GPU, which must be the current one. It
-    may be repeated: the tensors' contents may change, their addresses may not. The tensors live as long as it does."""
+    """A call of kvprim_NAME, or of kvprim_cuda_NAME if one of the tensors, given by name, lies on a GPU. It may be
+    repeated: the tensors' contents may change, their addresses may not. They live as long as it does, and so does
+    `host`: what the call reads before it returns."""
 
-    def __init__(self, library, name, desc, on, tensors, pdl):
-        self.library, self.tensors, self.on_gpu = library, tensors, on.is_cuda
-        self.launch = Launch(pdl=pdl)
+    def __init__(self, library, name, desc, tensors, host=None, **launch):
+        self.library, self.desc, self.host, self.launch = library, desc, host, Launch(**launch)
+        self.tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None and tensor.numel() > 0}
+        self.on_gpu = any(tensor.is_cuda for tensor in self.tensors.values())
+        self.pinned = [tensor for tensor in self.tensors.values() if self.on_gpu and not tensor.is_cuda]
+        for argument, tensor in self.tensors.items():
+            if self.on_gpu and not tensor.is_cuda and not tensor.is_pinned():
+                raise KvprimError(f"{name}: {argument} is in pageable memory of the CPU, which the GPU does not reach: "
+                                  "move it to the GPU, or use pin_memory()")
         self.function = getattr(library, ("kvprim_cuda_" if self.on_gpu else "kvprim_") + name)
-        pointers = (desc, self.launch) if self.on_gpu else (desc,)
-        self.arguments = tuple(ctypes.byref(structure) for structure in pointers)
+        self.arguments = [ctypes.byref(desc)] + [ctypes.byref(self.launch)] * self.on_gpu
 
+    @eager
     def __call__(self, stream=None):
         if self.on_gpu:
             self.launch.stream = current_stream() if stream is None else stream
@@ -199,35 +252,82 @@ class Prepared:
         if status != 0:
             name, text = self.library.kvprim_status_name(status), self.library.kvprim_last_error()
             raise KvprimError(f"{name.decode()}: {text.decode()}")
+        if self.pinned:
+            keep(self.pinned, self.launch.stream)
 
 
+def pointer(tensor):
+    return None if tensor is None else tensor.data_ptr()
+
+
+@eager
 def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
-    """out[i] = row index[i] - base of the Table `table`; zeros if there is no such row. All on one device."""
+    """out[i] = row index[i] - base of the Table `table`; zeros if there is no such row."""
     desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
-                      index_type=index_type(index), index_base=base, count=index.numel(),
-                      rejected=None if rejected is None else rejected.data_ptr())
-    return Prepared(library, "gather", desc, out, (out, table, index, rejected), pdl)
+                      index_type=index_type(index), index_base=base, count=index.numel(), rejected=pointer(rejected))
+    return Prepared(library, "gather", desc, {"out": out, "table": table.tensor, "index": index, "rejected": rejected},
+                    pdl=pdl)
 
 
+@eager
 def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
     """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; slots outside them are skipped."""
     desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
                      v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
-                     count=slot.numel(), rejected=None if rejected is None else rejected.data_ptr())
-    return Prepared(library, "store", desc, k, (k_cache, v_cache, k, v, slot, rejected), pdl)
+                     count=slot.numel(), rejected=pointer(rejected))
+    return Prepared(library, "store", desc, {"k_cache": k_cache.tensor, "v_cache": v_cache.tensor, "k": k, "v": v,
+                                             "slot": slot, "rejected": rejected}, pdl=pdl)
 
 
-def gather(*arguments, **options):
-    """Calls what prepare_gather makes, once."""
-    prepare_gather(*arguments, **options)()
+@eager
+def prepare_transfer(library, dst, src, row_bytes, dst_index, src_index, same_cache=0, rejected=None, max_sms=0):
+    """In each layer, row dst_index[i] of dst = row src_index[i] of src. dst and src are lists of Tables, one for each
+    layer. The indices are both on the GPU, or both on the CPU, pinned or not: then the call reads them."""
+    sides = {"dst": dst, "src": src}
+    if len(dst) != len(src) or dst_index.numel() != src_index.numel() or dst_index.is_cuda != src_index.is_cuda:
+        raise ValueError("dst and src, and their indices, must be as many, and both indices on one side")
+    tensors = {f"{name}[{i}]": table.tensor for name, side in sides.items() for i, table in enumerate(side)}
+    layers = {name: (ctypes.c_void_p * len(side))(*[table.data for table in side]) for name, side in sides.items()}
+    host_index = not dst_index.is_cuda
+    desc = TransferDesc(dst=dst[0], src=src[0], layers=len(dst), same_cache=same_cache, row_bytes=row_bytes,
+                        dst_layers=ctypes.addressof(layers["dst"]), src_layers=ctypes.addressof(layers["src"]),
+                        dst_index=dst_index.data_ptr(), src_index=src_index.data_ptr(), host_index=host_index,
+                        dst_index_type=index_type(dst_index), src_index_type=index_type(src_index),
+                        count=dst_index.numel(), rejected=pointer(rejected))
+    tensors.update({"rejected": rejected} if host_index else
+                   {"rejected": rejected, "dst_index": dst_index, "src_index": src_index})
+    return Prepared(library, "transfer", desc, tensors, (layers, dst_index, src_index), max_sms=max_sms)
 
 
-def store(*arguments, **options):
-    """Calls what prepare_store makes, once."""
-    prepare_store(*arguments, **options)()
+@eager
+def prepare_unpack(library, dst, src, fragments, pdl=0):
+    """For each (src_offset, dst_offset, bytes) of `fragments`: those bytes of dst = those of src, both packed."""
+    array = (Fragment * len(fragments))(*[Fragment(*fragment) for fragment in fragments])
+    desc = UnpackDesc(src=src.data_ptr(), src_bytes=packed_bytes(src), dst=dst.data_ptr(), dst_bytes=packed_bytes(dst),
+                      fragments=ctypes.addressof(array), count=len(fragments))
+    return Prepared(library, "unpack", desc, {"dst": dst, "src": src}, array, pdl=pdl)
 
 
-# ---- the example: against torch's index_select, index_put_ and index_copy_ -------------------------------------------
+@eager
+def prepare_copy(library, dst, src, pdl=0):
+    """dst[i] = src[i], packed tensors of as many bytes; where src[i] is None, zeros."""
+    if len(dst) != len(src) or any(b is not None and packed_bytes(a) != packed_bytes(b) for a, b in zip(dst, src)):
+        raise ValueError("dst and src must be as many tensors, of the same sizes")
+    items = (CopyItem * len(dst))(*[CopyItem(pointer(b), a.data_ptr(), packed_bytes(a)) for a, b in zip(dst, src)])
+    tensors = {f"{name}[{i}]": tensor for name, side in (("dst", dst), ("src", src)) for i, tensor in enumerate(side)}
+    return Prepared(library, "copy", CopyDesc(items=ctypes.addressof(items), count=len(dst)), tensors, items, pdl=pdl)
+
+
+def once(prepare):
+    """Calls what `prepare` makes, once."""
+    return eager(lambda *arguments, **options: prepare(*arguments, **options)())
+
+
+gather, store, transfer = once(prepare_gather), once(prepare_store), once(prepare_transfer)
+unpack, copy = once(prepare_unpack), once(prepare_copy)
+
+
+# ---- the example ----------------------------------------------------------------------------------------------------
 
 def random_rows(rows, width_bytes, device="cuda"):
     """Rows of random bits, as bf16."""
@@ -349,120 +449,112 @@ def check_errors(library, checks):
             checks.that(True, what)
 
 
-class Contender:
-    """A graph of `launches` calls of call(i, stream)."""
-
-    def __init__(self, call, launches):
-        self.launches, self.us = launches, []
-        call(0, current_stream())  # a first call may set things up, which must not be captured
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            stream = current_stream()
-            for i in range(launches):
-                self.result = call(i, stream)
-        self.graph.replay()
-        torch.cuda.synchronize()
-
-    def time(self):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(3000000)  # cycles, in which the host enqueues the replay
-        start.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        self.us.append(1000 * start.elapsed_time(end) / self.launches)
+def layer_caches(checks, layers, pinned=False):
+    """K caches of some layers, head-major, on the device or in pinned memory."""
+    caches = [random_rows(640 * 8, 128, checks.device).view(40, 8, 16, 64) for _ in range(layers)]
+    return [cache.cpu().pin_memory() for cache in caches] if pinned else caches
 
 
-def measure(calls, launches, verify, repetitions=9):
-    """Microseconds on the GPU by name. `calls` maps a name to a function of the launch's number and the handle of the
-    current stream, which torch's functions ignore. verify(name, result) gets the result of the last launch."""
-    contenders = {}
-    for name, call_ in calls.items():
-        contenders[name] = Contender(call_, launches)
-        verify(name, contenders[name].result)
-    for repetition in range(repetitions):
-        for name in sorted(contenders, reverse=repetition % 2 == 1):
-            contenders[name].time()
-    return {name: statistics.median(c.us) for name, c in contenders.items()}
-
-
-def measure_host(calls, launches, repetitions=9):
-    """Microseconds that a call from Python takes on the host, which only enqueues."""
-    us, stream = {name: [] for name in calls}, current_stream()
-    for repetition in range(repetitions):
-        for name in sorted(calls, reverse=repetition % 2 == 1):
+def check_transfer(library, checks):
+    for pinned in [False] + [True] * (checks.device == "cuda"):
+        layers, offloaded = layer_caches(checks, 3), random_rows(640 * 3, 1024, checks.device).view(640, 3, 512)
+        offloaded = offloaded.cpu().pin_memory() if pinned else offloaded
+        expected, back = offloaded.clone(), [torch.zeros_like(layer) for layer in layers]
+        src, dst = (torch.randperm(640)[:100] for _ in "sd")
+        for i, layer in enumerate(layers):
+            expected[dst, i] = layer[src // 16, :, src % 16].reshape(100, 512).to(expected.device)
+        pages = [rows_of(offloaded[:, i]) for i in range(3)]
+        transfer(library, pages, [hnd(layer) for layer in layers], 1024, dst.to(torch.int32), src)
+        transfer(library, [hnd(layer) for layer in back], pages, 1024, src.to(checks.device), dst.to(checks.device))
+        if pinned:
             torch.cuda.synchronize()
-            start = time.perf_counter()
-            for i in range(launches):
-                calls[name](i, stream)
-            us[name].append(1e6 * (time.perf_counter() - start) / launches)
+        checks.that(same_bits(offloaded, expected), f"transfer, layer first to token first, pinned: {pinned}")
+        checks.that(all(same_bits(a[src // 16, :, src % 16], b[src // 16, :, src % 16]) for a, b in zip(back, layers)),
+                    f"transfer back, pinned: {pinned}")
+
+    pages = [rows_of(layer.view(40, -1)) for layer in layers]
+    expected = [layer[3].clone() for layer in layers]
+    one = torch.tensor([3, 7], device=checks.device)
+    transfer(library, pages, pages, 16384, one[1:], one[:1], same_cache=1)
+    checks.that(all(same_bits(layer[7], page) for layer, page in zip(layers, expected)), "transfer in one cache")
+
+
+def check_unpack(library, checks):
+    src, dst = random_rows(1000, 384, checks.device), random_rows(1000, 384, checks.device)
+    expected = dst.clone()
+    expected[5:7], expected[100:600] = src[900:902], src[:500]
+    unpack(library, dst, src, [(900 * 384, 5 * 384, 768), (0, 100 * 384, 192000), (0, 0, 0)])
+    checks.that(same_bits(dst, expected), "unpack")
+
+
+def check_copy(library, checks):
+    src = [random_rows(rows, width, checks.device) for rows, width in ((1, 8), (100, 40), (3000, 1024), (0, 8))]
+    dst = [torch.ones_like(tensor) for tensor in src]
+    copy(library, dst, src)
+    checks.that(all(map(same_bits, dst, src)), "copy of tensors")
+    copy(library, dst, [None, src[1], None, None])
+    checks.that(not dst[0].any() and not dst[2].any() and same_bits(dst[1], src[1]), "copy of zeros")
+    if checks.device == "cuda":
+        pinned = [tensor.cpu().pin_memory() for tensor in src]
+        copy(library, [torch.zeros_like(src[0])] + pinned[1:], [pinned[0]] + [tensor for tensor in dst[1:]])
+        torch.cuda.synchronize()
+        checks.that(same_bits(pinned[1], src[1].cpu()) and not pinned[2].any(), "copy to and from pinned memory")
+
+
+def check_reach(library, checks):
+    """On a GPU: what lies in pageable memory of the CPU is refused, whatever it is."""
+    rows, index = random_rows(8, 128), torch.arange(8, device="cuda")
+    out, there = torch.zeros_like(rows), rows_of(rows)
+    for argument, call in (("index", lambda: gather(library, out, there, index.cpu())),
+                           ("table", lambda: gather(library, out, rows_of(rows.cpu()), index)),
+                           ("out", lambda: gather(library, out.cpu(), there, index)),
+                           ("v_cache", lambda: store(library, there, rows_of(rows.cpu()), out, out, index)),
+                           ("src[0]", lambda: transfer(library, [rows_of(out)], [rows_of(rows.cpu())], 128, index,
+                                                       index)),
+                           ("dst", lambda: unpack(library, rows.cpu(), rows, [(0, 0, 8)])),
+                           ("src[1]", lambda: copy(library, [out, out], [rows, rows.cpu()]))):
+        try:
+            call()
+            checks.that(False, f"{argument} in pageable memory: not refused")
+        except KvprimError as error:
+            checks.that(f"{argument} is in pageable memory" in str(error), f"{argument}: {error}")
+
+
+def check_temporaries(library, checks):
+    """Pinned tensors that are dropped while the GPU has yet to read them: torch must not give their memory away."""
+    table, out = random_rows(1000, 384), random_rows(77, 384)
+    index = torch.randint(1, 1000, (77,))
+    index.pin_memory()  # and drop it: the next tensor of this size gets its memory
     torch.cuda.synchronize()
-    return {name: statistics.median(times) for name, times in us.items()}
+    torch.cuda._sleep(50000000)  # cycles
+    gather(library, out, rows_of(table), index.pin_memory())
+    other = torch.zeros(77, dtype=torch.int64).pin_memory()
+    checks.that(same_bits(out, table[index.cuda()]), "gather by a pinned temporary")
+    del other
+    gather(library, out, rows_of(table), index.cuda())
+    torch.cuda.synchronize()
+    again = prepare_gather(library, out, rows_of(table), index.pin_memory())
+    again()
+    checks.that(len(kept) == 1, f"{len(kept)} calls keep their tensors, expected the last one")
 
 
-def print_times(what, calls, launches, verify):
-    gpu, host = measure(calls, launches, verify), measure_host(calls, launches)
-    for kind, us in (("GPU", gpu), ("host", host)):
-        best = min(us[name] for name in us if not name.startswith("kvprim"))
-        print(f"{what}  {kind:4}  " + "  ".join(f"{name} {us[name]:7.2f}" for name in us) +
-              f"  {best / us['kvprim']:5.2f}", flush=True)
+def check_compiled(library, checks):
+    """A function that torch compiles, where torch.cuda.current_stream() is no longer what it is elsewhere."""
+    table, index = random_rows(1000, 384, checks.device), torch.randint(1000, (77,), device=checks.device)
+    again = prepare_gather(library, torch.zeros_like(table[:77]), rows_of(table), index)
+
+    def step(index):
+        out = torch.zeros_like(table[:77]) + 1
+        gather(library, out, rows_of(table), index * 2 // 2)
+        again(current_stream() if checks.device == "cuda" else None)
+        again()
+        return out.view(torch.int16) + 1
+
+    got = torch.compile(step, backend="eager")(index)
+    checks.that(torch.equal(got, table[index].view(torch.int16) + 1), "calls in a function compiled by torch")
 
 
-def time_gather(library, checks, table, count, launches):
-    """Lists of random rows and outputs rotate, so that a launch does not find the rows of the last one in a cache."""
-    sets = [torch.randperm(table.shape[0], device="cuda")[:count].to(torch.int32) for _ in range(8)]
-    outs = [torch.zeros((count, table.shape[1]), dtype=table.dtype, device="cuda") for _ in range(8)]
-
-    def select(i, _):
-        return torch.index_select(table, 0, sets[i % 8], out=outs[i % 8])
-
-    def ours(pdl):
-        prepared = [prepare_gather(library, outs[i], rows_of(table), sets[i], pdl=pdl) for i in range(8)]
-
-        def call(i, stream):
-            prepared[i % 8](stream)
-            return outs[i % 8]
-        return call
-
-    def verify(name, got):
-        last = (launches - 1) % 8
-        checks.that(same_bits(got, table[sets[last].long()]), f"{name}: wrong rows of {count}")
-        got.zero_()
-
-    calls = {"index_select": select, "kvprim": ours(0), "kvprim+PDL": ours(1)}
-    print_times(f"gather {count:6} x {row_bytes(table):4} B", calls, launches, verify)
-
-
-def time_store(library, checks, caches, count, launches):
-    """K and V take two calls of torch, one of kvprim."""
-    sets = [torch.randperm(caches[0].shape[0], device="cuda")[:count] for _ in range(8)]
-    short = [s.to(torch.int32) for s in sets]
-    width = row_bytes(caches[0])
-    inputs = [(random_rows(count, width), random_rows(count, width)) for _ in range(8)]
-
-    def both(method, i):
-        for cache, rows in zip(caches, inputs[i % 8]):
-            method(cache, sets[i % 8], rows)
-
-    def ours(pdl):
-        tables = [rows_of(cache) for cache in caches]
-        prepared = [prepare_store(library, *tables, *inputs[i], short[i], pdl=pdl) for i in range(8)]
-        return lambda i, stream: prepared[i % 8](stream)
-
-    def verify(name, _):
-        last = (launches - 1) % 8
-        for cache, rows in zip(caches, inputs[last]):
-            checks.that(same_bits(cache[sets[last]], rows), f"{name}: wrong rows of {count}")
-            cache.zero_()
-
-    calls = {"index_put_": lambda i, _: both(lambda cache, slot, rows: cache.index_put_((slot,), rows), i),
-             "index_copy_": lambda i, _: both(lambda cache, slot, rows: cache.index_copy_(0, slot, rows), i),
-             "kvprim": ours(0), "kvprim+PDL": ours(1)}
-    print_times(f"store  {count:6} x {width:4} B", calls, launches, verify)
-
-
-def check_and_time(library):
+def check_all(library):
     """Returns the number of failed checks."""
     cuda = library.has_cuda and torch.cuda.is_available()
     all_checks = [Checks("cpu")] + ([Checks("cuda")] if cuda else [])
@@ -470,17 +562,14 @@ def check_and_time(library):
         torch.manual_seed(1)
         check_gather(library, checks)
         check_store(library, checks)
+        check_transfer(library, checks)
+        check_unpack(library, checks)
+        check_copy(library, checks)
         check_errors(library, checks)
+        check_compiled(library, checks)
     if cuda:
-        print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: medians of us per call; GPU: in replayed "
-              "graphs; host: the call from Python, which only enqueues (kvprim's is prepared before); last column: "
-              "best of torch / kvprim")
-        for width in (256, 2048):
-            memory = [random_rows((1 << 30) // width, width) for _ in "kv"]
-            for count in (64, 1024, 65536):
-                time_gather(library, all_checks[1], memory[0], count, 64 if count < 65536 else 24)
-                time_store(library, all_checks[1], memory, count, 64 if count < 65536 else 24)
-            del memory
+        check_reach(library, checks)
+        check_temporaries(library, checks)
     else:
         why = "torch finds no CUDA device" if library.has_cuda else "the library was built without nvcc"
         print(f"skip the part on a GPU: {why}")
@@ -501,7 +590,7 @@ def main():
     except (OSError, KvprimError) as error:
         sys.exit(f"08_torch: {error}: make lib builds it")
     with torch.no_grad():
-        return check_and_time(library) != 0
+        return check_all(library) != 0
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 
     python3 tests/bench/bench_torch.py [LIBRARY]
 
-LIBRARY is what `make lib` builds, build/libkvprim.so. With it, ratios are from one run. The calls and the clock come
-from examples/08_torch.py.
+LIBRARY is what `make lib` builds, build/libkvprim.so. With it, ratios are from one run. The calls come from
+examples/08_torch.py.
 
 Rows are bf16, tables have 8 GiB. There are 8 sets of distinct random rows, and dense buffers rotate. Times are medians
 of interleaved replays of 64 launches (24 if one moves more than 64 MB). index_select, embedding and kvprim get int32
@@ -15,6 +15,7 @@ last launch moved is compared with what it should have moved.
 """
 import importlib
 import os
+import statistics
 import sys
 
 try:
@@ -26,11 +27,48 @@ except ImportError as error:
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../../examples"))
 by_ctypes = importlib.import_module("08_torch")
-measure, random_rows, rows_of, same_bits = (getattr(by_ctypes, name) for name in
-                                            ("measure", "random_rows", "rows_of", "same_bits"))
+random_rows, rows_of, same_bits = (getattr(by_ctypes, name) for name in ("random_rows", "rows_of", "same_bits"))
 
 TABLE_BYTES = 8 << 30
 SETS = 8
+
+
+class Contender:
+    """A graph of `launches` calls of call(i, stream)."""
+
+    def __init__(self, call, launches):
+        self.launches, self.us = launches, []
+        call(0, by_ctypes.current_stream())  # a first call may set things up, which must not be captured
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            stream = by_ctypes.current_stream()
+            for i in range(launches):
+                self.result = call(i, stream)
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def time(self):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(3000000)  # cycles, in which the host enqueues the replay
+        start.record()
+        self.graph.replay()
+        end.record()
+        end.synchronize()
+        self.us.append(1000 * start.elapsed_time(end) / self.launches)
+
+
+def measure(calls, launches, verify, repetitions=9):
+    """Microseconds on the GPU by name. `calls` maps a name to a function of the launch's number and the handle of the
+    current stream, which torch's functions ignore. verify(name, result) gets the result of the last launch."""
+    contenders = {}
+    for name, call_ in calls.items():
+        contenders[name] = Contender(call_, launches)
+        verify(name, contenders[name].result)
+    for repetition in range(repetitions):
+        for name in sorted(contenders, reverse=repetition % 2 == 1):
+            contenders[name].time()
+    return {name: statistics.median(c.us) for name, c in contenders.items()}
 
 
 def random_sets(table_rows, rows):
@@ -147,7 +185,8 @@ def v0_point(kvprim, cache, row_bytes, rows, columns):
             rows_in, slot = inputs_of(i), int32[i % SETS]
             desc = by_ctypes.StoreDesc(k_cache=table, k=rows_of(rows_in), k_bytes=row_bytes, slot=slot.data_ptr(),
                                        slot_type=by_ctypes.index_type(slot), count=rows)
-            prepared.append(by_ctypes.Prepared(kvprim, "store", desc, rows_in, (table, rows_in, slot), pdl))
+            prepared.append(by_ctypes.Prepared(kvprim, "store", desc, {"cache": cache, "k": rows_in, "slot": slot},
+                                               pdl=pdl))
         return lambda i, stream: prepared[i](stream)
 
     calls = {"index_put_": put}

@@ -382,4 +382,9 @@ programs()
     engine_built
     program 'test_cuda, here or without a GPU' "$build/test_cuda"
     program 'test_nvtx, CUDA' "$build/test_nvtx"
+    if has python3; then
+        program 'operators for PyTorch' env CUDA_HOME="${CUDA_HOME:-${NVCC%/bin/nvcc}}" python3 examples/12_torch_ops.py
+    else
+        skip 'operators for PyTorch: no python3'
+    fi
 }

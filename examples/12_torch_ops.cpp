@@ -1,0 +1,498 @@
+/* SPDX-License-Identifier: MIT */
+/* kvprim as operators of PyTorch: torch.ops.kvprim.gather, store, transfer, copy and slots, on torch's current stream.
+
+   12_torch_ops.py builds this with torch's cpp_extension beside a .cu file of two lines that implements kvprim, gives
+   each operator its fake function for torch.compile, and tests all of it. Torch 2.8 or newer.
+
+   Rules that hold for every operator here
+       Tensors    Tables come from shapes and strides. `layout` says what the first dimensions are:
+                      "rows"  [rows, ...]             a row is everything after the first dimension: a token, or a page
+                      "NHD"   [pages, page, ...]      row r is [r / page, r % page]
+                      "HND"   [pages, heads, page, ...]   row r is [r / page, :, r % page]
+                  A row may be packed or lie in equal pieces at equal distances, as in a permuted view. Everything else
+                  is refused, and so are expanded dimensions. Indices are int32 or int64, with any stride.
+       Device     All tensors lie on one GPU, or all on the CPU, where kvprim's host functions do the same. transfer and
+                  copy also take pinned tensors beside those of a GPU, and transfer index lists of the CPU.
+       Errors     RuntimeError, which names the argument; nothing has been written. What kvprim refuses has
+                  kvprim_last_error()'s text.
+       Stream     An operator only enqueues, and CUDA graphs capture it. Only gather_new and slots_new allocate, by
+                  torch's allocator, which is told of all uses of pinned tensors, so that they may be dropped at once.
+                  As with torch's own operators, the caller uses record_stream() if the stream is not the one that a
+                  tensor was allocated on, and keeps what a graph reads, pinned tensors too, as long as the graph.
+       Gradients  None. */
+#include "kvprim_cuda.cuh"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+namespace
+{
+using at::Tensor;
+using MaybeTensor = const std::optional<Tensor> &;
+using Text = c10::string_view;
+
+/* ---- tensors as kvprim sees them ---- */
+
+enum class Layout { rows, nhd, hnd };
+
+Layout layout_of(const char *name, Text text)
+{
+    if (text == "rows")
+        return Layout::rows;
+    TORCH_CHECK(text == "NHD" || text == "HND", name, " is \"", text, "\", not \"rows\", \"NHD\" or \"HND\"");
+    return text == "NHD" ? Layout::nhd : Layout::hnd;
+}
+
+/* Sizes and strides, in elements, of a tensor whose page's rows come before its heads. */
+struct Shape {
+    static constexpr int64_t most = 8;
+    int64_t dims, size[most], stride[most], elements; // elements: up to and including the last
+
+    Shape(const char *name, const Tensor &tensor, Layout layout) : dims(tensor.dim()), elements(1)
+    {
+        const int64_t fewest = layout == Layout::rows ? 1 : layout == Layout::nhd ? 2 : 3;
+        TORCH_CHECK(dims >= fewest && dims <= most, name, " has ", dims, " dimensions, but its layout needs ", fewest,
+                    " to ", most);
+        for (int64_t d = 0; d < dims; d++) {
+            size[d] = tensor.sizes()[d], stride[d] = tensor.strides()[d];
+            TORCH_CHECK(size[d] <= 1 || stride[d] > 0, name, " is expanded in dimension ", d, ", as its strides ",
+                        tensor.strides(), " say; make it contiguous");
+            elements += (size[d] - 1) * stride[d];
+        }
+        if (layout == Layout::hnd)
+            std::swap(size[1], size[2]), std::swap(stride[1], stride[2]);
+    }
+
+    /* Merges dimensions that lie `step` elements apart, from d downwards. Returns how many pieces that gives. */
+    int64_t merge(int64_t &d, int64_t begin, int64_t step) const
+    {
+        int64_t pieces = 1;
+        for (; d >= begin && (size[d] == 1 || stride[d] == pieces * step); d--)
+            pieces *= size[d];
+        return pieces;
+    }
+};
+
+struct Rows {
+    kvprim_table table = {};
+    int64_t bytes = 0; // of a row
+};
+
+Rows rows_of(const char *name, const Tensor &tensor, Layout layout = Layout::rows)
+{
+    const Shape shape(name, tensor, layout);
+    const int64_t begin = layout == Layout::rows ? 1 : 2, element = static_cast<int64_t>(tensor.itemsize());
+    Rows rows;
+    if (tensor.numel() == 0)
+        return rows;
+    int64_t d = shape.dims - 1;
+    const int64_t piece = shape.merge(d, begin, 1), step = d >= begin ? shape.stride[d] : 0;
+    const int64_t heads = shape.merge(d, begin, step);
+    TORCH_CHECK(d < begin, name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+                ": its rows neither are packed nor lie in equal pieces at equal distances");
+    rows.table.data = tensor.data_ptr();
+    rows.table.rows = shape.size[0] * (begin == 2 ? shape.size[1] : 1);
+    rows.table.stride = shape.size[begin - 1] > 1 ? shape.stride[begin - 1] * element : 0;
+    rows.table.page_rows = begin == 2 ? shape.size[1] : 0;
+    rows.table.page_stride = begin == 2 && shape.size[0] > 1 ? shape.stride[0] * element : 0;
+    rows.table.heads = static_cast<int32_t>(heads);
+    rows.table.head_stride = heads > 1 ? step * element : 0;
+    rows.table.bytes = shape.elements * element;
+    rows.bytes = heads * piece * element;
+    return rows;
+}
+
+struct Index {
+    const void *data = nullptr;
+    kvprim_index_type type = {};
+    int64_t stride = 0, count = 0;
+};
+
+Index index_of(const char *name, const Tensor &tensor)
+{
+    const auto dtype = tensor.scalar_type();
+    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, name, " is ", dtype, ", not int32 or int64");
+    TORCH_CHECK(tensor.dim() == 1, name, " has ", tensor.dim(), " dimensions, not 1");
+    const int64_t count = tensor.numel(), stride = count > 1 ? tensor.strides()[0] : 1;
+    TORCH_CHECK(stride > 0, name, " is expanded; make it contiguous");
+    return {tensor.data_ptr(), dtype == at::kInt ? KVPRIM_I32 : KVPRIM_I64, stride, count};
+}
+
+void expect_same_rows(const char *a_name, const Tensor &a, const Rows &a_rows, const char *b_name, const Tensor &b,
+                      const Rows &b_rows)
+{
+    TORCH_CHECK(a.scalar_type() == b.scalar_type(), a_name, " is ", a.scalar_type(), ", but ", b_name, " is ",
+                b.scalar_type());
+    TORCH_CHECK(a_rows.bytes == b_rows.bytes || a.numel() == 0 || b.numel() == 0, "a row of ", a_name, " has ",
+                a_rows.bytes, " bytes, but one of ", b_name, " ", b_rows.bytes);
+}
+
+/* ---- calls ---- */
+
+/* A call of kvprim on one device, the CPU or a GPU. The GPU is the current one while this lives. */
+class Call
+{
+    c10::Device device;
+    c10::cuda::OptionalCUDAGuard guard;
+    kvprim_cuda_launch launch = {};
+
+  public:
+    explicit Call(c10::Device on, bool pdl = false, int64_t max_sms = 0) : device(on)
+    {
+        TORCH_CHECK(on.is_cpu() || on.is_cuda(), "kvprim has no operators for ", on);
+        if (on.is_cpu())
+            return;
+        guard.set_device(on);
+        launch.stream = c10::cuda::getCurrentCUDAStream(on.index());
+        launch.pdl = pdl;
+        launch.max_sms = static_cast<int32_t>(std::clamp<int64_t>(max_sms, -1, INT32_MAX));
+    }
+
+    bool on_gpu() const
+    {
+        return device.is_cuda();
+    }
+
+    void takes(const char *name, const Tensor &tensor) const
+    {
+        TORCH_CHECK(tensor.device() == device, name, " is on ", tensor.device(), ", but this call runs on ", device);
+    }
+
+    /* Tells torch's allocator of pinned memory which stream uses the tensor, as torch's own copies do. Otherwise it
+       hands the memory out again as soon as the tensor is dropped, before the GPU has read it. */
+    void takes_pinned(const char *name, const Tensor &tensor) const
+    {
+        if (!on_gpu() || !tensor.is_cpu() || tensor.numel() == 0)
+            return takes_unless_empty(name, tensor);
+        const c10::DataPtr &memory = tensor.storage().data_ptr();
+        const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
+        if (!at::getHostAllocator(at::kCUDA)->record_event(memory.get(), memory.get_context(), stream))
+            TORCH_CHECK(tensor.is_pinned(), name, " is in pageable memory, which ", device,
+                        " does not reach; use pin_memory()");
+    }
+
+    uint32_t *counter(MaybeTensor rejected) const
+    {
+        if (!rejected)
+            return nullptr;
+        takes("rejected", *rejected);
+        TORCH_CHECK(rejected->numel() == 1 && rejected->itemsize() == 4 && !rejected->is_floating_point(),
+                    "rejected is ", rejected->scalar_type(), " of ", rejected->numel(), " elements, not one int32");
+        return static_cast<uint32_t *>(rejected->data_ptr());
+    }
+
+    template <class Desc>
+    void run(kvprim_status (*cpu)(const Desc *), kvprim_status (*gpu)(const Desc *, const kvprim_cuda_launch *),
+             const Desc &desc) const
+    {
+        const kvprim_status status = on_gpu() ? gpu(&desc, &launch) : cpu(&desc);
+        TORCH_CHECK(status == KVPRIM_OK, kvprim_status_name(status), ": ", kvprim_last_error());
+    }
+
+  private:
+    void takes_unless_empty(const char *name, const Tensor &tensor) const
+    {
+        if (tensor.numel() != 0)
+            takes(name, tensor);
+    }
+};
+
+/* ---- gather and store ---- */
+
+void gather(const Tensor &out, const Tensor &src, const Tensor &index, Text layout, int64_t base, MaybeTensor rejected,
+            bool pdl)
+{
+    const Call call(out.device(), pdl);
+    call.takes("src", src);
+    call.takes("index", index);
+    const Rows to = rows_of("out", out), from = rows_of("src", src, layout_of("layout", layout));
+    const Index rows = index_of("index", index);
+    expect_same_rows("out", out, to, "src", src, from);
+    kvprim_gather_desc desc = {};
+    desc.dst = to.table, desc.src = from.table, desc.row_bytes = to.bytes;
+    desc.index = rows.data, desc.index_type = rows.type, desc.index_stride = rows.stride;
+    desc.index_base = base, desc.count = rows.count, desc.rejected = call.counter(rejected);
+    call.run(kvprim_gather, kvprim_cuda_gather, desc);
+}
+
+Tensor gather_new(const Tensor &src, const Tensor &index, Text layout, int64_t base, MaybeTensor rejected, bool pdl)
+{
+    const Layout rows = layout_of("layout", layout);
+    const at::IntArrayRef sizes = src.sizes();
+    const size_t begin = rows == Layout::rows ? 1 : rows == Layout::nhd ? 2 : 3;
+    TORCH_CHECK(sizes.size() >= begin, "src has ", sizes.size(), " dimensions, but its layout needs ", begin);
+    c10::SmallVector<int64_t, Shape::most> shape = {index.numel()};
+    if (rows == Layout::hnd)
+        shape.push_back(sizes[1]);
+    shape.append(sizes.begin() + begin, sizes.end());
+    Tensor out = at::empty(shape, src.options());
+    gather(out, src, index, layout, base, rejected, pdl);
+    return out;
+}
+
+void store(const Tensor &k, MaybeTensor v, const Tensor &k_cache, MaybeTensor v_cache, const Tensor &slot, Text layout,
+           int64_t base, MaybeTensor rejected, bool pdl)
+{
+    const Call call(k_cache.device(), pdl);
+    const Layout pages = layout_of("layout", layout);
+    TORCH_CHECK(v.has_value() == v_cache.has_value(), "v and v_cache must both be tensors or both be None");
+    call.takes("k", k);
+    call.takes("slot", slot);
+    const Rows k_from = rows_of("k", k), k_to = rows_of("k_cache", k_cache, pages);
+    const Index slots = index_of("slot", slot);
+    expect_same_rows("k", k, k_from, "k_cache", k_cache, k_to);
+    kvprim_store_desc desc = {};
+    desc.k = k_from.table, desc.k_cache = k_to.table, desc.k_bytes = k_from.bytes;
+    if (v) {
+        call.takes("v", *v);
+        call.takes("v_cache", *v_cache);
+        const Rows v_from = rows_of("v", *v), v_to = rows_of("v_cache", *v_cache, pages);
+        expect_same_rows("v", *v, v_from, "v_cache", *v_cache, v_to);
+        desc.v = v_from.table, desc.v_cache = v_to.table, desc.v_bytes = v_from.bytes;
+    }
+    desc.slot = slots.data, desc.slot_type = slots.type, desc.slot_stride = slots.stride;
+    desc.slot_base = base, desc.count = slots.count, desc.rejected = call.counter(rejected);
+    call.run(kvprim_store, kvprim_cuda_store, desc);
+}
+
+/* ---- transfer ---- */
+
+/* One side of a transfer: the geometry of its layers, and where they start. */
+struct Side {
+    Rows rows;
+    c10::SmallVector<void *, 128> pointers;
+    void *const *device_pointers = nullptr;
+    int64_t layers = 0;
+};
+
+Side side_of(const Call &call, const char *name, at::TensorList tensors, const char *layout_name, Text layout,
+             const char *table_name, MaybeTensor table)
+{
+    TORCH_CHECK(!tensors.empty(), name, " has no tensors");
+    const Tensor &first = tensors[0];
+    Side side = {rows_of(name, first, layout_of(layout_name, layout)), {}, nullptr, 0};
+    side.layers = static_cast<int64_t>(tensors.size());
+    for (const Tensor &tensor : tensors) {
+        call.takes_pinned(name, tensor);
+        TORCH_CHECK(tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
+                        tensor.scalar_type() == first.scalar_type(),
+                    name, " holds layers of different shapes, strides or dtypes");
+        side.pointers.push_back(tensor.data_ptr());
+    }
+    if (table) {
+        call.takes(table_name, *table);
+        TORCH_CHECK(table->itemsize() == 8 && !table->is_floating_point() && table->dim() == 1 &&
+                        table->is_contiguous(),
+                    table_name, " is ", table->scalar_type(), " of shape ", table->sizes(),
+                    ", not packed pointers as uint64 or int64");
+        TORCH_CHECK(side.layers == 1 || side.layers == table->numel(), name, " has ", side.layers, " tensors, but ",
+                    table_name, " ", table->numel(), " pointers");
+        side.device_pointers = static_cast<void *const *>(table->data_ptr());
+        side.layers = table->numel();
+    }
+    return side;
+}
+
+/* Sets the indices of both sides. Those in the CPU's memory are read before the call returns. */
+void set_indices(kvprim_transfer_desc &desc, const Call &call, MaybeTensor dst, MaybeTensor src)
+{
+    const Index to = dst ? index_of("dst_index", *dst) : Index(), from = src ? index_of("src_index", *src) : Index();
+    TORCH_CHECK(!dst || !src || to.count == from.count, "dst_index has ", to.count, " elements, but src_index ",
+                from.count);
+    TORCH_CHECK(!dst || !src || dst->device() == src->device(), "dst_index is on ", dst->device(),
+                ", but src_index on ", src->device());
+    const bool on_cpu = (dst && dst->is_cpu()) || (src && src->is_cpu());
+    if (!on_cpu && dst)
+        call.takes("dst_index", *dst);
+    if (!on_cpu && src)
+        call.takes("src_index", *src);
+    desc.host_index = on_cpu;
+    desc.dst_index = to.data, desc.dst_index_type = to.type, desc.dst_index_stride = to.stride;
+    desc.src_index = from.data, desc.src_index_type = from.type, desc.src_index_stride = from.stride;
+    desc.count = dst ? to.count : src ? from.count : desc.src.rows;
+}
+
+c10::Device gpu_of(at::TensorList dst, at::TensorList src, MaybeTensor dst_layers, MaybeTensor src_layers)
+{
+    for (const MaybeTensor table : {dst_layers, src_layers})
+        if (table)
+            return table->device();
+    for (const at::TensorList tensors : {dst, src})
+        if (!tensors.empty() && tensors[0].is_cuda())
+            return tensors[0].device();
+    return c10::kCPU;
+}
+
+void transfer(at::TensorList dst, at::TensorList src, MaybeTensor dst_index, MaybeTensor src_index, Text dst_layout,
+              Text src_layout, MaybeTensor dst_layers, MaybeTensor src_layers, bool same_cache, int64_t max_sms,
+              MaybeTensor rejected)
+{
+    const Call call(gpu_of(dst, src, dst_layers, src_layers), false, max_sms);
+    const Side to = side_of(call, "dst", dst, "dst_layout", dst_layout, "dst_layers", dst_layers);
+    const Side from = side_of(call, "src", src, "src_layout", src_layout, "src_layers", src_layers);
+    expect_same_rows("dst", dst[0], to.rows, "src", src[0], from.rows);
+    TORCH_CHECK(to.layers == from.layers, "dst has ", to.layers, " layers, but src ", from.layers);
+    kvprim_transfer_desc desc = {};
+    desc.dst = to.rows.table, desc.src = from.rows.table, desc.row_bytes = to.rows.bytes;
+    desc.dst_layers = to.device_pointers ? nullptr : to.pointers.data();
+    desc.src_layers = from.device_pointers ? nullptr : from.pointers.data();
+    desc.dst_device_layers = to.device_pointers, desc.src_device_layers = from.device_pointers;
+    desc.layers = static_cast<int32_t>(std::min<int64_t>(to.layers, INT32_MAX));
+    desc.same_cache = same_cache;
+    desc.rejected = call.counter(rejected);
+    set_indices(desc, call, dst_index, src_index);
+    call.run(kvprim_transfer, kvprim_cuda_transfer, desc);
+}
+
+/* ---- copy ---- */
+
+/* Whether the tensors' elements lie in the same order, without gaps. */
+bool same_order(const Tensor &a, const Tensor &b)
+{
+    return a.sizes() == b.sizes() && ((a.is_contiguous() && b.is_contiguous()) ||
+                                      (a.strides() == b.strides() && a.is_non_overlapping_and_dense()));
+}
+
+void copy(at::TensorList dst, at::TensorList src)
+{
+    TORCH_CHECK(dst.size() == src.size(), "dst has ", dst.size(), " tensors, but src ", src.size());
+    c10::Device device = c10::kCPU;
+    for (size_t i = 0; i < dst.size() && device.is_cpu(); i++)
+        device = dst[i].is_cpu() ? src[i].device() : dst[i].device();
+    const Call call(device);
+    c10::SmallVector<kvprim_copy_item, 64> items;
+    items.reserve(dst.size());
+    for (size_t i = 0; i < dst.size(); i++) {
+        call.takes_pinned("dst", dst[i]);
+        call.takes_pinned("src", src[i]);
+        TORCH_CHECK(dst[i].scalar_type() == src[i].scalar_type() && same_order(dst[i], src[i]), "dst[", i, "] is ",
+                    dst[i].scalar_type(), " ", dst[i].sizes(), " with strides ", dst[i].strides(), ", but src[", i,
+                    "] ", src[i].scalar_type(), " ", src[i].sizes(), " with strides ", src[i].strides());
+        items.push_back({src[i].data_ptr(), dst[i].data_ptr(), static_cast<uint64_t>(dst[i].nbytes())});
+    }
+    kvprim_copy_desc desc = {};
+    desc.items = items.data(), desc.count = items.size();
+    call.run(kvprim_copy, kvprim_cuda_copy, desc);
+}
+
+/* ---- slots ---- */
+
+/* An optional array of one token type, checked against the others. */
+const void *tokens_of(const Call &call, const char *name, MaybeTensor tensor, int64_t count, kvprim_index_type &type)
+{
+    if (!tensor)
+        return nullptr;
+    call.takes(name, *tensor);
+    const Index tokens = index_of(name, *tensor);
+    TORCH_CHECK(tokens.stride == 1, name, " has stride ", tokens.stride, ", not 1");
+    TORCH_CHECK(tokens.count == count, name, " has ", tokens.count, " elements, not ", count);
+    TORCH_CHECK(type == 0 || type == tokens.type, name, " is ", tensor->scalar_type(), ", but another argument is not");
+    type = tokens.type;
+    return tokens.data;
+}
+
+void slots(const Tensor &slot, const Tensor &pages, int64_t page_rows, int64_t rows, MaybeTensor request,
+           MaybeTensor position, MaybeTensor cu_seqlens, MaybeTensor starts, MaybeTensor rejected, bool pdl)
+{
+    const Call call(slot.device(), pdl);
+    call.takes("pages", pages);
+    const Index to = index_of("slot", slot);
+    TORCH_CHECK(to.stride == 1, "slot has stride ", to.stride, ", not 1");
+    TORCH_CHECK(pages.dim() == 2 && (pages.size(1) <= 1 || pages.stride(1) == 1), "pages has shape ", pages.sizes(),
+                " and strides ", pages.strides(), ", not [requests, pages] with packed rows");
+    TORCH_CHECK(pages.scalar_type() == at::kInt || pages.scalar_type() == at::kLong, "pages is ", pages.scalar_type(),
+                ", not int32 or int64");
+    kvprim_slots_desc desc = {};
+    desc.pages = pages.data_ptr(), desc.pages_type = pages.scalar_type() == at::kInt ? KVPRIM_I32 : KVPRIM_I64;
+    desc.requests = pages.size(0), desc.max_pages = pages.size(1);
+    desc.pages_stride = pages.size(0) > 1 ? pages.stride(0) : 0;
+    desc.page_rows = page_rows, desc.rows = rows;
+    kvprim_index_type type = {};
+    desc.request = tokens_of(call, "request", request, to.count, type);
+    desc.position = tokens_of(call, "position", position, to.count, type);
+    desc.cu_seqlens = tokens_of(call, "cu_seqlens", cu_seqlens, desc.requests + 1, type);
+    desc.starts = tokens_of(call, "starts", starts, desc.requests, type);
+    desc.token_type = type;
+    desc.slot = slot.data_ptr(), desc.slot_type = to.type, desc.count = to.count;
+    desc.rejected = call.counter(rejected);
+    call.run(kvprim_slots, kvprim_cuda_slots, desc);
+}
+
+Tensor slots_new(const Tensor &pages, int64_t count, int64_t page_rows, int64_t rows, MaybeTensor request,
+                 MaybeTensor position, MaybeTensor cu_seqlens, MaybeTensor starts, MaybeTensor rejected, bool pdl)
+{
+    Tensor slot = at::empty({count}, pages.options().dtype(at::kLong));
+    slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, rejected, pdl);
+    return slot;
+}
+
+/* A GPU's operators also take tensors of the CPU; if all lie there, torch picks those of the CPU. */
+void implement(torch::Library &m)
+{
+    m.impl("gather", &gather);
+    m.impl("gather_new", &gather_new);
+    m.impl("store", &store);
+    m.impl("transfer", &transfer);
+    m.impl("copy", &copy);
+    m.impl("slots", &slots);
+    m.impl("slots_new", &slots_new);
+}
+} // namespace
+
+/* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. */
+TORCH_LIBRARY(kvprim, m)
+{
+    const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+    /* out[i] = row index[i] - base of src; zeros if there is none. */
+    m.def("gather(Tensor(a!) out, Tensor src, Tensor index, str layout=\"rows\", *, int base=0, "
+          "Tensor(b!)? rejected=None, bool pdl=False) -> ()",
+          tags);
+    m.def("gather_new(Tensor src, Tensor index, str layout=\"rows\", *, int base=0, Tensor(a!)? rejected=None, "
+          "bool pdl=False) -> Tensor",
+          tags);
+
+    /* Rows slot[i] - base of the caches, both of one layout, = k[i] and v[i]; slots outside them are skipped. k and v
+       are [tokens, ...], of which the first slot.numel() are stored. */
+    m.def("store(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot, str layout=\"rows\", *, "
+          "int base=0, Tensor(c!)? rejected=None, bool pdl=False) -> ()",
+          tags);
+
+    /* In every layer row dst_index[i] of dst = row src_index[i] of src; without an index, row i. dst and src are lists
+       of layers of one shape. Instead, dst_layers and src_layers are tensors of pointers on the GPU; dst[0] and src[0]
+       then only say the shape of a layer, and what lies at the pointers is not checked. For torch.compile list all
+       layers beside the pointers: it must know what is written. same_cache: copies rows inside one cache. */
+    m.def("transfer(Tensor(a!)[] dst, Tensor[] src, Tensor? dst_index=None, Tensor? src_index=None, "
+          "str dst_layout=\"rows\", str src_layout=\"rows\", *, Tensor? dst_layers=None, Tensor? src_layers=None, "
+          "bool same_cache=False, int max_sms=0, Tensor(b!)? rejected=None) -> ()",
+          tags);
+
+    /* dst[i] = src[i], as torch._foreach_copy_ does, for tensors of the same dtype, shape and order of elements. */
+    m.def("copy(Tensor(a!)[] dst, Tensor[] src) -> ()", tags);
+
+    /* slot = pages[request][position / page_rows] * page_rows + position % page_rows; -1 if there is none. Tokens are
+       (request[i], position[i]), or those that cu_seqlens[r] .. cu_seqlens[r + 1] say, from position starts[r] (0) on.
+       `rows`: of the cache. */
+    m.def("slots(Tensor(a!) slot, Tensor pages, int page_rows, int rows, *, Tensor? request=None, "
+          "Tensor? position=None, Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(b!)? rejected=None, "
+          "bool pdl=False) -> ()",
+          tags);
+    m.def("slots_new(Tensor pages, SymInt count, int page_rows, int rows, *, Tensor? request=None, "
+          "Tensor? position=None, Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(a!)? rejected=None, "
+          "bool pdl=False) -> Tensor",
+          tags);
+}
+
+TORCH_LIBRARY_IMPL(kvprim, CPU, m)
+{
+    implement(m);
+}
+
+TORCH_LIBRARY_IMPL(kvprim, CUDA, m)
+{
+    implement(m);
+}

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: MIT
+"""Builds and loads kvprim's operators for PyTorch, and tests them against torch's indexing.
+
+    python3 examples/12_torch_ops.py        builds in build/12_torch_ops; needs torch with CUDA, nvcc and a C++ compiler
+
+To use the operators in a program of your own, copy load_operators() and 12_torch_ops.cpp, whose end lists them:
+
+    ops = load_operators("path/to/kvprim's headers", "build folder")
+    ops.store(k, v, k_cache, v_cache, slot, "NHD")
+    rows = ops.gather_new(k_cache, index, "NHD")
+
+The tests run on the CPU, where kvprim's host functions serve the same operators, and on a GPU if there is one: results,
+refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the time of a call on the host.
+"""
+import os
+import statistics
+import sys
+import time
+
+try:
+    import torch
+    import torch.utils.cpp_extension
+except ImportError:
+    torch = None
+
+EXAMPLES = os.path.dirname(os.path.abspath(__file__))
+
+
+def load_operators(headers, folder):
+    """torch.ops.kvprim, built in `folder` with the headers in `headers`. Builds again only what has changed."""
+    os.makedirs(folder, exist_ok=True)
+    kernels = os.path.join(folder, "kvprim.cu")
+    if not os.path.exists(kernels):
+        with open(kernels, "w") as file:
+            file.write('#define KVPRIM_IMPLEMENTATION\n#include "kvprim_cuda.cuh"\n')
+    hidden = "-fvisibility=hidden"  # another copy of kvprim may live in the process
+    torch.utils.cpp_extension.load(
+        "kvprim_torch", [os.path.join(EXAMPLES, "12_torch_ops.cpp"), kernels], extra_include_paths=[headers],
+        extra_cflags=["-O2", hidden], extra_cuda_cflags=["-O3", "-Xcompiler", hidden], build_directory=folder,
+        is_python_module=False)
+    for name in ("gather", "store", "transfer", "copy", "slots"):
+        torch.library.register_fake("kvprim::" + name, lambda *_, **__: None)
+
+    @torch.library.register_fake("kvprim::gather_new")
+    def _(src, index, layout="rows", **_):
+        row = {"rows": src.shape[1:], "NHD": src.shape[2:], "HND": (*src.shape[1:2], *src.shape[3:])}[layout]
+        return src.new_empty((index.shape[0], *row))
+
+    @torch.library.register_fake("kvprim::slots_new")
+    def _(pages, count, *_, **__):
+        return pages.new_empty(count, dtype=torch.int64)
+
+    return torch.ops.kvprim
+
+
+# ---- tests: caches of 40 pages of 16 rows, which have 4 heads of 64 elements ----------------------------------------
+
+PAGES, PAGE, HEADS, DIM = 40, 16, 4, 64
+SLOTS = PAGES * PAGE
+
+
+def random_like(*shape, device):
+    return torch.randn(shape, device=device).to(torch.bfloat16)
+
+
+def caches(device, layout, count=2):
+    shape = {"rows": (SLOTS, HEADS, DIM), "NHD": (PAGES, PAGE, HEADS, DIM), "HND": (PAGES, HEADS, PAGE, DIM)}[layout]
+    return [random_like(*shape, device=device) for _ in range(count)]
+
+
+def place(slot, layout):
+    """What torch indexes a cache with to get or set the rows of these slots."""
+    page, row = torch.div(slot, PAGE, rounding_mode="floor"), slot % PAGE
+    return {"rows": (slot,), "NHD": (page, row), "HND": (page, slice(None), row)}[layout]
+
+
+def some_slots(count, device, dtype=None):
+    """Distinct slots, of int64 unless dtype says otherwise; every seventh is padding."""
+    slot = torch.randperm(SLOTS, device=device)[:count].to(dtype or torch.int64)
+    slot[::7] = -1
+    return slot
+
+
+def counter(device):
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def refused(words, call, *arguments, **options):
+    """The call must fail, and its text hold all the words."""
+    try:
+        call(*arguments, **options)
+    except RuntimeError as error:
+        missing = [word for word in words.split("|") if word not in str(error)]
+        assert not missing, f"the error says nothing of {missing}: {error}"
+        return
+    assert False, f"not refused: {words}"
+
+
+def gathers(ops, device):
+    for layout in ("rows", "NHD", "HND"):
+        src, = caches(device, layout, 1)
+        for dtype in (torch.int32, torch.int64):
+            index = some_slots(100, device, dtype)
+            expected = src[place(index.clamp(min=0).long(), layout)]
+            expected[index < 0] = 0
+            out = torch.ones_like(expected)
+            ops.gather(out, src, index, layout)
+            assert torch.equal(out, expected), (layout, dtype)
+            assert torch.equal(ops.gather_new(src, index, layout), expected), (layout, dtype)
+            assert torch.equal(ops.gather_new(src, index[::3], layout), expected[::3]), "indices that lie apart"
+    permuted = src.permute(0, 2, 1, 3)  # an HND cache that calls itself NHD, as vLLM's do
+    assert torch.equal(ops.gather_new(permuted, index, "NHD"), expected), "permuted view"
+    pages = torch.tensor([3, 39, 0], device=device)
+    assert torch.equal(ops.gather_new(src, pages), src[pages]), "whole pages"
+    ids, rejected = torch.tensor([500, 499, -1, 1139, 1140], device=device), counter(device)
+    shard = ops.gather_new(src, ids, "HND", base=500, rejected=rejected)
+    assert torch.equal(shard[3], src[-1, :, -1]) and not shard[[1, 2, 4]].any() and rejected.item() == 1, "shard"
+    assert ops.gather_new(src, index[:0], "HND").shape == (0, HEADS, DIM), "no index"
+
+
+def stores(ops, device):
+    qkv = random_like(100, 3 * HEADS * DIM, device=device)
+    q, k, v = qkv.view(100, 3, HEADS, DIM).unbind(1)
+    for layout in ("rows", "NHD", "HND"):
+        for dtype in (torch.int32, torch.int64):
+            slot, cached = some_slots(100, device, dtype), caches(device, layout)
+            keep, expected = slot >= 0, [cache.clone() for cache in cached]
+            for cache, rows in zip(expected, (k, v)):
+                cache[place(slot[keep].long(), layout)] = rows[keep]
+            ops.store(k, v, *cached, slot, layout)
+            assert all(map(torch.equal, cached, expected)), (layout, dtype)
+    both = random_like(PAGES, 2, PAGE, HEADS, DIM, device=device)  # K and V of a page beside each other
+    expected, rejected = both.clone(), counter(device)
+    slot[1] = SLOTS + 1
+    keep = (slot >= 0) & (slot < SLOTS)
+    where = place(slot[keep].long(), "NHD")
+    expected[:, 0][where], expected[:, 1][where] = k[keep], v[keep]
+    ops.store(k, v, both[:, 0], both[:, 1], slot + 1, "NHD", base=1, rejected=rejected)
+    assert torch.equal(both, expected) and rejected.item() == 1, "K and V in one tensor, base 1"
+    latent, rows = random_like(SLOTS, 576, device=device), random_like(128, 576, device=device)
+    expected = latent.clone()
+    expected[slot[2:7].long()] = rows[:5]
+    ops.store(rows, None, latent, None, slot[2:7])
+    assert torch.equal(latent, expected), "K alone, for fewer slots than rows"
+
+
+def transfers(ops, device):
+    pin = device == "cuda"
+    layers = caches(device, "HND", 5)
+    host = torch.zeros((PAGES * PAGE, 5, HEADS, DIM), dtype=torch.bfloat16, pin_memory=pin)  # page first
+    src, dst = some_slots(50, device), some_slots(50, device)
+    src[::7] = 5
+    keep = dst >= 0
+    expected = torch.stack([layer[place(src, "HND")] for layer in layers], 1)[keep].cpu()
+    for back in (lambda t: t, lambda t: t.cpu()):  # indices on the GPU and on the CPU
+        host.zero_()
+        ops.transfer(list(host.unbind(1)), layers, back(dst), back(src), "rows", "HND")
+        if pin:
+            torch.cuda.synchronize()
+        assert torch.equal(host[dst[keep].cpu()], expected), "layer first to page first"
+    again = [torch.zeros_like(layer) for layer in layers]
+    ops.transfer(again, list(host.unbind(1)), src.int(), dst, "HND", "rows")
+    assert all(torch.equal(a[place(src[keep], "HND")], layer[place(src[keep], "HND")])
+               for a, layer in zip(again, layers)), "and back, int32 beside int64"
+
+    pointers = [torch.tensor([t.data_ptr() for t in side], device=device) for side in (again, layers)]
+    for first in (slice(1), slice(None)):
+        again[0].zero_(), again[4].zero_()
+        ops.transfer(again[first], layers[first], dst_layers=pointers[0].view(torch.uint64), src_layers=pointers[1])
+        assert all(map(torch.equal, again, layers)), "all rows, pointers on the device"
+
+    pages = torch.tensor([[3, 9], [7, 30]], device=device)
+    ops.transfer(layers, layers, pages[1], pages[0], same_cache=True)
+    assert all(torch.equal(layer[pages[1]], layer[pages[0]]) for layer in layers), "copy-on-write of pages"
+
+
+def copies(ops, device):
+    sizes = [(3,), (1 << 18,), (100, 7), (0,), (1,)]
+    src = [random_like(*size, device=device) for size in sizes] + [random_like(60, 8, device=device).t()]
+    dst = [torch.zeros_like(tensor) for tensor in src]
+    ops.copy(dst, src)
+    assert all(map(torch.equal, dst, src)), "tensors of many shapes"
+    if device == "cuda":
+        pinned = [torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in src[:5]]
+        ops.copy(pinned + dst[:2], src[:5] + [tensor.neg() for tensor in src[:2]])
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(pinned, src)), "to pinned memory"
+        assert torch.equal(dst[1], -src[1]), "and between GPU tensors in the same call"
+
+
+def slots_of(ops, device):
+    pages = torch.randperm(PAGES, device=device)[:32].view(4, 8)
+    pages[2, 3] = -1  # not yet given a page
+    request = torch.randint(4, (200,), device=device)
+    position = torch.randint(8 * PAGE, (200,), device=device)
+    position[5], request[6], request[7] = 8 * PAGE, 4, -1
+
+    def expected_of(request, position):
+        outside = (request < 0) | (request > 3) | (position < 0) | (position >= 8 * PAGE)
+        page = pages[request.clamp(0, 3), (position // PAGE).clamp(0, 7)]
+        return torch.where(outside | (page < 0), -1, page * PAGE + position % PAGE)
+
+    for dtype in (torch.int32, torch.int64):
+        wide = torch.full((4, 9), 99, dtype=dtype, device=device)
+        wide[:, :8], request, position = pages, request.to(dtype), position.to(dtype)
+        got = ops.slots_new(wide[:, :8], 200, PAGE, SLOTS, request=request, position=position)
+        assert torch.equal(got, expected_of(request.long(), position.long())), dtype
+        slot = torch.zeros(200, dtype=dtype, device=device)
+        ops.slots(slot, wide[:, :8], PAGE, SLOTS, request=request, position=position)
+        assert torch.equal(slot, got.to(dtype)), "in place"
+
+    lengths, starts = torch.tensor([10, 0, 70, 1], device=device), torch.tensor([5, 3, 0, 127], device=device)
+    cumulative = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    request = torch.repeat_interleave(torch.arange(4, device=device), lengths)
+    position = torch.arange(81, device=device) - cumulative[request] + starts[request]
+    got = ops.slots_new(pages, 81, PAGE, SLOTS, cu_seqlens=cumulative, starts=starts)
+    assert torch.equal(got, expected_of(request, position)), "cumulative lengths"
+
+
+def refusals(ops, device):
+    (cache, other), index = caches(device, "NHD"), some_slots(10, device)
+    rows = random_like(10, HEADS, DIM, device=device)
+    refused("layout|nhd", ops.gather_new, cache, index, "nhd")
+    refused("index|Float", ops.gather_new, cache, index.float(), "NHD")
+    refused("index|2 dimensions", ops.gather_new, cache, index.view(2, 5), "NHD")
+    refused("index|expanded", ops.gather_new, cache, index[:1].expand(10), "NHD")
+    refused("out|src|BFloat16|Float", ops.gather, rows.float(), cache, index, "NHD")
+    refused("a row of out|512|src|8192", ops.gather, rows, cache, index)
+    refused("KVPRIM_ERROR_SIZE|dst.rows", ops.gather, rows[:9], cache, index, "NHD")
+    refused("KVPRIM_ERROR_OVERLAP", ops.gather, cache.view(SLOTS, HEADS, DIM)[:10], cache, index, "NHD")
+    refused("src|expanded", ops.gather_new, rows[:1].expand(10, HEADS, DIM), index)
+    refused("src|neither are packed", ops.gather_new, rows.view(10, 4, 8, 8)[:, :, ::2, ::2], index)
+    refused("rejected|Float", ops.gather_new, cache, index, "NHD", rejected=torch.zeros(1, device=device))
+    refused("v and v_cache", ops.store, rows, rows, cache, None, index, "NHD")
+    refused("KVPRIM_ERROR_OVERLAP", ops.store, rows, rows, cache, cache, index, "NHD")
+    refused("dst|different shapes", ops.transfer, [cache, cache[1:]], [other, other])
+    refused("2 layers|1", ops.transfer, [cache, other], [other])
+    refused("dst_index has 10|src_index 9", ops.transfer, [cache], [other], index, index[:9], "NHD", "NHD")
+    refused("dst[0]|strides", ops.copy, [torch.zeros(8, 8, device=device)], [torch.zeros(8, 8, device=device).t()])
+    refused("dst has 1|src 2", ops.copy, [cache], [cache, other])
+    refused("KVPRIM_ERROR_OVERLAP", ops.copy, [cache], [cache])
+    refused("cu_seqlens has 10|5", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS, cu_seqlens=index)
+    refused("KVPRIM_ERROR_NULL", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS)
+    if device == "cuda":
+        refused("index is on cpu", ops.gather_new, cache, index.cpu(), "NHD")
+        refused("src is on cpu", ops.gather, rows, cache.cpu().pin_memory(), index, "NHD")
+        refused("slot is on cpu", ops.store, rows, rows, cache, other, index.cpu(), "NHD")
+        refused("dst|pageable|pin_memory()", ops.transfer, [cache.cpu()], [other])
+        refused("src|pageable|pin_memory()", ops.copy, [cache], [cache.cpu()])
+        refused("dst_index is on cuda|src_index on cpu", ops.transfer, [cache], [other], index, index.cpu())
+
+
+def opchecks(ops, device):
+    for layout in ("rows", "NHD", "HND"):
+        (cache, other), index = caches(device, layout), some_slots(10, device)
+        rows, counts = random_like(10, HEADS, DIM, device=device), counter(device)
+        check = torch.library.opcheck
+        check(ops.gather.default, (rows, cache, index, layout), {"rejected": counts})
+        check(ops.gather_new.default, (cache, index, layout), {"base": 1})
+        check(ops.store.default, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
+        check(ops.transfer.default, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
+    check(ops.store.default, (rows, None, cache, None, index, layout))
+    check(ops.copy.default, ([cache, rows], [other, rows + 1]))
+    pages, request = index[1:7].view(2, 3), torch.zeros(10, dtype=torch.int64, device=device)
+    tokens = {"request": request, "position": request}
+    check(ops.slots.default, (index, pages, PAGE, SLOTS), tokens)
+    check(ops.slots_new.default, (pages, 10, PAGE, SLOTS), tokens)
+
+
+def step_of(ops):
+    """A step that uses every operator, and reads what they wrote."""
+    def step(k, v, k_cache, v_cache, offloaded, block, pages, request, position):
+        slot = ops.slots_new(pages, position.shape[0], PAGE, SLOTS, request=request, position=position)
+        ops.store(k * 2, v + 1, k_cache, v_cache, slot, "NHD")
+        out = torch.empty_like(k)
+        ops.gather(out, v_cache, slot, "NHD")
+        ops.transfer(offloaded, [k_cache, v_cache], pages[0], pages[1])
+        ops.copy([block[0], block[1]], [offloaded[0][3] + 1, offloaded[1][4]])
+        ops.slots(position, pages, PAGE, SLOTS, request=request, position=request)
+        return ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].sum(), block * 2
+    return step
+
+
+def step_inputs(device, tokens, seed=1):
+    torch.manual_seed(seed)
+    request, position = torch.randint(3, (tokens,), device=device), torch.randperm(8 * PAGE, device=device)[:tokens]
+    return [random_like(tokens, HEADS, DIM, device=device), random_like(tokens, HEADS, DIM, device=device),
+            *caches(device, "NHD"), caches(device, "NHD"), random_like(2, PAGE, HEADS, DIM, device=device),
+            torch.randperm(PAGES, device=device)[:24].view(3, 8), request, position]
+
+
+def flat(values):
+    return [tensor for value in values for tensor in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def compiles(ops, device):
+    step, backend = step_of(ops), "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
+    for tokens in (32, 50):
+        theirs, ours = step_inputs(device, tokens), step_inputs(device, tokens)
+        expected, got = step(*theirs), compiled(*ours)
+        assert all(map(torch.equal, expected, got)), f"results, {tokens} tokens"
+        assert all(map(torch.equal, flat(theirs), flat(ours))), f"what it wrote, {tokens} tokens"
+
+
+def graphs(ops, device):
+    step, inputs = step_of(ops), step_inputs(device, 32)
+    step(*inputs)  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step(*inputs)
+    for seed in (2, 3):
+        fresh = step_inputs(device, 32, seed)
+        torch._foreach_copy_(flat(inputs), flat(fresh))
+        graph.replay()
+        expected = step(*fresh)
+        assert all(map(torch.equal, expected, got)) and all(map(torch.equal, flat(inputs), flat(fresh))), "replay"
+
+
+def pinned_temporaries(ops, device):
+    """A pinned tensor that is dropped after the call: torch must not hand its memory out before the GPU has read it."""
+    to = [torch.zeros(1 << 16, device=device)]
+    torch.ones(1 << 16, pin_memory=True)  # its block is free again, and the next such tensor gets it
+    for call in (ops.copy, ops.transfer):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(50_000_000)
+        call(to, [torch.ones(1 << 16, pin_memory=True)])
+        other = torch.full((1 << 16,), 2.0, pin_memory=True)
+        assert (to[0] == 1).all(), "read after torch gave its memory to another tensor"
+        del other
+        to[0].zero_()
+
+
+def streams(ops, device):
+    """An operator runs on the current stream, and only there."""
+    (cache, _), index, side = caches(device, "NHD"), some_slots(64, device), torch.cuda.Stream()
+    expected = ops.gather_new(cache, index, "NHD")
+    out = torch.zeros_like(expected)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(50_000_000)  # keeps the default stream busy
+    with torch.cuda.stream(side):
+        ops.gather(out, cache, index, "NHD")
+    side.synchronize()
+    assert not torch.cuda.default_stream().query(), "waited for the default stream"
+    assert torch.equal(out.cpu(), expected.cpu())
+
+
+# ---- host time ------------------------------------------------------------------------------------------------------
+
+def microseconds(call, repetitions=101, calls=50):
+    """Median over repetitions of the host's time of a call, which only enqueues."""
+    times = []
+    for _ in range(repetitions):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(1e6 * (time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return statistics.median(times)
+
+
+def print_host_times(ops):
+    """64 layers, 32 tokens."""
+    layers, copied = caches("cuda", "NHD", 64), caches("cuda", "NHD", 64)
+    cache, other, slot, ids = layers[0], copied[0], some_slots(32, "cuda"), some_slots(32, "cuda")
+    rows, news = ([random_like(32, HEADS, DIM, device="cuda") for _ in range(64)] for _ in "ds")
+    pages, token = torch.arange(PAGES, device="cuda").view(4, 10), torch.zeros(32, dtype=torch.int64, device="cuda")
+    tokens = {"request": token, "position": token}
+    tables = {name: torch.tensor([t.data_ptr() for t in side], device="cuda")
+              for name, side in (("dst_layers", copied), ("src_layers", layers))}
+    calls = {
+        "gather": lambda: ops.gather(rows[0], cache, slot, "NHD"),
+        "gather_new": lambda: ops.gather_new(cache, slot, "NHD"),
+        "store": lambda: ops.store(rows[0], rows[1], cache, other, slot, "NHD"),
+        "transfer, 1 layer": lambda: ops.transfer([other], [cache], ids, slot, "NHD", "NHD"),
+        "transfer, 64 layers by pointers": lambda: ops.transfer([other], [cache], ids, slot, "NHD", "NHD", **tables),
+        "transfer, 64 layers listed": lambda: ops.transfer(copied, layers, ids, slot, "NHD", "NHD"),
+        "copy, 1 tensor": lambda: ops.copy(rows[:1], news[:1]),
+        "copy, 64 tensors": lambda: ops.copy(rows, news),
+        "slots": lambda: ops.slots(slot, pages, PAGE, SLOTS, **tokens),
+        "slots_new": lambda: ops.slots_new(pages, 32, PAGE, SLOTS, **tokens),
+        "torch.index_select": lambda: torch.index_select(cache, 0, token),
+        "torch._foreach_copy_, 64 tensors": lambda: torch._foreach_copy_(rows, news)}
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us of the host per call from Python, medians")
+    for name, call in calls.items():
+        print(f"  {name:34} {microseconds(call):6.2f}", flush=True)
+
+
+def run_tests(ops):
+    """Returns how many failed."""
+    everywhere = (gathers, stores, transfers, copies, slots_of, refusals, opchecks, compiles)
+    passed = failed = skipped = 0
+    for device, tests in (("cpu", everywhere), ("cuda", everywhere + (graphs, pinned_temporaries, streams))):
+        if device == "cuda" and not torch.cuda.is_available():
+            print("skip operators on a GPU: torch finds none")
+            skipped += 1
+            continue
+        for test in tests:
+            torch.manual_seed(1)
+            try:
+                test(ops, device)
+                passed += 1
+                print(f"ok {test.__name__}, {device}", flush=True)
+            except Exception as error:  # whatever it is, the others run
+                failed += 1
+                print(f"FAIL {test.__name__}, {device}: {type(error).__name__}: {error}", flush=True)
+    if torch.cuda.is_available():
+        print_host_times(ops)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    return failed
+
+
+def missing():
+    """What is needed and not here, or None."""
+    if torch is None:
+        return "python3 has no torch"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    if torch.utils.cpp_extension.CUDA_HOME is None or not torch.utils.cpp_extension.is_ninja_available():
+        return "no nvcc, or no ninja"
+    return None
+
+
+def main():
+    why = missing()
+    if why:
+        print(f"skip 12_torch_ops: {why}\n0 passed, 0 failed, 1 skipped")
+        return 0
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")  # otherwise that of the GPU here
+    ops = load_operators(os.path.dirname(EXAMPLES), os.path.join(os.path.dirname(EXAMPLES), "build/12_torch_ops"))
+    with torch.no_grad():
+        return run_tests(ops) != 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
