@@ -637,11 +637,11 @@ static void test_long_fragments()
     kvprim_unpack_desc d = {};
     kvpc_unpack_job job = {};
     d.fragments = f, d.count = 4;
-    job.desc = &d;
+    job.list = kvpc_list_of(&d);
     kvpc_survey(&job, true);
     CHECK(job.left == (large + 13 + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 1);
     uint64_t at = 0, pieces = 0, count = 2;
-    for (const kvprim_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+    for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
         for (uint64_t i = 0; i < count; i++, pieces++) {
             CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
             if (at < large + 13)
