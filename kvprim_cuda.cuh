@@ -2491,9 +2491,9 @@ static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list
     Desc one = *desc;
     job->list = list, job->zeros = false;
     one.count = 1;
-    if (check(&one) == KVPRIM_OK && desc->count >> 58 == 0) {
+    if (check(&one) == KVPRIM_OK && desc->count <= (list.addresses ? (uint64_t)KVPRIM_MAX_COPIES : UINT64_MAX >> 6)) {
         kvpc_survey(job, false);
-        if (kvpc_survey_checks && job->fit && job->apart && (!list.addresses || desc->count <= KVPRIM_MAX_COPIES))
+        if (kvpc_survey_checks && job->fit && job->apart)
             return KVPRIM_OK;
     }
     return check(desc);
