@@ -182,7 +182,7 @@ def ms_to_end(call):
 
 def foreach_copy(kvprim, count=10000):
     choose = random.Random(3)
-    sizes = [64 << int(20 * choose.random() ** 4) for _ in range(count)]
+    sizes = [64 << int(20.99 * choose.random() ** 4) for _ in range(count)]
     sizes = [2 * choose.randint(size // 4, size // 2) if size > 64 else size for size in sizes]
     make = lambda fill: [torch.full((size // 2,), fill, dtype=torch.bfloat16, device="cuda") for size in sizes]
     srcs, dsts = make(3), make(0)
@@ -200,7 +200,7 @@ def foreach_copy(kvprim, count=10000):
         def ours():
             launch = by_ctypes.Launch(stream=torch.cuda.current_stream().cuda_stream)
             if copy(ctypes.byref(desc), ctypes.byref(launch)):
-                sys.exit(f"bench_torch: FAIL {ctypes.c_char_p(kvprim.kvprim_last_error()).value}")
+                sys.exit(f"bench_torch: FAIL {kvprim.kvprim_last_error().decode()}")
         calls["kvprim"] = ours
     print(f"\ncopies of {count:,} tensors, {sum(sizes) / 1e9:.1f} GB: ms from the call to the end")
     for name, call in calls.items():
