@@ -30,8 +30,8 @@
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache) and unpack (fragments of a receive buffer to their places). kvprim_cuda.cuh takes the same descriptors;
-   the functions here are its reference.
+   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). kvprim_cuda.cuh
+   takes the same descriptors; the functions here are its reference.
 
    What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
 
@@ -42,7 +42,7 @@
        >>dtype       element types
        >>prefix      prefix compare
        >>table       kvprim_table: rows, pages, heads; the index rule
-       >>gather      >>store      >>slots      >>transfer      >>unpack
+       >>gather      >>store      >>slots      >>transfer      >>unpack      >>copy
        >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
        >>impl        the implementation:
@@ -55,6 +55,7 @@
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_slots           page tables into slots
+           >>impl_copy            checks of lists of copies; copies
            >>impl_unpack
 
    Rules that hold for every function here
@@ -66,7 +67,7 @@
                   as their C types.
        Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
                   descriptors, from the first byte of a table to the last. All except the last two are checked. To
-                  copy rows inside one cache, see same_cache.
+                  copy rows inside one cache, see same_cache. Fragments and copies are judged one by one.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
@@ -79,8 +80,8 @@
                                __attribute__((visibility("default"))) or __declspec(dllexport). KVPRIM_STATIC
                                overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
-   KVPRIM_DEBUG                the implementing unit: unpack refuses fragments whose destinations overlap. It sorts
-                               them in memory from malloc, and skips the check if there is none.
+   KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. They sort them
+                               in memory from malloc, and skip the check if there is none.
    KVPRIM_NVTX                 the implementing units, before the first kvprim header: puts an NVTX range around every
                                call that moves or compares, except the named variants. The range has the function's
                                name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
@@ -428,9 +429,37 @@ typedef struct kvprim_unpack_desc {
 
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
-   Aliasing: [dst, dst + dst_bytes) must not overlap [src, src + src_bytes) or the fragments.
-   Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP, BOUNDS (names the fragment). */
+   Aliasing: no fragment's destination shares a byte with any fragment's source. src and dst may be one buffer: then at
+   most KVPRIM_MAX_COPIES fragments are taken, and the check costs what that of kvprim_copy does.
+   [dst, dst + dst_bytes) must not overlap the fragments.
+   Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP and BOUNDS (name the fragment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
+
+/* >>copy -----------------------------------------------------------------------------------------------------------
+
+   Each item moves: `bytes` bytes from src to dst, or zeros to dst. Sizes and alignments are any, also within a list. */
+typedef struct kvprim_copy_item {
+    const void *src; /* NULL: zeros */
+    void *dst;
+    uint64_t bytes; /* may be 0; then no pointer is looked at */
+} kvprim_copy_item;
+
+typedef struct kvprim_copy_desc {
+    const kvprim_copy_item *items; /* host memory, free to reuse when the call returns */
+    size_t count;                  /* at most KVPRIM_MAX_COPIES */
+    int64_t reserved;              /* must be 0 */
+} kvprim_copy_desc;
+
+enum { KVPRIM_MAX_COPIES = 1 << 20 }; /* more is KVPRIM_ERROR_SIZE */
+
+/* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
+   call fails with KVPRIM_ERROR_OVERLAP).
+   Aliasing: no destination shares a byte with any source, or with the items. Two passes over the items show that where
+   all destinations lie before or after all sources. Otherwise starts are sorted, 2,048 at a time, and each time takes
+   another pass: 4,096 items take XXX us, KVPRIM_MAX_COPIES XXX s, in any order. The check takes 36 KB of stack.
+   Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
+   (names the items). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
 
 /* >>move -----------------------------------------------------------------------------------------------------------
 
@@ -499,6 +528,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_trans
                                                               kvprim_transfer_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc);
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
 KVPRIM_API kvprim_status kvprim_fail(kvprim_status status, const char *format, ...)
@@ -612,6 +642,8 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_slots_desc) == 136, "kvprim_slots_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 312, "kvprim_transfer_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_desc) == 24, "kvprim_copy_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_item) == 24, "kvprim_copy_item");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 160, "kvprim_side");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 368, "kvprim_move");
@@ -634,6 +666,8 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
                    {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
+                   {"kvprim_copy_item", sizeof(kvprim_copy_item)},
+                   {"kvprim_copy_desc", sizeof(kvprim_copy_desc)},
                    {"kvprim_side", sizeof(kvprim_side)},
                    {"kvprim_move_names", sizeof(kvprim_move_names)},
                    {"kvprim_move", sizeof(kvprim_move)}};
@@ -2608,6 +2642,307 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
     return KVPRIM_OK;
 }
 
+/* >>impl_copy ------------------------------------------------------------------------------------------------------ */
+
+enum { kvpi_dst, kvpi_src };
+
+/* What a copy and an unpack both are: a list of copies from address to address. */
+typedef struct kvpi_list {
+    const char *function, *name;      /* of the array, for errors */
+    const kvprim_copy_item *items;    /* either these ... */
+    const kvprim_fragment *fragments; /* ... or these, which count from base[kvpi_dst] and base[kvpi_src] */
+    uint64_t base[2], count;
+} kvpi_list;
+
+/* Where item i of a list begins on one side, and how many bytes it has there: zeros have no source. */
+KVPRIM_INLINE uint64_t kvpi_start(const kvpi_list *l, int side, uint64_t i)
+{
+    if (l->items)
+        return (uint64_t)(side == kvpi_src ? (uintptr_t)l->items[i].src : (uintptr_t)l->items[i].dst);
+    return l->base[side] + (side == kvpi_src ? l->fragments[i].src_offset : l->fragments[i].dst_offset);
+}
+
+KVPRIM_INLINE uint64_t kvpi_size(const kvpi_list *l, int side, uint64_t i)
+{
+    if (l->items)
+        return side == kvpi_src && !l->items[i].src ? 0 : l->items[i].bytes;
+    return l->fragments[i].bytes;
+}
+
+/* The last byte of `bytes` > 0. A buffer of unpack that says it is larger than memory ends with it. */
+static uint64_t kvpi_last(uint64_t start, uint64_t bytes)
+{
+    return bytes - 1 > UINT64_MAX - start ? UINT64_MAX : start + bytes - 1;
+}
+
+/* The first and the last byte of all destinations or sources; first > last if there are none. */
+typedef struct kvpi_ends {
+    uint64_t first, last;
+} kvpi_ends;
+
+static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
+{
+    kvpi_ends span = {UINT64_MAX, 0};
+    for (uint64_t i = 0; i < l->count; i++) {
+        const uint64_t bytes = kvpi_size(l, side, i), start = bytes ? kvpi_start(l, side, i) : UINT64_MAX;
+        const uint64_t last = bytes ? kvpi_last(start, bytes) : 0;
+        span.first = start < span.first ? start : span.first;
+        span.last = last > span.last ? last : span.last;
+    }
+    return span;
+}
+
+/* Goes through destinations and sources in the order of their first bytes, their starts. One overlaps one of the other
+   side exactly if it begins before all of those end that came before it. A pass over the list finds the starts in some
+   range; those of one range are sorted at a time. */
+enum {
+    kvpi_sweep_starts = 2048, /* sorted at a time */
+    kvpi_sweep_bits = 12,     /* a range with more is cut into 4,096 buckets */
+    kvpi_sweep_buckets = 1 << kvpi_sweep_bits,
+    kvpi_sweep_block = 512,  /* items of which first the destinations are looked at, then the sources: longer runs */
+    kvpi_sweep_key_bits = 43 /* of a start in its range; 20 bits name the item, one its side */
+};
+
+typedef struct kvpi_sweep {
+    const kvpi_list *list;
+    uint64_t last[2], item[2]; /* of those of each side so far: the last byte that one reaches, and which does */
+    union {
+        uint64_t starts[2][kvpi_sweep_starts];
+        uint32_t buckets[kvpi_sweep_buckets];
+    } memory;
+} kvpi_sweep;
+
+static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
+{
+    const kvpi_list *const l = s->list;
+    const uint64_t start = kvpi_start(l, side, i), last = kvpi_last(start, kvpi_size(l, side, i));
+    if (s->last[!side] >= start) {
+        const uint64_t d = side == kvpi_dst ? i : s->item[kvpi_dst], r = side == kvpi_src ? i : s->item[kvpi_src];
+        return kvprim_fail(
+            KVPRIM_ERROR_OVERLAP, "%s: dst of %s[%llu] (%p, %llu bytes) overlaps src of %s[%llu] (%p, %llu bytes)",
+            l->function, l->name, (unsigned long long)d, (void *)(uintptr_t)kvpi_start(l, kvpi_dst, d),
+            (unsigned long long)kvpi_size(l, kvpi_dst, d), l->name, (unsigned long long)r,
+            (void *)(uintptr_t)kvpi_start(l, kvpi_src, r), (unsigned long long)kvpi_size(l, kvpi_src, r));
+    }
+    if (last > s->last[side])
+        s->last[side] = last, s->item[side] = i;
+    return KVPRIM_OK;
+}
+
+/* Those that start in [low, low + width], in the order of the list. */
+static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t width)
+{
+    const kvpi_list *const l = s->list;
+    for (uint64_t i = 0; i < l->count; i++)
+        for (int side = 0; side < 2; side++)
+            if (kvpi_start(l, side, i) - low <= width && kvpi_size(l, side, i))
+                KVPRIM_TRY(kvpi_sweep_one(s, side, i));
+    return KVPRIM_OK;
+}
+
+/* Stores the starts in [low, low + width]. Returns their number, or one more than there is room for. */
+static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t low, uint64_t width)
+{
+    const kvpi_list *const l = s->list;
+    int32_t n = 0;
+    for (uint64_t block = 0; block < l->count; block += kvpi_sweep_block)
+        for (int side = 0; side < 2; side++)
+            for (uint64_t i = block; i < l->count && i < block + kvpi_sweep_block; i++) {
+                const uint64_t at = kvpi_start(l, side, i) - low;
+                if (KVPRIM_LIKELY(at > width) || !kvpi_size(l, side, i))
+                    continue;
+                if (n == kvpi_sweep_starts)
+                    return n + 1;
+                s->memory.starts[0][n++] = at << (64 - kvpi_sweep_key_bits) | i << 1 | (uint64_t)side;
+            }
+    return n;
+}
+
+/* Counts the starts in [low, low + width] by buckets of 1 << shift bytes, then marks those that end a group: as many
+   buckets as can be sorted at a time, or one that is too full. */
+static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int shift, uint8_t *ends)
+{
+    const uint64_t most = ((uint64_t)1 << kvpi_sweep_key_bits) >> shift; /* buckets of a group */
+    const kvpi_list *const l = s->list;
+    uint32_t *const buckets = s->memory.buckets;
+    uint64_t sum = 0, first = 0;
+    memset(buckets, 0, sizeof s->memory.buckets);
+    for (uint64_t i = 0; i < l->count; i++)
+        for (int side = 0; side < 2; side++) {
+            const uint64_t at = kvpi_start(l, side, i) - low;
+            if (at <= width && kvpi_size(l, side, i))
+                buckets[at >> shift]++;
+        }
+    for (uint64_t b = 0; b < kvpi_sweep_buckets; b++) {
+        sum += buckets[b];
+        if (b > first && (sum > kvpi_sweep_starts || b - first >= most)) {
+            ends[(b - 1) / 8] |= (uint8_t)(1 << (b - 1) % 8);
+            first = b, sum = buckets[b];
+        }
+    }
+}
+
+/* Those that start in [low, low + width], in order. Each level of recursion leaves 12 bits less of width. */
+static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t width)
+{
+    uint8_t ends[kvpi_sweep_buckets / 8] = {0};
+    int shift = 0;
+    const int32_t n = width >> kvpi_sweep_key_bits ? kvpi_sweep_starts + 1 : kvpi_sweep_collect(s, low, width);
+    if (n <= kvpi_sweep_starts) {
+        const uint64_t *const sorted = n ? kvpi_sort(s->memory.starts[0], s->memory.starts[1], n) : NULL;
+        for (int32_t k = 0; k < n; k++)
+            KVPRIM_TRY(kvpi_sweep_one(s, (int)(sorted[k] & 1), sorted[k] >> 1 & (KVPRIM_MAX_COPIES - 1)));
+        return KVPRIM_OK;
+    }
+    if (width == 0)
+        return kvpi_sweep_unsorted(s, low, 0);
+    while (width >> shift >= kvpi_sweep_buckets)
+        shift++;
+    kvpi_sweep_group(s, low, width, shift, ends);
+    for (uint64_t b = 0, first = 0; b <= width >> shift; b++)
+        if (ends[b / 8] >> b % 8 & 1 || b == width >> shift) {
+            const uint64_t at = first << shift, end = ((b + 1) << shift) - 1;
+            KVPRIM_TRY(kvpi_sweep_range(s, low + at, (end < width ? end : width) - at));
+            first = b + 1;
+        }
+    return KVPRIM_OK;
+}
+
+/* No destination shares a byte with a source. */
+static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
+{
+    kvpi_sweep s;
+    const uint64_t low = dst.first > src.first ? dst.first : src.first;
+    const uint64_t high = dst.last < src.last ? dst.last : src.last;
+    if (low > high)
+        return KVPRIM_OK;
+    if (l->count > KVPRIM_MAX_COPIES)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d, and sources lie between destinations",
+                           l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
+    s.list = l;
+    s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
+    KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* only of one side */
+    return kvpi_sweep_range(&s, low, high - low);
+}
+
+#ifdef KVPRIM_DEBUG
+typedef struct kvpi_place {
+    uint64_t start, last, item;
+} kvpi_place;
+
+static int kvpi_compare_places(const void *a, const void *b)
+{
+    const uint64_t x = ((const kvpi_place *)a)->start, y = ((const kvpi_place *)b)->start;
+    return (x > y) - (x < y);
+}
+
+/* Sorts `n` destinations, and checks whether one begins before the previous one ends. */
+static kvprim_status kvpi_check_places(const kvpi_list *l, kvpi_place *sorted, size_t n)
+{
+    qsort(sorted, n, sizeof *sorted, kvpi_compare_places);
+    for (size_t i = 1; i < n; i++) {
+        const uint64_t a = sorted[i - 1].item, b = sorted[i].item;
+        if (sorted[i].start <= sorted[i - 1].last)
+            return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s[%llu] and %s[%llu] overlap in dst", l->function, l->name,
+                               (unsigned long long)(a < b ? a : b), l->name, (unsigned long long)(a < b ? b : a));
+    }
+    return KVPRIM_OK;
+}
+#endif
+
+/* With KVPRIM_DEBUG: no destination shares a byte with another one. */
+static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
+{
+    kvprim_status status = KVPRIM_OK;
+#ifdef KVPRIM_DEBUG
+    size_t n = 0;
+    kvpi_place *const places = (kvpi_place *)malloc((size_t)l->count * sizeof *places);
+    if (!places)
+        return KVPRIM_OK; /* without memory this check is left out */
+    for (uint64_t i = 0; i < l->count; i++) {
+        const uint64_t start = kvpi_start(l, kvpi_dst, i), bytes = kvpi_size(l, kvpi_dst, i);
+        if (bytes) {
+            const kvpi_place place = {start, kvpi_last(start, bytes), i};
+            places[n++] = place;
+        }
+    }
+    status = n ? kvpi_check_places(l, places, n) : KVPRIM_OK;
+    free(places);
+#else
+    (void)l;
+#endif
+    return status;
+}
+
+static kvprim_status kvpi_check_item(const kvprim_copy_item *items, size_t i)
+{
+    const kvprim_copy_item c = items[i];
+    const uint64_t dst = (uint64_t)(uintptr_t)c.dst, src = (uint64_t)(uintptr_t)c.src;
+    const uint64_t room = (uint64_t)UINTPTR_MAX - (dst > src ? dst : src);
+    if (c.bytes == 0 || (c.dst && c.bytes - 1 <= room))
+        return KVPRIM_OK;
+    if (!c.dst)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_copy: items[%llu].dst is NULL, and its bytes are %llu",
+                           (unsigned long long)i, (unsigned long long)c.bytes);
+    return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_copy: items[%llu] is %llu bytes from %s %p on, past the last address",
+                       (unsigned long long)i, (unsigned long long)c.bytes, dst > src ? "dst" : "src",
+                       dst > src ? c.dst : c.src);
+}
+
+/* No destination shares a byte with the items. */
+static kvprim_status kvpi_check_items_apart(const kvprim_copy_desc *d)
+{
+    for (size_t i = 0; i < d->count; i++)
+        if (kvpi_overlap(d->items[i].dst, d->items[i].bytes, d->items, d->count * sizeof *d->items)) {
+            const kvpi_bytes items = {"items", d->items, d->count * sizeof *d->items};
+            char name[40];
+            const kvpi_bytes dst = {name, d->items[i].dst, d->items[i].bytes};
+            (void)snprintf(name, sizeof name, "dst of items[%llu]", (unsigned long long)i);
+            return kvpi_fail_overlap("kvprim_copy", dst, items, "");
+        }
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc)
+{
+    static const char function[] = "kvprim_copy";
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    if (desc->count == 0)
+        return KVPRIM_OK;
+    if (!desc->items)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: items is NULL", function);
+    if (desc->reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    if (desc->count > KVPRIM_MAX_COPIES)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: count is %llu, more than %d", function,
+                           (unsigned long long)desc->count, (int)KVPRIM_MAX_COPIES);
+    for (size_t i = 0; i < desc->count; i++)
+        KVPRIM_TRY(kvpi_check_item(desc->items, i));
+    const kvpi_list list = {function, "items", desc->items, NULL, {0, 0}, desc->count};
+    const kvpi_ends dst = kvpi_list_ends(&list, kvpi_dst), src = kvpi_list_ends(&list, kvpi_src);
+    const uint64_t items = (uint64_t)(uintptr_t)desc->items;
+    if (dst.first <= items + desc->count * sizeof *desc->items - 1 && dst.last >= items)
+        KVPRIM_TRY(kvpi_check_items_apart(desc));
+    KVPRIM_TRY(kvpi_check_list_apart(&list, dst, src));
+    return kvpi_check_list_debug(&list);
+}
+
+KVPRIM_API kvprim_status kvprim_copy(const kvprim_copy_desc *desc)
+{
+    KVPRIM_RANGE("kvprim_copy");
+    KVPRIM_TRY(kvprim_copy_check(desc));
+    const kvprim_copy_desc d = *desc; /* which a destination may overlap: not checked */
+    for (size_t i = 0; i < d.count; i++) {
+        const kvprim_copy_item c = d.items[i];
+        if (c.bytes && c.src)
+            memcpy(c.dst, c.src, (size_t)c.bytes);
+        else if (c.bytes)
+            memset(c.dst, 0, (size_t)c.bytes);
+    }
+    return KVPRIM_OK;
+}
+
 /* >>impl_unpack ---------------------------------------------------------------------------------------------------- */
 
 static kvprim_status kvpi_check_fragment(const kvprim_unpack_desc *d, size_t i)
@@ -2639,44 +2974,6 @@ static int kvpi_fragments_fit(const kvprim_unpack_desc *d)
     return bits >> 63 == 0;
 }
 
-#ifdef KVPRIM_DEBUG
-static int kvpi_compare_places(const void *a, const void *b)
-{
-    const uint64_t x = (*(const kvprim_fragment *const *)a)->dst_offset;
-    const uint64_t y = (*(const kvprim_fragment *const *)b)->dst_offset;
-    return (x > y) - (x < y);
-}
-
-/* Checks whether a fragment begins before the previous one ends, in the order of their destinations. */
-static kvprim_status kvpi_check_sorted_apart(const kvprim_fragment *first, const kvprim_fragment **sorted, size_t count)
-{
-    qsort(sorted, count, sizeof *sorted, kvpi_compare_places);
-    for (size_t i = 1; i < count; i++) {
-        const kvprim_fragment *const f = sorted[i], *const before = sorted[i - 1];
-        if (f->dst_offset < before->dst_offset + before->bytes)
-            return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                               "kvprim_unpack: fragments[%llu] and fragments[%llu] overlap in dst",
-                               (unsigned long long)((f < before ? f : before) - first),
-                               (unsigned long long)((f < before ? before : f) - first));
-    }
-    return KVPRIM_OK;
-}
-
-static kvprim_status kvpi_check_fragments_apart(const kvprim_unpack_desc *d)
-{
-    size_t count = 0;
-    const kvprim_fragment **const sorted = (const kvprim_fragment **)malloc(d->count * sizeof *sorted);
-    if (!sorted)
-        return KVPRIM_OK; /* without memory this check is left out */
-    for (size_t i = 0; i < d->count; i++)
-        if (d->fragments[i].bytes)
-            sorted[count++] = &d->fragments[i];
-    const kvprim_status status = count ? kvpi_check_sorted_apart(d->fragments, sorted, count) : KVPRIM_OK;
-    free((void *)sorted);
-    return status;
-}
-#endif
-
 KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
 {
     static const char function[] = "kvprim_unpack";
@@ -2699,17 +2996,14 @@ KVPRIM_API kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc)
     if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->fragments, fragments_bytes))
         return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps fragments (%p)", function,
                            desc->dst, (unsigned long long)desc->dst_bytes, (const void *)desc->fragments);
-    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
-        return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: dst (%p, %llu bytes) overlaps src (%p, %llu bytes)", function,
-                           desc->dst, (unsigned long long)desc->dst_bytes, desc->src,
-                           (unsigned long long)desc->src_bytes);
     if (!kvpi_fragments_fit(desc))
         for (size_t i = 0; i < desc->count; i++)
             KVPRIM_TRY(kvpi_check_fragment(desc, i));
-#ifdef KVPRIM_DEBUG
-    KVPRIM_TRY(kvpi_check_fragments_apart(desc));
-#endif
-    return KVPRIM_OK;
+    const kvpi_list list = {
+        function, "fragments", NULL, desc->fragments, {(uintptr_t)desc->dst, (uintptr_t)desc->src}, desc->count};
+    if (kvpi_overlap(desc->dst, desc->dst_bytes, desc->src, desc->src_bytes))
+        KVPRIM_TRY(kvpi_check_list_apart(&list, kvpi_list_ends(&list, kvpi_dst), kvpi_list_ends(&list, kvpi_src)));
+    return kvpi_check_list_debug(&list);
 }
 
 KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)

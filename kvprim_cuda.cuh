@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* kvprim_cuda.cuh: gather, store, transfer and unpack on the GPU, callable from C. CUDA 12 and sm_75, or newer.
+/* kvprim_cuda.cuh: gather, store, transfer, unpack and copy on the GPU, callable from C. CUDA 12 and sm_75, or newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -25,18 +25,18 @@
    Contents (search for the tag):
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>gpu_move    gather, store, slots, transfer, unpack, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, copy, and checked moves
        >>device      device functions for your own kernels, and the funnel shift
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
            >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill
-           >>impl_unpack_kernels  what a launch holds of the fragments, and the kernels that copy them
+           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
-           >>impl_unpack_host     planning and encoding the fragments
+           >>impl_unpack_host     planning and encoding fragments and copies
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
 
@@ -98,7 +98,7 @@ typedef struct kvprim_cuda_launch {
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   Gather, store, transfer and unpack do what the functions of kvprim.h without _cuda in their names do: same
+   Gather, store, transfer, unpack and copy do what the functions of kvprim.h without _cuda in their names do: same
    descriptor, rules, aliasing and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
    reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
@@ -158,6 +158,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
    stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
+
+/* As kvprim_cuda_unpack, of addresses: a launch holds the bits in which they differ. Each item lies in any of the
+   memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). 16 MB or more of zeros in a row are set by
+   cudaMemsetAsync as they would be copied by cudaMemcpyAsync. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
+                                                         const kvprim_cuda_launch *launch);
 
 #ifdef __cplusplus
 }
@@ -1313,19 +1319,24 @@ template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p,
 }
 
 /* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
-   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. */
-template <bool aligned>
+   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. zeros: where src is
+   NULL it loads nothing, and stores zeros. */
+template <bool aligned, bool zeros>
 KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
     if (!aligned) {
-        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0, bytes > 0, false);
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, first, step, bytes > 0 && (!zeros || src),
+                        bytes > 0, false);
         return;
     }
     const int32_t left = (int32_t)(bytes - 16 * first);
+    const bool reads = !zeros || src;
     uint4 v[kvpc_aligned_loads];
     dst += 16 * first, src += 16 * first;
+    for (uint32_t k = 0; zeros && k < kvpc_aligned_loads; k++)
+        v[k] = uint4{0, 0, 0, 0};
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
-        if ((int32_t)(16 * step * k) < left)
+        if (reads && (int32_t)(16 * step * k) < left)
             v[k] = kvpc_load16(src + 16 * step * k);
     for (uint32_t k = 0; k < kvpc_aligned_loads; k++)
         if ((int32_t)(16 * step * k) < left)
@@ -1381,7 +1392,7 @@ KVPRIM_DEVICE bool kvpc_leaves_room(uint32_t half)
    Each thread copies kvpc_aligned_loads or kvpc_bytes_loads words of a tile, one of a small fragment.
    If there are fewer groups than tiles, group g copies tiles g, g + groups, g + 2 * groups and so on.
    If the launch overlaps the one before, it ends after that one: wait_last. */
-template <bool small, bool aligned, uint32_t bytes>
+template <bool small, bool aligned, bool zeros, uint32_t bytes>
 static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
                                          aligned ? kvpc_aligned_blocks : kvpc_unaligned_blocks)
     kvpc_unpack_kernel(const KVPRIM_GRID_CONSTANT kvpc_unpack_params<bytes> KVPRIM_IN_PLACE p)
@@ -1403,7 +1414,7 @@ static __global__ void __launch_bounds__(kvpc_unpack_most_threads,
             uint32_t part;
             const kvpc_piece c = kvpc_piece_of(p, kvpc_fragment_of(p, tile, &part));
             const uint32_t first = (part * loads << h.lanes_shift) + threadIdx.x % lanes;
-            kvpc_copy_tile<aligned>(c.dst, c.src, c.bytes, first, lanes);
+            kvpc_copy_tile<aligned, zeros>(c.dst, c.src, c.bytes, first, lanes);
         }
     }
     if (h.wait_last)
@@ -1623,6 +1634,15 @@ static bool kvpc_copy_rows(const kvpc_call *call, void *dst, int64_t dst_stride,
                                       cudaMemcpyDefault, kvpc_stream(call));
     if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the kernel that runs instead meets an error of earlier work again */
+    return error == cudaSuccess;
+}
+
+/* The same for zeros. */
+static bool kvpc_set_zeros(const kvpc_call *call, void *dst, uint64_t bytes)
+{
+    const cudaError_t error = cudaMemsetAsync(dst, 0, (size_t)bytes, kvpc_stream(call));
+    if (error != cudaSuccess)
+        (void)cudaGetLastError(); /* see above */
     return error == cudaSuccess;
 }
 #endif
@@ -2462,57 +2482,89 @@ enum {
     kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
 };
 
+/* A fragment of unpack, or an item of a copy, whose offsets are addresses: as both are read through it, it may alias. */
+#if defined(__GNUC__)
+#define KVPRIM_MAY_ALIAS __attribute__((may_alias))
+#else
+#define KVPRIM_MAY_ALIAS
+#endif
+typedef struct KVPRIM_MAY_ALIAS kvpc_fragment {
+    uint64_t src_offset, dst_offset, bytes;
+} kvpc_fragment;
+#undef KVPRIM_MAY_ALIAS
+static_assert(sizeof(kvpc_fragment) == sizeof(kvprim_fragment) && sizeof(kvpc_fragment) == sizeof(kvprim_copy_item) &&
+                  offsetof(kvprim_fragment, dst_offset) == 8 && offsetof(kvprim_copy_item, dst) == 8 &&
+                  offsetof(kvprim_fragment, bytes) == 16 && offsetof(kvprim_copy_item, bytes) == 16,
+              "one layout, of 64-bit addresses");
+
+/* What all fragments count from, and how far they may reach. */
+typedef struct kvpc_list {
+    const kvpc_fragment *fragments;
+    uint64_t count, src, src_bytes, dst, dst_bytes;
+    bool addresses; /* a copy: src and dst are 0, and so is src_offset of zeros */
+} kvpc_list;
+
 /* One of the three numbers that make a fragment. If differ is 0, fragment i has first + i * step. */
 typedef struct kvpc_column {
     uint64_t first, step, any, differ, base; /* bits that are set in any; that differ. base: the buffer's address */
+    uint64_t common;                         /* bits above those that differ; they are not stored */
     uint32_t shift;                          /* the number is stored shifted right by so many bits */
 } kvpc_column;
 
 typedef struct kvpc_unpack_job {
     const kvpc_call *call;
-    const kvprim_unpack_desc *desc;
-    const kvprim_fragment *next; /* to hand out */
-    kvprim_fragment rest;        /* what was cut off, to hand out before *next */
+    kvpc_list list;
+    const kvpc_fragment *next;   /* to hand out */
+    kvpc_fragment rest;          /* what was cut off, to hand out before *next */
     uint64_t left, last_bytes;   /* fragments that are not launched yet, and bytes of the last of them */
     kvpc_column src, dst, bytes; /* step of bytes is 0 */
     kvpc_unpack head;            /* what all launches have in common */
     uint32_t lead;               /* bytes, at most, between a 16-byte boundary of dst and a fragment's first byte */
     bool fit;                    /* the fragments lie in their buffers; false says nothing */
+    bool apart;                  /* all destinations lie apart from all sources; false says nothing */
+    bool zeros;                  /* some items have no source */
     bool even;                   /* all fragments have the same size, except that the last may be shorter */
     bool longer;                 /* a fragment has more than kvpc_direct_bytes */
     bool merge, small, aligned, started, overlap;
-    kvprim_fragment merged[kvpc_host_chunk];
+    kvpc_fragment merged[kvpc_host_chunk];
 } kvpc_unpack_job;
+
+/* Whether one fragment begins where another one ends, on both sides. Zeros follow zeros. */
+static bool kvpc_joins(const kvpc_unpack_job *job, const kvpc_fragment &a, const kvpc_fragment &b)
+{
+    const bool sources = job->zeros && (!a.src_offset || !b.src_offset) ? a.src_offset == b.src_offset
+                                                                        : b.src_offset - a.src_offset == a.bytes;
+    return sources && b.dst_offset - a.dst_offset == a.bytes;
+}
 
 /* Joins adjacent fragments, leaves out empty ones and cuts long ones. Returns how many that makes, at most `most`. */
 static uint64_t kvpc_merge(kvpc_unpack_job *job, uint64_t most)
 {
-    const kvprim_fragment *const end = job->desc->fragments + job->desc->count, *next = job->next;
-    kvprim_fragment run = job->rest;
+    const kvpc_fragment *const end = job->list.fragments + job->list.count, *next = job->next;
+    kvpc_fragment run = job->rest;
     uint64_t n = 0;
     for (; n < most; n++) {
         for (; next != end && run.bytes < kvpc_most_bytes; next++)
             if (run.bytes == 0)
                 run = *next;
-            else if (next->bytes == 0 ||
-                     (next->src_offset - run.src_offset == run.bytes && next->dst_offset - run.dst_offset == run.bytes))
+            else if (next->bytes == 0 || kvpc_joins(job, run, *next))
                 run.bytes += next->bytes;
             else
                 break;
         if (run.bytes == 0)
             break;
         const uint64_t bytes = run.bytes < kvpc_most_bytes ? run.bytes : (uint64_t)kvpc_most_bytes;
-        job->merged[n] = kvprim_fragment{run.src_offset, run.dst_offset, bytes};
-        run = kvprim_fragment{run.src_offset + bytes, run.dst_offset + bytes, run.bytes - bytes};
+        job->merged[n] = kvpc_fragment{run.src_offset, run.dst_offset, bytes};
+        run.src_offset += job->zeros && !run.src_offset ? 0 : bytes, run.dst_offset += bytes, run.bytes -= bytes;
     }
     job->next = next, job->rest = run;
     return n;
 }
 
 /* Hands out the next fragments, at most *count of them, and sets *count to their number: 0 at the end. */
-static const kvprim_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
+static const kvpc_fragment *kvpc_take(kvpc_unpack_job *job, uint64_t *count)
 {
-    const uint64_t left = (uint64_t)(job->desc->fragments + job->desc->count - job->next);
+    const uint64_t left = (uint64_t)(job->list.fragments + job->list.count - job->next);
     if (job->merge) {
         *count = kvpc_merge(job, *count < kvpc_host_chunk ? *count : (uint64_t)kvpc_host_chunk);
         return job->merged;
@@ -2530,29 +2582,32 @@ enum { kvpc_survey_checks = 0 };
 #endif
 
 /* What some fragments have in common. Bit 63 of `past` is set if one is past the end of its buffers, of `longer` if one
-   has more than kvpc_direct_bytes. */
+   has more than kvpc_direct_bytes. Of addresses also: of `past` if dst is NULL, of `zeros` if src is. */
 typedef struct kvpc_seen {
-    kvprim_fragment any, all; /* bits that are set in any, in all */
-    uint64_t past, longer;
+    kvpc_fragment any, all; /* bits that are set in any, in all */
+    uint64_t past, longer, zeros;
 } kvpc_seen;
 
 /* No branch and no comparison depends on the data: a comparison takes as long as three of the other operations. */
-static kvpc_seen kvpc_see(kvpc_seen s, const kvprim_unpack_desc *d, const kvprim_fragment *f, uint64_t count)
+template <bool addresses>
+static kvpc_seen kvpc_see(kvpc_seen s, const kvpc_list *l, const kvpc_fragment *f, uint64_t count)
 {
-    const uint64_t src_bytes = d->src_bytes, dst_bytes = d->dst_bytes;
+    const uint64_t src_bytes = l->src_bytes, dst_bytes = l->dst_bytes;
     for (uint64_t i = 0; i < count; i++) {
         const uint64_t src = f[i].src_offset, dst = f[i].dst_offset, bytes = f[i].bytes;
         s.any.src_offset |= src, s.any.dst_offset |= dst, s.any.bytes |= bytes;
         s.all.src_offset &= src, s.all.dst_offset &= dst, s.all.bytes &= bytes;
         s.past |= (src_bytes - (src + bytes)) | (dst_bytes - (dst + bytes));
         s.longer |= kvpc_direct_bytes - bytes;
+        if (addresses)
+            s.past |= dst - 1, s.zeros |= src - 1;
     }
     return s;
 }
 
 /* Returns 0 if number i of the fragments is first + i * step. */
-static uint64_t kvpc_off_line(const kvprim_fragment *f, uint64_t count, uint64_t kvprim_fragment::*member,
-                              uint64_t first, uint64_t step)
+static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t kvpc_fragment::*member, uint64_t first,
+                              uint64_t step)
 {
     uint64_t off = 0;
     for (uint64_t i = 0; i < count; i++, first += step)
@@ -2562,37 +2617,50 @@ static uint64_t kvpc_off_line(const kvprim_fragment *f, uint64_t count, uint64_t
 
 static kvpc_column kvpc_column_of(uint64_t first, uint64_t step, uint64_t any, uint64_t all, bool regular)
 {
-    return kvpc_column{first, regular ? step : 0, any, regular ? 0 : any & ~all, 0, 0};
+    return kvpc_column{first, regular ? step : 0, any, regular ? 0 : any & ~all, 0, 0, 0};
+}
+
+/* Whether the buffers lie apart; of a copy, whether what the bits of all addresses leave room for does. */
+static bool kvpc_is_apart(const kvpc_list *l, const kvpc_seen &s)
+{
+    const uint64_t src = l->addresses ? s.all.src_offset : l->src, dst = l->addresses ? s.all.dst_offset : l->dst;
+    const uint64_t src_bytes = l->addresses ? s.any.src_offset - src + s.any.bytes : l->src_bytes;
+    const uint64_t dst_bytes = l->addresses ? s.any.dst_offset - dst + s.any.bytes : l->dst_bytes;
+    const uint64_t to_list = dst - (uintptr_t)l->fragments, to_src = dst - src;
+    return to_list >= l->count * sizeof *l->fragments && 0 - to_list >= dst_bytes && to_src >= src_bytes &&
+           0 - to_src >= dst_bytes;
 }
 
 /* Goes through all fragments and counts them. */
-static void kvpc_survey(kvpc_unpack_job *job, bool merge)
+template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
 {
-    const kvpc_seen none = {{0, 0, 0}, {UINT64_MAX, UINT64_MAX, UINT64_MAX}, 0, 0};
-    kvpc_seen before = none, seen = none;                         /* before: of all except the last */
-    kvprim_fragment first = {0, 0, 0}, step = first, off = first; /* off: 0 as long as offsets lie on a line */
+    const kvpc_seen none = {{0, 0, 0}, {UINT64_MAX, UINT64_MAX, UINT64_MAX}, 0, 0, 0};
+    kvpc_seen before = none, seen = none;                       /* before: of all except the last */
+    kvpc_fragment first = {0, 0, 0}, step = first, off = first; /* off: 0 as long as offsets lie on a line */
     uint64_t count = kvpc_first_chunk;
-    job->next = job->desc->fragments, job->rest = first, job->left = job->last_bytes = 0, job->merge = merge;
-    for (const kvprim_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
+    job->next = job->list.fragments, job->rest = first, job->left = job->last_bytes = 0;
+    for (const kvpc_fragment *f = kvpc_take(job, &count); count > 0; f = kvpc_take(job, &count)) {
         if (job->left == 0) {
             first = f[0];
             step.src_offset = f[count > 1].src_offset - first.src_offset;
             step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
         }
         if (!off.src_offset)
-            off.src_offset = kvpc_off_line(f, count, &kvprim_fragment::src_offset,
+            off.src_offset = kvpc_off_line(f, count, &kvpc_fragment::src_offset,
                                            first.src_offset + job->left * step.src_offset, step.src_offset);
         if (!off.dst_offset)
-            off.dst_offset = kvpc_off_line(f, count, &kvprim_fragment::dst_offset,
+            off.dst_offset = kvpc_off_line(f, count, &kvpc_fragment::dst_offset,
                                            first.dst_offset + job->left * step.dst_offset, step.dst_offset);
-        before = kvpc_see(seen, job->desc, f, count - 1);
-        seen = kvpc_see(before, job->desc, f + count - 1, 1);
+        before = kvpc_see<addresses>(seen, &job->list, f, count - 1);
+        seen = kvpc_see<addresses>(before, &job->list, f + count - 1, 1);
         job->left += count, job->last_bytes = f[count - 1].bytes;
         count = off.src_offset && off.dst_offset ? UINT64_MAX : (uint64_t)kvpc_host_chunk;
     }
-    job->next = job->desc->fragments, job->rest.bytes = 0; /* for kvpc_encode */
+    job->next = job->list.fragments, job->rest.bytes = 0; /* for kvpc_encode */
     const uint64_t any = seen.any.src_offset | seen.any.dst_offset | seen.any.bytes;
-    job->fit = seen.past >> 63 == 0 && (any | job->desc->src_bytes | job->desc->dst_bytes) >> 62 == 0;
+    job->fit = seen.past >> 63 == 0 && (any | job->list.src_bytes | job->list.dst_bytes) >> 62 == 0;
+    job->apart = kvpc_is_apart(&job->list, seen);
+    job->zeros = addresses && seen.zeros >> 63;
     job->longer = seen.longer >> 63;
     job->even = (job->left == 1 || before.any.bytes == before.all.bytes) && job->last_bytes - 1 < first.bytes;
     job->src =
@@ -2602,16 +2670,21 @@ static void kvpc_survey(kvpc_unpack_job *job, bool merge)
     job->bytes = kvpc_column_of(first.bytes, 0, seen.any.bytes, seen.all.bytes, job->even);
 }
 
+static void kvpc_survey(kvpc_unpack_job *job, bool merge)
+{
+    job->merge = merge; /* by a survey that found whether there are zeros */
+    job->list.addresses ? kvpc_survey_all<true>(job) : kvpc_survey_all<false>(job);
+}
+
 /* Returns whether enough of the first fragments begin where the one before ends; counting all of them would double the
    time of the survey. Even fragments must halve in number: fewer joins could make them uneven. */
 static bool kvpc_is_mergeable(const kvpc_unpack_job *job)
 {
-    const kvprim_fragment *const f = job->desc->fragments;
+    const kvpc_fragment *const f = job->list.fragments;
     const uint64_t count = job->left < kvpc_sample_count ? job->left : (uint64_t)kvpc_sample_count;
     uint64_t joins = 0;
     for (uint64_t i = 1; i < count; i++)
-        joins += f[i].src_offset - f[i - 1].src_offset == f[i - 1].bytes &&
-                 f[i].dst_offset - f[i - 1].dst_offset == f[i - 1].bytes;
+        joins += kvpc_joins(job, f[i - 1], f[i]);
     return joins > (job->even ? (count - 1) / 2 : count / 16);
 }
 
@@ -2625,11 +2698,12 @@ static uint32_t kvpc_plan_numbers(kvpc_column *c, kvpc_numbers *numbers)
         return 0;
     for (c->shift = 0; (c->differ >> c->shift & 1) == 0;)
         c->shift++;
-    while (c->any >> c->shift >> bits)
+    while (c->differ >> c->shift >> bits)
         bits++;
     numbers->step = (uint64_t)1 << c->shift;
-    numbers->base = c->base + c->first % numbers->step;
     numbers->mask = UINT64_MAX >> (64 - bits);
+    numbers->base = c->base + (c->first & ~(numbers->mask << c->shift));
+    c->common = c->any >> c->shift >> bits << bits << c->shift;
     return bits;
 }
 
@@ -2658,12 +2732,13 @@ static uint32_t kvpc_tile_bytes(const kvpc_unpack_job *job)
 static bool kvpc_is_alike_enough(const kvpc_unpack_job *job, uint64_t *tiles)
 {
     const uint32_t tile_bytes = kvpc_tile_bytes(job);
+    const kvpc_fragment *const f = job->list.fragments;
     uint32_t longest = 0;
     uint64_t sum = 0;
     if (job->merge || job->left < kvpc_many_fragments)
         return false;
     for (uint64_t i = 0; i < job->left; i++) {
-        const uint32_t bytes = (uint32_t)job->desc->fragments[i].bytes;
+        const uint32_t bytes = (uint32_t)f[i].bytes;
         longest = bytes > longest ? bytes : longest, sum += bytes;
     }
     *tiles = (job->lead + longest + tile_bytes - 1) / tile_bytes;
@@ -2677,13 +2752,13 @@ static void kvpc_plan_unpack(kvpc_unpack_job *job)
     const uint64_t most = job->even ? job->bytes.first : job->longer || any_bytes < direct ? any_bytes : direct;
     kvpc_unpack *const h = &job->head;
     *h = kvpc_unpack{};
-    job->src.base = (uintptr_t)job->desc->src;
-    job->dst.base = (uintptr_t)job->desc->dst;
+    job->src.base = job->list.src;
+    job->dst.base = job->list.dst;
     const uint64_t src = job->src.base + job->src.first, src_steps = job->src.step | job->src.differ;
     const uint64_t dst = job->dst.base + job->dst.first, dst_steps = job->dst.step | job->dst.differ;
     job->aligned = (src | src_steps | dst | dst_steps | any_bytes) % 16 == 0;
     job->lead = dst_steps % 16 ? 15 : (uint32_t)(dst % 16);
-    job->small = job->even && job->aligned && most <= kvpc_small_bytes;
+    job->small = job->even && job->aligned && most <= kvpc_small_bytes && !job->zeros;
     /* Threads for a whole tile take kvpc_aligned_loads words each, those of a small fragment one. */
     const uint64_t wanted = job->small ? kvpc_aligned_loads * most : job->lead + most;
     for (h->lanes_shift = 3; h->lanes_shift < 5 && kvpc_tile_bytes(job) < wanted;)
@@ -2703,31 +2778,34 @@ static uint64_t kvpc_fragments_in(const kvpc_unpack *h, uint64_t params_bytes)
     return fit < most ? fit : most;
 }
 
-/* How far a fragment's numbers are shifted, down and then up, in its record. */
+/* How far a fragment's numbers are shifted, down and then up, in its record, and which of their bits are left out. */
 typedef struct kvpc_shifts {
     uint32_t src, dst, bytes, dst_up, bytes_up;
+    uint64_t src_common, dst_common;
 } kvpc_shifts;
 
 /* Records of 2 bytes that hold one number, in vectors. */
-static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvprim_fragment *f, uint64_t count,
-                               uint64_t kvprim_fragment::*member)
+static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count,
+                               uint64_t kvpc_fragment::*member)
 {
     for (uint64_t i = 0; i < count; i++)
         to[i] = (uint16_t)(f[i].*member >> shift);
 }
 
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
-   `bytes` are values, which no store can change. */
-static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const kvprim_fragment *f, uint64_t count)
+   `bytes` are values, which no store can change. Offsets mostly have no common bits, addresses do. */
+template <bool common>
+static void kvpc_store_records(char *to, uint32_t bytes, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += bytes) {
-        const uint64_t record =
-            f[i].src_offset >> by.src | f[i].dst_offset >> by.dst << by.dst_up | f[i].bytes >> by.bytes << by.bytes_up;
+        const uint64_t src = common ? f[i].src_offset ^ by.src_common : f[i].src_offset;
+        const uint64_t dst = common ? f[i].dst_offset ^ by.dst_common : f[i].dst_offset;
+        const uint64_t record = src >> by.src | dst >> by.dst << by.dst_up | f[i].bytes >> by.bytes << by.bytes_up;
         memcpy(to, &record, 8);
     }
 }
 
-static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, const kvprim_fragment *f, uint64_t count)
+static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++, to += h->record_bytes) {
         const uint64_t src = f[i].src_offset >> by.src, dst = f[i].dst_offset >> by.dst, bytes = f[i].bytes >> by.bytes;
@@ -2739,7 +2817,7 @@ static void kvpc_store_apart(char *to, const kvpc_unpack *h, kvpc_shifts by, con
 
 /* Returns the first tile of the next fragment. tile_bytes is a template parameter because a division takes long. */
 template <uint32_t tile_bytes>
-static uint32_t kvpc_store_tiles(uint32_t *to, const kvprim_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
+static uint32_t kvpc_store_tiles(uint32_t *to, const kvpc_fragment *f, uint64_t count, uint32_t tile, uint32_t lead)
 {
     for (uint64_t i = 0; i < count; i++) {
         to[i] = tile;
@@ -2775,14 +2853,15 @@ static void kvpc_set_base(kvpc_numbers *numbers, uint64_t first)
 /* Stores the next h->count fragments. */
 static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
 {
-    const kvpc_shifts by = {job->src.shift, job->dst.shift, job->bytes.shift, h->dst.shift, h->bytes.shift};
+    const kvpc_shifts by = {job->src.shift, job->dst.shift,  job->bytes.shift, h->dst.shift,
+                            h->bytes.shift, job->src.common, job->dst.common};
     const uint32_t bytes = h->record_bytes;
     uint32_t tiles = h->count * h->each;
     h->first_tile = (h->count * bytes + 15) / 4; /* up to 12 bytes are read from a record's first one on */
     h->table = h->first_tile + h->count;
     for (uint64_t at = 0, count; at < h->count; at += count) {
         count = h->count - at < kvpc_host_chunk ? h->count - at : (uint64_t)kvpc_host_chunk;
-        const kvprim_fragment *const f = kvpc_take(job, &count);
+        const kvpc_fragment *const f = kvpc_take(job, &count);
         uint32_t *const first_tile = data + h->first_tile + at;
         if (at == 0) {
             kvpc_set_base(&h->src, job->src.base + f->src_offset);
@@ -2793,9 +2872,11 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
         if (h->apart)
             kvpc_store_apart(to, h, by, f, count);
         else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask)
-            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count, &kvprim_fragment::src_offset);
+            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count, &kvpc_fragment::src_offset);
+        else if (bytes && (by.src_common | by.dst_common))
+            kvpc_store_records<true>(to, bytes, by, f, count);
         else if (bytes)
-            kvpc_store_records(to, bytes, by, f, count);
+            kvpc_store_records<false>(to, bytes, by, f, count);
         if (!h->each) /* then lanes_shift is 5 */
             tiles = job->aligned ? kvpc_store_tiles<512 * kvpc_aligned_loads>(first_tile, f, count, tiles, job->lead)
                                  : kvpc_store_tiles<512 * kvpc_bytes_loads>(first_tile, f, count, tiles, job->lead);
@@ -2840,9 +2921,11 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
     job->started = true;
     const uint32_t threads = launch.max_sms > 0 ? kvpc_unpack_most_threads : kvpc_unpack_threads;
     return kvpc_start(&call,
-                      job->small     ? kvpc_unpack_kernel<true, true, params_bytes>
-                      : job->aligned ? kvpc_unpack_kernel<false, true, params_bytes>
-                                     : kvpc_unpack_kernel<false, false, params_bytes>,
+                      job->small     ? kvpc_unpack_kernel<true, true, false, params_bytes>
+                      : job->aligned ? job->zeros ? kvpc_unpack_kernel<false, true, true, params_bytes>
+                                                  : kvpc_unpack_kernel<false, true, false, params_bytes>
+                      : job->zeros ? kvpc_unpack_kernel<false, false, true, params_bytes>
+                                     : kvpc_unpack_kernel<false, false, false, params_bytes>,
                       kvpc_unpack_blocks(job, h, threads, (uint32_t)launch.max_sms), threads, p);
 }
 
@@ -2850,8 +2933,8 @@ template <uint32_t params_bytes> static kvprim_status kvpc_unpack_some(kvpc_unpa
 static kvprim_status kvpc_unpack_one(const kvpc_unpack_job *job, uint64_t bytes)
 {
     enum { few_bytes = 1 << 20 };
-    const kvpc_one one = {(uintptr_t)job->desc->dst + job->dst.first, (uintptr_t)job->desc->src + job->src.first,
-                          (uint32_t)bytes, job->call->launch.pdl};
+    const kvpc_one one = {job->list.dst + job->dst.first, job->list.src + job->src.first, (uint32_t)bytes,
+                          job->call->launch.pdl};
     const uint32_t loads = bytes <= few_bytes ? 1 : 4, in_block = 16 * kvpc_unpack_threads * loads;
     return kvpc_start(job->call, loads == 1 ? kvpc_unpack_one_kernel<1> : kvpc_unpack_one_kernel<4>,
                       (one.bytes + in_block - 1) / in_block, kvpc_unpack_threads, one);
@@ -2862,16 +2945,15 @@ static kvprim_status kvpc_unpack_one(const kvpc_unpack_job *job, uint64_t bytes)
 static bool kvpc_is_one(const kvpc_unpack_job *job)
 {
     const kvpc_column *const src = &job->src, *const dst = &job->dst;
-    const uint64_t src_at = (uintptr_t)job->desc->src + src->first, dst_at = (uintptr_t)job->desc->dst + dst->first;
+    const uint64_t src_at = job->list.src + src->first, dst_at = job->list.dst + dst->first;
+    const uint64_t step = job->bytes.first, src_step = job->zeros && !src->first ? 0 : step;
     return job->even && src->differ == 0 && dst->differ == 0 && (src_at | dst_at) % 16 == 0 &&
-           job->call->launch.max_sms == 0 &&
-           (job->left == 1 || (src->step == job->bytes.first && dst->step == job->bytes.first));
+           job->call->launch.max_sms == 0 && (job->left == 1 || (src->step == src_step && dst->step == step));
 }
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
     enum { copy_bytes = 16 << 20 }; /* from here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200) */
-    const kvprim_unpack_desc *const d = job->desc;
     job->call = call;
     job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
@@ -2881,10 +2963,12 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         kvpc_survey(job, true);
     if (kvpc_is_one(job)) {
         const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
-        if (bytes < copy_bytes)
+        void *const dst = (void *)(uintptr_t)(job->list.dst + job->dst.first);
+        const void *const src = (const void *)(uintptr_t)(job->list.src + job->src.first);
+        if (bytes < copy_bytes && !job->zeros)
             return kvpc_unpack_one(job, bytes);
-        if (kvpc_copy_rows(call, (char *)d->dst + job->dst.first, 0, (const char *)d->src + job->src.first, 0,
-                           (int64_t)bytes, 1))
+        if (bytes >= copy_bytes &&
+            (job->zeros ? kvpc_set_zeros(call, dst, bytes) : kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1)))
             return KVPRIM_OK;
     }
     kvpc_plan_unpack(job);
@@ -2898,20 +2982,72 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
     return KVPRIM_OK;
 }
 
-/* Does what kvprim_unpack_check does, and the survey. Where that finds that all fragments lie in their buffers, only
-   the rest is checked: the pass over many fragments is a good part of what a call costs the host. */
-static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job)
+static kvpc_list kvpc_list_of(const kvprim_unpack_desc *d)
 {
-    const kvprim_unpack_desc *const d = job->desc;
-    kvprim_unpack_desc one = *d;
-    one.count = one.count > 0;
-    if (kvprim_unpack_check(&one) == KVPRIM_OK && d->count >> 58 == 0) {
+    return kvpc_list{(const kvpc_fragment *)(const void *)d->fragments,
+                     d->count,
+                     (uintptr_t)d->src,
+                     d->src_bytes,
+                     (uintptr_t)d->dst,
+                     d->dst_bytes,
+                     false};
+}
+
+static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
+{
+    const uint64_t most = ((uint64_t)1 << 62) - 1;
+    return kvpc_list{(const kvpc_fragment *)(const void *)d->items, d->count, 0, most, 0, most, true};
+}
+
+/* Does what kvprim_unpack_check or kvprim_copy_check does (`check`), and the survey. Where that finds that all fragments
+   lie in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
+   costs the host. */
+template <class Desc>
+static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list &list, const Desc *desc,
+                                           kvprim_status (*check)(const Desc *))
+{
+    Desc one = *desc;
+    job->list = list, job->zeros = false;
+    one.count = 1;
+    if (check(&one) == KVPRIM_OK && desc->count <= (list.addresses ? (uint64_t)KVPRIM_MAX_COPIES : UINT64_MAX >> 6)) {
         kvpc_survey(job, false);
-        const uint64_t to_dst = (uintptr_t)d->dst - (uintptr_t)d->fragments;
-        if (kvpc_survey_checks && job->fit && to_dst >= d->count * sizeof *d->fragments && 0 - to_dst >= d->dst_bytes)
+        if (kvpc_survey_checks && job->fit && job->apart)
             return KVPRIM_OK;
     }
-    return kvprim_unpack_check(d);
+    return check(desc);
+}
+
+/* No GPU has an address that high, and bit 63 of one would not be stored. Empty items may have any: a survey that joins
+   items leaves them out. */
+static kvprim_status kvpc_check_high(kvpc_unpack_job *job, const kvprim_copy_desc *d)
+{
+    if ((job->src.any | job->dst.any | job->bytes.any) >> 62 == 0)
+        return KVPRIM_OK;
+    for (size_t i = 0; i < d->count; i++)
+        if (d->items[i].bytes && ((uintptr_t)d->items[i].src | (uintptr_t)d->items[i].dst | d->items[i].bytes) >> 62)
+            return kvprim_fail(KVPRIM_ERROR_SIZE,
+                               "kvprim_cuda_copy: items[%llu] (src %p, dst %p, %llu bytes) lies past "
+                               "2^62, where no GPU has memory",
+                               (unsigned long long)i, d->items[i].src, d->items[i].dst,
+                               (unsigned long long)d->items[i].bytes);
+    kvpc_survey(job, true);
+    return KVPRIM_OK;
+}
+
+/* KVPRIM_DEBUG: the GPU can reach both ends of each item. */
+static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_desc *d)
+{
+#if defined(KVPRIM_DEBUG) && !defined(KVPRIM_CUDA_EMULATE)
+    for (size_t i = 0; i < d->count; i++)
+        for (int side = 0; side < 2; side++) {
+            char name[40];
+            snprintf(name, sizeof name, "items[%llu].%s", (unsigned long long)i, side ? "src" : "dst");
+            KVPRIM_TRY(kvpc_check_bytes(function, name, side ? d->items[i].src : d->items[i].dst, d->items[i].bytes));
+        }
+#else
+    (void)function, (void)d;
+#endif
+    return KVPRIM_OK;
 }
 
 /* >>impl_slots -----------------------------------------------------------------------------------------------------
@@ -3207,16 +3343,34 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
         return kvpc_fail_check(kvprim_unpack_check(desc));
     const kvprim_unpack_desc d = *desc;
     kvpc_unpack_job job; /* not all zeros: `merged` is 3 KB */
-    job.desc = &d;
     if (d.count == 0)
         return KVPRIM_OK;
-    const kvprim_status status = kvpc_check_and_survey(&job);
+    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_unpack_check);
     if (status != KVPRIM_OK)
         return kvpc_fail_check(status);
     kvpc_call call;
     KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack", launch));
     KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
+    return kvpc_unpack_fragments(&call, &job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_copy");
+    if (!desc)
+        return kvpc_fail_check(kvprim_copy_check(desc));
+    const kvprim_copy_desc d = *desc;
+    kvpc_unpack_job job;
+    if (d.count == 0)
+        return KVPRIM_OK;
+    const kvprim_status status = kvpc_check_and_survey(&job, kvpc_list_of(&d), &d, kvprim_copy_check);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_copy", launch));
+    KVPRIM_TRY(kvpc_check_high(&job, &d));
+    KVPRIM_TRY(kvpc_check_items(call.function, &d));
     return kvpc_unpack_fragments(&call, &job);
 }
 

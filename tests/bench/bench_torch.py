@@ -12,11 +12,16 @@ indices; index_put_ and index_copy_ get the int64 ones that they require. embedd
 A store is K and V: two calls of torch, one of kvprim. The last table is of V alone in vLLM's first layout, in which the
 elements of a row lie apart: [page, head and element, row of the page]. Before a contender is timed, everything that its
 last launch moved is compared with what it should have moved.
+
+Last come 10,000 tensors of 64 B to 64 MB, about 12 GB, mostly small: milliseconds from the call to the end.
 """
+import ctypes
 import importlib
 import os
+import random
 import statistics
 import sys
+import time
 
 try:
     import torch
@@ -195,6 +200,56 @@ def v0_point(kvprim, cache, row_bytes, rows, columns):
     print_row(row_bytes, rows, measure(calls, launches, verify), columns)
 
 
+class CopyItem(ctypes.Structure):
+    _fields_ = [("src", ctypes.c_void_p), ("dst", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class CopyDesc(ctypes.Structure):
+    _fields_ = [("items", ctypes.POINTER(CopyItem)), ("count", ctypes.c_size_t), ("reserved", ctypes.c_int64)]
+
+
+def ms_to_end(call):
+    times = []
+    for _ in range(9):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return sorted(times)[len(times) // 2]
+
+
+def foreach_copy(kvprim, count=10000):
+    choose = random.Random(3)
+    sizes = [64 << int(20.99 * choose.random() ** 4) for _ in range(count)]
+    sizes = [2 * choose.randint(size // 4, size // 2) if size > 64 else size for size in sizes]
+    make = lambda fill: [torch.full((size // 2,), fill, dtype=torch.bfloat16, device="cuda") for size in sizes]
+    srcs, dsts = make(3), make(0)
+    for src in srcs:
+        src.copy_(torch.arange(src.numel(), device="cuda"))
+    calls = {"_foreach_copy_": lambda: torch._foreach_copy_(dsts, srcs),
+             "copy_ for each": lambda: [dst.copy_(src) for dst, src in zip(dsts, srcs)]}
+    if kvprim:
+        copy = kvprim.kvprim_cuda_copy
+        copy.argtypes = [ctypes.POINTER(CopyDesc), ctypes.POINTER(by_ctypes.Launch)]
+        items = (CopyItem * count)(*((src.data_ptr(), dst.data_ptr(), size)
+                                     for src, dst, size in zip(srcs, dsts, sizes)))
+        desc = CopyDesc(items, count, 0)
+
+        def ours():
+            launch = by_ctypes.Launch(stream=torch.cuda.current_stream().cuda_stream)
+            if copy(ctypes.byref(desc), ctypes.byref(launch)):
+                sys.exit(f"bench_torch: FAIL {kvprim.kvprim_last_error().decode()}")
+        calls["kvprim"] = ours
+    print(f"\ncopies of {count:,} tensors, {sum(sizes) / 1e9:.1f} GB: ms from the call to the end")
+    for name, call in calls.items():
+        ms = ms_to_end(call)
+        if not all(same_bits(dst, src) for dst, src in zip(dsts, srcs)):
+            sys.exit(f"bench_torch: FAIL {name}: wrong tensors")
+        torch._foreach_zero_(dsts)
+        print(f"{name:>14} {ms:8.3f}  {2e-6 * sum(sizes) / ms:6.0f} GB/s", flush=True)
+
+
 def run(title, point, kvprim, theirs, tables, widths=(128, 256, 1024, 2048), counts=(64, 1024, 65536)):
     columns = theirs + (["kvprim", "kvprim+PDL"] if kvprim else [])
     ratio = "  kvprim / best of torch" if kvprim else ""
@@ -218,6 +273,7 @@ def main():
     run("store", store_point, kvprim, ["index_put_", "index_copy_"], lambda b: (table(b), table(b)))
     run("store of V in vLLM's first layout", v0_point, kvprim, ["index_put_"],
         lambda b: table(b).view(-1, b // 2, 16), widths=(2048,), counts=(1, 64, 1024, 4096))
+    foreach_copy(kvprim)
 
 
 if __name__ == "__main__":

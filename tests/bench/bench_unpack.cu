@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
-/* kvprim_cuda_unpack against other ways to copy fragments, on one GPU. Ratios compare times of one run.
+/* kvprim_cuda_unpack and kvprim_cuda_copy against other ways to copy fragments, on one GPU. Ratios compare times of one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_unpack.cu -o build/bench_unpack
-       build/bench_unpack [--quick] [--only batches|shifts|single|pdl|case|host]
+       build/bench_unpack [--quick] [--only batches|shifts|single|pdl|case|host|copies]
 
    Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
    bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
@@ -32,13 +32,14 @@ struct batch {
     std::string name;
     int shift; /* bytes that sources begin past an aligned address */
     std::vector<kvprim_fragment> fragments;
+    std::vector<std::vector<kvprim_copy_item>> items; /* the same by address, one list for each rotation */
     int64_t total = 0, src_bytes = 0, dst_bytes = 0;
     on_device<kvprim_fragment> described; /* a copy of them */
     on_device<const void *> srcs;         /* for CUB, one part for each rotation */
     on_device<void *> dsts;
     on_device<size_t> sizes;
 
-    batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_);
+    batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_, bool scattered = false);
 
     int turns() const
     {
@@ -54,7 +55,9 @@ struct batch {
     }
 };
 
-batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) : name(name_), shift(shift_)
+/* scattered: destinations lie in random order, too. */
+batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_, bool scattered)
+    : name(name_), shift(shift_)
 {
     const size_t n = bytes.size();
     std::vector<size_t> slot(n);
@@ -67,7 +70,10 @@ batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) 
         fragments[i].src_offset = uint64_t(src_bytes + shift);
         src_bytes += (int64_t(bytes[i]) + shift + 255) / 256 * 256;
     }
-    for (size_t i = 0; i < n; i++) {
+    std::sort(slot.begin(), slot.end());
+    if (scattered)
+        std::shuffle(slot.begin(), slot.end(), random);
+    for (const size_t i : slot) {
         fragments[i].dst_offset = uint64_t(dst_bytes);
         fragments[i].bytes = bytes[i];
         dst_bytes += shift ? int64_t(bytes[i]) : (int64_t(bytes[i]) + 15) / 16 * 16;
@@ -76,10 +82,12 @@ batch::batch(const char *name_, const std::vector<uint64_t> &bytes, int shift_) 
     described = upload(fragments);
     std::vector<const void *> s;
     std::vector<void *> d;
+    items.resize(size_t(turns()));
     for (int i = 0; i < turns(); i++)
         for (const kvprim_fragment &f : fragments) {
             s.push_back(src(i) + f.src_offset);
             d.push_back(dst(i) + f.dst_offset);
+            items[size_t(i)].push_back({s.back(), d.back(), f.bytes});
         }
     srcs = upload(s);
     dsts = upload(d);
@@ -526,6 +534,185 @@ static void host()
         judge(std::string("host: us, ") + calls[k].name, calls[k].us, '<', 3.5);
 }
 
+/* ---- copies by address ---- */
+
+static void copy(const batch &b, int i)
+{
+    const kvprim_cuda_launch launch = on_stream();
+    const std::vector<kvprim_copy_item> &items = b.items[size_t(i % b.turns())];
+    const kvprim_copy_desc d = {items.data(), items.size(), 0};
+    check_kvprim(kvprim_cuda_copy(&d, &launch));
+}
+
+static void copy_dependent(const batch &b, int i)
+{
+    const kvprim_cuda_launch launch = on_stream(true);
+    const std::vector<kvprim_copy_item> &items = b.items[size_t(i % b.turns())];
+    const kvprim_copy_desc d = {items.data(), items.size(), 0};
+    check_kvprim(kvprim_cuda_copy(&d, &launch));
+}
+
+/* As many bytes in one piece: the limit. */
+static void enqueue_all(const batch &b, int i)
+{
+    CUDA(cudaMemcpyAsync(b.dst(i), b.src(i), size_t(b.total), cudaMemcpyDeviceToDevice, stream));
+}
+
+/* Logarithms of the sizes, multiples of 16, are evenly distributed. */
+static std::vector<uint64_t> mix(uint64_t low, uint64_t high, int64_t total, uint64_t unit)
+{
+    std::mt19937 random(11);
+    const std::uniform_real_distribution<> where(std::log2(double(low)), std::log2(double(high)));
+    std::vector<uint64_t> bytes;
+    for (int64_t sum = 0; sum < total; sum += int64_t(bytes.back()))
+        bytes.push_back(uint64_t(std::exp2(std::uniform_real_distribution<>(where)(random))) / unit * unit);
+    return bytes;
+}
+
+static void copies_in_memory()
+{
+    std::vector<figure> limits, cubs;
+    printf("\n%-30s %9s %9s %6s %9s %9s %9s\n", "copies, scattered on both sides", "us", "pdl", "GB/s", "unpack", "cub",
+           "one copy");
+    const struct {
+        const char *name;
+        std::vector<uint64_t> bytes;
+        int shift;
+    } cases[] = {{"32,768 x 4 KB", equal(4096, 128 * MiB), 0},
+                 {"8,192 x 16 KB", equal(16 * KiB, 128 * MiB), 0},
+                 {"4,096 x 64 KB", equal(64 * KiB, 256 * MiB), 0},
+                 {"4 KB to 64 KB, 256 MB", mix(4 * KiB, 64 * KiB, 256 * MiB, 16), 0},
+                 {"4 KB to 4 MB, 512 MB", mix(4 * KiB, 4 * MiB, 512 * MiB, 16), 0},
+                 {"4 KB to 4 MB, 512 MB, odd", mix(4 * KiB, 4 * MiB, 512 * MiB, 1), 5}};
+    for (const auto &c : cases) {
+        const batch b(c.name, c.bytes, c.shift, true);
+        contender limit = {"one copy", [&b](int i) { enqueue_all(b, i); }, 2 * double(b.total), 24};
+        std::vector<contender> all = {contend("copy", b, copy), contend("pdl", b, copy_dependent),
+                                      contend("unpack", b, unpack), contend("cub", b, enqueue_cub), limit};
+        for (contender &one : all)
+            one.launches = 16;
+        measure(all);
+        printf("%-30s %9.2f %9.2f %6.0f %9.2f %9.2f %9.2f\n", c.name, all[0].us, all[1].us, gb_per_s(all[0]), all[2].us,
+               all[3].us, all[4].us);
+        limits.push_back({all[4].us / std::min(all[0].us, all[1].us), c.name});
+        cubs.push_back({std::min(all[0].us, all[1].us) / all[3].us, c.name});
+    }
+    judge_worst("copies of >= 4 KB: GB/s / one copy's", limits, '>', 0.95);
+    judge_worst("copies of >= 4 KB: time / CUB's", cubs, '<', 0.2);
+}
+
+/* Milliseconds from the call to the end, median of five. */
+template <class function> static double time_to_end(const function &call)
+{
+    std::vector<double> ms;
+    for (int r = 0; r < 6; r++) {
+        CUDA(cudaStreamSynchronize(stream));
+        const double begin = now_us();
+        call();
+        CUDA(cudaStreamSynchronize(stream));
+        if (r > 0)
+            ms.push_back((now_us() - begin) * 1e-3);
+    }
+    return median(ms);
+}
+
+/* `count` pieces of the same random slots, on each side among twice as many; prints and judges one line. */
+static void copies_over_link(char *device, char *pinned, size_t count, size_t bytes, bool to_host)
+{
+    std::vector<kvprim_fragment> f(count);
+    std::vector<kvprim_copy_item> items;
+    copy_list list;
+    const index_sets from(int64_t(2 * count), int64_t(count), 1, 1), to(int64_t(2 * count), int64_t(count), 1, 2);
+    char *const src = to_host ? device : pinned, *const dst = to_host ? pinned : device;
+    for (size_t i = 0; i < count; i++) {
+        f[i] = {uint64_t(from.host[i]) * bytes, uint64_t(to.host[i]) * bytes, bytes};
+        items.push_back({src + f[i].src_offset, dst + f[i].dst_offset, bytes});
+        list.add(dst + f[i].dst_offset, src + f[i].src_offset, bytes);
+    }
+    const kvprim_cuda_launch launch = on_stream();
+    const kvprim_copy_desc c = {items.data(), count, 0};
+    const kvprim_unpack_desc u = {src, 2 * count * bytes, dst, 2 * count * bytes, f.data(), count, 0};
+    const on_device<kvprim_fragment> described = upload(f);
+    const double copied = time_to_end([&] { check_kvprim(kvprim_cuda_copy(&c, &launch)); });
+    if (count_wrong(described_fragments{dst, src, described.get()}, int64_t(count)) != 0) {
+        printf("FAIL copies over the link: bytes are wrong\n");
+        exit(1);
+    }
+    const double unpacked = time_to_end([&] { check_kvprim(kvprim_cuda_unpack(&u, &launch)); });
+    const double batched = time_to_end([&] { list.enqueue(); });
+    const std::string name = std::to_string(count) + " x " + size_name(int64_t(bytes)) + (to_host ? " to" : " from");
+    printf("%-30s %9.3f %9.3f %9.3f\n", (name + " pinned").c_str(), copied, unpacked, batched);
+    judge("copies: time / unpack's, " + name, copied / unpacked, '<', 1.03);
+    judge("copies: time / cudaMemcpyBatchAsync's, " + name, copied / batched, '<', bytes == 4096 ? 1.0 / 8 : 1);
+}
+
+static void copies_of_zeros()
+{
+    const size_t count = 4096, bytes = 64 * KiB;
+    const index_sets to(int64_t(4 * count), int64_t(count), 1, 3);
+    std::vector<kvprim_copy_item> items;
+    for (size_t i = 0; i < count; i++)
+        items.push_back({nullptr, dst_memory + size_t(to.host[i]) * bytes, bytes});
+    const kvprim_cuda_launch launch = on_stream();
+    const kvprim_copy_desc d = {items.data(), count, 0};
+    const kvprim_copy_item whole = {nullptr, dst_memory, count * bytes};
+    const kvprim_copy_desc one = {&whole, 1, 0};
+    std::vector<contender> all = {
+        {"zeros", [&](int) { check_kvprim(kvprim_cuda_copy(&d, &launch)); }},
+        {"one", [&](int) { check_kvprim(kvprim_cuda_copy(&one, &launch)); }},
+        {"memset", [=](int) { CUDA(cudaMemsetAsync(dst_memory, 0, count * bytes, stream)); }}};
+    for (contender &c : all)
+        c.launches = 8;
+    measure(all);
+    const double each = 1000 * time_to_end([&] {
+                            for (const kvprim_copy_item &item : items)
+                                CUDA(cudaMemsetAsync(item.dst, 0, bytes, stream));
+                        });
+    const double call = 1000 * time_to_end([&] { check_kvprim(kvprim_cuda_copy(&d, &launch)); });
+    printf(
+        "zeros, 4,096 x 64 KB: %.2f us, one block of 256 MB %.2f us, cudaMemsetAsync of 256 MB %.2f us; from the call "
+        "to the end %.1f us, 4,096 cudaMemsetAsync %.1f us\n",
+        all[0].us, all[1].us, all[2].us, call, each);
+    judge("zeros: time / one cudaMemsetAsync's of as many bytes", all[0].us / all[2].us, '<', 1.1);
+    judge("zeros: time / cudaMemsetAsync's for each", call / each, '<', 0.2);
+}
+
+/* Host time of a call of 4,096 copies, and of the check where sources lie between destinations. */
+static void copies_on_host()
+{
+    const batch b("", equal(4096, 16 * MiB), 0, true);
+    std::vector<kvprim_copy_item> mixed;
+    const index_sets slots(16384, 8192, 1, 4);
+    for (size_t i = 0; i < 4096; i++)
+        mixed.push_back(
+            {src_memory + int64_t(slots.host[2 * i]) * 4096, src_memory + int64_t(slots.host[2 * i + 1]) * 4096, 4096});
+    const kvprim_copy_desc among = {mixed.data(), mixed.size(), 0};
+    std::vector<host_call> calls = {{"kvprim_cuda_unpack, 4,096", [&] { unpack(b, 0); }},
+                                    {"kvprim_cuda_copy", [&] { copy(b, 0); }},
+                                    {"kvprim_copy_check",
+                                     [&] {
+                                         const kvprim_copy_desc d = {b.items[0].data(), 4096, 0};
+                                         check_kvprim(kvprim_copy_check(&d));
+                                     }},
+                                    {"check inside one block", [&] { check_kvprim(kvprim_copy_check(&among)); }}};
+    measure_host("host time of 4,096 copies", calls, 31);
+    judge("host: us, 4,096 copies", calls[1].us, '<', 30);
+}
+
+static void copies()
+{
+    char *pinned;
+    copies_in_memory();
+    CUDA(cudaMallocHost(&pinned, size_t(512 * MiB)));
+    printf("\n%-30s %9s %9s %9s\n", "ms from the call to the end", "copy", "unpack", "batch");
+    for (const size_t bytes : {size_t(64 * KiB), size_t(4 * KiB)})
+        for (const bool to_host : {true, false})
+            copies_over_link(src_memory, pinned, 4096, bytes, to_host);
+    CUDA(cudaFreeHost(pinned));
+    copies_of_zeros();
+    copies_on_host();
+}
+
 /* ---- the program ---- */
 
 static void open_all()
@@ -544,5 +731,6 @@ int main(int argc, char **argv)
                         {"single", single},
                         {"pdl", dependent},
                         {"case", document_case},
-                        {"host", host}});
+                        {"host", host},
+                        {"copies", copies}});
 }

@@ -59,6 +59,8 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_transfer_desc),
                  SIZE_OF(kvprim_unpack_desc),
                  SIZE_OF(kvprim_fragment),
+                 SIZE_OF(kvprim_copy_desc),
+                 SIZE_OF(kvprim_copy_item),
                  SIZE_OF(kvprim_move),
                  {"kvprim", 0},
                  {"", 0}};
@@ -851,8 +853,10 @@ static void test_unpack_errors(void)
     d.reserved = 1;
     CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_ARGUMENT, "reserved is 1, not 0");
     d.reserved = 0;
-    d.dst = src + 63;
-    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src");
+    f[0] = (kvprim_fragment){56, 0, 8}, f[1] = (kvprim_fragment){0, 8, 8};
+    d.dst = src + 63; /* byte 63 is the last one of a source, and the first one of its destination */
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "dst of fragments[0]");
+    CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps src of fragments[0]");
     d.dst = f;
     d.dst_bytes = sizeof f;
     CHECK_ERROR(kvprim_unpack(&d), KVPRIM_ERROR_OVERLAP, "overlaps fragments");
@@ -865,6 +869,8 @@ static void test_unpack_errors(void)
     d.count = 0;
     CHECK(kvprim_unpack(&d) == KVPRIM_OK);
 }
+
+#include "test_copies.h"
 
 /* ---- bad descriptors ---- */
 
@@ -1917,6 +1923,15 @@ int main(int argc, char **argv)
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
+    run("unpack: inside one buffer", test_unpack_in_place);
+    run("copy", test_copies);
+    run("copy: sizes x alignments", test_copies_aligned);
+    run("copy: over its descriptor", test_copies_over_descriptor);
+    run("copy: bad descriptors", test_copy_errors);
+    run("copy: what is no error", test_good_copies);
+    run("copy and unpack: small lists that overlap, and that do not", test_small_overlaps);
+    run("copy and unpack: large lists that overlap, and that do not", test_large_overlaps);
+    run("copy: as many as there may be", test_most_copies);
     run("edges: indices inside what is written", test_index_inside);
 #ifdef KVPRIM_X86
     run("edges: rows that are streamed", test_streamed_rows);

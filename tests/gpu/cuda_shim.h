@@ -233,6 +233,15 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
     return true;
 }
 
+template <class Call> static bool kvpc_set_zeros(const Call *, void *dst, uint64_t bytes)
+{
+    if (kvprim_emulate_refuse)
+        return false;
+    memset(dst, 0, static_cast<size_t>(bytes));
+    kvprim_emulate_copies++;
+    return true;
+}
+
 template <class Call, class Params>
 static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &), dim3 blocks, uint32_t threads,
                                 const Params &params)

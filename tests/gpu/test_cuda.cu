@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_cuda_gather, _store, _slots, _transfer, _unpack, _move and the device functions on a GPU with the host
-   functions, byte by byte.
+/* Compares kvprim_cuda_gather, _store, _slots, _transfer, _unpack, _copy, _move and the device functions on a GPU with
+   the host functions, byte by byte.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/gpu/test_cuda.cu -o test_cuda && ./test_cuda
 
@@ -13,6 +13,7 @@
 #include "test_fragments.h"
 #include "test_slots.h"
 #include "test_layouts.h"
+#include "test_copies.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -311,6 +312,30 @@ static void test_unpack_options()
     with_options({0, 1, 8, 10000}, small_batches);
     memory.launch = nullptr;
     small_batches(&memory);
+    memory.launch = &main_launch;
+}
+
+/* ---- copy ---- */
+
+static void test_copies()
+{
+    copy_matrix(&memory, quick ? 1 << 18 : 4 << 20);
+    single_copies(&memory);
+    scattered_lists(&memory);
+    many_copies(&memory);
+}
+
+static void test_copy_lengths()
+{
+    for (size_t bytes = 0; bytes <= 300; bytes += quick && bytes > 64 ? 37 : 1)
+        one_copy_length(&memory, bytes, bytes % 2 != 0);
+}
+
+static void test_copy_options()
+{
+    with_options({0, 1, 8, 10000}, small_copies);
+    memory.launch = nullptr;
+    small_copies(&memory);
     memory.launch = &main_launch;
 }
 
@@ -1061,10 +1086,19 @@ static kvprim_status call_unpack(const kvprim_cuda_launch *launch)
     return kvprim_cuda_unpack(&d, launch);
 }
 
+static kvprim_status call_copy(const kvprim_cuda_launch *launch)
+{
+    static kvprim_copy_item items[1000];
+    for (size_t i = 0; i < 1000; i++)
+        items[i] = {i % 3 ? memory.device + i * 7001 : nullptr, memory.device + (16 << 20) + i * 8192, 7000};
+    const kvprim_copy_desc d = {items, 1000, 0};
+    return kvprim_cuda_copy(&d, launch);
+}
+
 /* A limited launch has as many blocks as SMs are allowed: no block runs on more than one SM. */
 static void test_blocks()
 {
-    for (const auto call : {call_gather, call_store, call_transfer, call_unpack}) {
+    for (const auto call : {call_gather, call_store, call_transfer, call_unpack, call_copy}) {
         for (const int32_t max_sms : {1, 3, 8, 100}) {
             const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
             CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
@@ -1197,6 +1231,111 @@ static void test_unpack_relays()
         one_relay(3000, 100, ONE_LARGE);
     }
     main_launch.pdl = 0;
+}
+
+/* Copies and zeros that follow each other inside one block of slots: each step moves some slots to others, in one launch
+   or in several, which overlap. */
+struct slot_steps {
+    std::vector<copy_items> steps;
+};
+
+static slot_steps make_slot_steps(size_t slots, size_t bytes, size_t n_steps, bool vary)
+{
+    slot_steps r;
+    empty(&memory);
+    unsigned char *const block = static_cast<unsigned char *>(reserve(&memory, slots * bytes, vary ? 5 : 0));
+    for (size_t s = 0; s < n_steps; s++) {
+        const std::vector<int64_t> turn = shuffled(static_cast<int64_t>(slots));
+        copy_items items;
+        for (size_t i = 0; i + 1 < slots; i += 2) {
+            const unsigned char *const src = block + static_cast<size_t>(turn[i]) * bytes;
+            unsigned char *const dst = block + static_cast<size_t>(turn[i + 1]) * bytes;
+            items.push_back({i % 7 == 4 ? nullptr : src, dst, vary ? bytes - i % 5 : bytes});
+        }
+        r.steps.push_back(items);
+    }
+    return r;
+}
+
+static void one_slot_relay(size_t slots, size_t bytes, bool vary)
+{
+    const slot_steps r = make_slot_steps(slots, bytes, 6, vary);
+    const std::vector<unsigned char> start(memory.expected, memory.expected + memory.used);
+    char what[80];
+    for (const copy_items &items : r.steps) {
+        const kvprim_copy_desc d = {items.data(), items.size(), 0};
+        CHECK(kvprim_copy(&d) == KVPRIM_OK);
+    }
+    snprintf(what, sizeof what, "copies between %zu slots of %zu bytes", slots, bytes);
+    run_and_replay(start, any_nodes, quick ? 2 : 5, what, [&] {
+        for (copy_items items : r.steps) {
+            for (kvprim_copy_item &c : items)
+                c.src = on_device(&memory, c.src), c.dst = on_device(&memory, c.dst);
+            const kvprim_copy_desc d = {items.data(), items.size(), 0};
+            if (kvprim_cuda_copy(&d, &main_launch) != KVPRIM_OK)
+                fail("%s: %s", what, kvprim_last_error());
+            memset(static_cast<void *>(items.data()), 0xff, items.size() * sizeof items[0]);
+        }
+    });
+}
+
+static void test_copy_relays()
+{
+    for (main_launch.pdl = 1; main_launch.pdl >= 0; main_launch.pdl--) {
+        one_slot_relay(200, 4096, false);
+        one_slot_relay(300, 1001, true);
+        one_slot_relay(20000, 100, true);
+        one_slot_relay(40000, 64, false);
+    }
+    main_launch.pdl = 0;
+}
+
+/* From every kind of memory to every kind, and zeros, in one list; 16 MB or more of zeros are set by CUDA. */
+static void test_copy_memory()
+{
+    const size_t half = 40000, bytes = 2 * half, large = (16 << 20) + 48;
+    unsigned char *at[3], *host = static_cast<unsigned char *>(allocate(3 * bytes)), got[2 * 40000];
+    copy_items items;
+    for (int k = 0; k < 3; k++) {
+        at[k] = open_memory(static_cast<memory_kind>(k), bytes);
+        fill(host + static_cast<size_t>(k) * bytes, bytes);
+        CUDA(cudaMemcpy(at[k], host + static_cast<size_t>(k) * bytes, bytes, cudaMemcpyDefault));
+    }
+    for (size_t i = 0; i < 120; i++) { /* the first halves are sources */
+        const size_t from = i % 3, to = i / 3 % 3, n = i % 7 ? 1 + i * 2 : 16 * i;
+        const size_t src = below(half - 2000), dst = half + i / 9 * 2000;
+        items.push_back({i % 11 == 10 ? nullptr : at[from] + src, at[to] + dst, n});
+        if (i % 9 != from + 3 * to) {
+            fail("a pair of kinds is missing");
+            break;
+        }
+        if (items.back().src)
+            memcpy(host + to * bytes + dst, host + from * bytes + src, n);
+        else
+            memset(host + to * bytes + dst, 0, n);
+    }
+    kvprim_copy_desc d = {items.data(), items.size(), 0};
+    CHECK(kvprim_cuda_copy(&d, &main_launch) == KVPRIM_OK);
+    CUDA(cudaStreamSynchronize(main_launch.stream));
+    for (int k = 0; k < 3; k++) {
+        CUDA(cudaMemcpy(got, at[k], bytes, cudaMemcpyDefault));
+        CHECK(memcmp(got, host + static_cast<size_t>(k) * bytes, bytes) == 0);
+        close_memory(static_cast<memory_kind>(k), at[k]);
+    }
+    for (const memory_kind kind : {DEVICE, PINNED, MANAGED}) {
+        unsigned char *const p = open_memory(kind, large);
+        std::vector<unsigned char> all(large, 0xff);
+        const kvprim_copy_item zeros = {nullptr, p + 16, large - 32};
+        d.items = &zeros, d.count = 1;
+        CUDA(cudaMemcpy(p, all.data(), large, cudaMemcpyDefault));
+        CHECK(kvprim_cuda_copy(&d, &main_launch) == KVPRIM_OK);
+        CUDA(cudaStreamSynchronize(main_launch.stream));
+        CUDA(cudaMemcpy(all.data(), p, large, cudaMemcpyDefault));
+        CHECK(size_t(std::count(all.begin(), all.end(), 0)) == large - 32 && all[15] == 0xff &&
+              all[large - 16] == 0xff);
+        close_memory(kind, p);
+    }
+    free(host);
 }
 
 /* Returns a source byte, never the poison. */
@@ -1550,6 +1689,13 @@ static void unreachable_unpacks(void *host)
     CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "src"));
     u.dst = static_cast<char *>(host) + 16;
     CHECK(named(kvprim_cuda_unpack(&u, &main_launch), "dst"));
+    kvprim_copy_item items[2] = {{gather.src.data, gather.dst.data, 16}, {host, u.dst, 0}};
+    const kvprim_copy_desc c = {items, 2, 0};
+    CHECK(kvprim_cuda_copy(&c, &main_launch) == KVPRIM_OK);
+    items[1] = {host, static_cast<char *>(gather.dst.data) + 16, 16};
+    CHECK(named(kvprim_cuda_copy(&c, &main_launch), "items[1].src"));
+    items[1] = {nullptr, host, 16};
+    CHECK(named(kvprim_cuda_copy(&c, &main_launch), "items[1].dst"));
 }
 
 static void unreachable_slots(void *host)
@@ -1654,6 +1800,7 @@ static void run_brief()
     run("cuda: warp copy and zero, lengths x alignments", test_warps);
     run("cuda: graphs replayed with other indices", test_graphs);
     run("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run("cuda: copy, max_sms, pdl", test_copy_options);
     run("cuda: two threads, two streams", test_threads);
     run("cuda: slots, max_sms, pdl", test_slots_options);
 }
@@ -1705,6 +1852,14 @@ static void run_quick()
     run("cuda: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
     run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
+    run("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
+    run("cuda: copy, lengths x alignments", test_copy_lengths);
+    run("cuda: copy, max_sms, pdl", test_copy_options);
+    run("cuda: copy, bad descriptors", in_memory<bad_copies>);
+    run("cuda: copy, empty items", in_memory<empty_copies>);
+    run("cuda: random copies", in_memory<fuzz<random_copy>>);
+    run("cuda: copies that follow each other, in a stream and in graphs", test_copy_relays);
+    run("cuda: copies between device, pinned and managed memory", test_copy_memory);
     run("cuda: two threads, two streams", test_threads);
 #ifdef KVPRIM_DEBUG
     run("cuda: memory out of the GPU's reach", test_unreachable);

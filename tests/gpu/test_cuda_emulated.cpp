@@ -16,6 +16,7 @@
 #include "test_fragments.h"
 #include "test_slots.h"
 #include "test_layouts.h"
+#include "test_copies.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -721,11 +722,11 @@ static void test_long_fragments()
     kvprim_unpack_desc d = {};
     kvpc_unpack_job job = {};
     d.fragments = f, d.count = 4;
-    job.desc = &d;
+    job.list = kvpc_list_of(&d);
     kvpc_survey(&job, true);
     CHECK(job.left == (large + 13 + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 1);
     uint64_t at = 0, pieces = 0, count = 2;
-    for (const kvprim_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+    for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
         for (uint64_t i = 0; i < count; i++, pieces++) {
             CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
             if (at < large + 13)
@@ -761,6 +762,88 @@ static void test_copies_by_cuda()
             CHECK(memcmp(from, to, bytes - less) == 0 && (less == 0 || to[bytes - less] == 0));
             CHECK(kvprim_emulate_copies - copies == (less == 0 && kind == 0));
         }
+}
+
+/* The same for zeros, of which all pieces join. */
+static void test_zeros_by_cuda()
+{
+    const uint64_t bytes = (16 << 20) + 5, piece = 1 << 20;
+    for (const uint64_t less : {0u, 6u})
+        for (int kind = 0; kind < 3; kind++) {
+            std::vector<unsigned char> dst(bytes + 32, 0xee);
+            unsigned char *const to = dst.data() + 16 - reinterpret_cast<uintptr_t>(dst.data()) % 16;
+            copy_items items;
+            for (uint64_t at = 0; at < bytes - less; at += piece)
+                items.push_back({nullptr, to + at, std::min(piece, bytes - less - at)});
+            const kvprim_copy_desc d = {items.data(), items.size(), 0};
+            const kvprim_cuda_launch launch = {nullptr, 0, kind == 1, 0};
+            const unsigned copies = kvprim_emulate_copies, launches = kvprim_emulate_launches;
+            kvprim_emulate_refuse = kind == 2;
+            CHECK(kvprim_cuda_copy(&d, &launch) == KVPRIM_OK);
+            kvprim_emulate_refuse = false;
+            const uint64_t set = static_cast<uint64_t>(std::count(to, to + bytes, 0));
+            CHECK(set == bytes - less && to[-1] == 0xee && to[bytes] == 0xee);
+            CHECK(kvprim_emulate_copies - copies == (less == 0 && kind == 0));
+            CHECK(kvprim_emulate_launches - launches == (less || kind));
+        }
+}
+
+/* Zeros of any length and then a source at the address that is their length: these do not join. Long zeros are cut. */
+static void test_zeros_beside_copies()
+{
+    const uint64_t large = uint64_t(5) << 30;
+    char *const at = reinterpret_cast<char *>(uintptr_t(1) << 40);
+    const copy_items items = {{nullptr, at, large}, {reinterpret_cast<char *>(large), at + large, 10}};
+    const kvprim_copy_desc d = {items.data(), items.size(), 0};
+    kvpc_unpack_job job = {};
+    job.list = kvpc_list_of(&d);
+    kvpc_survey(&job, false);
+    CHECK(job.zeros && job.fit);
+    kvpc_survey(&job, true);
+    CHECK(job.zeros && job.left == (large + kvpc_most_bytes - 1) / kvpc_most_bytes + 1 && job.last_bytes == 10);
+    uint64_t sum = 0, count = 2;
+    for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+        for (uint64_t i = 0; i < count; sum += one[i++].bytes) {
+            CHECK(one[i].src_offset == (sum < large ? 0 : large));
+            CHECK(one[i].dst_offset == (uint64_t(1) << 40) + sum);
+        }
+    CHECK(sum == large + 10);
+}
+
+static void test_copies()
+{
+    copy_matrix(&memory, quick ? 30000 : 300000);
+    single_copies(&memory);
+    scattered_lists(&memory);
+}
+
+static void test_copy_lengths()
+{
+    for (size_t bytes = 0; bytes <= 300; bytes = quick ? next_length(bytes) : bytes + 1)
+        one_copy_length(&memory, bytes, bytes % 2 != 0);
+}
+
+static void test_copy_options()
+{
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1) {
+        launch.pdl = launch.max_sms % 2;
+        small_copies(&memory);
+    }
+    memory.launch = nullptr;
+}
+
+/* As many as 8 bytes each leave room for, and one more. */
+static void test_copy_launches()
+{
+    many_copies(&memory);
+    for (const size_t count : {4000u, 5000u}) {
+        const unsigned first = kvprim_emulate_launches;
+        const batch_case c = {count, 700, EVEN, SHUFFLED, SHUFFLED, 1, 3, 0, 1};
+        one_copy_batch(&memory, &c, NO_ZEROS);
+        CHECK(kvprim_emulate_launches - first == 1); /* 5 to 6 bytes each: what all addresses share is not stored */
+    }
 }
 
 /* Fragments of so many tiles each, and the table of them, in as much memory as kvpc_fragments_in gives it. */
@@ -1067,6 +1150,15 @@ int main(int argc, char **argv)
     run("emulated: unpack, full launches", test_full_launches);
     run("emulated: unpack, long fragments", test_long_fragments);
     run("emulated: unpack, copies by CUDA", test_copies_by_cuda);
+    run("emulated: copy, sizes x kinds x zeros, scattered", test_copies);
+    run("emulated: copy, lengths x alignments", test_copy_lengths);
+    run("emulated: copy, max_sms, pdl", test_copy_options);
+    run("emulated: copy, numbers of launches", test_copy_launches);
+    run("emulated: copy, bad descriptors", in_memory<bad_copies>);
+    run("emulated: copy, empty items", in_memory<empty_copies>);
+    run("emulated: random copies", in_memory<fuzz<random_copy>>);
+    run("emulated: copy, zeros by CUDA", test_zeros_by_cuda);
+    run("emulated: copy, zeros beside copies", test_zeros_beside_copies);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
     run("emulated: past 2^32 threads", test_long_gathers);

@@ -44,7 +44,7 @@ static bool any_bytes(const kvprim_unpack_desc *d)
 static bool survey_says_fit(const kvprim_unpack_desc *d)
 {
     kvpc_unpack_job job;
-    job.desc = d;
+    job.list = kvpc_list_of(d), job.zeros = false;
     kvpc_survey(&job, false);
     return job.fit;
 }
