@@ -105,8 +105,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_d
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* Takes one launch. All arrays and slot are memory that the GPU reads and writes; it writes slot in stream order, so a
-   store or gather that is enqueued next may take it as its slots, with pdl too. */
+/* Takes one launch, which reads the arrays and writes slot in stream order: a store or gather that is enqueued next may
+   take slot as its slots or index, with pdl too. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
