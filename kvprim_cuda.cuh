@@ -2425,7 +2425,7 @@ typedef struct kvpc_slots {
     uint64_t last_page, rows, slot;  /* last_page: the largest that may have a slot below `rows` */
     uint32_t page_bytes, slot_bytes; /* of one number: 4 or 8 */
     uint32_t *rejected;
-    uint32_t pdl;
+    uint32_t pdl, guess; /* guess: 2^31 times the requests that a token has */
 } kvpc_slots;
 
 enum {
@@ -2507,14 +2507,13 @@ template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token>
     return s.first <= i && i < s.next;
 }
 
-/* The request of token i by cumulative counts, or one that it is not in. In the step of a decode, it is request i: this
-   guess is loaded with the first pivots. Where it cannot hold, its threads fetch the first requests into the cache
-   instead, for the load after the search. */
+/* The request of token i by cumulative counts, or one that it is not in. The guess is right where all requests have as
+   many tokens, as in a decode. */
 template <class token, class number>
 KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<token> *span)
 {
-    const number last = (number)p.requests - 1, other = threadIdx.x < last ? threadIdx.x : last;
-    const number guess = i <= last ? i : other;
+    const number last = (number)p.requests - 1, near = sizeof(i) == 4 ? __umulhi(2 * (uint32_t)i, p.guess) : i;
+    const number guess = near < last ? near : last;
     kvpc_search<number> s;
     s.low = 0, s.left = last;
     kvpc_place_pivots<token>(p, &s);
@@ -2657,6 +2656,7 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.rejected = d->rejected;
     p.pdl = call->launch.pdl != 0;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
+    p.guess = small && p.requests < p.count ? (uint32_t)((p.requests << 31) / p.count) + 1 : (uint32_t)1 << 31;
     if (d->token_type == KVPRIM_I32)
         return small ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)
                      : kvpc_start_slots<int32_t, uint64_t>(call, &p, by_length);

@@ -247,6 +247,7 @@ static void slots_limits(arena *a)
                  {-2, INT64_MIN + 2, 4, 9, 0},
                  {5, -7, 3, 1000, most >> 4},
                  {0, 0, most, 1, 0},
+                 {0, 0, int64_t(1) << 62, most, 0},
                  {0, -1, most / 2, most, 1 << 20},
                  {most - 2, 2, most / 3, most, most >> 4},
                  {1, -5, 1, most, 0}};
