@@ -225,7 +225,7 @@ static void slots_rounds(arena *a)
 static void small_slots(arena *a)
 {
     for (int form = 0; form < n_slots_forms; form++)
-        for (const int64_t count : {1, 32, 513, 9000}) {
+        for (const int64_t count : {1, 32, 513, 20000}) {
             const slots_case c = {form, static_cast<unsigned>(below(8)), 1 + random_below(60), 7, 1, 16, 500, count,
                                   false};
             one_slots(a, &c);
