@@ -326,15 +326,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
 
        slot[i] = pages[request][position / page_rows] * page_rows + position % page_rows
 
-   A token's request and position are request[i] and position[i]. Or they follow from cu_seqlens, requests + 1 cumulative
-   token counts in ascending order: request r has the tokens i with cu_seqlens[r] <= i < cu_seqlens[r + 1], none if the
-   two are equal, and their positions are starts[r] + i - cu_seqlens[r].
+   Token i is at position[i] of request[i]. Or both follow from cu_seqlens, requests + 1 cumulative token counts in
+   ascending order: request r has the tokens cu_seqlens[r] to cu_seqlens[r + 1] - 1, none if the two are equal, and
+   token i is at position starts[r] + i - cu_seqlens[r].
 
-   A negative request, position or page number is padding: slot[i] is -1. It is also -1 for what lies outside, and that
-   adds one to *rejected, if there is such a counter: a request >= requests, a token in no request (i < cu_seqlens[0] or
-   i >= cu_seqlens[requests]), a position >= max_pages * page_rows, a slot >= rows. So whatever the arrays hold, each
-   slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens descends somewhere, which of these a
-   token gets is unspecified.
+   A negative request, position or page number is padding, whatever the others are: slot[i] is -1. It is also -1 for
+   what lies outside, and that adds one to *rejected, if there is such a counter: a request >= requests, a token in no
+   request (i < cu_seqlens[0] or i >= cu_seqlens[requests]), a position >= max_pages * page_rows, a slot >= rows. So
+   whatever the arrays hold, each slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens
+   descends somewhere, it is unspecified which of these a token gets.
 
    Slots are what kvprim_store_desc.slot and the index of a gather take, with base 0. A gather of pages by cumulative
    lengths is this call and kvprim_gather. */
@@ -356,7 +356,7 @@ typedef struct kvprim_slots_desc {
     int64_t reserved;
 } kvprim_slots_desc;
 
-/* Aliasing: slot must not overlap another array or rejected (checked).
+/* Aliasing: neither slot nor rejected may overlap each other or another array (checked).
    Errors: NULL (descriptor, pages, slot, or neither cu_seqlens nor request and position), SIZE (names the field and the
    values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, types, an array or counter that is not
    aligned, a reserved field that is not 0). */

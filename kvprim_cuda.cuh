@@ -106,8 +106,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_d
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* Takes one launch. All arrays and slot are memory that the GPU reads and writes; it writes slot in stream order, so a
-   store or gather that is enqueued next may take it as its slots, with pdl too. */
+/* Takes one launch, which reads the arrays and writes slot in stream order: a store or gather that is enqueued next may
+   take slot as its slots or index, with pdl too. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
@@ -369,7 +369,8 @@ enum {
 
 #ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
 #define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
-#define KVPRIM_IN_PLACE                 /* a kernel's parameters; the emulation passes a reference */
+#define KVPRIM_ROLLED _Pragma("unroll 1")
+#define KVPRIM_IN_PLACE /* a kernel's parameters; the emulation passes a reference */
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
@@ -3052,26 +3053,28 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
 
 /* >>impl_slots -----------------------------------------------------------------------------------------------------
 
-   A thread for each token. The time is that of the loads that wait for each other: of the token, of the page. */
+   A thread for each token. With few tokens, the time is that of the loads that wait for each other (0.16 us each on an
+   H200) and of the instructions, which are fetched anew (2 ns each): so they are few, and as many as can be come before
+   the wait of a dependent launch. */
 
-/* The parameters fit two cache lines. */
 typedef struct kvpc_slots {
     uint64_t request, position; /* or cu_seqlens and starts; 0: all starts are 0 */
     uint64_t count, requests;
-    uint64_t positions;             /* that a request's pages have, at most 2^63 */
-    kvpc_divisor page;              /* its rows */
-    uint64_t pages, pages_step;     /* pages_step: bytes from one request to the next */
-    uint64_t last_page, rows, slot; /* last_page: the largest that may have a slot below `rows` */
-    uint32_t page_is_i64, slot_is_i64;
+    uint64_t positions;              /* that a request's pages have, at most 2^63 */
+    kvpc_divisor page;               /* its rows */
+    uint64_t pages, pages_step;      /* pages_step: bytes from one request to the next */
+    uint64_t last_page, rows, slot;  /* last_page: the largest that may have a slot below `rows` */
+    uint32_t page_bytes, slot_bytes; /* of one number: 4 or 8 */
     uint32_t *rejected;
-    uint32_t pdl;
+    uint32_t pdl; /* a kvpc_dependence */
 } kvpc_slots;
 
 enum {
     kvpc_slots_threads = 128,
     kvpc_slots_most_threads = 512, /* with max_sms */
     kvpc_slots_most_blocks = 8192, /* more take several tokens a thread */
-    kvpc_pivots = 15               /* of a search, loaded at once, as a load takes as long as all else; 2^n - 1 */
+    kvpc_slots_first = 16384,      /* tokens, at most, with kvpc_trigger_first */
+    kvpc_pivots = 7                /* of a search, loaded at once */
 };
 
 /* In 32 bits where the sizes allow it: see kvpc_slots_are_small. */
@@ -3085,11 +3088,99 @@ KVPRIM_DEVICE uint64_t kvpc_element_at(uint64_t base, uint64_t i, uint64_t step)
     return base + i * step;
 }
 
-/* Element i of an array of int32 or int64. */
-template <class token, class number> KVPRIM_DEVICE token kvpc_load_token(uint64_t array, number i)
+template <class token> KVPRIM_DEVICE token kvpc_load_token(uint64_t at)
 {
-    const uint64_t at = kvpc_element_at(array, i, (number)sizeof(token));
     return sizeof(token) == 8 ? (token)kvpc_load_i64(at) : (token)kvpc_load_i32(at);
+}
+
+/* 0 <= x < n, which is at most 2^31 if it is a number of 32 bits. */
+template <class token, class number> KVPRIM_DEVICE bool kvpc_is_below(token x, number n)
+{
+    return sizeof(token) == 4 && sizeof(number) == 4 ? (uint32_t)x < (uint32_t)n : (uint64_t)(int64_t)x < (uint64_t)n;
+}
+
+KVPRIM_DEVICE void kvpc_wait_for_inputs(const kvpc_slots &p)
+{
+    if (p.pdl)
+        kvpc_pdl_wait();
+}
+
+/* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i: its pivots are every step-th,
+   and past the end the last again. */
+template <class number> struct kvpc_search {
+    number low, left, step;
+    uint64_t at[kvpc_pivots];
+};
+
+template <class token, class number> KVPRIM_DEVICE void kvpc_place_pivots(const kvpc_slots &p, kvpc_search<number> *s)
+{
+    const uint64_t first = kvpc_element_at(p.request, s->low, (number)sizeof(token));
+    s->step = s->left / (kvpc_pivots + 1) + 1;
+    KVPRIM_UNROLL
+    for (uint32_t k = 0; k < kvpc_pivots; k++) {
+        const number n = (k + 1) * s->step;
+        s->at[k] = kvpc_element_at(first, n < s->left ? n : s->left, (number)sizeof(token));
+    }
+}
+
+template <class number> KVPRIM_DEVICE void kvpc_narrow_search(kvpc_search<number> *s, number passed)
+{
+    passed = passed * s->step < s->left ? passed * s->step : s->left;
+    s->low += passed;
+    s->left = s->left - passed < s->step - 1 ? s->left - passed : s->step - 1;
+}
+
+/* What tells whether a token is one of a request, and its position. */
+template <class token> struct kvpc_span {
+    token first, next, start;
+};
+
+template <class token, class number> KVPRIM_DEVICE kvpc_span<token> kvpc_load_span(const kvpc_slots &p, number request)
+{
+    const uint64_t at = kvpc_element_at(p.request, request, (number)sizeof(token));
+    kvpc_span<token> s = {kvpc_load_token<token>(at), kvpc_load_token<token>(at + sizeof(token)), 0};
+    if (p.position)
+        s.start = kvpc_load_token<token>(kvpc_element_at(p.position, request, (number)sizeof(token)));
+    return s;
+}
+
+template <class token> KVPRIM_DEVICE bool kvpc_is_in_span(const kvpc_span<token> &s, token i)
+{
+    return s.first <= i && i < s.next;
+}
+
+/* The request of token i by cumulative counts, or one that it is not in. First a guess: in the step of a decode, token i
+   is that of request i. Where that cannot be, the threads of a block guess requests 32 bytes apart, which brings all of
+   cu_seqlens and starts into the first cache (1,024 requests of int32): what is loaded next takes a tenth of the time. */
+template <class token, class number>
+KVPRIM_DEVICE number kvpc_find_request(const kvpc_slots &p, number i, kvpc_span<token> *span)
+{
+    const number last = (number)p.requests - 1, other = threadIdx.x * (32 / (number)sizeof(token));
+    const number guess = i <= last ? i : other < last ? other : last;
+    kvpc_search<number> s;
+    s.low = 0, s.left = last;
+    kvpc_place_pivots<token>(p, &s);
+    kvpc_wait_for_inputs(p);
+    *span = kvpc_load_span<token>(p, guess);
+    KVPRIM_ROLLED
+    for (;;) {
+        token pivot[kvpc_pivots];
+        number passed = 0;
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < kvpc_pivots; k++)
+            pivot[k] = kvpc_load_token<token>(s.at[k]);
+        if (kvpc_is_in_span(*span, (token)i))
+            return guess;
+        KVPRIM_UNROLL
+        for (uint32_t k = 0; k < kvpc_pivots; k++)
+            passed += pivot[k] <= (token)i;
+        kvpc_narrow_search(&s, passed);
+        if (s.left == 0)
+            break;
+        kvpc_place_pivots<token>(p, &s);
+    }
+    *span = kvpc_load_span<token>(p, s.low);
+    return s.low;
 }
 
 typedef struct kvpc_token {
@@ -3097,97 +3188,48 @@ typedef struct kvpc_token {
     bool past; /* it has no request, or its position takes more than 63 bits */
 } kvpc_token;
 
-/* A search for the last of cu_seqlens[low] to cu_seqlens[low + left] that is at most i. */
-template <class token, class number> struct kvpc_search {
-    number low, left, step;
-    token pivot[kvpc_pivots]; /* every step-th; past the end the last again */
-};
-
-template <class token, class number>
-KVPRIM_DEVICE void kvpc_load_pivots(const kvpc_slots &p, kvpc_search<token, number> *s)
-{
-    s->step = s->left / (kvpc_pivots + 1) + 1;
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_pivots; k++) {
-        const number at = (k + 1) * s->step;
-        s->pivot[k] = kvpc_load_token<token>(p.request, s->low + (at < s->left ? at : s->left));
-    }
-}
-
-/* Counts the pivots that i has passed. Four sums, as one would be a chain of additions; and no search among the pivots,
-   from which a compiler would see which loads may wait for others. */
-template <class token, class number> KVPRIM_DEVICE void kvpc_use_pivots(kvpc_search<token, number> *s, token i)
-{
-    number sum[4] = {0, 0, 0, 0};
-    KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_pivots; k++)
-        sum[k % 4] += s->pivot[k] <= i;
-    number passed = sum[0] + sum[1] + (sum[2] + sum[3]);
-    passed = passed * s->step < s->left ? passed * s->step : s->left;
-    s->low += passed;
-    s->left = s->left - passed < s->step - 1 ? s->left - passed : s->step - 1;
-}
-
-/* What tells whether a token is one of a request, and which. */
-template <class token> struct kvpc_span {
-    token first, next, start;
-};
-
-template <class token, class number> KVPRIM_DEVICE kvpc_span<token> kvpc_load_span(const kvpc_slots &p, number request)
-{
-    kvpc_span<token> s = {kvpc_load_token<token>(p.request, request), kvpc_load_token<token>(p.request, request + 1),
-                          0};
-    if (p.position)
-        s.start = kvpc_load_token<token>(p.position, request);
-    return s;
-}
-
-/* The request and position of token i by cumulative counts. In the step of a decode, token i is that of request i: this
-   guess is loaded with the first pivots. Where it cannot hold, its threads fetch the first requests into the cache
-   instead, for the load after the search. */
 template <class token, class number> KVPRIM_DEVICE kvpc_token kvpc_find_token(const kvpc_slots &p, number i)
 {
-    const number last = (number)p.requests - 1, other = threadIdx.x < last ? threadIdx.x : last;
-    number request = i <= last ? i : other;
+    kvpc_span<token> s;
     if (sizeof(token) == 4 && i >= (number)INT32_MAX) /* the counts end before */
         return kvpc_token{0, 0, true};
-    kvpc_span<token> span = kvpc_load_span<token>(p, request);
-    kvpc_search<token, number> s;
-    s.low = 0, s.left = last;
-    kvpc_load_pivots(p, &s);
-    if ((token)i < span.first || span.next <= (token)i) {
-        for (kvpc_use_pivots(&s, (token)i); s.left > 0; kvpc_use_pivots(&s, (token)i))
-            kvpc_load_pivots(p, &s);
-        request = s.low;
-        span = kvpc_load_span<token>(p, request);
-    }
-    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)span.first;
-    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)span.start + further), false};
-    t.past =
-        (token)i < span.first || span.next <= (token)i || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)span.start;
+    const number request = kvpc_find_request(p, i, &s);
+    const uint64_t further = (uint64_t)i - (uint64_t)(int64_t)s.first;
+    kvpc_token t = {(int64_t)request, (int64_t)((uint64_t)(int64_t)s.start + further), !kvpc_is_in_span(s, (token)i)};
+    if (sizeof(token) == 8)
+        t.past = t.past || further > (uint64_t)INT64_MAX - (uint64_t)(int64_t)s.start;
     return t;
 }
 
-/* The slot, or -1; *past is set if that counts. */
-template <class number>
-KVPRIM_DEVICE int64_t kvpc_find_slot(const kvpc_slots &p, int64_t request, int64_t position, bool *past)
+/* Stores the slot of a token, or -1, and counts what is past. */
+template <class token, class number>
+KVPRIM_DEVICE void kvpc_store_slot(const kvpc_slots &p, number i, token request, token position, bool past)
 {
-    if (request < 0 || position < 0)
-        return -1;
-    *past = true;
-    if ((uint64_t)request >= p.requests || (uint64_t)position >= p.positions)
-        return -1;
+    const bool found =
+        !past && kvpc_is_below(request, (number)p.requests) && kvpc_is_below(position, (number)p.positions);
     const number by = (number)p.page.by, in_request = kvpc_divide((number)position, p.page);
-    const number in_page = (number)position - in_request * by;
     const uint64_t pages = kvpc_element_at(p.pages, (number)request, (number)p.pages_step);
-    const int64_t page = p.page_is_i64 ? kvpc_load_token<int64_t>(pages, in_request)
-                                       : (int64_t)kvpc_load_token<int32_t>(pages, in_request);
-    *past = page > (int64_t)p.last_page; /* then the product could overflow */
-    if (page < 0 || *past)
-        return -1;
-    const number slot = (number)page * by + in_page;
-    *past = slot >= (number)p.rows;
-    return *past ? -1 : (int64_t)slot;
+    const uint64_t at = kvpc_element_at(pages, in_request, (number)p.page_bytes);
+    const uint64_t to = kvpc_element_at(p.slot, i, (number)p.slot_bytes);
+    int32_t low = -1, high = -1; /* two words: one load for each, without a branch */
+    if (found)
+        low = kvpc_load_i32(at);
+    if (found && p.page_bytes == 8)
+        high = kvpc_load_i32(at + 4);
+    else
+        high = low >> 31;
+    const int64_t page = (int64_t)((uint64_t)(uint32_t)high << 32 | (uint32_t)low);
+    if (p.pdl == kvpc_trigger_late)
+        kvpc_pdl_trigger();
+    const number slot = (number)page * by + ((number)position - in_request * by);
+    const bool inside = (uint64_t)page <= p.last_page && slot < (number)p.rows; /* a larger page may overflow */
+    if (p.slot_bytes == 8)
+        *(int64_t *)kvpc_global(to) = inside ? (int64_t)slot : -1;
+    else
+        *(int32_t *)kvpc_global(to) = inside ? (int32_t)slot : -1;
+    const bool padding = !past && (request < 0 || position < 0 || (found && page < 0));
+    if (!inside && !padding && p.rejected)
+        atomicAdd(p.rejected, 1u);
 }
 
 /* by_length: by cumulative counts. */
@@ -3195,29 +3237,22 @@ template <bool by_length, class token, class number>
 static __global__ void __launch_bounds__(kvpc_slots_most_threads)
     kvpc_slots_kernel(const KVPRIM_GRID_CONSTANT kvpc_slots KVPRIM_IN_PLACE p)
 {
-    if (p.pdl) /* at once: the few blocks leave room for what follows */
+    if (p.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
     const number threads = (number)gridDim.x * blockDim.x;
-    for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads) {
-        kvpc_token t = {0, 0, false};
-        if (p.pdl) /* not before the loop: all parameters are read by then */
-            kvpc_pdl_wait();
-        if (by_length)
-            t = kvpc_find_token<token>(p, i);
-        else { /* one load after the other, and no wait between them */
-            const token request = kvpc_load_token<token>(p.request, i);
-            const token position = kvpc_load_token<token>(p.position, i);
-            t.request = request, t.position = position;
+    for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i < (number)p.count; i += threads)
+        if (by_length) {
+            const kvpc_token t = kvpc_find_token<token>(p, i);
+            kvpc_store_slot(p, i, t.request, t.position, t.past);
+        } else {
+            const uint64_t request_at = kvpc_element_at(p.request, i, (number)sizeof(token));
+            const uint64_t position_at = kvpc_element_at(p.position, i, (number)sizeof(token));
+            kvpc_wait_for_inputs(p);
+            const token request =
+                kvpc_load_token<token>(request_at); /* one load after the other, and no wait between */
+            const token position = kvpc_load_token<token>(position_at);
+            kvpc_store_slot(p, i, request, position, false);
         }
-        const int64_t slot = t.past ? -1 : kvpc_find_slot<number>(p, t.request, t.position, &t.past);
-        const uint64_t to = kvpc_element_at(p.slot, i, (number)(p.slot_is_i64 ? 8 : 4));
-        if (p.slot_is_i64)
-            *(int64_t *)kvpc_global(to) = slot;
-        else
-            *(int32_t *)kvpc_global(to) = (int32_t)slot;
-        if (t.past && p.rejected)
-            atomicAdd(p.rejected, 1u);
-    }
 }
 
 /* Positions and slots fit 31 bits, and all other numbers 32. */
@@ -3261,10 +3296,10 @@ static kvprim_status kvpc_run_slots(const kvpc_call *call, const kvprim_slots_de
     p.last_page = (uint64_t)(d->rows / d->page_rows);
     p.rows = (uint64_t)d->rows;
     p.slot = (uintptr_t)d->slot;
-    p.page_is_i64 = d->pages_type == KVPRIM_I64;
-    p.slot_is_i64 = d->slot_type == KVPRIM_I64;
+    p.page_bytes = kvpc_index_size(d->pages_type);
+    p.slot_bytes = kvpc_index_size(d->slot_type);
     p.rejected = d->rejected;
-    p.pdl = call->launch.pdl != 0;
+    p.pdl = !call->launch.pdl ? kvpc_alone : p.count <= kvpc_slots_first ? kvpc_trigger_first : kvpc_trigger_late;
     const bool by_length = d->cu_seqlens != NULL, small = kvpc_slots_are_small(&p);
     if (d->token_type == KVPRIM_I32)
         return small ? kvpc_start_slots<int32_t, uint32_t>(call, &p, by_length)

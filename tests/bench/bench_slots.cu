@@ -4,17 +4,19 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_slots.cu -o build/bench_slots
        build/bench_slots [--quick] [--only slots|store|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches, over 8 sets of inputs. They are medians
-   of repetitions in which the contenders take turns. Before a contender is timed, the slots of its last launch are
-   compared with those of kvprim_slots. PDL: with programmatic dependent launch.
+   Times are microseconds per launch inside a replayed CUDA graph of 64 launches, over 8 sets of inputs. They are
+   medians of repetitions in which the contenders take turns. Before a contender is timed, the slots of its last launch
+   are compared with those of kvprim_slots. PDL: with programmatic dependent launch.
 
        plain  a thread for each token; by cumulative lengths it finds the request by a binary search
        vLLM   its compute_slot_mappings (v1/worker/gpu/block_table.py), a Triton kernel, written anew: a block for each
               request, 1,024 tokens at a time. It takes the positions of all tokens, int64, beside the lengths, and
               writes int64. Here pointers and sizes that it reads from memory are parameters. It has no PDL
 
+   Both have sizes of pages and tables that are known when they are compiled, and check nothing.
+
    A table has a row per number of tokens and requests: by pairs of request and position, then by cumulative lengths and
-   starts. As many requests as tokens is a step of a decode. */
+   starts. As many requests as tokens is a step of a decode. Mixed: all requests have one token, except the last. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -51,7 +53,8 @@ template <class token> struct job {
     on_device<int32_t> pages;
     on_device<int64_t> slot; /* one after another, for each set */
 
-    job(int64_t tokens_, int64_t requests_) : tokens(tokens_), requests(requests_)
+    /* mixed: the last request has all tokens except one for each of the others. Otherwise all have as many. */
+    job(int64_t tokens_, int64_t requests_, bool mixed = false) : tokens(tokens_), requests(requests_)
     {
         std::vector<token> r, p, cu, s;
         for (int set = 0; set < sets_count; set++)
@@ -59,7 +62,7 @@ template <class token> struct job {
                 cu.push_back(token(i));
                 if (k == requests)
                     break;
-                const int64_t end = tokens * (k + 1) / requests;
+                const int64_t end = mixed && k + 1 < requests ? k + 1 : tokens * (k + 1) / requests;
                 const int64_t start = int64_t(hash_u64(uint64_t(set * requests + k)) % 20000);
                 s.push_back(token(start));
                 for (int64_t at = start; i < end; i++, at++)
@@ -234,19 +237,20 @@ template <class T> contender vllm_of(const job<T> &j)
 
 static std::vector<figure> ratios;
 
-template <class T> void one_line(int64_t tokens, int64_t requests)
+template <class T> void one_line(int64_t tokens, int64_t requests, bool mixed = false)
 {
-    const job<T> j(tokens, requests);
+    const job<T> j(tokens, requests, mixed);
     for (int lengths = 0; lengths < 2; lengths++) {
         std::vector<contender> c = {kvprim_slots_of(j, lengths, false), kvprim_slots_of(j, lengths, true),
                                     plain_of<false>(j, lengths), plain_of<true>(j, lengths), vllm_of(j)};
         measure(c);
+        const char *const form = !lengths ? "pairs" : mixed ? "mixed" : "lengths";
         printf("%6s %7lld %8lld %8s %8.3f %8.3f | %8.3f %8.3f %8.3f | %6.3f\n", sizeof(T) == 8 ? "int64" : "int32",
-               (long long)tokens, (long long)requests, lengths ? "lengths" : "pairs", c[0].us, c[1].us, c[2].us,
-               c[3].us, c[4].us, c[1].us / c[3].us);
+               (long long)tokens, (long long)requests, form, c[0].us, c[1].us, c[2].us, c[3].us, c[4].us,
+               c[1].us / c[3].us);
         fflush(stdout);
-        const std::string where = std::to_string(tokens) + " tokens of " + std::to_string(requests) + " requests, " +
-                                  (lengths ? "lengths" : "pairs");
+        const std::string where =
+            std::to_string(tokens) + " tokens of " + std::to_string(requests) + " requests, " + form;
         ratios.push_back({c[1].us / c[3].us, where});
         if (tokens == 32)
             judge(where, c[1].us, '<', 1.0, "us, PDL");
@@ -264,6 +268,9 @@ static void slots()
     printf("\nslots of tokens, us: kvprim, with PDL | plain, with PDL, vLLM | kvprim / plain, both with PDL\n");
     for (const auto &s : sizes)
         one_line<int32_t>(s.tokens, s.requests);
+    one_line<int32_t>(32, 6, true);
+    one_line<int32_t>(8192, 32, true);
+    one_line<int32_t>(8192, 256, true);
     one_line<int64_t>(32, 32);
     one_line<int64_t>(8192, 256);
     judge_worst("slots: kvprim / a thread for each token, PDL", ratios, '<', 1.05);

@@ -78,6 +78,7 @@ static void host_calls(void)
     CHECK(out[0] == 2 && out[1] == 1);
     CALL(kvprim_gather, NULL);
     CALL(kvprim_store, NULL);
+    CALL(kvprim_slots, NULL);
     CALL(kvprim_transfer, NULL);
     CALL(kvprim_unpack, NULL);
     CALL(kvprim_cpu_move, NULL, 1);
@@ -88,6 +89,7 @@ static void gpu_calls(void)
 {
     CALL(kvprim_cuda_gather, NULL, NULL);
     CALL(kvprim_cuda_store, NULL, NULL);
+    CALL(kvprim_cuda_slots, NULL, NULL);
     CALL(kvprim_cuda_transfer, NULL, NULL);
     CALL(kvprim_cuda_unpack, NULL, NULL);
     CALL(kvprim_cuda_move, NULL, 1, NULL);

@@ -19,6 +19,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define KVPRIM_UNROLL
+#define KVPRIM_ROLLED
 /* Up to 32 KB of parameters are not copied for each thread. */
 #define KVPRIM_IN_PLACE &
 

@@ -225,7 +225,7 @@ static void slots_rounds(arena *a)
 static void small_slots(arena *a)
 {
     for (int form = 0; form < n_slots_forms; form++)
-        for (const int64_t count : {1, 32, 513, 9000}) {
+        for (const int64_t count : {1, 32, 513, 20000}) {
             const slots_case c = {form, static_cast<unsigned>(below(8)), 1 + random_below(60), 7, 1, 16, 500, count,
                                   false};
             one_slots(a, &c);
@@ -247,6 +247,7 @@ static void slots_limits(arena *a)
                  {-2, INT64_MIN + 2, 4, 9, 0},
                  {5, -7, 3, 1000, most >> 4},
                  {0, 0, most, 1, 0},
+                 {0, 0, int64_t(1) << 62, most, 0},
                  {0, -1, most / 2, most, 1 << 20},
                  {most - 2, 2, most / 3, most, most >> 4},
                  {1, -5, 1, most, 0}};
