@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Rows of production caches: 576 bytes (fp8), 584 (DeepSeek-V4), 656 (DeepSeek's fp8 with scales) and 1,152 (bf16), in
-   flat tables, pages of tokens (NHD) and pages of heads (HND); and such a cache offloaded page by page to pinned memory.
+   flat tables, pages of tokens (NHD) and pages of heads (HND); and a cache of such rows, moved to and from the pages of
+   pinned memory.
 
        nvcc -arch=sm_90 -std=c++17 -O3 -I. tests/bench/bench_layouts.cu -o build/bench_layouts
        build/bench_layouts [--quick] [--only rows|host]
@@ -136,7 +137,8 @@ static void rows()
 /* ---- to pinned memory, page first ---- */
 
 constexpr int32_t layers = 61;
-constexpr int64_t latent = 656, pool_rows = 8192, moved = 4096; /* a pool is 328 MB, a launch moves 164 MB */
+constexpr int64_t latent = 656, pool_rows = 8192, moved = 4096; /* a pool is 328 MB */
+constexpr int64_t moved_bytes = moved * layers * latent;        /* by a launch */
 
 /* SGLang's kernel for this (sgl-kernel/csrc/kvcacheio/transfer.cu, layer first to page first): a warp moves all layers
    of a token, in 8-byte words, each row loaded before it is stored; launched in 2 blocks. This one is at least as fast:
@@ -156,31 +158,6 @@ static __global__ void __launch_bounds__(1024, 1)
                     if (l + k < layers)
                         __stcs((uint4 *)(dst + (int64_t(to[i]) * layers + l + k) * latent) + w, v[k]);
             }
-}
-
-/* EXPLORE: contiguous in dst, whole lines. */
-template <int loads>
-static __global__ void __launch_bounds__(1024, 1)
-    by_lines(char *dst, const char *src, const int32_t *to, const int32_t *from)
-{
-    const uint32_t lane = threadIdx.x % 32, warps = gridDim.x * blockDim.x / 32, all = layers * latent / 16;
-    const uint32_t tiles = (all + 7 + 32 * loads - 1) / (32 * loads);
-    for (uint32_t n = (blockIdx.x * blockDim.x + threadIdx.x) / 32; n < moved * tiles; n += warps) {
-        const uint32_t i = n / tiles, tile = n % tiles;
-        uint4 *const row = (uint4 *)(dst + int64_t(to[i]) * layers * latent);
-        const uint32_t lead = uint32_t((uintptr_t)row / 16 % 8);
-        uint4 v[loads];
-        for (uint32_t k = 0; k < loads; k++) {
-            const uint32_t w = tile * 32 * loads + 32 * k + lane - lead;
-            if (w < all)
-                v[k] = __ldcs((const uint4 *)(src + (w / 41 * pool_rows + from[i]) * latent) + w % 41);
-        }
-        for (uint32_t k = 0; k < loads; k++) {
-            const uint32_t w = tile * 32 * loads + 32 * k + lane - lead;
-            if (w < all)
-                __stcs(row + w, v[k]);
-        }
-    }
 }
 
 enum offload { LAYERS, PIECES, PAGES };
@@ -227,10 +204,25 @@ struct offload_pieces {
 static contender contend_offload(const char *name, int64_t unit, const index_sets *to, const index_sets *from, bool out,
                                  const std::function<void(int)> &enqueue)
 {
-    contender c = {name, enqueue, double(moved * layers * latent), 2};
+    contender c = {name, enqueue, double(moved_bytes), 2};
     check_pieces(c, name, to->count * layers,
                  [=](int i) { return offload_pieces{to->set(i), from->set(i), host_memory, cache_memory, unit, out}; });
     return c;
+}
+
+static contender contend_sglang(unsigned blocks, const index_sets &to, const index_sets &from)
+{
+    return contend_offload("SGLang", 1, &to, &from, true, [=, &to, &from](int i) {
+        sglang_page_first<<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
+        CUDA(cudaGetLastError());
+    });
+}
+
+static contender contend_engine(bool out)
+{
+    char *const dst = out ? host_memory : cache_memory, *const src = out ? cache_memory : host_memory;
+    return {"copy", [=](int) { CUDA(cudaMemcpyAsync(dst, src, size_t(moved_bytes), cudaMemcpyDefault, stream)); },
+            double(moved_bytes), 2};
 }
 
 static void host()
@@ -239,40 +231,29 @@ static void host()
         to_page(pool_rows / page_rows, moved / page_rows, sets_count, 5),
         from_page(pool_rows / page_rows, moved / page_rows, sets_count, 6);
     static const char *const names[] = {"layers", "pieces", "pages"};
+    printf(
+        "\n656 B x 61 layers, layer first on the GPU, page first in pinned memory, GB/s: a row is a token of a layer; "
+        "a token, its layers are pieces;\na page of 64 tokens of a layer ([page][layer][token]); SGLang's kernel; one "
+        "copy\n%8s %8s %8s %8s %8s %8s %8s %8s\n",
+        "", "layers", "8 SMs", "pieces", "8 SMs", "pages", "SGLang", "copy");
     for (const bool out : {true, false}) {
         std::vector<contender> c;
         for (const offload how : {LAYERS, PIECES, PAGES})
-            for (const int32_t sms : {0, 2, 4, 8, 16, 32}) {
+            for (const int32_t sms : {0, 8}) {
                 const index_sets *const t = how == PAGES ? &to_page : &to, *const f = how == PAGES ? &from_page : &from;
-                c.push_back(contend_offload(names[how], how == PAGES ? page_rows : 1, t, f, out,
-                                            [=](int i) { enqueue_offload(how, t, f, out, sms, i); }));
+                if (how != PAGES || sms == 0)
+                    c.push_back(contend_offload(names[how], how == PAGES ? page_rows : 1, t, f, out,
+                                                [=](int i) { enqueue_offload(how, t, f, out, sms, i); }));
             }
-        for (const unsigned blocks : {2, 4, 8, 16})
-            if (out) {
-                c.push_back(contend_offload("SGLang", 1, &to, &from, out, [=, &to, &from](int i) {
-                    sglang_page_first<<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
-                    CUDA(cudaGetLastError());
-                }));
-                c.push_back(contend_offload("lines4", 1, &to, &from, out, [=, &to, &from](int i) {
-                    by_lines<4><<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
-                    CUDA(cudaGetLastError());
-                }));
-                c.push_back(contend_offload("lines8", 1, &to, &from, out, [=, &to, &from](int i) {
-                    by_lines<8><<<blocks, 1024, 0, stream>>>(host_memory, cache_memory, to.set(i), from.set(i));
-                    CUDA(cudaGetLastError());
-                }));
-            }
-        c.push_back({"copy",
-                     [=](int) {
-                         CUDA(cudaMemcpyAsync(out ? host_memory : cache_memory, out ? cache_memory : host_memory,
-                                              size_t(moved * layers * latent), cudaMemcpyDefault, stream));
-                     },
-                     double(moved * layers * latent), 2});
+        if (out)
+            c.push_back(contend_sglang(2, to, from));
+        c.push_back(contend_engine(out));
         measure(c);
-        printf("\n%s: ", out ? "to host" : "to GPU");
-        for (const contender &one : c)
-            printf(" %s %.1f;", one.name, gb_per_s(one));
+        printf("%8s", out ? "to host" : "to GPU");
+        for (size_t k = 0; k < c.size(); k++)
+            printf("%*.1f", !out && k == 5 ? 18 : 9, gb_per_s(c[k]));
         printf("\n");
+        judge(std::string(out ? "to host" : "to GPU") + ", 656 B page first, GB/s", gb_per_s(c[0]), '>', 50);
     }
 }
 
