@@ -42,7 +42,8 @@ def make_model(size, device):
         max_position_embeddings=8192, initializer_range=0.1, attn_implementation="sdpa", bos_token_id=None,
         eos_token_id=None, pad_token_id=0)
     torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(config).to(device, size["dtype"]).eval()
+    with torch.device(device):
+        return transformers.LlamaForCausalLM(config).to(size["dtype"]).eval()
 
 
 def make_prompts(size, device):
