@@ -58,15 +58,20 @@ class PagePool:
         self.prefixes, self.requests = [], []  # the least recently used come first
         self.rejected = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0: no slot lies outside the pool
         self.counts, self.peak, self.host_peak = collections.Counter(), 0, 0
+        self.launch = kvprim.Launch()
         self.longest_prefix = library.kvprim_prefix_many_i32
         self.longest_prefix.restype, size, pointer = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
         self.longest_prefix.argtypes = [pointer, size, pointer, pointer, size, pointer]
 
-    def call(self, name, desc):
-        """Calls kvprim_NAME, or kvprim_cuda_NAME on torch's current stream."""
+    def use_current_stream(self):
+        """For the calls that follow: asking torch takes longer than a call, so it is asked once for all layers."""
         if self.device.type == "cuda":
-            launch = kvprim.Launch(stream=torch.cuda.current_stream().cuda_stream)
-            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(launch))
+            self.launch.stream = torch.cuda.current_stream().cuda_stream
+
+    def call(self, name, desc):
+        """Calls kvprim_NAME, or kvprim_cuda_NAME."""
+        if self.device.type == "cuda":
+            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(self.launch))
         else:
             status = getattr(self.library, "kvprim_" + name)(ctypes.byref(desc))
         if status != 0:
@@ -120,6 +125,7 @@ class PagePool:
         def table(pages):
             return kvprim.Table(data=pages.data_ptr(), rows=pages.shape[1], bytes=pages.numel() * self.element)
         index = torch.tensor([dst_pages, src_pages], dtype=torch.int32, device=self.device)
+        self.use_current_stream()
         self.call("transfer", kvprim.TransferDesc(
             dst=table(dst), src=table(src), layers=self.layers, row_bytes=self.page_bytes, same_cache=dst is src,
             dst_index=index[0].data_ptr(), src_index=index[1].data_ptr(), index_type=kvprim.I32,
@@ -275,6 +281,7 @@ class PagedCache(Cache):
     def to_device(self):
         """Brings pages back from host memory. This is then the most recently used request."""
         pool = self.pool
+        pool.use_current_stream()
         pool.requests.append(pool.requests.pop(pool.requests.index(self)))
         away = [i for i, page in enumerate(self.pages) if page < 0]
         if away:
