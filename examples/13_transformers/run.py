@@ -150,10 +150,10 @@ class Comparison:
 
     def check_emptied(self, name, pool):
         """All requests are freed: when all prefixes are evicted, each page is unused."""
-        while pool.make_room(None):
+        while pool.make_room():
             pass
-        check(len(pool.unused) == len(pool.references) and len(pool.host_unused) == pool.host_pages.shape[1] and
-              not any(pool.references), f"{name}: pages are lost")
+        check(len(pool.unused) == pool.pages and len(pool.host_unused) == pool.host_pages.shape[1] and
+              not pool.prefixes and not pool.requests, f"{name}: pages are lost")
         check(pool.rejected.item() == 0, f"{name}: {pool.rejected.item()} slots were outside the pool")
 
     def in_turns(self, name, pages, host_pages, expected):
