@@ -154,7 +154,7 @@ class PagePool:
         alone = (p for p in self.prefixes if any(page.references == 1 and not page.on_host for page in p.pages))
         prefix = next(alone, None)
         if prefix is None:
-            if any(self.offload(request, running) for request in self.requests if request is not running):
+            if any(self.offload(request, running) for request in self.requests):
                 return True
             if not self.prefixes:
                 return False
