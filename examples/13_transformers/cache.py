@@ -29,6 +29,14 @@ kvprim = importlib.import_module("08_torch")  # the structures, load() and Kvpri
 
 
 @dataclasses.dataclass(eq=False)
+class Page:
+    """A page of all layers."""
+    number: int
+    on_host: bool = False
+    references: int = 1  # how many requests and prefixes have it
+
+
+@dataclasses.dataclass(eq=False)
 class Prefix:
     tokens: torch.Tensor
     pages: list
@@ -40,8 +48,7 @@ def tokens_of(tokens):
 
 class PagePool:
     """Pages of all requests, [layers, pages, page_rows, K or V, heads, dim], on the device and in pinned host memory. A
-    row is K and V of one token, so that one gather moves both. A device page belongs to as many requests and prefixes
-    as `references` says, a host page to one request, which calls it ~page."""
+    row is K and V of one token, so that one gather moves both."""
 
     def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32):
         self.library, self.device, self.dtype, self.page_rows = library, torch.device(device), dtype, page_rows
@@ -54,19 +61,24 @@ class PagePool:
         self.element = self.device_pages.element_size()
         self.kv_bytes = self.heads * self.dim * self.element  # a token's K, or its V, in one layer
         self.page_bytes = page_rows * 2 * self.kv_bytes  # in one layer
-        self.unused, self.host_unused, self.references = list(range(pages)), list(range(host_pages)), [0] * pages
+        self.pages, self.unused, self.host_unused = pages, list(range(pages)), list(range(host_pages))
         self.prefixes, self.requests = [], []  # the least recently used come first
         self.rejected = torch.zeros(1, dtype=torch.int32, device=device)  # stays 0: no slot lies outside the pool
-        self.counts, self.peak, self.host_peak = collections.Counter(), 0, 0
+        self.counts, self.peak, self.host_peak, self.moves = collections.Counter(), 0, 0, 0
+        self.launch = kvprim.Launch()
         self.longest_prefix = library.kvprim_prefix_many_i32
         self.longest_prefix.restype, size, pointer = ctypes.c_size_t, ctypes.c_size_t, ctypes.c_void_p
         self.longest_prefix.argtypes = [pointer, size, pointer, pointer, size, pointer]
 
-    def call(self, name, desc):
-        """Calls kvprim_NAME, or kvprim_cuda_NAME on torch's current stream."""
+    def use_current_stream(self):
+        """For the calls that follow: asking torch takes longer than a call, so it is asked once for all layers."""
         if self.device.type == "cuda":
-            launch = kvprim.Launch(stream=torch.cuda.current_stream().cuda_stream)
-            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(launch))
+            self.launch.stream = torch.cuda.current_stream().cuda_stream
+
+    def call(self, name, desc):
+        """Calls kvprim_NAME, or kvprim_cuda_NAME."""
+        if self.device.type == "cuda":
+            status = getattr(self.library, "kvprim_cuda_" + name)(ctypes.byref(desc), ctypes.byref(self.launch))
         else:
             status = getattr(self.library, "kvprim_" + name)(ctypes.byref(desc))
         if status != 0:
@@ -76,11 +88,11 @@ class PagePool:
 
     def rows(self, skipped=0):
         """The table of a layer's rows without their first bytes."""
-        return kvprim.Table(rows=len(self.references) * self.page_rows, stride=2 * self.kv_bytes,
-                            bytes=len(self.references) * self.page_bytes - skipped)
+        return kvprim.Table(rows=self.pages * self.page_rows, stride=2 * self.kv_bytes,
+                            bytes=self.pages * self.page_bytes - skipped)
 
     def layer(self, number):
-        return self.device_pages.data_ptr() + number * len(self.references) * self.page_bytes
+        return self.device_pages.data_ptr() + number * self.pages * self.page_bytes
 
     def store_desc(self, keys, values, slots):
         """Stores [heads, tokens, dim], with any strides except between elements, in these slots."""
@@ -120,29 +132,29 @@ class PagePool:
         def table(pages):
             return kvprim.Table(data=pages.data_ptr(), rows=pages.shape[1], bytes=pages.numel() * self.element)
         index = torch.tensor([dst_pages, src_pages], dtype=torch.int32, device=self.device)
+        self.use_current_stream()
         self.call("transfer", kvprim.TransferDesc(
             dst=table(dst), src=table(src), layers=self.layers, row_bytes=self.page_bytes, same_cache=dst is src,
             dst_index=index[0].data_ptr(), src_index=index[1].data_ptr(), index_type=kvprim.I32,
             count=len(dst_pages), rejected=self.rejected.data_ptr()))
 
-    def take(self, count, running):
-        """`count` unused pages for the request `running`, which is not offloaded for them."""
+    def find_room(self, count, running):
+        """Numbers of `count` unused pages for the request `running`, whose own pages are not offloaded for them."""
         while len(self.unused) < count:
             if not self.make_room(running):
                 raise RuntimeError(f"PagePool: {count} pages needed, {len(self.unused)} unused, nothing left to evict "
                                    f"or offload; {len(self.host_unused)} host pages unused")
-        taken = [self.unused.pop() for _ in range(count)]
-        self.share(taken)
-        self.peak = max(self.peak, len(self.references) - len(self.unused))
-        return taken
+        numbers = [self.unused.pop() for _ in range(count)]
+        self.peak = max(self.peak, self.pages - len(self.unused))
+        return numbers
 
-    def make_room(self, running):
+    def make_room(self, running=None):
         """Evicts the least recently used prefix that has a page to itself. If there is none, offloads the least
-        recently used idle request that has one. If there is none either, evicts any prefix: it may share pages with
-        requests that can then be offloaded."""
-        prefix = next((p for p in self.prefixes if any(self.references[page] == 1 for page in p.pages)), None)
+        recently used idle request. If there is no room for it, evicts any prefix, which may make some."""
+        alone = (p for p in self.prefixes if any(page.references == 1 and not page.on_host for page in p.pages))
+        prefix = next(alone, None)
         if prefix is None:
-            if any(request.to_host() for request in self.requests if request is not running):
+            if any(self.offload(request, running) for request in self.requests):
                 return True
             if not self.prefixes:
                 return False
@@ -152,18 +164,36 @@ class PagePool:
         self.counts["prefixes evicted"] += 1
         return True
 
+    def offload(self, request, running):
+        """Moves pages of an idle request to host memory, as far as it has room, and returns how many. Those that
+        `running` shares stay."""
+        kept = {id(page) for page in running.pages} if running else ()
+        pages = [page for page in request.pages if not page.on_host and id(page) not in kept]
+        pages = pages[:len(self.host_unused)]
+        if pages:
+            self.move(pages, [self.host_unused.pop() for _ in pages], to_host=True)
+            self.counts["pages offloaded"] += len(pages)
+            self.host_peak = max(self.host_peak, self.host_pages.shape[1] - len(self.host_unused))
+        return len(pages)
+
+    def move(self, pages, numbers, to_host):
+        """Moves pages, for all who have them, to these numbers in host memory or on the device."""
+        src, dst = (self.device_pages, self.host_pages) if to_host else (self.host_pages, self.device_pages)
+        self.copy_pages(dst, numbers, src, [page.number for page in pages])
+        (self.unused if to_host else self.host_unused).extend(page.number for page in pages)
+        for page, number in zip(pages, numbers):
+            page.number, page.on_host = number, to_host
+        self.moves += 1
+
     def share(self, pages):
         for page in pages:
-            self.references[page] += 1
+            page.references += 1
 
     def give_back(self, pages):
         for page in pages:
-            if page < 0:
-                self.host_unused.append(~page)
-                continue
-            self.references[page] -= 1
-            if self.references[page] == 0:
-                self.unused.append(page)
+            page.references -= 1
+            if page.references == 0:
+                (self.host_unused if page.on_host else self.unused).append(page.number)
 
     def find_prefix(self, tokens):
         """How many of these tokens are in the pages of a published prefix, and a share of those pages."""
@@ -220,14 +250,9 @@ class PagedCache(Cache):
         self.set_pages(pages, length)
         pool.requests.append(self)
 
-    def set_pages(self, pages, length=None):
-        """Sets the pages and, if all are on the device, the slots of their rows."""
+    def set_pages(self, pages, length):
         self.pages, self.prepared, self.slots = pages, None, None
-        if min(pages, default=0) >= 0:
-            first = torch.tensor(pages, dtype=torch.int32, device=self.pool.device)[:, None] * self.pool.page_rows
-            rows = torch.arange(self.pool.page_rows, dtype=torch.int32, device=self.pool.device)
-            self.slots = (first + rows).flatten()
-        for layer in self.layers if length is not None else ():
+        for layer in self.layers:
             layer.length = length
 
     def append(self, layer, keys, values, start, end):
@@ -247,51 +272,39 @@ class PagedCache(Cache):
     def make_writable(self, start, end):
         """Before the tokens [start, end) are stored: brings pages back, copies a shared one, adds what is missing."""
         self.to_device()
-        pool, pages = self.pool, self.pages
-        first = start // pool.page_rows  # a page of which earlier tokens are kept, or the first one that is missing
-        if first < len(pages) and pool.references[pages[first]] > 1:
-            copy = pool.take(1, self)
-            pool.copy_pages(pool.device_pages, copy, pool.device_pages, [pages[first]])
-            self.replace([first], copy)
+        pool, first = self.pool, start // self.pool.page_rows
+        if first < len(self.pages) and self.pages[first].references > 1:  # earlier tokens are in it, too
+            shared, copy = self.pages[first], Page(pool.find_room(1, self)[0])
+            pool.copy_pages(pool.device_pages, [copy.number], pool.device_pages, [shared.number])
+            pool.give_back([shared])
+            self.pages[first], self.slots = copy, None
             pool.counts["pages copied on write"] += 1
         missing = -(-end // pool.page_rows) - len(self.pages)
         if missing > 0:
-            self.set_pages(self.pages + pool.take(missing, self))
-
-    def to_host(self):
-        """Moves pages that nobody else shares to host memory, as far as it has room, and returns how many. Others stay:
-        another request may be running on them."""
-        pool, pages = self.pool, self.pages
-        own = [i for i, page in enumerate(pages) if page >= 0 and pool.references[page] == 1]
-        own = own[:len(pool.host_unused)]
-        if own:
-            host = [pool.host_unused.pop() for _ in own]
-            pool.copy_pages(pool.host_pages, host, pool.device_pages, [pages[i] for i in own])
-            self.replace(own, [~page for page in host])
-            pool.host_peak = max(pool.host_peak, pool.host_pages.shape[1] - len(pool.host_unused))
-            pool.counts["pages offloaded"] += len(own)
-        return len(own)
+            self.pages += [Page(number) for number in pool.find_room(missing, self)]
+            self.slots = None
+        self.find_slots()
 
     def to_device(self):
         """Brings pages back from host memory. This is then the most recently used request."""
         pool = self.pool
+        pool.use_current_stream()
         pool.requests.append(pool.requests.pop(pool.requests.index(self)))
-        away = [i for i, page in enumerate(self.pages) if page < 0]
+        away = [page for page in self.pages if page.on_host]
         if away:
-            back = pool.take(len(away), self)
-            pool.copy_pages(pool.device_pages, back, pool.host_pages, [~self.pages[i] for i in away])
-            self.replace(away, back)
+            pool.move(away, pool.find_room(len(away), self), to_host=False)
             pool.counts["pages brought back"] += len(away)
 
-    def replace(self, positions, pages):
-        """Gives back the pages at these positions, and has others there."""
-        self.pool.give_back([self.pages[i] for i in positions])
-        new = dict(zip(positions, pages))
-        self.set_pages([new.get(i, page) for i, page in enumerate(self.pages)])
+    def find_slots(self):
+        """The slot of each token, anew if pages were moved or added."""
+        pool = self.pool
+        if self.slots is None or self.moves != pool.moves:
+            pages = torch.tensor([page.number for page in self.pages], dtype=torch.int32, device=pool.device)
+            rows = torch.arange(pool.page_rows, dtype=torch.int32, device=pool.device)
+            self.slots, self.moves = (pages[:, None] * pool.page_rows + rows).flatten(), pool.moves
 
     def publish(self, tokens):
         """Lets prompts that begin with these tokens take their pages. This cache holds them, or the first of them."""
-        self.to_device()
         tokens = tokens_of(tokens)[:self.get_seq_length()]
         pages = self.pages[:-(-len(tokens) // self.pool.page_rows)]
         self.pool.share(pages)
@@ -300,6 +313,7 @@ class PagedCache(Cache):
     def read(self, layer):
         """K and V of a layer, [1, heads, tokens, dim] each."""
         self.to_device()
+        self.find_slots()
         return self.pool.gather(self.pool.gather_desc(self.slots[:self.get_seq_length()]), layer)
 
     def crop(self, tokens_to_remove):
