@@ -163,6 +163,12 @@ static inline int32_t kvpc_load_i32(uint64_t address)
     return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
 }
 
+static inline uint64_t kvpc_load_u64(uint64_t address)
+{
+    kvprim_emulate_access(address, 8);
+    return *reinterpret_cast<const uint64_t *>(static_cast<uintptr_t>(address));
+}
+
 static inline char *kvpc_global(uint64_t address)
 {
     kvprim_emulate_access(address, 1);
