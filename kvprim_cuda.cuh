@@ -965,8 +965,8 @@ template <uint32_t bytes> struct kvpc_listed {
     uint64_t total;
     uint32_t part_bytes, pdl;
     uint32_t lanes_shift, row_words; /* 1 << lanes_shift threads move a chunk; row_words: of a list */
+    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
     kvpc_task task;
-    kvpc_stack dst, src;
     uint32_t n32[room];
 };
 

@@ -809,6 +809,9 @@ static int64_t fuzz_transfer(struct input *in)
     must(&v, (dst_stack.bases && d.dst_layer_stride) || (src_stack.bases && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
     must(&v, d.dst_layers && d.dst_device_layers, KVPRIM_ERROR_ARGUMENT);
     must(&v, d.host_index != 0 && d.host_index != 1, KVPRIM_ERROR_ARGUMENT);
+    must(&v, d.dst_device_layers && d.dst_device_layers == d.src_device_layers && d.same_cache == 0,
+         KVPRIM_ERROR_OVERLAP);
+    must(&v, d.dst_device_layers != d.src_device_layers && d.same_cache == 1, KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;
