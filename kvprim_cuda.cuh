@@ -114,7 +114,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. The launch's
    parameters hold them, 4 bytes a row and index (8 if the table has 2^31 rows or more): about 8,000 indices a launch
    (900 if this file is compiled by CUDA before 12.1), more in several launches. Up to about 900 cost the GPU no time.
-   The call takes up to 34 KB of stack.
+   The call takes up to 38 KB of stack.
    Ordinary host memory as first row, array of device layers or index is KVPRIM_ERROR_ARGUMENT, except where the GPU
    reaches it; and so is a GPU's memory as index with host_index = 1. Where CUDA was asked before, it may not be asked
    again. What else a transfer touches is only checked with KVPRIM_DEBUG.
@@ -1640,7 +1640,7 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
     for (int32_t l = 0; l < m->layers && !side->device_layers; l++)
         KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
     if (kvpc_is_host_list(side))
-        return KVPRIM_OK;
+        return kvpc_check_side_reach(function, name, index_name, side);
     return kvpc_check_bytes(function, index_name, side->index,
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
