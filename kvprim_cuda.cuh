@@ -987,8 +987,8 @@ KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack 
     return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
 }
 
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a unit
-   that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
+/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a
+   unit that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
 template <class number, uint32_t bytes>
 KVPRIM_DEVICE kvpc_chunk kvpc_find_listed(const kvpc_listed<bytes> &p, number work, bool first_lane)
 {
