@@ -504,6 +504,8 @@ static void test_all_kernels()
     CHECK(ran(kvpc_listed_kernel<few>) && ran(kvpc_listed_kernel<more>) && ran(kvpc_listed_kernel<most>));
     CHECK(ran(kvpc_listed_few_kernel<few>) && ran(kvpc_listed_few_kernel<more>) && ran(kvpc_listed_few_kernel<most>));
     CHECK(ran(kvpc_listed_many_kernel<few>));
+    typedef kvpc_listed<kvpc_bare_params> bare;
+    CHECK(ran(kvpc_listed_kernel<bare>) && ran(kvpc_listed_few_kernel<bare>));
 }
 
 /* Division by a multiplication is exact up to 2^31. */
