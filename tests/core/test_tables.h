@@ -165,6 +165,8 @@ static void test_device_layer_errors(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK);
     CHECK(memcmp((char *)dst.layers[2] + dst.index[0] * listed_bytes,
                  (char *)src.layers[1] + src.index[0] * listed_bytes, listed_bytes) == 0);
+    d.src.bytes = 0, d.src.rows = (int64_t)1 << 8 * (sizeof(void *) - 2); /* nobody knows where they lie */
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
 }
 #undef BAD
 
