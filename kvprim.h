@@ -469,9 +469,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays, and indices of
    the host, again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are read-only,
-   and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it was captured
-   with. */
+   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
+   read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
+   was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {

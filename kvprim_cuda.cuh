@@ -119,8 +119,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
    it. Bases that are no multiples of 16 bytes are noticed on the GPU.
    host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. The launch's
    parameters hold them, 4 bytes a row and index (8 if the table has 2^31 rows or more): about 8,000 indices a launch
-   (900 if this file is compiled by CUDA before 12.1), more in several launches. Up to about 900 cost the GPU no time.
-   The call takes up to 34 KB of stack.
+   (900 if this file is compiled by CUDA before 12.1), which takes the GPU 0.1 to 0.2 us longer than indices of its own.
+   More take several launches, one after the other, of about 4 us each (H200). The call takes up to 38 KB of stack.
    Ordinary host memory as first row, array of device layers or index is KVPRIM_ERROR_ARGUMENT, except where the GPU
    reaches it; and so is a GPU's memory as index with host_index = 1. Where CUDA was asked before, it may not be asked
    again. What else a transfer touches is only checked with KVPRIM_DEBUG.
@@ -834,8 +834,6 @@ typedef struct kvpc_layer {
 enum { kvpc_params_bytes = 4000, kvpc_most_tasks = 4 }; /* larger parameters cost time: 0.3 us at 8 KB on an H200 */
 
 template <uint32_t most_tasks> struct kvpc_batch {
-    static const uint32_t most = most_tasks;
-    static const bool cut_exactly = false; /* see kvpc_find_chunk */
     static const uint32_t most_layers = (kvpc_params_bytes - 24 - most_tasks * sizeof(kvpc_task)) / sizeof(kvpc_layer);
     uint64_t total; /* chunks */
     uint32_t part_bytes, tasks;
@@ -880,102 +878,27 @@ template <class number> KVPRIM_DEVICE uint64_t kvpc_place(const kvpc_layout &sid
     return row * (uint64_t)side.stride + kvpc_divide(row, side.page) * (uint64_t)side.page_step;
 }
 
-template <class batch> KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const batch &p, uint64_t chunk)
+template <uint32_t most_tasks>
+KVPRIM_DEVICE const kvpc_task &kvpc_task_of(const kvpc_batch<most_tasks> &p, uint64_t chunk)
 {
     uint32_t t = 0;
-    if (batch::most > 1)
+    if (most_tasks > 1)
         while (t + 1 < p.tasks && chunk >= p.task[t + 1].first_chunk)
             t++;
     return p.task[t];
 }
 
-template <uint32_t most_tasks, class number>
-KVPRIM_DEVICE const kvpc_layer &kvpc_layer_of(const kvpc_batch<most_tasks> &p, number layer)
+/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst; `aligned`: so do units. */
+template <bool aligned, uint32_t most_tasks, class number>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const kvpc_batch<most_tasks> &p, number work, bool first_lane)
 {
-    return p.layer[layer];
-}
-
-template <uint32_t most_tasks, class number>
-KVPRIM_DEVICE void kvpc_load_rows(const kvpc_batch<most_tasks> &, const kvpc_task &s, number i, int64_t *to,
-                                  int64_t *from)
-{
-    kvpc_load_indices(s, i, to, from);
-}
-
-/* What a launch moves whose layers only the GPU knows, or whose rows the host names. Tables may then begin anywhere, so
-   each chunk is looked at. A side's layers lie in `array` (device memory), or in n32 from word `words` on, or `step`
-   bytes apart. So do a side's rows from word dst_list or src_list on, `row_words` each, as the index rule leaves them:
-   -1 is padding, and `rows` past the table. 0: there is none of that. */
-typedef struct kvpc_stack {
-    uint64_t array, base, step;
-    uint32_t words, list, row_words, reserved;
-} kvpc_stack;
-
-enum { kvpc_first_word = 2 }; /* 0 says that there are none */
-
-template <uint32_t bytes> struct kvpc_listed {
-    static const uint32_t most = 1;
-    static const bool cut_exactly = true;
-    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
-    uint64_t total;
-    uint32_t part_bytes, tasks;
-    uint32_t pdl, lanes_shift; /* 1 << lanes_shift threads move a chunk */
-    kvpc_task task[1];
-    kvpc_stack dst, src;
-    uint32_t n32[room];
-};
-
-template <uint32_t bytes>
-KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
-{
-    uint32_t low, high;
-    if (s.array) {
-        low = (uint32_t)kvpc_load_i32(s.array + 8 * (uint64_t)layer);
-        high = (uint32_t)kvpc_load_i32(s.array + 8 * (uint64_t)layer + 4);
-    } else if (s.words) {
-        low = p.n32[s.words + 2 * layer];
-        high = p.n32[s.words + 2 * layer + 1];
-    } else
-        return s.base + layer * s.step;
-    return (uint64_t)high << 32 | low;
-}
-
-template <uint32_t bytes, class number>
-KVPRIM_DEVICE kvpc_layer kvpc_layer_of(const kvpc_listed<bytes> &p, number layer)
-{
-    return kvpc_layer{kvpc_layer_in(p, p.dst, (uint32_t)layer), kvpc_layer_in(p, p.src, (uint32_t)layer)};
-}
-
-template <uint32_t bytes>
-KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
-{
-    const uint32_t low = p.n32[s.list + s.row_words * i];
-    return s.row_words == 1 ? (int32_t)low : (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | low);
-}
-
-template <uint32_t bytes, class number>
-KVPRIM_DEVICE void kvpc_load_rows(const kvpc_listed<bytes> &p, const kvpc_task &s, number i, int64_t *to, int64_t *from)
-{
-    kvpc_load_indices(s, i, to, from);
-    if (p.dst.list)
-        *to = kvpc_row_in(p, p.dst, (uint32_t)i);
-    if (p.src.list)
-        *from = kvpc_row_in(p, p.src, (uint32_t)i);
-}
-
-/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst; `aligned`: so do units. With
-   cut_exactly a unit's last part takes what a unit that begins inside 16 bytes has more than its parts. */
-template <bool aligned, class batch, class number>
-KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const batch &p, number work, bool first_lane)
-{
-    const uint32_t most_tasks = batch::most;
     const kvpc_task &s = kvpc_task_of(p, work);
     const number chunk = most_tasks > 1 ? work - (number)s.first_chunk : work;
     const number layer_row = kvpc_divide(chunk, s.chunks), in_row = chunk - layer_row * (number)s.chunks.by;
     const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
-    const kvpc_layer &base = kvpc_layer_of(p, most_tasks > 1 ? (number)s.first_layer + layer : layer);
+    const kvpc_layer &base = p.layer[most_tasks > 1 ? (number)s.first_layer + layer : layer];
     int64_t to, from;
-    kvpc_load_rows(p, s, i, &to, &from);
+    kvpc_load_indices(s, i, &to, &from);
     number part = in_row;
     uint64_t dst_unit = 0, src_unit = 0;
     if (s.units > 1) {
@@ -994,8 +917,7 @@ KVPRIM_DEVICE kvpc_chunk kvpc_find_chunk(const batch &p, number work, bool first
     c.zero = !src_inside;
     const uint64_t lead = aligned ? 0 : c.dst % 16, begin = (uint64_t)part * p.part_bytes;
     const uint64_t at = part ? begin - lead : 0, end = begin + p.part_bytes - lead;
-    const bool rest = batch::cut_exactly ? part + 1 == (number)s.parts.by : end >= s.unit_bytes;
-    const uint64_t before = rest ? s.unit_bytes : end;
+    const uint64_t before = end < s.unit_bytes ? end : s.unit_bytes;
     c.dst += at, c.src += at;
     c.bytes = dst_inside && (src_inside || s.zero) && at < before ? (uint32_t)(before - at) : 0;
     if (!dst_inside || !src_inside) {
@@ -1118,6 +1040,94 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
+/* What a launch moves whose layers only the GPU knows, or whose rows the host names. Tables may then begin anywhere, so
+   each chunk is looked at. A side's layers lie in `array` (device memory), or in n32 from word `words` on, or `step`
+   bytes apart. A side's rows lie in n32 from word `list` on, if the host names them. 0: there is none of that. */
+typedef struct kvpc_stack {
+    uint64_t array, base, step;
+    uint32_t words, list;
+} kvpc_stack;
+
+/* 0 says that there are no words. kvpc_bare_params have room for none, which spares the kernels their tests, and the
+   host the time of the parameters. */
+enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
+
+template <uint32_t bytes> struct kvpc_listed {
+    static const bool bare = bytes == kvpc_bare_params;
+    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
+    uint64_t total;
+    uint32_t part_bytes, pdl;
+    uint32_t lanes_shift, row_words; /* 1 << lanes_shift threads move a chunk; row_words: of a list */
+    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
+    kvpc_task task;
+    uint32_t n32[room];
+};
+
+template <uint32_t bytes>
+KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
+{
+    if (kvpc_listed<bytes>::bare || s.words == 0)
+        return s.base + layer * s.step;
+    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
+}
+
+/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
+{
+    if (sizeof(number) == 4 || p.row_words == 1)
+        return (int32_t)p.n32[s.list + i];
+    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
+}
+
+/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a
+   unit that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_listed(const kvpc_listed<bytes> &p, number work, bool first_lane)
+{
+    const kvpc_task &s = p.task;
+    const number layer_row = kvpc_divide(work, s.chunks), in_row = work - layer_row * (number)s.chunks.by;
+    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
+    uint64_t dst_base = 0, src_base = 0;
+    int64_t to, from;
+    if (p.dst.array)
+        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
+    if (p.src.array)
+        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
+    kvpc_load_indices(s, i, &to, &from);
+    if (!kvpc_listed<bytes>::bare && p.dst.list)
+        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
+    if (!kvpc_listed<bytes>::bare && p.src.list)
+        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
+    if (!p.dst.array)
+        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
+    if (!p.src.array)
+        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
+    number part = in_row;
+    if (s.units > 1) {
+        const number unit = kvpc_divide(in_row, s.parts);
+        part = in_row - unit * (number)s.parts.by;
+        dst_base += unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
+        src_base += unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    }
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
+                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
+    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
+    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
+    kvpc_chunk c;
+    c.dst = dst_base + kvpc_place(s.dst, (number)dst_row);
+    c.src = src_base + kvpc_place(s.src, (number)src_row);
+    c.zero = false;
+    const number lead = (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
+    const number end = part + 1 == (number)s.parts.by ? (number)s.unit_bytes : (part + 1) * p.part_bytes - lead;
+    c.dst += at, c.src += at;
+    c.bytes = dst_inside && src_inside ? (uint32_t)(end - at) : 0;
+    if (c.bytes == 0 && layer == 0 && in_row == 0 && first_lane && s.rejected)
+        if ((!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base))
+            atomicAdd(s.rejected, 1u);
+    return c;
+}
+
 /* Whether a chunk is whole aligned words on both sides. */
 KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
 {
@@ -1140,7 +1150,7 @@ template <class params, class number>
 KVPRIM_DEVICE void kvpc_move_listed(const params &p, number work, uint32_t lane, uint32_t lanes)
 {
     const uint32_t loads = kvpc_listed_loads, at = 16 * lane, step = 16 * lanes;
-    const kvpc_chunk c = kvpc_find_chunk<false>(p, work, lane == 0);
+    const kvpc_chunk c = kvpc_find_listed<number>(p, work, lane == 0);
     if (kvpc_is_words(c)) {
         uint64_t src[loads], dst[loads];
         uint4 v[loads];
@@ -1194,11 +1204,10 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
          work += groups) {
         if (kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
-        const kvpc_chunk next = kvpc_find_chunk<false>(p, work, lane == 0);
+        const kvpc_chunk next = kvpc_find_listed<uint32_t>(p, work, lane == 0);
         if (!kvpc_stores_first)
             kvpc_store_once<loads>(c, at, 16 * lanes, v);
         c = next;
-        c.zero = false; /* a row without a source has no bytes here */
         if (!kvpc_is_words(c)) {
             kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
             c.bytes = 0;
@@ -1589,7 +1598,7 @@ static bool kvpc_is_link(const void *dst, const void *src)
    blocks of 2 MB that hold memory of a GPU. */
 static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
 {
-    enum { slots_bits = 6 };
+    enum { slots_bits = 10 };
     static std::atomic<uint64_t> known[1 << slots_bits];
     const uint64_t address = (uintptr_t)p, one = address << 2 | host_reads, block = address >> 21 << 2 | 2;
     const auto slot = [](uint64_t key) { return key * 0x9e3779b97f4a7c15u >> (64 - slots_bits); };
@@ -1738,7 +1747,7 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
     for (int32_t l = 0; l < m->layers && !side->device_layers; l++)
         KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
     if (kvpc_is_host_list(side))
-        return KVPRIM_OK;
+        return kvpc_check_side_reach(function, name, index_name, side);
     return kvpc_check_bytes(function, index_name, side->index,
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
@@ -2248,7 +2257,7 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvpr
 static kvpc_stack kvpc_stack_of(const kvprim_side *side, int32_t first, int32_t layers, uint32_t *n32, uint32_t *used,
                                 uint64_t *bits)
 {
-    kvpc_stack s = {0, (uintptr_t)side->table.data, (uint64_t)side->layer_stride, 0, 0, 1, 0};
+    kvpc_stack s = {0, (uintptr_t)side->table.data, (uint64_t)side->layer_stride, 0, 0};
     if (side->device_layers)
         s.array = (uintptr_t)(side->device_layers + first);
     else if (side->layers) {
@@ -2267,33 +2276,31 @@ static kvpc_stack kvpc_stack_of(const kvprim_side *side, int32_t first, int32_t 
     return s;
 }
 
-/* Words of a row's number. int64 indices take one where no row needs more. */
-static uint32_t kvpc_row_words(const kvprim_side *side)
+/* Words of a row's number in a list. int64 indices take one if the tables' rows need no more. */
+static uint32_t kvpc_row_words(const kvprim_move *m)
 {
-    return !kvpc_is_host_list(side) ? 0 : side->table.rows > INT32_MAX ? 2 : 1;
+    return m->dst.table.rows > INT32_MAX || m->src.table.rows > INT32_MAX ? 2 : 1;
 }
 
-/* Stores the host's indices `first` to first + count - 1: see kvpc_stack. */
-static void kvpc_store_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t *to)
+/* Stores the host's int64 indices as the index rule leaves them: rows, -1 for padding, `rows` for what is past. */
+template <class word> static void kvpc_store_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t *to)
 {
-    const bool is_i64 = side->index_type == KVPRIM_I64, wide = kvpc_row_words(side) == 2;
     const int64_t base = side->index_base, stride = side->index_stride;
+    const int64_t *const from = (const int64_t *)side->index + first * stride;
+    const int32_t *const from32 = (const int32_t *)side->index + first * stride;
     const uint64_t rows = (uint64_t)side->table.rows;
-    const int32_t *const i32 = (const int32_t *)side->index;
-    const int64_t *const i64 = (const int64_t *)side->index;
-    for (int64_t i = 0, at = first * stride; i < count; i++, at += stride) {
-        const int64_t index = is_i64 ? i64[at] : i32[at];
-        const uint64_t row = (uint64_t)index - (uint64_t)base, ruled = row < rows ? row : rows;
-        const uint64_t value = index < base ? UINT64_MAX : ruled;
-        *to++ = (uint32_t)value;
-        if (wide)
-            *to++ = (uint32_t)(value >> 32);
+    const bool is_i64 = side->index_type == KVPRIM_I64;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t index = is_i64 ? from[i * stride] : from32[i * stride];
+        const uint64_t row = (uint64_t)index - (uint64_t)base;
+        const word value = (word)(index < base ? UINT64_MAX : row < rows ? row : rows);
+        memcpy((char *)to + (size_t)i * sizeof value, &value, sizeof value);
     }
 }
 
-/* What names the rows `first` to first + count - 1 of a launch, on one side. */
-static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t *n32, uint32_t *used,
-                                  kvpc_stack *s)
+/* What names the rows `first` to first + count - 1 of a launch, on one side. int32 indices meet the rule on the GPU. */
+static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t words, uint32_t *n32,
+                                  uint32_t *used, kvpc_stack *s)
 {
     kvpc_naming naming = kvpc_naming_of(side, first + count);
     if (!side->index)
@@ -2301,16 +2308,22 @@ static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_
     if (!kvpc_is_host_list(side))
         return naming;
     s->list = *used;
-    s->row_words = kvpc_row_words(side);
-    *used += s->row_words * (uint32_t)count;
-    kvpc_store_rows(side, first, count, n32 + s->list);
+    *used += words * (uint32_t)count;
+    if (words == 1 && side->index_type == KVPRIM_I32 && side->index_stride == 1) {
+        memcpy(n32 + s->list, (const int32_t *)side->index + first, 4 * (size_t)count);
+        return kvpc_naming{0, side->index_base, (uint64_t)side->table.rows, 0, 0};
+    }
+    if (words == 1)
+        kvpc_store_rows<uint32_t>(side, first, count, n32 + s->list);
+    else
+        kvpc_store_rows<uint64_t>(side, first, count, n32 + s->list);
     return kvpc_naming{0, 0, (uint64_t)side->table.rows, 0, 0};
 }
 
 /* Cuts the units of a launch into chunks. */
 template <uint32_t bytes> static void kvpc_cut_listed(const kvpc_call *call, kvpc_listed<bytes> *p, bool aligned)
 {
-    kvpc_task *const t = &p->task[0];
+    kvpc_task *const t = &p->task;
     const uint64_t unit = t->unit_bytes;
     const bool few = call->launch.max_sms > 0;
     const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
@@ -2322,25 +2335,25 @@ template <uint32_t bytes> static void kvpc_cut_listed(const kvpc_call *call, kvp
 }
 
 /* Rows and layers of a move in one launch. */
-typedef struct kvpc_span {
+typedef struct kvpc_slice {
     int32_t layer, layers;
     int64_t row, rows;
-} kvpc_span;
+} kvpc_slice;
 
 /* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
 template <uint32_t bytes>
-static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span, kvpc_listed<bytes> *p)
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span, kvpc_listed<bytes> *p)
 {
-    kvpc_task *const t = &p->task[0];
+    kvpc_task *const t = &p->task;
     uint64_t bits = 0;
     uint32_t used = kvpc_first_word;
-    p->tasks = 1;
+    p->row_words = kvpc_row_words(m);
     p->pdl = call->launch.pdl != 0;
     kvpc_set_task(t, m, &bits);
     p->dst = kvpc_stack_of(&m->dst, span->layer, span->layers, p->n32, &used, &bits);
     p->src = kvpc_stack_of(&m->src, span->layer, span->layers, p->n32, &used, &bits);
-    t->dst_rows = kvpc_list_rows(&m->dst, span->row, span->rows, p->n32, &used, &p->dst);
-    t->src_rows = kvpc_list_rows(&m->src, span->row, span->rows, p->n32, &used, &p->src);
+    t->dst_rows = kvpc_list_rows(&m->dst, span->row, span->rows, p->row_words, p->n32, &used, &p->dst);
+    t->src_rows = kvpc_list_rows(&m->src, span->row, span->rows, p->row_words, p->n32, &used, &p->src);
     t->count = kvpc_divisor_of(span->rows);
     t->first_chunk = t->first_layer = 0;
     t->layers = (uint32_t)span->layers;
@@ -2350,11 +2363,11 @@ static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const 
 }
 
 template <uint32_t bytes>
-static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span)
+static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span)
 {
     kvpc_listed<bytes> p;
     const bool aligned = kvpc_fill_listed(call, m, span, &p);
-    const uint64_t unit = p.task[0].unit_bytes;
+    const uint64_t unit = p.task.unit_bytes;
     const kvpc_call start = kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
                                                 : unit < 2048          ? kvpc_link_short_sms
                                                                        : kvpc_link_sms);
@@ -2365,7 +2378,7 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
 }
 
 /* More rows or chunks than the other kernels count. */
-static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span)
+static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span)
 {
     typedef kvpc_listed<kvpc_few_params> params;
     params p;
@@ -2373,12 +2386,12 @@ static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_
     return kvpc_start_groups(call, kvpc_listed_many_kernel<params>, kvpc_threads, 1u << p.lanes_shift, &p);
 }
 
-/* Whether all numbers of a launch of so many rows fit 31 bits. */
+/* Whether all numbers of a launch of so many rows fit 31 bits. A part has 32 bytes or more. */
 static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
 {
-    const uint64_t most = (uint64_t)1 << 31, pieces = (uint64_t)(m->dst.table.heads + m->src.table.heads);
-    const uint64_t in_row = pieces + (uint64_t)m->row_bytes / 16; /* chunks, at most */
-    return m->dst.table.rows <= INT32_MAX && m->src.table.rows <= INT32_MAX && in_row < most && (uint64_t)rows < most &&
+    const uint64_t most = (uint64_t)1 << 31, unit = (uint64_t)kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
+    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 32 + 1);
+    return kvpc_row_words(m) == 1 && (uint64_t)m->row_bytes < most / 2 && (uint64_t)rows < most &&
            in_row * (uint64_t)rows < most / (uint64_t)m->layers;
 }
 
@@ -2388,13 +2401,13 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
 {
     const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
     const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
-    const int64_t of_row = kvpc_row_words(&m->dst) + kvpc_row_words(&m->src);
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_is_host_list(&m->dst) + kvpc_is_host_list(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
     const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
     const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
     const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
     const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
-    kvpc_span s = {0, 0, 0, 0};
+    kvpc_slice s = {0, 0, 0, 0};
     for (; s.layer < m->layers; s.layer += s.layers) {
         s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
         const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
@@ -2402,6 +2415,7 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
             const int64_t words = in_layers + of_row * s.rows;
             KVPRIM_TRY(!narrow              ? kvpc_start_many_listed(call, m, &s)
+                       : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, &s)
                        : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, &s)
                        : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, &s)
                                             : kvpc_start_listed<kvpc_most_params>(call, m, &s));

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Transfers whose layers only the GPU knows, and whose rows the host names, for test_cuda.cu and test_cuda_emulated.cpp:
-   see test_rows.h. What is expected comes from the host's function and arrays. */
+/* Transfers whose layers only the GPU knows, and whose rows the host names, for test_cuda.cu and
+   test_cuda_emulated.cpp: see test_rows.h. What is expected comes from the host's function and arrays. */
 #ifndef TEST_TABLES_H
 #define TEST_TABLES_H
 
