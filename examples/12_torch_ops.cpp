@@ -495,8 +495,8 @@ void implement(torch::Library &m)
 
 /* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. Two limits of Inductor (torch
    2.11): functional operators must write nothing else; and if sizes of a tensor are dynamic, it takes several views of
-   it that one operator writes, as cache[:, 0] and cache[:, 1], for the first of them. So keep the sizes of caches static, as
-   torch.compile does unless told otherwise. */
+   it that one operator writes, as cache[:, 0] and cache[:, 1], for the first of them. So keep the sizes of caches static,
+   as torch.compile does unless told otherwise. */
 TORCH_LIBRARY(kvprim, m)
 {
     const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
