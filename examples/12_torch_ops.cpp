@@ -24,6 +24,7 @@
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cuda/EmptyTensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -35,6 +36,49 @@ using at::Tensor;
 using MaybeTensor = const std::optional<Tensor> &;
 using Text = c10::string_view;
 
+/* ---- errors ---- */
+
+std::string text_of(Text text)
+{
+    return std::string(text);
+}
+
+std::string text_of(int64_t number)
+{
+    return std::to_string(number);
+}
+
+std::string text_of(at::ScalarType dtype)
+{
+    return c10::toString(dtype);
+}
+
+std::string text_of(c10::Device device)
+{
+    return device.str();
+}
+
+std::string text_of(at::IntArrayRef numbers)
+{
+    std::string text;
+    for (const int64_t number : numbers)
+        text += (text.empty() ? "" : ", ") + std::to_string(number);
+    return "[" + text + "]";
+}
+
+/* Throws a RuntimeError. Not by TORCH_CHECK, which writes numbers to a stream in this library: that crashes if the
+   compiler links a libstdc++ of its own into it, as some are set up to. */
+template <class... Parts> [[noreturn]] void refuse(const Parts &...parts)
+{
+    C10_THROW_ERROR(Error, (text_of(parts) + ...));
+}
+
+#define EXPECT(holds, ...)                                                                                             \
+    do                                                                                                                 \
+        if (C10_UNLIKELY(!(holds)))                                                                                    \
+            refuse(__VA_ARGS__);                                                                                       \
+    while (0)
+
 /* ---- tensors as kvprim sees them ---- */
 
 enum class Layout { rows, nhd, hnd };
@@ -43,7 +87,7 @@ Layout layout_of(const char *name, Text text)
 {
     if (text == "rows")
         return Layout::rows;
-    TORCH_CHECK(text == "NHD" || text == "HND", name, " is \"", text, "\", not \"rows\", \"NHD\" or \"HND\"");
+    EXPECT(text == "NHD" || text == "HND", name, " is \"", text, "\", not \"rows\", \"NHD\" or \"HND\"");
     return text == "NHD" ? Layout::nhd : Layout::hnd;
 }
 
@@ -55,12 +99,12 @@ struct Shape {
     Shape(const char *name, const Tensor &tensor, Layout layout) : dims(tensor.dim()), elements(1)
     {
         const int64_t fewest = layout == Layout::rows ? 1 : layout == Layout::nhd ? 2 : 3;
-        TORCH_CHECK(dims >= fewest && dims <= most, name, " has ", dims, " dimensions, but its layout needs ", fewest,
-                    " to ", most);
+        EXPECT(dims >= fewest && dims <= most, name, " has ", dims, " dimensions, but its layout needs ", fewest,
+               " to ", most);
         for (int64_t d = 0; d < dims; d++) {
             size[d] = tensor.sizes()[d], stride[d] = tensor.strides()[d];
-            TORCH_CHECK(size[d] <= 1 || stride[d] > 0, name, " is expanded in dimension ", d, ", as its strides ",
-                        tensor.strides(), " say; make it contiguous");
+            EXPECT(size[d] <= 1 || stride[d] > 0, name, " is expanded in dimension ", d, ", as its strides ",
+                   tensor.strides(), " say; make it contiguous");
             elements += (size[d] - 1) * stride[d];
         }
         if (layout == Layout::hnd)
@@ -92,8 +136,8 @@ Rows rows_of(const char *name, const Tensor &tensor, Layout layout = Layout::row
     int64_t d = shape.dims - 1;
     const int64_t piece = shape.merge(d, begin, 1), step = d >= begin ? shape.stride[d] : 0;
     const int64_t heads = shape.merge(d, begin, step);
-    TORCH_CHECK(d < begin, name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
-                ": its rows neither are packed nor lie in equal pieces at equal distances");
+    EXPECT(d < begin, name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+           ": its rows neither are packed nor lie in equal pieces at equal distances");
     rows.table.data = tensor.data_ptr();
     rows.table.rows = shape.size[0] * (begin == 2 ? shape.size[1] : 1);
     rows.table.stride = shape.size[begin - 1] > 1 ? shape.stride[begin - 1] * element : 0;
@@ -115,20 +159,20 @@ struct Index {
 Index index_of(const char *name, const Tensor &tensor)
 {
     const auto dtype = tensor.scalar_type();
-    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, name, " is ", dtype, ", not int32 or int64");
-    TORCH_CHECK(tensor.dim() == 1, name, " has ", tensor.dim(), " dimensions, not 1");
+    EXPECT(dtype == at::kInt || dtype == at::kLong, name, " is ", dtype, ", not int32 or int64");
+    EXPECT(tensor.dim() == 1, name, " has ", tensor.dim(), " dimensions, not 1");
     const int64_t count = tensor.numel(), stride = count > 1 ? tensor.strides()[0] : 1;
-    TORCH_CHECK(stride > 0, name, " is expanded; make it contiguous");
+    EXPECT(stride > 0, name, " is expanded; make it contiguous");
     return {tensor.data_ptr(), dtype == at::kInt ? KVPRIM_I32 : KVPRIM_I64, stride, count};
 }
 
 void expect_same_rows(const char *a_name, const Tensor &a, const Rows &a_rows, const char *b_name, const Tensor &b,
                       const Rows &b_rows)
 {
-    TORCH_CHECK(a.scalar_type() == b.scalar_type(), a_name, " is ", a.scalar_type(), ", but ", b_name, " is ",
-                b.scalar_type());
-    TORCH_CHECK(a_rows.bytes == b_rows.bytes || a.numel() == 0 || b.numel() == 0, "a row of ", a_name, " has ",
-                a_rows.bytes, " bytes, but one of ", b_name, " ", b_rows.bytes);
+    EXPECT(a.scalar_type() == b.scalar_type(), a_name, " is ", a.scalar_type(), ", but ", b_name, " is ",
+           b.scalar_type());
+    EXPECT(a_rows.bytes == b_rows.bytes || a.numel() == 0 || b.numel() == 0, "a row of ", a_name, " has ", a_rows.bytes,
+           " bytes, but one of ", b_name, " ", b_rows.bytes);
 }
 
 /* ---- calls ---- */
@@ -143,7 +187,7 @@ class Call
   public:
     explicit Call(c10::Device on, bool pdl = false, int64_t max_sms = 0) : device(on)
     {
-        TORCH_CHECK(on.is_cpu() || on.is_cuda(), "kvprim has no operators for ", on);
+        EXPECT(on.is_cpu() || on.is_cuda(), "kvprim has no operators for ", on);
         if (on.is_cpu())
             return;
         guard.set_device(on);
@@ -159,7 +203,7 @@ class Call
 
     void takes(const char *name, const Tensor &tensor) const
     {
-        TORCH_CHECK(tensor.device() == device, name, " is on ", tensor.device(), ", but this call runs on ", device);
+        EXPECT(tensor.device() == device, name, " is on ", tensor.device(), ", but this call runs on ", device);
     }
 
     /* Tells torch's allocator of pinned memory which stream uses the tensor, as torch's own copies do. Otherwise it
@@ -171,8 +215,8 @@ class Call
         const c10::DataPtr &memory = tensor.storage().data_ptr();
         const auto stream = c10::cuda::getCurrentCUDAStream(device.index());
         if (!at::getHostAllocator(at::kCUDA)->record_event(memory.get(), memory.get_context(), stream))
-            TORCH_CHECK(tensor.is_pinned(), name, " is in pageable memory, which ", device,
-                        " does not reach; use pin_memory()");
+            EXPECT(tensor.is_pinned(), name, " is in pageable memory, which ", device,
+                   " does not reach; use pin_memory()");
     }
 
     uint32_t *counter(MaybeTensor rejected) const
@@ -180,8 +224,8 @@ class Call
         if (!rejected)
             return nullptr;
         takes("rejected", *rejected);
-        TORCH_CHECK(rejected->numel() == 1 && rejected->itemsize() == 4 && !rejected->is_floating_point(),
-                    "rejected is ", rejected->scalar_type(), " of ", rejected->numel(), " elements, not one int32");
+        EXPECT(rejected->numel() == 1 && rejected->itemsize() == 4 && !rejected->is_floating_point(), "rejected is ",
+               rejected->scalar_type(), " of ", rejected->numel(), " elements, not one int32");
         return static_cast<uint32_t *>(rejected->data_ptr());
     }
 
@@ -190,7 +234,7 @@ class Call
              const Desc &desc) const
     {
         const kvprim_status status = on_gpu() ? gpu(&desc, &launch) : cpu(&desc);
-        TORCH_CHECK(status == KVPRIM_OK, kvprim_status_name(status), ": ", kvprim_last_error());
+        EXPECT(status == KVPRIM_OK, kvprim_status_name(status), ": ", kvprim_last_error());
     }
 
   private:
@@ -219,18 +263,26 @@ void gather(const Tensor &out, const Tensor &src, const Tensor &index, Text layo
     call.run(kvprim_gather, kvprim_cuda_gather, desc);
 }
 
-Tensor gather_new(const Tensor &src, const Tensor &index, Text layout, int64_t base, MaybeTensor rejected, bool pdl)
+/* For the GPU without torch's dispatcher, which takes a microsecond more. */
+Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype, c10::Device device)
+{
+    if (!device.is_cuda())
+        return at::empty(sizes, at::TensorOptions(dtype).device(device));
+    return at::detail::empty_cuda(sizes, dtype, device, std::nullopt);
+}
+
+Tensor gather_new(const Tensor &src, const Tensor &index, Text layout, int64_t base, bool pdl)
 {
     const Layout rows = layout_of("layout", layout);
     const at::IntArrayRef sizes = src.sizes();
     const size_t begin = rows == Layout::rows ? 1 : rows == Layout::nhd ? 2 : 3;
-    TORCH_CHECK(sizes.size() >= begin, "src has ", sizes.size(), " dimensions, but its layout needs ", begin);
+    EXPECT(sizes.size() >= begin, "src has ", sizes.size(), " dimensions, but its layout needs ", begin);
     c10::SmallVector<int64_t, Shape::most> shape = {index.numel()};
     if (rows == Layout::hnd)
         shape.push_back(sizes[1]);
     shape.append(sizes.begin() + begin, sizes.end());
-    Tensor out = at::empty(shape, src.options());
-    gather(out, src, index, layout, base, rejected, pdl);
+    const Tensor out = empty(shape, src.scalar_type(), src.device());
+    gather(out, src, index, layout, base, std::nullopt, pdl);
     return out;
 }
 
@@ -239,7 +291,7 @@ void store(const Tensor &k, MaybeTensor v, const Tensor &k_cache, MaybeTensor v_
 {
     const Call call(k_cache.device(), pdl);
     const Layout pages = layout_of("layout", layout);
-    TORCH_CHECK(v.has_value() == v_cache.has_value(), "v and v_cache must both be tensors or both be None");
+    EXPECT(v.has_value() == v_cache.has_value(), "v and v_cache must both be tensors or both be None");
     call.takes("k", k);
     call.takes("slot", slot);
     const Rows k_from = rows_of("k", k), k_to = rows_of("k_cache", k_cache, pages);
@@ -272,25 +324,24 @@ struct Side {
 Side side_of(const Call &call, const char *name, at::TensorList tensors, const char *layout_name, Text layout,
              const char *table_name, MaybeTensor table)
 {
-    TORCH_CHECK(!tensors.empty(), name, " has no tensors");
+    EXPECT(!tensors.empty(), name, " has no tensors");
     const Tensor &first = tensors[0];
     Side side = {rows_of(name, first, layout_of(layout_name, layout)), {}, nullptr, 0};
     side.layers = static_cast<int64_t>(tensors.size());
     for (const Tensor &tensor : tensors) {
         call.takes_pinned(name, tensor);
-        TORCH_CHECK(tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
-                        tensor.scalar_type() == first.scalar_type(),
-                    name, " holds layers of different shapes, strides or dtypes");
+        EXPECT(tensor.sizes() == first.sizes() && tensor.strides() == first.strides() &&
+                   tensor.scalar_type() == first.scalar_type(),
+               name, " holds layers of different shapes, strides or dtypes");
         side.pointers.push_back(tensor.data_ptr());
     }
     if (table) {
         call.takes(table_name, *table);
-        TORCH_CHECK(table->itemsize() == 8 && !table->is_floating_point() && table->dim() == 1 &&
-                        table->is_contiguous(),
-                    table_name, " is ", table->scalar_type(), " of shape ", table->sizes(),
-                    ", not packed pointers as uint64 or int64");
-        TORCH_CHECK(side.layers == 1 || side.layers == table->numel(), name, " has ", side.layers, " tensors, but ",
-                    table_name, " ", table->numel(), " pointers");
+        EXPECT(table->itemsize() == 8 && !table->is_floating_point() && table->dim() == 1 && table->is_contiguous(),
+               table_name, " is ", table->scalar_type(), " of shape ", table->sizes(),
+               ", not packed pointers as uint64 or int64");
+        EXPECT(side.layers == 1 || side.layers == table->numel(), name, " has ", side.layers, " tensors, but ",
+               table_name, " ", table->numel(), " pointers");
         side.device_pointers = static_cast<void *const *>(table->data_ptr());
         side.layers = table->numel();
     }
@@ -301,10 +352,9 @@ Side side_of(const Call &call, const char *name, at::TensorList tensors, const c
 void set_indices(kvprim_transfer_desc &desc, const Call &call, MaybeTensor dst, MaybeTensor src)
 {
     const Index to = dst ? index_of("dst_index", *dst) : Index(), from = src ? index_of("src_index", *src) : Index();
-    TORCH_CHECK(!dst || !src || to.count == from.count, "dst_index has ", to.count, " elements, but src_index ",
-                from.count);
-    TORCH_CHECK(!dst || !src || dst->device() == src->device(), "dst_index is on ", dst->device(),
-                ", but src_index on ", src->device());
+    EXPECT(!dst || !src || to.count == from.count, "dst_index has ", to.count, " elements, but src_index ", from.count);
+    EXPECT(!dst || !src || dst->device() == src->device(), "dst_index is on ", dst->device(), ", but src_index on ",
+           src->device());
     const bool on_cpu = (dst && dst->is_cpu()) || (src && src->is_cpu());
     if (!on_cpu && dst)
         call.takes("dst_index", *dst);
@@ -335,7 +385,7 @@ void transfer(at::TensorList dst, at::TensorList src, MaybeTensor dst_index, May
     const Side to = side_of(call, "dst", dst, "dst_layout", dst_layout, "dst_layers", dst_layers);
     const Side from = side_of(call, "src", src, "src_layout", src_layout, "src_layers", src_layers);
     expect_same_rows("dst", dst[0], to.rows, "src", src[0], from.rows);
-    TORCH_CHECK(to.layers == from.layers, "dst has ", to.layers, " layers, but src ", from.layers);
+    EXPECT(to.layers == from.layers, "dst has ", to.layers, " layers, but src ", from.layers);
     kvprim_transfer_desc desc = {};
     desc.dst = to.rows.table, desc.src = from.rows.table, desc.row_bytes = to.rows.bytes;
     desc.dst_layers = to.device_pointers ? nullptr : to.pointers.data();
@@ -359,7 +409,7 @@ bool same_order(const Tensor &a, const Tensor &b)
 
 void copy(at::TensorList dst, at::TensorList src)
 {
-    TORCH_CHECK(dst.size() == src.size(), "dst has ", dst.size(), " tensors, but src ", src.size());
+    EXPECT(dst.size() == src.size(), "dst has ", dst.size(), " tensors, but src ", src.size());
     c10::Device device = c10::kCPU;
     for (size_t i = 0; i < dst.size() && device.is_cpu(); i++)
         device = dst[i].is_cpu() ? src[i].device() : dst[i].device();
@@ -369,9 +419,9 @@ void copy(at::TensorList dst, at::TensorList src)
     for (size_t i = 0; i < dst.size(); i++) {
         call.takes_pinned("dst", dst[i]);
         call.takes_pinned("src", src[i]);
-        TORCH_CHECK(dst[i].scalar_type() == src[i].scalar_type() && same_order(dst[i], src[i]), "dst[", i, "] is ",
-                    dst[i].scalar_type(), " ", dst[i].sizes(), " with strides ", dst[i].strides(), ", but src[", i,
-                    "] ", src[i].scalar_type(), " ", src[i].sizes(), " with strides ", src[i].strides());
+        EXPECT(dst[i].scalar_type() == src[i].scalar_type() && same_order(dst[i], src[i]), "dst[", i, "] is ",
+               dst[i].scalar_type(), " ", dst[i].sizes(), " with strides ", dst[i].strides(), ", but src[", i, "] ",
+               src[i].scalar_type(), " ", src[i].sizes(), " with strides ", src[i].strides());
         items.push_back({src[i].data_ptr(), dst[i].data_ptr(), static_cast<uint64_t>(dst[i].nbytes())});
     }
     kvprim_copy_desc desc = {};
@@ -388,9 +438,9 @@ const void *tokens_of(const Call &call, const char *name, MaybeTensor tensor, in
         return nullptr;
     call.takes(name, *tensor);
     const Index tokens = index_of(name, *tensor);
-    TORCH_CHECK(tokens.stride == 1, name, " has stride ", tokens.stride, ", not 1");
-    TORCH_CHECK(tokens.count == count, name, " has ", tokens.count, " elements, not ", count);
-    TORCH_CHECK(type == 0 || type == tokens.type, name, " is ", tensor->scalar_type(), ", but another argument is not");
+    EXPECT(tokens.stride == 1, name, " has stride ", tokens.stride, ", not 1");
+    EXPECT(tokens.count == count, name, " has ", tokens.count, " elements, not ", count);
+    EXPECT(type == 0 || type == tokens.type, name, " is ", tensor->scalar_type(), ", but another argument is not");
     type = tokens.type;
     return tokens.data;
 }
@@ -401,11 +451,11 @@ void slots(const Tensor &slot, const Tensor &pages, int64_t page_rows, int64_t r
     const Call call(slot.device(), pdl);
     call.takes("pages", pages);
     const Index to = index_of("slot", slot);
-    TORCH_CHECK(to.stride == 1, "slot has stride ", to.stride, ", not 1");
-    TORCH_CHECK(pages.dim() == 2 && (pages.size(1) <= 1 || pages.stride(1) == 1), "pages has shape ", pages.sizes(),
-                " and strides ", pages.strides(), ", not [requests, pages] with packed rows");
-    TORCH_CHECK(pages.scalar_type() == at::kInt || pages.scalar_type() == at::kLong, "pages is ", pages.scalar_type(),
-                ", not int32 or int64");
+    EXPECT(to.stride == 1, "slot has stride ", to.stride, ", not 1");
+    EXPECT(pages.dim() == 2 && (pages.size(1) <= 1 || pages.stride(1) == 1), "pages has shape ", pages.sizes(),
+           " and strides ", pages.strides(), ", not [requests, pages] with packed rows");
+    EXPECT(pages.scalar_type() == at::kInt || pages.scalar_type() == at::kLong, "pages is ", pages.scalar_type(),
+           ", not int32 or int64");
     kvprim_slots_desc desc = {};
     desc.pages = pages.data_ptr(), desc.pages_type = pages.scalar_type() == at::kInt ? KVPRIM_I32 : KVPRIM_I64;
     desc.requests = pages.size(0), desc.max_pages = pages.size(1);
@@ -423,10 +473,10 @@ void slots(const Tensor &slot, const Tensor &pages, int64_t page_rows, int64_t r
 }
 
 Tensor slots_new(const Tensor &pages, int64_t count, int64_t page_rows, int64_t rows, MaybeTensor request,
-                 MaybeTensor position, MaybeTensor cu_seqlens, MaybeTensor starts, MaybeTensor rejected, bool pdl)
+                 MaybeTensor position, MaybeTensor cu_seqlens, MaybeTensor starts, bool pdl)
 {
-    Tensor slot = at::empty({count}, pages.options().dtype(at::kLong));
-    slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, rejected, pdl);
+    const Tensor slot = empty({count}, at::kLong, pages.device());
+    slots(slot, pages, page_rows, rows, request, position, cu_seqlens, starts, std::nullopt, pdl);
     return slot;
 }
 
@@ -443,7 +493,10 @@ void implement(torch::Library &m)
 }
 } // namespace
 
-/* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. */
+/* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. Two limits of Inductor (torch
+   2.11): functional operators must write nothing else; and if sizes of a tensor are dynamic, it takes several views of
+   it that one operator writes, as cache[:, 0] and cache[:, 1], for the first of them. So keep the sizes of caches static,
+   as torch.compile does unless told otherwise. */
 TORCH_LIBRARY(kvprim, m)
 {
     const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -452,9 +505,7 @@ TORCH_LIBRARY(kvprim, m)
     m.def("gather(Tensor(a!) out, Tensor src, Tensor index, str layout=\"rows\", *, int base=0, "
           "Tensor(b!)? rejected=None, bool pdl=False) -> ()",
           tags);
-    m.def("gather_new(Tensor src, Tensor index, str layout=\"rows\", *, int base=0, Tensor(a!)? rejected=None, "
-          "bool pdl=False) -> Tensor",
-          tags);
+    m.def("gather_new(Tensor src, Tensor index, str layout=\"rows\", *, int base=0, bool pdl=False) -> Tensor", tags);
 
     /* Rows slot[i] - base of the caches, both of one layout, = k[i] and v[i]; slots outside them are skipped. k and v
        are [tokens, ...], of which the first slot.numel() are stored. */
@@ -482,8 +533,7 @@ TORCH_LIBRARY(kvprim, m)
           "bool pdl=False) -> ()",
           tags);
     m.def("slots_new(Tensor pages, SymInt count, int page_rows, int rows, *, Tensor? request=None, "
-          "Tensor? position=None, Tensor? cu_seqlens=None, Tensor? starts=None, Tensor(a!)? rejected=None, "
-          "bool pdl=False) -> Tensor",
+          "Tensor? position=None, Tensor? cu_seqlens=None, Tensor? starts=None, bool pdl=False) -> Tensor",
           tags);
 }
 

@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import time
+import types
 
 try:
     import torch
@@ -27,7 +28,7 @@ EXAMPLES = os.path.dirname(os.path.abspath(__file__))
 
 
 def load_operators(headers, folder):
-    """torch.ops.kvprim, built in `folder` with the headers in `headers`. Builds again only what has changed."""
+    """The operators of torch.ops.kvprim, built in `folder` with the headers in `headers`; builds what has changed."""
     os.makedirs(folder, exist_ok=True)
     kernels = os.path.join(folder, "kvprim.cu")
     if not os.path.exists(kernels):
@@ -38,7 +39,8 @@ def load_operators(headers, folder):
         "kvprim_torch", [os.path.join(EXAMPLES, "12_torch_ops.cpp"), kernels], extra_include_paths=[headers],
         extra_cflags=["-O2", hidden], extra_cuda_cflags=["-O3", "-Xcompiler", hidden], build_directory=folder,
         is_python_module=False)
-    for name in ("gather", "store", "transfer", "copy", "slots"):
+    in_place, functional = ("gather", "store", "transfer", "copy", "slots"), ("gather_new", "slots_new")
+    for name in in_place:
         torch.library.register_fake("kvprim::" + name, lambda *_, **__: None)
 
     @torch.library.register_fake("kvprim::gather_new")
@@ -50,7 +52,8 @@ def load_operators(headers, folder):
     def _(pages, count, *_, **__):
         return pages.new_empty(count, dtype=torch.int64)
 
-    return torch.ops.kvprim
+    # The overloads themselves: torch.ops.kvprim.gather() has one overload, and would first find it, at each call.
+    return types.SimpleNamespace(**{name: getattr(torch.ops.kvprim, name).default for name in in_place + functional})
 
 
 # ---- tests: caches of 40 pages of 16 rows, which have 4 heads of 64 elements ----------------------------------------
@@ -113,7 +116,9 @@ def gathers(ops, device):
     pages = torch.tensor([3, 39, 0], device=device)
     assert torch.equal(ops.gather_new(src, pages), src[pages]), "whole pages"
     ids, rejected = torch.tensor([500, 499, -1, 1139, 1140], device=device), counter(device)
-    shard = ops.gather_new(src, ids, "HND", base=500, rejected=rejected)
+    shard = ops.gather_new(src, ids, "HND", base=500)
+    ops.gather(out, src, ids, "HND", base=500, rejected=rejected)
+    assert torch.equal(shard, out[:5]), "shard, in place"
     assert torch.equal(shard[3], src[-1, :, -1]) and not shard[[1, 2, 4]].any() and rejected.item() == 1, "shard"
     assert ops.gather_new(src, index[:0], "HND").shape == (0, HEADS, DIM), "no index"
 
@@ -230,7 +235,7 @@ def refusals(ops, device):
     refused("KVPRIM_ERROR_OVERLAP", ops.gather, cache.view(SLOTS, HEADS, DIM)[:10], cache, index, "NHD")
     refused("src|expanded", ops.gather_new, rows[:1].expand(10, HEADS, DIM), index)
     refused("src|neither are packed", ops.gather_new, rows.view(10, 4, 8, 8)[:, :, ::2, ::2], index)
-    refused("rejected|Float", ops.gather_new, cache, index, "NHD", rejected=torch.zeros(1, device=device))
+    refused("rejected|Float", ops.gather, rows, cache, index, "NHD", rejected=torch.zeros(1, device=device))
     refused("v and v_cache", ops.store, rows, rows, cache, None, index, "NHD")
     refused("KVPRIM_ERROR_OVERLAP", ops.store, rows, rows, cache, cache, index, "NHD")
     refused("dst|different shapes", ops.transfer, [cache, cache[1:]], [other, other])
@@ -255,16 +260,16 @@ def opchecks(ops, device):
         (cache, other), index = caches(device, layout), some_slots(10, device)
         rows, counts = random_like(10, HEADS, DIM, device=device), counter(device)
         check = torch.library.opcheck
-        check(ops.gather.default, (rows, cache, index, layout), {"rejected": counts})
-        check(ops.gather_new.default, (cache, index, layout), {"base": 1})
-        check(ops.store.default, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
-        check(ops.transfer.default, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
-    check(ops.store.default, (rows, None, cache, None, index, layout))
-    check(ops.copy.default, ([cache, rows], [other, rows + 1]))
+        check(ops.gather, (rows, cache, index, layout), {"rejected": counts})
+        check(ops.gather_new, (cache, index, layout), {"base": 1})
+        check(ops.store, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
+        check(ops.transfer, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
+    check(ops.store, (rows, None, cache, None, index, layout))
+    check(ops.copy, ([cache, rows], [other, rows + 1]))
     pages, request = index[1:7].view(2, 3), torch.zeros(10, dtype=torch.int64, device=device)
     tokens = {"request": request, "position": request}
-    check(ops.slots.default, (index, pages, PAGE, SLOTS), tokens)
-    check(ops.slots_new.default, (pages, 10, PAGE, SLOTS), tokens)
+    check(ops.slots, (index, pages, PAGE, SLOTS), tokens)
+    check(ops.slots_new, (pages, 10, PAGE, SLOTS), tokens)
 
 
 def step_of(ops):
@@ -277,7 +282,7 @@ def step_of(ops):
         ops.transfer(offloaded, [k_cache, v_cache], pages[0], pages[1])
         ops.copy([block[0], block[1]], [offloaded[0][3] + 1, offloaded[1][4]])
         ops.slots(position, pages, PAGE, SLOTS, request=request, position=request)
-        return ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].sum(), block * 2
+        return ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2
     return step
 
 
@@ -295,8 +300,8 @@ def flat(values):
 
 def compiles(ops, device):
     step, backend = step_of(ops), "inductor" if device == "cuda" else "aot_eager"
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=backend)
-    for tokens in (32, 50):
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    for tokens in (32, 50, 51):  # after the second, torch compiles for any number of tokens
         theirs, ours = step_inputs(device, tokens), step_inputs(device, tokens)
         expected, got = step(*theirs), compiled(*ours)
         assert all(map(torch.equal, expected, got)), f"results, {tokens} tokens"

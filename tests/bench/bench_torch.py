@@ -19,7 +19,6 @@ import ctypes
 import importlib
 import os
 import random
-import statistics
 import sys
 import time
 
@@ -73,7 +72,7 @@ def measure(calls, launches, verify, repetitions=9):
     for repetition in range(repetitions):
         for name in sorted(contenders, reverse=repetition % 2 == 1):
             contenders[name].time()
-    return {name: statistics.median(c.us) for name, c in contenders.items()}
+    return {name: sorted(c.us)[repetitions // 2] for name, c in contenders.items()}
 
 
 def random_sets(table_rows, rows):
