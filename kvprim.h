@@ -2406,18 +2406,17 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
    side exactly if it begins before all of those end that came before it. A pass over the list finds the starts in some
    range; those of one range are sorted at a time. */
 enum {
-    kvpi_sweep_starts = 2048, /* sorted at a time */
+    kvpi_sweep_starts = 4096, /* sorted at a time; two such arrays take 32 KB of stack */
     kvpi_sweep_bits = 12,     /* a range with more is cut into 4,096 buckets */
     kvpi_sweep_buckets = 1 << kvpi_sweep_bits,
-    kvpi_sweep_block = 512,  /* items of which first the destinations are looked at, then the sources: longer runs */
-    kvpi_sweep_key_bits = 43 /* of a start in its range; 20 bits name the item, one its side */
+    kvpi_sweep_digit = 256
 };
 
 typedef struct kvpi_sweep {
     const kvpi_list *list;
     uint64_t last[2], item[2]; /* of those of each side so far: the last byte that one reaches, and which does */
     union {
-        uint64_t starts[2][kvpi_sweep_starts];
+        uint32_t starts[2][kvpi_sweep_starts]; /* twice the item, plus 1 for its source */
         uint32_t buckets[kvpi_sweep_buckets];
     } memory;
 } kvpi_sweep;
@@ -2455,24 +2454,49 @@ static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
     int32_t n = 0;
-    for (uint64_t block = 0; block < l->count; block += kvpi_sweep_block)
-        for (int side = 0; side < 2; side++)
-            for (uint64_t i = block; i < l->count && i < block + kvpi_sweep_block; i++) {
-                const uint64_t at = kvpi_start(l, side, i) - low;
-                if (KVPRIM_LIKELY(at > width) || !kvpi_size(l, side, i))
-                    continue;
-                if (n == kvpi_sweep_starts)
-                    return n + 1;
-                s->memory.starts[0][n++] = at << (64 - kvpi_sweep_key_bits) | i << 1 | (uint64_t)side;
-            }
+    for (uint64_t i = 0; i < l->count; i++)
+        for (int side = 0; side < 2; side++) {
+            if (KVPRIM_LIKELY(kvpi_start(l, side, i) - low > width) || !kvpi_size(l, side, i))
+                continue;
+            if (n == kvpi_sweep_starts)
+                return n + 1;
+            s->memory.starts[0][n++] = (uint32_t)(i << 1) | (uint32_t)side;
+        }
     return n;
+}
+
+static uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
+{
+    return kvpi_start(s->list, (int)(start & 1), start >> 1);
+}
+
+/* Sorts n starts by 8 bits at a time, from the lowest one in which they differ to the highest. */
+static const uint32_t *kvpi_sweep_sort(kvpi_sweep *s, int32_t n)
+{
+    uint32_t *from = s->memory.starts[0], *to = s->memory.starts[1];
+    uint64_t differ = 0;
+    int shift = 0;
+    for (int32_t k = 1; k < n; k++)
+        differ |= kvpi_sweep_key(s, from[k]) ^ kvpi_sweep_key(s, from[0]);
+    while (differ && (differ >> shift & 1) == 0)
+        shift++;
+    for (; shift < 64 && differ >> shift; shift += 8) {
+        uint32_t at[kvpi_sweep_digit] = {0}, *const sorted = to;
+        for (int32_t k = 0; k < n; k++)
+            at[kvpi_sweep_key(s, from[k]) >> shift & (kvpi_sweep_digit - 1)]++;
+        for (uint32_t d = 0, sum = 0, next; d < kvpi_sweep_digit; d++, sum = next)
+            next = sum + at[d], at[d] = sum;
+        for (int32_t k = 0; k < n; k++)
+            sorted[at[kvpi_sweep_key(s, from[k]) >> shift & (kvpi_sweep_digit - 1)]++] = from[k];
+        to = from, from = sorted;
+    }
+    return from;
 }
 
 /* Counts the starts in [low, low + width] by buckets of 1 << shift bytes, then marks those that end a group: as many
    buckets as can be sorted at a time, or one that is too full. */
 static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int shift, uint8_t *ends)
 {
-    const uint64_t most = ((uint64_t)1 << kvpi_sweep_key_bits) >> shift; /* buckets of a group */
     const kvpi_list *const l = s->list;
     uint32_t *const buckets = s->memory.buckets;
     uint64_t sum = 0, first = 0;
@@ -2485,7 +2509,7 @@ static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int sh
         }
     for (uint64_t b = 0; b < kvpi_sweep_buckets; b++) {
         sum += buckets[b];
-        if (b > first && (sum > kvpi_sweep_starts || b - first >= most)) {
+        if (b > first && sum > kvpi_sweep_starts) {
             ends[(b - 1) / 8] |= (uint8_t)(1 << (b - 1) % 8);
             first = b, sum = buckets[b];
         }
@@ -2497,11 +2521,11 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
     int shift = 0;
-    const int32_t n = width >> kvpi_sweep_key_bits ? kvpi_sweep_starts + 1 : kvpi_sweep_collect(s, low, width);
+    const int32_t n = kvpi_sweep_collect(s, low, width);
     if (n <= kvpi_sweep_starts) {
-        const uint64_t *const sorted = n ? kvpi_sort(s->memory.starts[0], s->memory.starts[1], n) : NULL;
+        const uint32_t *const sorted = kvpi_sweep_sort(s, n);
         for (int32_t k = 0; k < n; k++)
-            KVPRIM_TRY(kvpi_sweep_one(s, (int)(sorted[k] & 1), sorted[k] >> 1 & (KVPRIM_MAX_COPIES - 1)));
+            KVPRIM_TRY(kvpi_sweep_one(s, (int)(sorted[k] & 1), sorted[k] >> 1));
         return KVPRIM_OK;
     }
     if (width == 0)
