@@ -2087,13 +2087,13 @@ static kvpc_seen kvpc_see(kvpc_seen s, const kvpc_list *l, const kvpc_fragment *
     return s;
 }
 
-/* Returns 0 if number i of the fragments is first + i * step. */
-static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t kvpc_fragment::*member, uint64_t first,
-                              uint64_t step)
+/* Returns 0 if offset i of the fragments, in src or in dst, is first + i * step. */
+template <bool in_src>
+static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t first, uint64_t step)
 {
     uint64_t off = 0;
     for (uint64_t i = 0; i < count; i++, first += step)
-        off |= f[i].*member ^ first;
+        off |= (in_src ? f[i].src_offset : f[i].dst_offset) ^ first;
     return off;
 }
 
@@ -2128,11 +2128,11 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
             step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
         }
         if (!off.src_offset)
-            off.src_offset = kvpc_off_line(f, count, &kvpc_fragment::src_offset,
-                                           first.src_offset + job->left * step.src_offset, step.src_offset);
+            off.src_offset =
+                kvpc_off_line<true>(f, count, first.src_offset + job->left * step.src_offset, step.src_offset);
         if (!off.dst_offset)
-            off.dst_offset = kvpc_off_line(f, count, &kvpc_fragment::dst_offset,
-                                           first.dst_offset + job->left * step.dst_offset, step.dst_offset);
+            off.dst_offset =
+                kvpc_off_line<false>(f, count, first.dst_offset + job->left * step.dst_offset, step.dst_offset);
         before = kvpc_see<addresses>(seen, &job->list, f, count - 1);
         seen = kvpc_see<addresses>(before, &job->list, f + count - 1, 1);
         job->left += count, job->last_bytes = f[count - 1].bytes;
@@ -2266,12 +2266,11 @@ typedef struct kvpc_shifts {
     uint64_t src_common, dst_common;
 } kvpc_shifts;
 
-/* Records of 2 bytes that hold one number, in vectors. */
-static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count,
-                               uint64_t kvpc_fragment::*member)
+/* Records of 2 bytes that hold one number, of src, in vectors. */
+static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        to[i] = (uint16_t)(f[i].*member >> shift);
+        to[i] = (uint16_t)(f[i].src_offset >> shift);
 }
 
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
@@ -2354,7 +2353,7 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
         if (h->apart)
             kvpc_store_apart(to, h, by, f, count);
         else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask)
-            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count, &kvpc_fragment::src_offset);
+            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count);
         else if (bytes && (by.src_common | by.dst_common))
             kvpc_store_records<true>(to, bytes, by, f, count);
         else if (bytes)
