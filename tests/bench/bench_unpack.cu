@@ -616,22 +616,23 @@ template <class function> static double time_to_end(const function &call)
     return median(ms);
 }
 
-/* `count` pieces of the same random slots, on each side among twice as many; prints and judges one line. */
+/* `count` pieces at the start of random slots of 64 KB, on each side of twice as many; prints and judges one line. */
 static void copies_over_link(char *device, char *pinned, size_t count, size_t bytes, bool to_host)
 {
+    constexpr size_t slot = 64 * KiB;
     std::vector<kvprim_fragment> f(count);
     std::vector<kvprim_copy_item> items;
     copy_list list;
     const index_sets from(int64_t(2 * count), int64_t(count), 1, 1), to(int64_t(2 * count), int64_t(count), 1, 2);
     char *const src = to_host ? device : pinned, *const dst = to_host ? pinned : device;
     for (size_t i = 0; i < count; i++) {
-        f[i] = {uint64_t(from.host[i]) * bytes, uint64_t(to.host[i]) * bytes, bytes};
+        f[i] = {uint64_t(from.host[i]) * slot, uint64_t(to.host[i]) * slot, bytes};
         items.push_back({src + f[i].src_offset, dst + f[i].dst_offset, bytes});
         list.add(dst + f[i].dst_offset, src + f[i].src_offset, bytes);
     }
     const kvprim_cuda_launch launch = on_stream();
     const kvprim_copy_desc c = {items.data(), count, 0};
-    const kvprim_unpack_desc u = {src, 2 * count * bytes, dst, 2 * count * bytes, f.data(), count, 0};
+    const kvprim_unpack_desc u = {src, 2 * count * slot, dst, 2 * count * slot, f.data(), count, 0};
     const on_device<kvprim_fragment> described = upload(f);
     const double copied = time_to_end([&] { check_kvprim(kvprim_cuda_copy(&c, &launch)); });
     if (count_wrong(described_fragments{dst, src, described.get()}, int64_t(count)) != 0) {
