@@ -403,8 +403,9 @@ enum { KVPRIM_MAX_COPIES = 1 << 20 }; /* more is KVPRIM_ERROR_SIZE */
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
    Aliasing: no destination shares a byte with any source, or with the items. Two passes over the items show that where
-   all destinations lie before or after all sources. Otherwise their first bytes are sorted, 4,096 at a time, and each
-   time takes another pass: 4,096 items take up to 0.5 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes 36 KB of stack.
+   all destinations lie before or after all sources. Otherwise pages take a few more (4,096 of 4 KB 0.07 ms), and where
+   addresses share no such multiple, their first bytes are sorted, 4,096 at a time, each time after another pass: 4,096
+   items take up to 0.6 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes 36 KB of stack.
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
    (names the items). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
@@ -2409,7 +2410,10 @@ enum {
     kvpi_sweep_starts = 4096, /* sorted at a time; two such arrays take 32 KB of stack */
     kvpi_sweep_bits = 12,     /* a range with more is cut into 4,096 buckets */
     kvpi_sweep_buckets = 1 << kvpi_sweep_bits,
-    kvpi_sweep_digit = 256
+    kvpi_sweep_digit = 256,
+    kvpi_granule_bits = 18, /* of 2^18 granules there is one bit each */
+    kvpi_granule_words = 1 << kvpi_granule_bits >> 6,
+    kvpi_granule_items = 256 /* with fewer, clearing the bits takes longer than sorting */
 };
 
 typedef struct kvpi_sweep {
@@ -2418,6 +2422,7 @@ typedef struct kvpi_sweep {
     union {
         uint32_t starts[2][kvpi_sweep_starts]; /* twice the item, plus 1 for its source */
         uint32_t buckets[kvpi_sweep_buckets];
+        uint64_t granules[kvpi_granule_words];
     } memory;
 } kvpi_sweep;
 
@@ -2542,6 +2547,56 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
     return KVPRIM_OK;
 }
 
+/* Marks the granules of 1 << shift bytes in [low, high] that destinations touch. Returns whether no source touches one
+   of these; 0 also if sources overlap each other so much that this takes long. */
+static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int shift)
+{
+    const kvpi_list *const l = s->list;
+    uint64_t *const granules = s->memory.granules, words = 0;
+    memset(granules, 0, sizeof s->memory.granules);
+    for (int side = 0; side < 2; side++)
+        for (uint64_t i = 0; i < l->count; i++) {
+            const uint64_t bytes = kvpi_size(l, side, i), start = kvpi_start(l, side, i);
+            const uint64_t last = bytes ? kvpi_last(start, bytes) : 0;
+            if (start > high || last < low)
+                continue;
+            const uint64_t a = (start > low ? start - low : 0) >> shift;
+            const uint64_t b = ((last < high ? last : high) - low) >> shift;
+            for (uint64_t w = a / 64; w <= b / 64; w++) {
+                const uint64_t mask =
+                    UINT64_MAX << (w == a / 64 ? a % 64 : 0) & UINT64_MAX >> (w == b / 64 ? 63 - b % 64 : 0);
+                if (side == kvpi_src && (granules[w] & mask))
+                    return 0;
+                granules[w] |= side == kvpi_dst ? mask : 0;
+            }
+            words += (b - a) / 64;
+            if (words > 8 * kvpi_granule_words)
+                return 0;
+        }
+    return 1;
+}
+
+/* Whether the granules of [low, high] show that no destination shares a byte with a source. They are as large as what
+   all starts and sizes are multiples of, which for pages takes few passes: 4,096 pages of 4 KB 70 us, not 280. */
+static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
+{
+    const kvpi_list *const l = s->list;
+    uint64_t any = 0;
+    int shift = 0;
+    for (uint64_t i = 0; i < l->count; i++)
+        any |= kvpi_start(l, kvpi_dst, i) | kvpi_start(l, kvpi_src, i) | kvpi_size(l, kvpi_dst, i);
+    while ((any >> shift & 1) == 0)
+        shift++;
+    if (l->count < kvpi_granule_items || shift >= 64 - kvpi_granule_bits ||
+        (high - low) >> shift >> kvpi_granule_bits > 8 + l->count / 8192)
+        return 0;
+    const uint64_t range = (uint64_t)1 << shift << kvpi_granule_bits;
+    for (; high - low >= range; low += range)
+        if (!kvpi_granules_apart(s, low, low + range - 1, shift))
+            return 0;
+    return kvpi_granules_apart(s, low, high, shift);
+}
+
 /* No destination shares a byte with a source. */
 static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
 {
@@ -2555,6 +2610,8 @@ static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kv
                            l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
+    if (kvpi_pages_apart(&s, low, high))
+        return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* only of one side */
     return kvpi_sweep_range(&s, low, high - low);
 }
