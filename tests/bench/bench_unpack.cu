@@ -395,7 +395,7 @@ static void single()
             all[3].plain = all[4].plain = true;
             measure(all);
             printf("%-10s %2d %9.2f %9.2f %9.2f %9.2f %9.2f\n", b.name.c_str(), shift, all[0].us, all[1].us, all[2].us,
-                   all[3].us, gb_per_s(all[4]));
+                   all[3].us, all[4].us);
             nodes.push_back({std::min(all[0].us, all[1].us) / all[2].us, b.name + (shift ? " + 3" : "")});
             calls.push_back({all[3].us / all[4].us, nodes.back().where});
         }
