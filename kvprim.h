@@ -455,8 +455,9 @@ enum { KVPRIM_MAX_COPIES = 1 << 20 }; /* more is KVPRIM_ERROR_SIZE */
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
    Aliasing: no destination shares a byte with any source, or with the items. Two passes over the items show that where
-   all destinations lie before or after all sources. Otherwise starts are sorted, 2,048 at a time, and each time takes
-   another pass: 4,096 items take XXX us, KVPRIM_MAX_COPIES XXX s, in any order. The check takes 36 KB of stack.
+   all destinations lie before or after all sources. Otherwise pages take a few more (4,096 of 4 KB 0.07 ms), and where
+   addresses share no such multiple, their first bytes are sorted, 4,096 at a time, each time after another pass: 4,096
+   items take up to 0.6 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes 36 KB of stack.
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
    (names the items). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
@@ -2696,19 +2697,22 @@ static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
    side exactly if it begins before all of those end that came before it. A pass over the list finds the starts in some
    range; those of one range are sorted at a time. */
 enum {
-    kvpi_sweep_starts = 2048, /* sorted at a time */
+    kvpi_sweep_starts = 4096, /* sorted at a time; two such arrays take 32 KB of stack */
     kvpi_sweep_bits = 12,     /* a range with more is cut into 4,096 buckets */
     kvpi_sweep_buckets = 1 << kvpi_sweep_bits,
-    kvpi_sweep_block = 512,  /* items of which first the destinations are looked at, then the sources: longer runs */
-    kvpi_sweep_key_bits = 43 /* of a start in its range; 20 bits name the item, one its side */
+    kvpi_sweep_digit = 256,
+    kvpi_granule_bits = 18, /* of 2^18 granules there is one bit each */
+    kvpi_granule_words = 1 << kvpi_granule_bits >> 6,
+    kvpi_granule_items = 256 /* with fewer, clearing the bits takes longer than sorting */
 };
 
 typedef struct kvpi_sweep {
     const kvpi_list *list;
     uint64_t last[2], item[2]; /* of those of each side so far: the last byte that one reaches, and which does */
     union {
-        uint64_t starts[2][kvpi_sweep_starts];
+        uint32_t starts[2][kvpi_sweep_starts]; /* twice the item, plus 1 for its source */
         uint32_t buckets[kvpi_sweep_buckets];
+        uint64_t granules[kvpi_granule_words];
     } memory;
 } kvpi_sweep;
 
@@ -2745,24 +2749,49 @@ static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
     int32_t n = 0;
-    for (uint64_t block = 0; block < l->count; block += kvpi_sweep_block)
-        for (int side = 0; side < 2; side++)
-            for (uint64_t i = block; i < l->count && i < block + kvpi_sweep_block; i++) {
-                const uint64_t at = kvpi_start(l, side, i) - low;
-                if (KVPRIM_LIKELY(at > width) || !kvpi_size(l, side, i))
-                    continue;
-                if (n == kvpi_sweep_starts)
-                    return n + 1;
-                s->memory.starts[0][n++] = at << (64 - kvpi_sweep_key_bits) | i << 1 | (uint64_t)side;
-            }
+    for (uint64_t i = 0; i < l->count; i++)
+        for (int side = 0; side < 2; side++) {
+            if (KVPRIM_LIKELY(kvpi_start(l, side, i) - low > width) || !kvpi_size(l, side, i))
+                continue;
+            if (n == kvpi_sweep_starts)
+                return n + 1;
+            s->memory.starts[0][n++] = (uint32_t)(i << 1) | (uint32_t)side;
+        }
     return n;
+}
+
+static uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
+{
+    return kvpi_start(s->list, (int)(start & 1), start >> 1);
+}
+
+/* Sorts n starts by 8 bits at a time, from the lowest one in which they differ to the highest. */
+static const uint32_t *kvpi_sweep_sort(kvpi_sweep *s, int32_t n)
+{
+    uint32_t *from = s->memory.starts[0], *to = s->memory.starts[1];
+    uint64_t differ = 0;
+    int shift = 0;
+    for (int32_t k = 1; k < n; k++)
+        differ |= kvpi_sweep_key(s, from[k]) ^ kvpi_sweep_key(s, from[0]);
+    while (differ && (differ >> shift & 1) == 0)
+        shift++;
+    for (; shift < 64 && differ >> shift; shift += 8) {
+        uint32_t at[kvpi_sweep_digit] = {0}, *const sorted = to;
+        for (int32_t k = 0; k < n; k++)
+            at[kvpi_sweep_key(s, from[k]) >> shift & (kvpi_sweep_digit - 1)]++;
+        for (uint32_t d = 0, sum = 0, next; d < kvpi_sweep_digit; d++, sum = next)
+            next = sum + at[d], at[d] = sum;
+        for (int32_t k = 0; k < n; k++)
+            sorted[at[kvpi_sweep_key(s, from[k]) >> shift & (kvpi_sweep_digit - 1)]++] = from[k];
+        to = from, from = sorted;
+    }
+    return from;
 }
 
 /* Counts the starts in [low, low + width] by buckets of 1 << shift bytes, then marks those that end a group: as many
    buckets as can be sorted at a time, or one that is too full. */
 static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int shift, uint8_t *ends)
 {
-    const uint64_t most = ((uint64_t)1 << kvpi_sweep_key_bits) >> shift; /* buckets of a group */
     const kvpi_list *const l = s->list;
     uint32_t *const buckets = s->memory.buckets;
     uint64_t sum = 0, first = 0;
@@ -2775,7 +2804,7 @@ static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int sh
         }
     for (uint64_t b = 0; b < kvpi_sweep_buckets; b++) {
         sum += buckets[b];
-        if (b > first && (sum > kvpi_sweep_starts || b - first >= most)) {
+        if (b > first && sum > kvpi_sweep_starts) {
             ends[(b - 1) / 8] |= (uint8_t)(1 << (b - 1) % 8);
             first = b, sum = buckets[b];
         }
@@ -2787,11 +2816,11 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
     int shift = 0;
-    const int32_t n = width >> kvpi_sweep_key_bits ? kvpi_sweep_starts + 1 : kvpi_sweep_collect(s, low, width);
+    const int32_t n = kvpi_sweep_collect(s, low, width);
     if (n <= kvpi_sweep_starts) {
-        const uint64_t *const sorted = n ? kvpi_sort(s->memory.starts[0], s->memory.starts[1], n) : NULL;
+        const uint32_t *const sorted = kvpi_sweep_sort(s, n);
         for (int32_t k = 0; k < n; k++)
-            KVPRIM_TRY(kvpi_sweep_one(s, (int)(sorted[k] & 1), sorted[k] >> 1 & (KVPRIM_MAX_COPIES - 1)));
+            KVPRIM_TRY(kvpi_sweep_one(s, (int)(sorted[k] & 1), sorted[k] >> 1));
         return KVPRIM_OK;
     }
     if (width == 0)
@@ -2808,6 +2837,56 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
     return KVPRIM_OK;
 }
 
+/* Marks the granules of 1 << shift bytes in [low, high] that destinations touch. Returns whether no source touches one
+   of these; 0 also if sources overlap each other so much that this takes long. */
+static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int shift)
+{
+    const kvpi_list *const l = s->list;
+    uint64_t *const granules = s->memory.granules, words = 0;
+    memset(granules, 0, sizeof s->memory.granules);
+    for (int side = 0; side < 2; side++)
+        for (uint64_t i = 0; i < l->count; i++) {
+            const uint64_t bytes = kvpi_size(l, side, i), start = kvpi_start(l, side, i);
+            const uint64_t last = bytes ? kvpi_last(start, bytes) : 0;
+            if (start > high || last < low)
+                continue;
+            const uint64_t a = (start > low ? start - low : 0) >> shift;
+            const uint64_t b = ((last < high ? last : high) - low) >> shift;
+            for (uint64_t w = a / 64; w <= b / 64; w++) {
+                const uint64_t mask =
+                    UINT64_MAX << (w == a / 64 ? a % 64 : 0) & UINT64_MAX >> (w == b / 64 ? 63 - b % 64 : 0);
+                if (side == kvpi_src && (granules[w] & mask))
+                    return 0;
+                granules[w] |= side == kvpi_dst ? mask : 0;
+            }
+            words += (b - a) / 64;
+            if (words > 8 * kvpi_granule_words)
+                return 0;
+        }
+    return 1;
+}
+
+/* Whether the granules of [low, high] show that no destination shares a byte with a source. They are as large as what
+   all starts and sizes are multiples of, which for pages takes few passes: 4,096 pages of 4 KB 70 us, not 280. */
+static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
+{
+    const kvpi_list *const l = s->list;
+    uint64_t any = 0;
+    int shift = 0;
+    for (uint64_t i = 0; i < l->count; i++)
+        any |= kvpi_start(l, kvpi_dst, i) | kvpi_start(l, kvpi_src, i) | kvpi_size(l, kvpi_dst, i);
+    while ((any >> shift & 1) == 0)
+        shift++;
+    if (l->count < kvpi_granule_items || shift >= 64 - kvpi_granule_bits ||
+        (high - low) >> shift >> kvpi_granule_bits > 8 + l->count / 8192)
+        return 0;
+    const uint64_t range = (uint64_t)1 << shift << kvpi_granule_bits;
+    for (; high - low >= range; low += range)
+        if (!kvpi_granules_apart(s, low, low + range - 1, shift))
+            return 0;
+    return kvpi_granules_apart(s, low, high, shift);
+}
+
 /* No destination shares a byte with a source. */
 static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kvpi_ends src)
 {
@@ -2821,6 +2900,8 @@ static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kv
                            l->function, (unsigned long long)l->count, (int)KVPRIM_MAX_COPIES);
     s.list = l;
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
+    if (kvpi_pages_apart(&s, low, high))
+        return KVPRIM_OK;
     KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* only of one side */
     return kvpi_sweep_range(&s, low, high - low);
 }

@@ -160,8 +160,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
                                                            const kvprim_cuda_launch *launch);
 
 /* As kvprim_cuda_unpack, of addresses: a launch holds the bits in which they differ. Each item lies in any of the
-   memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). 16 MB or more of zeros in a row are set by
-   cudaMemsetAsync as they would be copied by cudaMemcpyAsync. */
+   memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If all items make one block of zeros of 64 KB or more
+   (16 MB with pdl) that begins at a multiple of 16, and max_sms is 0, the call enqueues a cudaMemsetAsync. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
                                                          const kvprim_cuda_launch *launch);
 
@@ -2620,13 +2620,13 @@ static kvpc_seen kvpc_see(kvpc_seen s, const kvpc_list *l, const kvpc_fragment *
     return s;
 }
 
-/* Returns 0 if number i of the fragments is first + i * step. */
-static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t kvpc_fragment::*member, uint64_t first,
-                              uint64_t step)
+/* Returns 0 if offset i of the fragments, in src or in dst, is first + i * step. */
+template <bool in_src>
+static uint64_t kvpc_off_line(const kvpc_fragment *f, uint64_t count, uint64_t first, uint64_t step)
 {
     uint64_t off = 0;
     for (uint64_t i = 0; i < count; i++, first += step)
-        off |= f[i].*member ^ first;
+        off |= (in_src ? f[i].src_offset : f[i].dst_offset) ^ first;
     return off;
 }
 
@@ -2661,11 +2661,11 @@ template <bool addresses> static void kvpc_survey_all(kvpc_unpack_job *job)
             step.dst_offset = f[count > 1].dst_offset - first.dst_offset;
         }
         if (!off.src_offset)
-            off.src_offset = kvpc_off_line(f, count, &kvpc_fragment::src_offset,
-                                           first.src_offset + job->left * step.src_offset, step.src_offset);
+            off.src_offset =
+                kvpc_off_line<true>(f, count, first.src_offset + job->left * step.src_offset, step.src_offset);
         if (!off.dst_offset)
-            off.dst_offset = kvpc_off_line(f, count, &kvpc_fragment::dst_offset,
-                                           first.dst_offset + job->left * step.dst_offset, step.dst_offset);
+            off.dst_offset =
+                kvpc_off_line<false>(f, count, first.dst_offset + job->left * step.dst_offset, step.dst_offset);
         before = kvpc_see<addresses>(seen, &job->list, f, count - 1);
         seen = kvpc_see<addresses>(before, &job->list, f + count - 1, 1);
         job->left += count, job->last_bytes = f[count - 1].bytes;
@@ -2799,12 +2799,11 @@ typedef struct kvpc_shifts {
     uint64_t src_common, dst_common;
 } kvpc_shifts;
 
-/* Records of 2 bytes that hold one number, in vectors. */
-static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count,
-                               uint64_t kvpc_fragment::*member)
+/* Records of 2 bytes that hold one number, of src, in vectors. */
+static void kvpc_store_numbers(uint16_t *to, uint32_t shift, const kvpc_fragment *f, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
-        to[i] = (uint16_t)(f[i].*member >> shift);
+        to[i] = (uint16_t)(f[i].src_offset >> shift);
 }
 
 /* Each store writes 8 bytes. The next one, or what follows the records, overwrites those that are too many. `by` and
@@ -2887,7 +2886,7 @@ static void kvpc_encode(kvpc_unpack_job *job, kvpc_unpack *h, uint32_t *data)
         if (h->apart)
             kvpc_store_apart(to, h, by, f, count);
         else if (bytes == 2 && h->src.mask && !h->dst.mask && !h->bytes.mask)
-            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count, &kvpc_fragment::src_offset);
+            kvpc_store_numbers((uint16_t *)(void *)to, by.src, f, count);
         else if (bytes && (by.src_common | by.dst_common))
             kvpc_store_records<true>(to, bytes, by, f, count);
         else if (bytes)
@@ -2968,7 +2967,10 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
-    enum { copy_bytes = 16 << 20 }; /* from here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200) */
+    /* From here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200); and CUDA's own zeros: 64 KB take 0.96
+       us, not 1.45, but no dependent launch. */
+    enum { copy_bytes = 16 << 20, zeros_bytes = 64 << 10 };
+    const uint64_t by_cuda = job->zeros && !call->launch.pdl ? (uint64_t)zeros_bytes : (uint64_t)copy_bytes;
     job->call = call;
     job->started = false;
     job->overlap = call->launch.max_sms == 0 && kvpc_has_pdl();
@@ -2980,9 +2982,9 @@ static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_jo
         const uint64_t bytes = (job->left - 1) * job->bytes.first + job->last_bytes;
         void *const dst = (void *)(uintptr_t)(job->list.dst + job->dst.first);
         const void *const src = (const void *)(uintptr_t)(job->list.src + job->src.first);
-        if (bytes < copy_bytes && !job->zeros)
+        if (bytes < by_cuda && !job->zeros)
             return kvpc_unpack_one(job, bytes);
-        if (bytes >= copy_bytes &&
+        if (bytes >= by_cuda &&
             (job->zeros ? kvpc_set_zeros(call, dst, bytes) : kvpc_copy_rows(call, dst, 0, src, 0, (int64_t)bytes, 1)))
             return KVPRIM_OK;
     }

@@ -91,6 +91,19 @@ static int wrong_moves(void)
 
     unpack.src_bytes = 3;
     wrong += kvprim_unpack(&unpack) != KVPRIM_ERROR_BOUNDS || strlen(kvprim_last_error()) == 0;
+
+    kvprim_copy_item items[2];
+    kvprim_copy_desc list;
+    memset(items, 0, sizeof items);
+    memset(&list, 0, sizeof list);
+    items[0].src = cache;
+    items[0].dst = copy + 3;
+    items[0].bytes = 2;
+    items[1].dst = copy + 7; /* zeros */
+    items[1].bytes = 1;
+    list.items = items;
+    list.count = 2;
+    wrong += kvprim_copy(&list) != KVPRIM_OK || memcmp(copy, "cc.cc.b", 8) != 0;
     return wrong;
 }
 

@@ -315,6 +315,50 @@ static void test_large_overlaps(void)
     check_overlap(kvprim_copy_check(&d), items, LENGTH(items), 1, "one source");
 }
 
+/* Addresses and sizes that are multiples of some number, as those of pages. */
+static void test_page_overlaps(void)
+{
+    static const uint64_t pages[] = {1, 16, 48, 4096, 65536};
+    kvprim_copy_item items[600];
+    for (unsigned round = 0; round < 6000 / every; round++) {
+        const size_t n =
+            make_neighbours(items, round % 20 ? 256 : 250 + (size_t)below(350), 1 + round % 2, round % 7 == 6);
+        const uint64_t page = pages[round % LENGTH(pages)];
+        if (UINTPTR_MAX == UINT32_MAX && page > 16)
+            continue;
+        for (size_t i = 0; i < n; i++) {
+            items[i].src = (void *)(uintptr_t)(address_of(items[i].src) % (1 << 30) * page);
+            items[i].dst = (void *)(uintptr_t)(address_of(items[i].dst) % (1 << 30) * page);
+            items[i].bytes *= page;
+        }
+        if (round % 3 == 1)
+            items[below(n)].bytes += page * (1 + below(3));
+        if (round % 3 == 2)
+            items[below(n)].dst = (char *)items[below(n)].dst - 1;
+        one_overlap(items, n, "pages");
+    }
+}
+
+/* 2^18 pages, and one less or more, of which the first and the last one are destinations or both. */
+static void test_page_ranges(void)
+{
+    const uint64_t base = 1 << 24, largest = UINTPTR_MAX > UINT32_MAX ? 4096 : 64;
+    kvprim_copy_item items[300];
+    for (uint64_t page = 1; page <= largest; page *= 64)
+        for (uint64_t pages = (1 << 18) - 2; pages <= (1 << 18) + 2; pages++)
+            for (int both = 0; both < 3; both++) {
+                const uint64_t last = base + page * pages;
+                for (size_t i = 0; i < LENGTH(items); i++) /* sources in between */
+                    items[i] = (kvprim_copy_item){(void *)(uintptr_t)(base + page * (1 + i)),
+                                                  (void *)(uintptr_t)(base - page * (1 + i)), page};
+                items[0].dst = (void *)(uintptr_t)base;
+                items[7].dst = (void *)(uintptr_t)last;
+                items[8].src = (void *)(uintptr_t)(last + page);
+                items[9].src = (void *)(uintptr_t)(both == 1 ? last : both == 2 ? base : last + page);
+                one_overlap(items, LENGTH(items), "2^18 pages");
+            }
+}
+
 /* Buffers of one list that lie in one block without a common byte. */
 static void test_unpack_in_place(void)
 {

@@ -1935,6 +1935,8 @@ int main(int argc, char **argv)
     run("copy: what is no error", test_good_copies);
     run("copy and unpack: small lists that overlap, and that do not", test_small_overlaps);
     run("copy and unpack: large lists that overlap, and that do not", test_large_overlaps);
+    run("copy and unpack: lists of pages that overlap, and that do not", test_page_overlaps);
+    run("copy and unpack: as many pages as are looked at at a time", test_page_ranges);
     run("copy: as many as there may be", test_most_copies);
     run("edges: indices inside what is written", test_index_inside);
 #ifdef KVPRIM_X86

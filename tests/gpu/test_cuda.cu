@@ -1293,8 +1293,9 @@ static void test_copy_relays()
 /* From every kind of memory to every kind, and zeros, in one list; 16 MB or more of zeros are set by CUDA. */
 static void test_copy_memory()
 {
-    const size_t half = 40000, bytes = 2 * half, large = (16 << 20) + 48;
-    unsigned char *at[3], *host = static_cast<unsigned char *>(allocate(3 * bytes)), got[2 * 40000];
+    const size_t half = 90000, bytes = 2 * half, large = (16 << 20) + 48;
+    unsigned char *at[3], *host = static_cast<unsigned char *>(allocate(3 * bytes));
+    std::vector<unsigned char> got(bytes);
     copy_items items;
     for (int k = 0; k < 3; k++) {
         at[k] = open_memory(static_cast<memory_kind>(k), bytes);
@@ -1303,7 +1304,7 @@ static void test_copy_memory()
     }
     for (size_t i = 0; i < 120; i++) { /* the first halves are sources */
         const size_t from = i % 3, to = i / 3 % 3, n = i % 7 ? 1 + i * 2 : 16 * i;
-        const size_t src = below(half - 2000), dst = half + i / 9 * 2000;
+        const size_t src = below(half - 2000), dst = half + (i / 9 * 3 + from) * 2000;
         items.push_back({i % 11 == 10 ? nullptr : at[from] + src, at[to] + dst, n});
         if (i % 9 != from + 3 * to) {
             fail("a pair of kinds is missing");
@@ -1318,8 +1319,8 @@ static void test_copy_memory()
     CHECK(kvprim_cuda_copy(&d, &main_launch) == KVPRIM_OK);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     for (int k = 0; k < 3; k++) {
-        CUDA(cudaMemcpy(got, at[k], bytes, cudaMemcpyDefault));
-        CHECK(memcmp(got, host + static_cast<size_t>(k) * bytes, bytes) == 0);
+        CUDA(cudaMemcpy(got.data(), at[k], bytes, cudaMemcpyDefault));
+        CHECK(memcmp(got.data(), host + static_cast<size_t>(k) * bytes, bytes) == 0);
         close_memory(static_cast<memory_kind>(k), at[k]);
     }
     for (const memory_kind kind : {DEVICE, PINNED, MANAGED}) {
