@@ -186,15 +186,11 @@ static void link_choices()
 static void test_listed()
 {
     kvprim_cuda_launch launch = {};
-    listed_matrix(&memory);
-    listed_transfers(&memory);
-    unaligned_bases(&memory);
-    host_lists(&memory);
-    many_device_layers(&memory);
-    listed_moves(&memory);
     memory.launch = &launch;
-    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += 5) {
-        kvprim_emulate_link = launch.max_sms == 0;
+    listed_matrix(&memory);
+    for (int n = 0; n < (quick ? 2 : 3); n++) { /* on the whole GPU, over the link, on five multiprocessors */
+        kvprim_emulate_link = n == 1;
+        launch.max_sms = n == 2 ? 5 : 0;
         listed_transfers(&memory);
         unaligned_bases(&memory);
         host_lists(&memory);
