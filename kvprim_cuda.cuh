@@ -2607,9 +2607,7 @@ static __global__ void __launch_bounds__(kvpc_slots_most_threads)
             const uint64_t request_at = kvpc_element_at(p.request, i, (number)sizeof(token));
             const uint64_t position_at = kvpc_element_at(p.position, i, (number)sizeof(token));
             kvpc_wait_for_inputs(p);
-            const token request =
-                kvpc_load_token<token>(request_at); /* one load after the other, and no wait between */
-            const token position = kvpc_load_token<token>(position_at);
+            const token request = kvpc_load_token<token>(request_at), position = kvpc_load_token<token>(position_at);
             kvpc_store_slot(p, i, request, position, false);
         }
 }
