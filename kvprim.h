@@ -30,8 +30,8 @@
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). kvprim_cuda.cuh
-   takes the same descriptors; the functions here are its reference.
+   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). It turns page
+   tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
 
    What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
 

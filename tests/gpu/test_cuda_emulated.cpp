@@ -1114,7 +1114,7 @@ static void test_many_blocks()
    over the array. */
 static void test_many_tokens()
 {
-    const int64_t threads = static_cast<int64_t>(kvpc_slots_most_blocks) * kvpc_slots_threads;
+    const int64_t threads = static_cast<int64_t>(kvpc_slots_most_blocks) * 2 * kvpc_slots_threads;
     const int64_t count = (int64_t(1) << 31) + threads;
     const addresses slot(static_cast<uint64_t>(count) * 8);
     const int32_t page = 1, lengths[] = {INT32_MIN, INT32_MAX};
@@ -1129,14 +1129,14 @@ static void test_many_tokens()
     CHECK(kvprim_cuda_slots(&d, nullptr) == KVPRIM_OK && gridDim.x == kvpc_slots_most_blocks);
     kvprim_emulate_last_only = false;
     for (int64_t end = threads; end <= count; end += threads)
-        for (int64_t i = end - kvpc_slots_threads; i < end; i++) {
+        for (int64_t i = end - 2 * kvpc_slots_threads; i < end; i++) {
             const int64_t want = i < INT32_MAX ? d.page_rows + i - INT32_MIN : -1;
             want_rejected += want < 0;
             if (reinterpret_cast<const int64_t *>(slot.p)[i] != want)
                 fail("token %lld has slot %lld", static_cast<long long>(i),
                      static_cast<long long>(reinterpret_cast<const int64_t *>(slot.p)[i]));
         }
-    CHECK(rejected == want_rejected && rejected == 1 + kvpc_slots_threads);
+    CHECK(rejected == want_rejected && rejected == 1 + 2 * kvpc_slots_threads);
 }
 
 /* Four moves of 2^30 chunks each, which 32 bits count, in one launch, whose sum they do not. Only the last block

@@ -201,9 +201,9 @@ static void slots_counts(arena *a)
 {
     static const struct {
         int64_t requests, count;
-    } sizes[] = {{1, 8192},   {2, 129},    {16, 128},   {17, 256},    {18, 257},    {32, 32},
-                 {33, 8192},  {256, 8192}, {289, 3000}, {290, 1},     {5000, 8192}, {5000, 32},
-                 {4913, 600}, {4914, 600}, {1, 100000}, {64, 100000}, {500, 500},   {8192, 8192}};
+    } sizes[] = {{1, 8192},   {2, 129},     {16, 128},  {17, 256},    {18, 257},    {32, 32},    {33, 8192},
+                 {256, 8192}, {289, 3000},  {290, 1},   {5000, 8192}, {5000, 32},   {4913, 600}, {4914, 600},
+                 {1, 100000}, {64, 100000}, {500, 500}, {8192, 8192}, {1000, 4000}, {37, 296}};
     for (const auto &s : sizes)
         for (int form = 0; form < n_slots_forms; form++)
             for (unsigned types = 0; types < 4; types++) {
@@ -216,7 +216,7 @@ static void slots_counts(arena *a)
 static void slots_rounds(arena *a)
 {
     for (int form = 0; form < 2; form++) {
-        const slots_case c = {form, 0, 100, 900, 0, 16, 1 << 20, 300 + kvpc_slots_most_blocks * kvpc_slots_threads,
+        const slots_case c = {form, 0, 100, 900, 0, 16, 1 << 20, 300 + 2 * kvpc_slots_most_blocks * kvpc_slots_threads,
                               false};
         one_slots(a, &c);
     }
