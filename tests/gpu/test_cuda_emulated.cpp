@@ -95,6 +95,13 @@ static void from_device(size_t)
 {
 }
 
+static void layout_run_over_link(const layout_case *which, layout_call *c, uint8_t *got)
+{
+    kvprim_emulate_link = true;
+    layout_run_on_gpu(which, c, got);
+    kvprim_emulate_link = false;
+}
+
 template <class Params> static void launch_threads(void (*kernel)(Params), int64_t threads, const Params &params)
 {
     kvprim_emulate_launch(kernel, dim3(unsigned((threads + 127) / 128)), 128, params);
@@ -380,7 +387,7 @@ static void test_all_kernels()
         for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
             if (!ran(kind.of(fit)))
                 fail("%s, fit %d: never launched", kind.name, fit);
-    CHECK(ran(kvpc_bytes_kernel));
+    CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
     CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
 }
 
