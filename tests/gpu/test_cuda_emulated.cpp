@@ -187,12 +187,48 @@ static void link_choices()
     kvprim_emulate_captured = false;
 }
 
+/* Two layers of rows of 48 bytes, which follow each other in a run on one side, named by indices whose difference to the
+   base may wrap. */
+static void link_runs()
+{
+    enum { rows = 100, count = 900, row_bytes = 48, layers = 2 };
+    static const int64_t base = INT64_MAX - 39;
+    static const int64_t values[] = {INT64_MAX,      base,           base - 1, INT64_MIN,
+                                     INT64_MIN + 10, INT64_MIN + 59, -1,       base + 20};
+    static int64_t index[count];
+    static unsigned char src[layers * rows * row_bytes], got[layers * count * row_bytes], want[sizeof got];
+    uint32_t rejected = 0;
+    for (int i = 0; i < count; i++)
+        index[i] = values[i % 8];
+    for (const bool into_runs : {true, false}) {
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(got, count, into_runs ? layers * row_bytes : row_bytes);
+        d.src = table_of(src, rows, into_runs ? row_bytes : layers * row_bytes);
+        d.dst_layer_stride = into_runs ? row_bytes : count * row_bytes;
+        d.src_layer_stride = into_runs ? rows * row_bytes : row_bytes;
+        d.row_bytes = row_bytes, d.layers = layers, d.count = count;
+        d.src_index = index, d.src_index_type = KVPRIM_I64, d.src_index_base = base, d.rejected = &rejected;
+        fill(src, sizeof src);
+        fill(got, sizeof got);
+        memcpy(want, got, sizeof got);
+        for (int l = 0; l < layers; l++)
+            for (int i = 0; i < count; i++)
+                if (index[i] >= base)
+                    memcpy(want + l * d.dst_layer_stride + i * d.dst.stride,
+                           src + l * d.src_layer_stride + (index[i] - base) * d.src.stride, row_bytes);
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+        CHECK(memcmp(got, want, sizeof got) == 0 && rejected == 0);
+        CHECK(kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kvpc_lines_kernel)) != 0);
+    }
+}
+
 /* The same transfers as everywhere, as if one side were pinned host memory; at last, the engine refuses every copy. */
 static void test_link()
 {
     long_transfers(&memory);
     kvprim_emulate_link = true;
     link_choices();
+    link_runs();
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     const unsigned copies = kvprim_emulate_copies;
