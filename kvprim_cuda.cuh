@@ -114,7 +114,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
    - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
-     multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
+     multiples of 16 bytes on 8. Rows or pieces of no whole 128 bytes fill the link on 2 if those of all layers, or of a
+     row, follow each other on one side (a page of all layers in the host's memory, say): 0.94 of the copy engine for
+     61 layers of 656 bytes. Elsewhere they reach about half. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
      by memory takes 1.01 to 1.09 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
      kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
@@ -1023,7 +1025,8 @@ enum { kvpc_line_words = 8, kvpc_tile_loads = 4, kvpc_tile_words = 32 * kvpc_til
 static_assert(sizeof(kvpc_lines) <= kvpc_params_bytes, "no room");
 
 /* Each warp moves a tile: whole, aligned lines of 128 bytes of the run, of which the first and the last may be less.
-   PCIe's packets are then as long as they can be: 52 GB/s of rows of 656 bytes on an H200, not 30. */
+   PCIe's packets are then as long as they can be: rows of 656 bytes move 52 GB/s on two multiprocessors of an H200, and
+   30 if each row is stored by itself, on however many. */
 static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     kvpc_lines_kernel(const KVPRIM_GRID_CONSTANT kvpc_lines KVPRIM_IN_PLACE p)
 {
