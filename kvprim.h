@@ -334,11 +334,14 @@ typedef struct kvprim_transfer_desc {
     const void *dst_index, *src_index;                /* int32 or int64, aligned as its C type; NULL: row i */
     kvprim_index_type index_type;                     /* of both, except ... */
     kvprim_index_type dst_index_type, src_index_type; /* ... where one of these says otherwise */
-    int32_t reserved_index;
+    int32_t
+        host_index; /* 1: the indices are host memory, read before the call returns. The CPU's functions ignore it */
     int64_t count;
     uint32_t *rejected; /* optional; counts each i once for which either index is past its table */
     int64_t dst_index_base, src_index_base;
     int64_t dst_index_stride, src_index_stride; /* elements from one index to the next; 0: 1 */
+    void *const *dst_device_layers; /* optional, in place of dst_layers: `layers` base pointers that the executing */
+    void *const *src_device_layers; /* ... side reads when it runs: device memory for kvprim_cuda_transfer */
     int64_t reserved;
 } kvprim_transfer_desc;
 
@@ -354,7 +357,13 @@ enum {
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
    With more than one layer the check takes about 34 KB of stack.
-   Errors: as kvprim_gather; ARGUMENT also for same_cache (neither 0 nor 1, or with two caches). */
+   Device layers: `rows` is given all the same and bounds every index. What the array holds is not known at the call.
+   So its pointers are not checked: not for overlap, not for NULL, not for the memory that rows, strides and `bytes`
+   say lies at each. dst.data (or src.data) is ignored. The array must not overlap what is written. With same_cache both
+   sides name one array.
+   Errors: as kvprim_gather; ARGUMENT also for same_cache and host_index (neither 0 nor 1), same_cache with two caches,
+   two arrays of layers or an array and a layer stride on one side, and an array of device layers that is not aligned to
+   its pointers. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc);
 
 /* >>unpack ---------------------------------------------------------------------------------------------------------
@@ -386,10 +395,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays again. Between
-   runs the caller may point table.data (or layers, if it is set), index or rejected at other memory of the same layout
-   and alignment, and may lower count. All other fields are read-only, and so is rejected of a store's V move, which
-   does not count. A captured graph keeps the pointers that it was captured with. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays, and indices of
+   the host, again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
+   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
+   read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
+   was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -400,8 +410,10 @@ typedef struct kvprim_side {
     int64_t index_base, index_stride;
     void *const *layers; /* one base pointer per layer; NULL: they lie layer_stride bytes apart from table.data on */
     int64_t layer_stride;
-    int64_t piece_bytes; /* row_bytes / heads */
-    uint64_t bytes;      /* of one layer, from data to the end of the last row that a move can touch */
+    int64_t piece_bytes;        /* row_bytes / heads */
+    uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
+    void *const *device_layers; /* as `layers`, read by the executing side; NULL: there is no such array */
+    int32_t host_index, reserved_index;
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -430,7 +442,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_trans
 /* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
 
-/* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty. */
+/* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or has device_layers. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
@@ -552,12 +564,12 @@ extern "C" {
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 296, "kvprim_transfer_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 312, "kvprim_transfer_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 144, "kvprim_side");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 336, "kvprim_move");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 160, "kvprim_side");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 368, "kvprim_move");
 #endif
 
 KVPRIM_API uint32_t kvprim_version(void)
@@ -1288,7 +1300,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
     if (t->rows < kvpi_used_rows(m, side))
         return kvpi_fail_field(m, side, "rows", t->rows, "less than count, which is", (uint64_t)m->count);
-    if (t->rows == 0 && (t->data || side->layers))
+    if (t->rows == 0 && (t->data || side->layers || side->device_layers))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.rows is 0, but its data is set", m->names->function,
                            kvpi_name(m, side));
     if (t->page_rows < 0)
@@ -1354,8 +1366,13 @@ static uint64_t kvpi_packed_layer(const kvpi_loop *loops, int count)
     return most;
 }
 
-/* A table of pages, heads or layers: no two pieces overlap, and it is not too large. Each layer of an array is a table
-   of its own. */
+/* The layers that start in a table's own memory. Each layer of an array is a table of its own. */
+static uint64_t kvpi_stacked(const kvprim_move *m, const kvprim_side *side)
+{
+    return side->layers || side->device_layers ? 1 : (uint64_t)m->layers;
+}
+
+/* A table of pages, heads or layers: no two pieces overlap, and it is not too large. */
 static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
@@ -1363,7 +1380,7 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     kvpi_loop loops[4] = {{"stride", (uint64_t)t->stride, page_rows < rows ? page_rows : rows},
                           {"head_stride", t->heads > 1 ? (uint64_t)t->head_stride : 0, (uint64_t)t->heads},
                           {"page_stride", t->page_rows ? (uint64_t)t->page_stride : 0, (rows - 1) / page_rows + 1},
-                          {"layer_stride", (uint64_t)side->layer_stride, side->layers ? 1 : (uint64_t)m->layers}};
+                          {"layer_stride", (uint64_t)side->layer_stride, kvpi_stacked(m, side)}};
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
@@ -1392,8 +1409,7 @@ static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *s
 {
     const kvprim_table *const t = &side->table;
     uint64_t reach = kvpi_reach(t, t->rows, m->row_bytes);
-    if (!side->layers)
-        reach = kvpi_add(reach, kvpi_mul((uint64_t)m->layers - 1, (uint64_t)side->layer_stride));
+    reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
     return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
@@ -1409,13 +1425,13 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         side->layer_stride = 0; /* nothing of it is ever touched */
         return KVPRIM_OK;
     }
-    if (t->page_rows == 0 && t->heads == 1 && (m->layers == 1 || side->layers))
+    if (t->page_rows == 0 && t->heads == 1 && kvpi_stacked(m, side) == 1)
         KVPRIM_TRY(kvpi_check_plain(m, side));
     else
         KVPRIM_TRY(kvpi_check_loops(m, side));
     if (t->bytes)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
-    if (!t->data && kvpi_used_rows(m, side) > 0)
+    if (!t->data && !side->device_layers && kvpi_used_rows(m, side) > 0)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
 }
@@ -1472,7 +1488,7 @@ static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_
                        a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
 }
 
-/* The hull of a side: from the lowest byte of all layers to the highest. */
+/* The hull of a side: from the lowest byte of all layers to the highest. Empty if only the executing side knows. */
 typedef struct kvpi_hull {
     const void *data;
     uint64_t bytes;
@@ -1493,6 +1509,9 @@ static int kvpi_array_ascends(void *const *layers, int32_t n)
 
 static kvpi_hull kvpi_hull_of(const kvprim_move *m, const kvprim_side *side)
 {
+    const kvpi_hull unknown = {NULL, 0, 1};
+    if (side->device_layers)
+        return unknown;
     const char *first = kvprim_side_layer(side, 0), *last = kvprim_side_layer(side, m->layers - 1);
     const int ascends =
         side->layers ? kvpi_array_ascends(side->layers, m->layers) : m->layers == 1 || side->layer_stride > 0;
@@ -1677,6 +1696,10 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
                 {"page_stride", to->page_rows ? to->page_stride : 0, from->page_rows ? from->page_stride : 0},
                 {"heads", to->heads, from->heads},
                 {"head_stride", to->heads > 1 ? to->head_stride : 0, from->heads > 1 ? from->head_stride : 0}};
+    if (m->dst.device_layers != m->src.device_layers)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: same_cache is 1, but dst_device_layers is %p and src_device_layers %p", function,
+                           (const void *)m->dst.device_layers, (const void *)m->src.device_layers);
     for (size_t k = 0; k < sizeof same / sizeof *same; k++)
         if (same[k].dst != same[k].src)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but dst.%s is %lld and src.%s %lld",
@@ -1702,9 +1725,33 @@ static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a
                              transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
 }
 
+/* The arrays of device layers: nothing that the move writes, and not one array on both sides. */
+static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_hull *dst)
+{
+    for (int k = 0; k < 2; k++) {
+        const char *const name = k ? "src_device_layers" : "dst_device_layers";
+        const void *const array = k ? m->src.device_layers : m->dst.device_layers;
+        const uint64_t bytes = (uint64_t)m->layers * sizeof(void *);
+        if (!array)
+            continue;
+        KVPRIM_TRY(kvpi_check_outside(m, &m->dst, dst, name, array, bytes));
+        if (m->rejected && kvpi_overlap(m->rejected, 4, array, bytes)) {
+            const kvpi_bytes a = {"rejected", m->rejected, 4}, b = {name, array, bytes};
+            return kvpi_fail_overlap(m->names->function, a, b, "");
+        }
+    }
+    if (m->dst.device_layers && m->dst.device_layers == m->src.device_layers && !m->same_cache)
+        return kvprim_fail(KVPRIM_ERROR_OVERLAP,
+                           "%s: dst_device_layers and src_device_layers are both %p; to copy rows inside one cache set "
+                           "same_cache",
+                           m->names->function, (const void *)m->dst.device_layers);
+    return KVPRIM_OK;
+}
+
 /* Fills in all defaults. */
 static kvprim_status kvpi_check_move(kvprim_move *m)
 {
+    const int known = !m->dst.device_layers && !m->src.device_layers;
     if (m->dst.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
@@ -1716,8 +1763,10 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     const kvpi_hull dst = kvpi_hull_of(m, &m->dst), src = kvpi_hull_of(m, &m->src);
     if (m->layers > 1)
         KVPRIM_TRY(kvpi_check_layers(m, &dst, &src));
-    else if (!m->same_cache)
+    else if (!m->same_cache && known)
         KVPRIM_TRY(kvpi_check_apart(m, &m->dst, m->names->dst, &m->src, m->names->src));
+    if (!known)
+        KVPRIM_TRY(kvpi_check_device_layers(m, &dst));
     for (int k = 0; k < 2; k++) {
         const kvprim_side *const side = k ? &m->src : &m->dst;
         if (side->index)
@@ -1808,7 +1857,8 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->table = *table;
     side->index = index, side->index_type = index ? type : (kvprim_index_type)0;
     side->index_base = base, side->index_stride = stride;
-    side->layers = NULL, side->layer_stride = 0;
+    side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
+    side->host_index = side->reserved_index = 0;
     side->bytes = 0;
 }
 
@@ -1879,14 +1929,21 @@ static kvprim_status kvpi_check_store(const kvprim_store_desc *d, kvprim_move *m
 /* The layers of one side, before its table is checked. */
 static kvprim_status kvpi_check_layer_array(kvprim_move *m, kvprim_side *side)
 {
-    if (!side->layers)
+    const char *const name = kvpi_name(m, side), *const device = side->device_layers ? "device_" : "";
+    if (!side->layers && !side->device_layers)
         return KVPRIM_OK;
+    if (side->layers && side->device_layers)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_device_layers are set", m->names->function,
+                           name, name);
     if (side->layer_stride)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_layers and %s_layer_stride are set", m->names->function,
-                           kvpi_name(m, side), kvpi_name(m, side));
-    side->table.data = side->layers[0];
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: both %s_%slayers and %s_layer_stride are set",
+                           m->names->function, name, device, name);
+    if ((uintptr_t)side->device_layers % sizeof(void *) != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s_device_layers (%p) is not aligned to %d bytes",
+                           m->names->function, name, (const void *)side->device_layers, (int)sizeof(void *));
+    side->table.data = side->layers ? side->layers[0] : NULL;
     uint64_t null = 0; /* bit 63 is set if a layer is NULL; the loop has no branch */
-    for (int32_t l = 0; l < m->layers; l++) {
+    for (int32_t l = 0; side->layers && l < m->layers; l++) {
         const uint64_t address = (uint64_t)(uintptr_t)side->layers[l];
         null |= (address - 1) & ~address;
     }
@@ -1908,12 +1965,17 @@ static kvprim_status kvpi_check_transfer(const kvprim_transfer_desc *d, kvprim_m
                   d->src_index_base, d->src_index_stride);
     m->dst.layers = d->dst_layers, m->dst.layer_stride = d->dst_layer_stride;
     m->src.layers = d->src_layers, m->src.layer_stride = d->src_layer_stride;
+    m->dst.device_layers = d->dst_device_layers, m->src.device_layers = d->src_device_layers;
+    m->dst.host_index = m->src.host_index = d->host_index;
     m->layers = d->layers == 0 ? 1 : d->layers;
     m->same_cache = d->same_cache;
     if (m->count == 0)
         return KVPRIM_OK;
-    if (d->reserved_index | d->reserved)
+    if (d->reserved)
         return kvpi_not_zero("kvprim_transfer", "a reserved field");
+    if (d->host_index != 0 && d->host_index != 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_transfer: host_index is %d, neither 0 nor 1",
+                           (int)d->host_index);
     if (d->layers < 0 || d->layers > KVPRIM_MAX_LAYERS)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_transfer: layers is %d, less than 0 or more than %d",
                            (int)d->layers, (int)KVPRIM_MAX_LAYERS);
@@ -1957,8 +2019,8 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
     if (resolved) {
         *resolved = *desc;
         resolved->dst = m.dst.table, resolved->src = m.src.table, resolved->layers = m.layers;
-        resolved->dst_layer_stride = desc->dst_layers ? 0 : m.dst.layer_stride;
-        resolved->src_layer_stride = desc->src_layers ? 0 : m.src.layer_stride;
+        resolved->dst_layer_stride = desc->dst_layers || desc->dst_device_layers ? 0 : m.dst.layer_stride;
+        resolved->src_layer_stride = desc->src_layers || desc->src_device_layers ? 0 : m.src.layer_stride;
         resolved->dst_index_type = m.dst.index_type, resolved->src_index_type = m.src.index_type;
         resolved->dst_index_stride = m.dst.index_stride, resolved->src_index_stride = m.src.index_stride;
     }
@@ -2267,6 +2329,12 @@ static void kvpi_move_layer(const kvprim_move *m)
         kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
+/* Here the CPU is the executing side. */
+static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
+{
+    return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
+}
+
 static void kvpi_run_moves(const kvprim_move *moves, size_t n)
 {
     for (size_t k = 0; k < n; k++) {
@@ -2274,8 +2342,8 @@ static void kvpi_run_moves(const kvprim_move *moves, size_t n)
             continue;
         kvprim_move layer = moves[k];
         for (int32_t l = 0; l < moves[k].layers; l++) {
-            layer.dst.table.data = kvprim_side_layer(&moves[k].dst, l);
-            layer.src.table.data = kvprim_side_layer(&moves[k].src, l);
+            layer.dst.table.data = kvpi_read_layer(&moves[k].dst, l);
+            layer.src.table.data = kvpi_read_layer(&moves[k].src, l);
             kvpi_move_layer(&layer);
             layer.rejected = NULL; /* counted in layer 0 */
         }

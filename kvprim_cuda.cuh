@@ -43,7 +43,8 @@
        Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
                   KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether earlier work has
                   failed, and CUDA's own last error is cleared. CUDA reports an error that happens on the GPU later (a
-                  host pointer in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call. If a call takes
+                  host pointer in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call, and transfer
+                  always finds some. If a call takes
                   several launches, those before a refused one are enqueued. Each text begins with the function's name.
        Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
@@ -107,9 +108,21 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_des
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
    again when the work is done.
+   Device layers: the GPU reads dst_device_layers and src_device_layers when the work runs, and a graph at each replay.
+   Any number of layers takes one launch, if the other side's are no host array, and the host's time does not depend on
+   it. Bases that are no multiples of 16 bytes are noticed on the GPU.
+   host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. The launch's
+   parameters hold them, 4 bytes a row and index (8 if the table has 2^31 rows or more): about 8,000 indices a launch
+   (900 if this file is compiled by CUDA before 12.1), which takes the GPU 0.1 to 0.2 us longer than indices of its own.
+   More take several launches, one after the other, of about 4 us each (H200). The call takes up to 38 KB of stack.
+   Ordinary host memory as first row, array of device layers or index is KVPRIM_ERROR_ARGUMENT, except where the GPU
+   reaches it; and so is a GPU's memory as index with host_index = 1. Where CUDA was asked before, it may not be asked
+   again. What else a transfer touches is only checked with KVPRIM_DEBUG.
    Between GPUs, either one may run it, writing to the other's memory or reading it. 16 to 32 multiprocessors (max_sms)
    reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
-   Between pinned host memory and a GPU, PCIe is the limit. From 64 KB on:
+   Between pinned host memory and a GPU, PCIe is the limit. From 64 KB on (what lies behind device layers counts as
+   the GPU's if the other side is pinned host memory; with device layers on both sides, or if it is the device layers
+   that lie in host memory, set max_sms):
    - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
@@ -124,9 +137,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
    them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers: K and V of different width, values and their scales. More take several. The moves of a call run in no
-   particular order, so none may touch what another writes; they may share one `rejected`. `moves` and layer arrays are
-   host memory, read before the call returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   layers: K and V of different width, values and their scales. More take several, and a move with device layers or
+   host_index takes its own. The moves of a call run in no particular order, so none may touch what another writes; they
+   may share one `rejected`. `moves`, layer arrays, and indices with host_index are host memory, read before the call
+   returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -148,7 +162,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
 /* >>device ---------------------------------------------------------------------------------------------------------
 
    For one's own kernels, in C++. Where rows lie: pass the sides of a checked move whose count is not 0 (>>move in
-   kvprim.h) to the kernel by value. The host may call these three functions as well.
+   kvprim.h) to the kernel by value. The index is memory that the GPU reads (host_index is 0). The host may call these
+   three functions as well, where it can read the index and the array of device layers.
 
        kvprim_device_row(side, i, rejected)       the row that index i names, or -1 by the index rule; 0 <= i < count.
                                                   Without an index that is row i, within the table's rows too. If
@@ -209,6 +224,8 @@ KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, ui
 /* Where a layer starts, or NULL if only the host can tell. */
 KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
 {
+    if (side.device_layers)
+        return (char *)side.device_layers[layer];
     return side.layers ? NULL : (char *)side.table.data + layer * side.layer_stride;
 }
 
@@ -401,6 +418,13 @@ KVPRIM_DEVICE int32_t kvpc_load_i32(uint64_t address)
 {
     int32_t v;
     asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
+KVPRIM_DEVICE uint64_t kvpc_load_u64(uint64_t address)
+{
+    uint64_t v;
+    asm volatile("ld.global.u64 %0, [%1];" : "=l"(v) : "l"(address));
     return v;
 }
 
@@ -695,18 +719,19 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
 
 /* Copies `bytes` bytes from any alignment to any. A destination that begins `lead` bytes after a 16-byte boundary has
    in its word w the bytes 16 w - lead to 16 w - lead + 15.
-   - Each thread writes kvpc_bytes_loads words, `step` apart, from word `first` on.
+   - Each thread writes `loads` words, `step` apart, from word `first` on.
    - It makes each from the two aligned words of the source in which it lies, by a funnel shift, and reads neither of
      them if it has no byte to copy.
    - Where the source may not be read (!reads), it writes zeros.
    - `fetch`: see kvpc_fetch_edges. It comes once the loads are on their way, as it may wait for its place. */
+template <uint32_t loads = kvpc_bytes_loads>
 KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int32_t bytes, uint32_t first,
                                    uint32_t step, bool reads, bool writes, bool fetch)
 {
     const int32_t shift = (int32_t)((src - (uint64_t)lead) % 16);
-    uint4 low[kvpc_bytes_loads], high[kvpc_bytes_loads];
+    uint4 low[loads], high[loads];
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
+    for (uint32_t k = 0; k < loads; k++) {
         const int32_t at = (int32_t)(16 * (first + step * k)) - lead - shift; /* of the aligned word */
         low[k] = high[k] = uint4{0, 0, 0, 0};
         if (reads && at + 16 > 0 && at < bytes)
@@ -717,7 +742,7 @@ KVPRIM_DEVICE void kvpc_copy_words(uint64_t dst, uint64_t src, int32_t lead, int
     if (fetch && first == 0 && writes)
         kvpc_fetch_edges(dst, (uint32_t)bytes);
     KVPRIM_UNROLL
-    for (uint32_t k = 0; k < kvpc_bytes_loads; k++) {
+    for (uint32_t k = 0; k < loads; k++) {
         const int32_t from = (int32_t)(16 * (first + step * k)) - lead;
         const uint4 v = shift ? kvpc_window(low[k], high[k], (uint32_t)shift) : low[k];
         if (!writes)
@@ -942,22 +967,22 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
-/* The words of a chunk from byte `at` on, 16 * lanes bytes apart. */
-template <uint32_t lanes, uint32_t loads> KVPRIM_DEVICE void kvpc_load_once(const kvpc_chunk &c, uint32_t at, uint4 *v)
+/* The words of a chunk from byte `at` on, `step` bytes apart. */
+template <uint32_t loads> KVPRIM_DEVICE void kvpc_load_once(const kvpc_chunk &c, uint32_t at, uint32_t step, uint4 *v)
 {
     for (uint32_t k = 0; k < loads; k++) {
         v[k] = uint4{0, 0, 0, 0};
-        if (!c.zero && at + 16 * lanes * k < c.bytes)
-            v[k] = kvpc_load16_once(c.src + at + 16 * lanes * k);
+        if (!c.zero && at + step * k < c.bytes)
+            v[k] = kvpc_load16_once(c.src + at + step * k);
     }
 }
 
-template <uint32_t lanes, uint32_t loads>
-KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, const uint4 *v)
+template <uint32_t loads>
+KVPRIM_DEVICE void kvpc_store_once(const kvpc_chunk &c, uint32_t at, uint32_t step, const uint4 *v)
 {
     for (uint32_t k = 0; k < loads; k++)
-        if (at + 16 * lanes * k < c.bytes)
-            kvpc_store16_once(c.dst + at + 16 * lanes * k, v[k]);
+        if (at + step * k < c.bytes)
+            kvpc_store16_once(c.dst + at + step * k, v[k]);
 }
 
 /* On sm_75 the kernel below would spill 16 bytes if it found the next chunk before it stored the last one. */
@@ -979,14 +1004,14 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
         kvpc_pdl_wait();
     for (uint32_t work = blockIdx.x * in_block + threadIdx.x / lanes; work < (uint32_t)p.total; work += groups) {
         if (kvpc_stores_first)
-            kvpc_store_once<lanes, loads>(c, at, v);
+            kvpc_store_once<loads>(c, at, 16 * lanes, v);
         const kvpc_chunk next = kvpc_find_chunk<true>(p, work, at == 0);
         if (!kvpc_stores_first)
-            kvpc_store_once<lanes, loads>(c, at, v);
+            kvpc_store_once<loads>(c, at, 16 * lanes, v);
         c = next;
-        kvpc_load_once<lanes, loads>(c, at, v);
+        kvpc_load_once<loads>(c, at, 16 * lanes, v);
     }
-    kvpc_store_once<lanes, loads>(c, at, v);
+    kvpc_store_once<loads>(c, at, 16 * lanes, v);
 }
 
 /* The same for chunks of any alignment and, with 64-bit numbers, for any number of them. */
@@ -1070,6 +1095,183 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
                 kvpc_store16_once(p.near_is_dst ? near_row + 16 * (uint64_t)w : far_word[k], v[k]);
         }
     }
+}
+
+/* What a launch moves whose layers only the GPU knows, or whose rows the host names. Tables may then begin anywhere, so
+   each chunk is looked at. A side's layers lie in `array` (device memory), or in n32 from word `words` on, or `step`
+   bytes apart. A side's rows lie in n32 from word `list` on, if the host names them. 0: there is none of that. */
+typedef struct kvpc_stack {
+    uint64_t array, base, step;
+    uint32_t words, list;
+} kvpc_stack;
+
+/* 0 says that there are no words. kvpc_bare_params have room for none, which spares the kernels their tests, and the
+   host the time of the parameters. */
+enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
+
+template <uint32_t bytes> struct kvpc_listed {
+    static const bool bare = bytes == kvpc_bare_params;
+    static const uint32_t room = (bytes - 24 - sizeof(kvpc_task) - 2 * sizeof(kvpc_stack)) / 4;
+    uint64_t total;
+    uint32_t part_bytes, pdl;
+    uint32_t lanes_shift, row_words; /* 1 << lanes_shift threads move a chunk; row_words: of a list */
+    kvpc_stack dst, src;             /* before what is needed after the loads: see kvpc_plain */
+    kvpc_task task;
+    uint32_t n32[room];
+};
+
+template <uint32_t bytes>
+KVPRIM_DEVICE uint64_t kvpc_layer_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t layer)
+{
+    if (kvpc_listed<bytes>::bare || s.words == 0)
+        return s.base + layer * s.step;
+    return (uint64_t)p.n32[s.words + 2 * layer + 1] << 32 | p.n32[s.words + 2 * layer];
+}
+
+/* Row i of a list, as the index rule leaves it. Only where numbers have 64 bits it may take two words. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE int64_t kvpc_row_in(const kvpc_listed<bytes> &p, const kvpc_stack &s, uint32_t i)
+{
+    if (sizeof(number) == 4 || p.row_words == 1)
+        return (int32_t)p.n32[s.list + i];
+    return (int64_t)((uint64_t)p.n32[s.list + 2 * i + 1] << 32 | p.n32[s.list + 2 * i]);
+}
+
+/* Chunk `work` of all, with the index rule. Parts begin at 16-byte boundaries of dst, and the last one takes what a
+   unit that begins inside 16 bytes has more than its parts. All loads come first, and no wait between them. */
+template <class number, uint32_t bytes>
+KVPRIM_DEVICE kvpc_chunk kvpc_find_listed(const kvpc_listed<bytes> &p, number work, bool first_lane)
+{
+    const kvpc_task &s = p.task;
+    const number layer_row = kvpc_divide(work, s.chunks), in_row = work - layer_row * (number)s.chunks.by;
+    const number layer = kvpc_divide(layer_row, s.count), i = layer_row - layer * (number)s.count.by;
+    uint64_t dst_base = 0, src_base = 0;
+    int64_t to, from;
+    if (p.dst.array)
+        dst_base = kvpc_load_u64(p.dst.array + 8 * (uint64_t)layer);
+    if (p.src.array)
+        src_base = kvpc_load_u64(p.src.array + 8 * (uint64_t)layer);
+    kvpc_load_indices(s, i, &to, &from);
+    if (!kvpc_listed<bytes>::bare && p.dst.list)
+        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
+    if (!kvpc_listed<bytes>::bare && p.src.list)
+        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
+    if (!p.dst.array)
+        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
+    if (!p.src.array)
+        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
+    number part = in_row;
+    if (s.units > 1) {
+        const number unit = kvpc_divide(in_row, s.parts);
+        part = in_row - unit * (number)s.parts.by;
+        dst_base += unit * s.unit_bytes + kvpc_divide(unit, s.dst.head) * (uint64_t)s.dst.head_step;
+        src_base += unit * s.unit_bytes + kvpc_divide(unit, s.src.head) * (uint64_t)s.src.head_step;
+    }
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)s.dst_rows.base,
+                   src_row = (uint64_t)from - (uint64_t)s.src_rows.base;
+    const bool dst_inside = to >= s.dst_rows.base && dst_row < s.dst_rows.rows;
+    const bool src_inside = from >= s.src_rows.base && src_row < s.src_rows.rows;
+    kvpc_chunk c;
+    c.dst = dst_base + kvpc_place(s.dst, (number)dst_row);
+    c.src = src_base + kvpc_place(s.src, (number)src_row);
+    c.zero = false;
+    const number lead = (number)(c.dst % 16), at = part ? part * p.part_bytes - lead : 0;
+    const number end = part + 1 == (number)s.parts.by ? (number)s.unit_bytes : (part + 1) * p.part_bytes - lead;
+    c.dst += at, c.src += at;
+    c.bytes = dst_inside && src_inside ? (uint32_t)(end - at) : 0;
+    if (c.bytes == 0 && layer == 0 && in_row == 0 && first_lane && s.rejected)
+        if ((!dst_inside && to >= s.dst_rows.base) || (!src_inside && from >= s.src_rows.base))
+            atomicAdd(s.rejected, 1u);
+    return c;
+}
+
+/* Whether a chunk is whole aligned words on both sides. */
+KVPRIM_DEVICE bool kvpc_is_words(const kvpc_chunk &c)
+{
+    return (c.dst | c.src | c.bytes) % 16 == 0;
+}
+
+/* A chunk of any alignment, by `lanes` threads, of which each has `loads` words on their way. */
+template <uint32_t loads> KVPRIM_DEVICE void kvpc_copy_chunk(const kvpc_chunk &c, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t lead = (uint32_t)(c.dst % 16), end = c.bytes ? lead + c.bytes : 0;
+    for (uint32_t w = lane; 16 * w < end; w += loads * lanes)
+        kvpc_copy_words<loads>(c.dst, c.src, (int32_t)lead, (int32_t)c.bytes, w, lanes, true, true, false);
+}
+
+enum { kvpc_listed_loads = 2, kvpc_listed_few_loads = 8 }; /* words of a chunk that a thread moves; on few SMs */
+
+/* The kernels below do for kvpc_listed what those above do for kvpc_batch. A byte-wise copy has one word on its way, so
+   that it takes no registers from the rest. */
+template <class params, class number>
+KVPRIM_DEVICE void kvpc_move_listed(const params &p, number work, uint32_t lane, uint32_t lanes)
+{
+    const uint32_t loads = kvpc_listed_loads, at = 16 * lane, step = 16 * lanes;
+    const kvpc_chunk c = kvpc_find_listed<number>(p, work, lane == 0);
+    if (kvpc_is_words(c)) {
+        uint64_t src[loads], dst[loads];
+        uint4 v[loads];
+        kvpc_place_words<loads>(src, c.src + at, step);
+        kvpc_place_words<loads>(dst, c.dst + at, step);
+        kvpc_load_words<loads, false>(v, true, src, step, at, c.bytes);
+        kvpc_store_words<loads, false, false>(dst, v, step, at, c.bytes);
+    } else
+        kvpc_copy_chunk<1>(c, lane, lanes);
+}
+
+/* On the whole GPU. */
+template <class params>
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_listed_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, in_block = kvpc_threads >> p.lanes_shift;
+    const uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift);
+    if (work >= (uint32_t)p.total)
+        return;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
+}
+
+/* Any number of chunks. */
+template <class params>
+static __global__ void __launch_bounds__(kvpc_threads)
+    kvpc_listed_many_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t lanes = 1u << p.lanes_shift;
+    const uint64_t in_block = kvpc_threads >> p.lanes_shift;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint64_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < p.total;
+         work += gridDim.x * in_block)
+        kvpc_move_listed(p, work, threadIdx.x & (lanes - 1), lanes);
+}
+
+template <class params>
+static __global__ void __launch_bounds__(kvpc_few_sms_threads)
+    kvpc_listed_few_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t loads = kvpc_listed_few_loads, lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
+    const uint32_t at = 16 * lane, in_block = blockDim.x >> p.lanes_shift, groups = gridDim.x * in_block;
+    uint4 v[loads];
+    kvpc_chunk c = {0, 0, 0, false};
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint32_t work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (uint32_t)p.total;
+         work += groups) {
+        if (kvpc_stores_first)
+            kvpc_store_once<loads>(c, at, 16 * lanes, v);
+        const kvpc_chunk next = kvpc_find_listed<uint32_t>(p, work, lane == 0);
+        if (!kvpc_stores_first)
+            kvpc_store_once<loads>(c, at, 16 * lanes, v);
+        c = next;
+        if (!kvpc_is_words(c)) {
+            kvpc_copy_chunk<kvpc_bytes_loads>(c, lane, lanes);
+            c.bytes = 0;
+        }
+        kvpc_load_once<loads>(c, at, 16 * lanes, v);
+    }
+    kvpc_store_once<loads>(c, at, 16 * lanes, v);
 }
 
 /* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
@@ -1426,20 +1628,51 @@ static kvprim_status kvpc_start(const kvpc_call *call, void (*kernel)(Params), d
 
 /* Whether one side is pinned host memory, the other memory of a GPU, and the link between them PCIe. A host whose
    memory the GPU's atomics reach is linked by NVLink, which few multiprocessors do not fill. False if CUDA does not
-   know. */
+   know. NULL: memory that only the GPU knows; taken for its own. */
 static bool kvpc_is_link(const void *dst, const void *src)
 {
     const cudaMemoryType host = cudaMemoryTypeHost, gpu = cudaMemoryTypeDevice;
     cudaPointerAttributes a = {}, b = {};
     int nvlink = 1;
-    cudaError_t error = cudaPointerGetAttributes(&a, dst);
-    if (error == cudaSuccess)
+    a.type = b.type = gpu;
+    cudaError_t error = dst ? cudaPointerGetAttributes(&a, dst) : cudaSuccess;
+    if (error == cudaSuccess && src)
         error = cudaPointerGetAttributes(&b, src);
     if (error == cudaSuccess && ((a.type == host && b.type == gpu) || (a.type == gpu && b.type == host)))
-        error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, a.device);
+        error = cudaDeviceGetAttribute(&nvlink, cudaDevAttrHostNativeAtomicSupported, dst ? a.device : b.device);
     if (error != cudaSuccess)
         (void)cudaGetLastError(); /* the launch meets it again */
     return error == cudaSuccess && !nvlink;
+}
+
+/* Whether p is memory that the GPU does not reach: ordinary host memory; or, if the host reads it, a GPU's. False if
+   CUDA does not know. cudaPointerGetAttributes takes 0.11 us, so addresses that are within reach are remembered, and
+   blocks of 2 MB that hold memory of a GPU. */
+static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
+{
+    enum { slots_bits = 10 };
+    static std::atomic<uint64_t> known[1 << slots_bits];
+    const uint64_t address = (uintptr_t)p, one = address << 2 | host_reads, block = address >> 21 << 2 | 2;
+    const auto slot = [](uint64_t key) { return key * 0x9e3779b97f4a7c15u >> (64 - slots_bits); };
+    int device = 0, pageable = 1;
+    cudaPointerAttributes a = {};
+    if (known[slot(one)].load(std::memory_order_relaxed) == one ||
+        (!host_reads && known[slot(block)].load(std::memory_order_relaxed) == block))
+        return false;
+    cudaError_t error = cudaPointerGetAttributes(&a, p);
+    if (error == cudaSuccess && a.type == cudaMemoryTypeUnregistered && !host_reads) {
+        error = cudaGetDevice(&device);
+        if (error == cudaSuccess)
+            error = cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, device);
+    }
+    if (error != cudaSuccess)
+        (void)cudaGetLastError(); /* the launch meets it again */
+    if (error == cudaSuccess && (host_reads ? a.type == cudaMemoryTypeDevice : !pageable))
+        return true;
+    const uint64_t key = a.type == cudaMemoryTypeDevice ? block : one;
+    if (error == cudaSuccess)
+        known[slot(key)].store(key, std::memory_order_relaxed);
+    return false;
 }
 
 /* True if CUDA does not know. */
@@ -1483,6 +1716,39 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     return KVPRIM_OK;
 }
 
+/* Whether the host names the rows of a side. */
+static bool kvpc_is_host_list(const kvprim_side *side)
+{
+    return side->index && side->host_index;
+}
+
+/* What a transfer touches first on one side, and its index, lie where they are said to. */
+static kvprim_status kvpc_check_side_reach(const char *function, const char *name, const char *index_name,
+                                           const kvprim_side *side)
+{
+    const char *const advice = "is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
+                               "cudaHostRegister; pin_memory() in PyTorch)";
+    const void *const rows = side->device_layers ? (const void *)side->device_layers : kvprim_side_layer(side, 0);
+    if (rows && kvpc_is_out_of_reach(rows, false))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s%s (%p) %s", function, name,
+                           side->device_layers ? "_device_layers" : "", rows, advice);
+    if (!side->index || !kvpc_is_out_of_reach(side->index, side->host_index))
+        return KVPRIM_OK;
+    if (side->host_index)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is memory of a GPU, but host_index is 1", function,
+                           index_name, side->index);
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) %s, or set host_index = 1", function, index_name,
+                       side->index, advice);
+}
+
+static kvprim_status kvpc_check_reach(const char *function, const kvprim_move *m)
+{
+    if (m->count == 0)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpc_check_side_reach(function, m->names->dst, m->names->dst_index, &m->dst));
+    return kvpc_check_side_reach(function, m->names->src, m->names->src_index, &m->src);
+}
+
 /* >>impl_debug -----------------------------------------------------------------------------------------------------
 
    KVPRIM_DEBUG: the device can reach the first and the last byte of what a call may touch. */
@@ -1505,7 +1771,8 @@ static kvprim_status kvpc_check_bytes(const char *function, const char *name, co
         }
         if (a.type == cudaMemoryTypeUnregistered && !pageable)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                               "%s: %s reaches %p, which the GPU cannot: ordinary host memory, or past an allocation",
+                               "%s: %s reaches %p, which the GPU cannot: past an allocation, or ordinary host memory: "
+                               "pin it (cudaMallocHost, cudaHostRegister; pin_memory() in PyTorch)",
                                function, name, p);
         if (a.type == cudaMemoryTypeDevice && a.device != device && !a.devicePointer)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
@@ -1519,8 +1786,11 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
                                      const kvprim_side *side, const kvprim_move *m)
 {
     const uint64_t size = side->index_type == KVPRIM_I64 ? 8 : 4;
-    for (int32_t l = 0; l < m->layers; l++)
+    KVPRIM_TRY(kvpc_check_bytes(function, name, side->device_layers, 8 * (uint64_t)m->layers));
+    for (int32_t l = 0; l < m->layers && !side->device_layers; l++)
         KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
+    if (kvpc_is_host_list(side))
+        return kvpc_check_side_reach(function, name, index_name, side);
     return kvpc_check_bytes(function, index_name, side->index,
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
@@ -1562,6 +1832,11 @@ static uint64_t kvpc_head_step(const kvprim_side *side)
     return side->table.heads > 1 ? (uint64_t)(side->table.head_stride - side->piece_bytes) : 0;
 }
 
+static bool kvpc_is_listed(const kvprim_move *m)
+{
+    return m->dst.device_layers || m->src.device_layers || kvpc_is_host_list(&m->dst) || kvpc_is_host_list(&m->src);
+}
+
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
 static bool kvpc_is_plain_side(const kvprim_side *side, uint64_t *bits)
 {
@@ -1580,6 +1855,8 @@ static bool kvpc_is_paged(const kvprim_side *side)
    everything is made of whole words. */
 static bool kvpc_is_plain(const kvprim_move *m, uint64_t *bits)
 {
+    if (kvpc_is_listed(m))
+        return false;
     const int64_t int32_rows = (int64_t)1 << 31;
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const int64_t base = indexed->index_base, rows = indexed->table.rows;
@@ -1839,10 +2116,9 @@ static kvpc_call kvpc_with_sms(const kvpc_call *call, int32_t sms)
 }
 
 /* Blocks for all chunks; with max_sms no more than that many, of as many threads as there is work for. */
-template <uint32_t most_tasks>
-static kvprim_status kvpc_start_groups(const kvpc_call *call,
-                                       void (*kernel)(const kvpc_batch<most_tasks> KVPRIM_IN_PLACE),
-                                       uint32_t most_threads, uint32_t lanes, const kvpc_batch<most_tasks> *p)
+template <class batch>
+static kvprim_status kvpc_start_groups(const kvpc_call *call, void (*kernel)(const batch KVPRIM_IN_PLACE),
+                                       uint32_t most_threads, uint32_t lanes, const batch *p)
 {
     const uint64_t limit = (uint64_t)call->launch.max_sms;
     uint32_t threads = limit ? most_threads : (uint32_t)kvpc_threads;
@@ -1946,9 +2222,10 @@ static void kvpc_join_rows(kvprim_move *m)
 static bool kvpc_crosses_link(const kvprim_move *m)
 {
     const uint64_t least_bytes = 64 << 10;
+    const void *const dst = kvprim_side_layer(&m->dst, 0), *const src = kvprim_side_layer(&m->src, 0);
     return m->names->dst_index && m->names->src_index && m->count > 0 &&
-           (uint64_t)m->count * (uint64_t)m->row_bytes >= least_bytes / (uint64_t)m->layers &&
-           kvpc_is_link(kvprim_side_layer(&m->dst, 0), kvprim_side_layer(&m->src, 0));
+           (uint64_t)m->count * (uint64_t)m->row_bytes >= least_bytes / (uint64_t)m->layers && (dst || src) &&
+           kvpc_is_link(dst, src);
 }
 
 /* Whether a side's rows can be one copy of two dimensions, which is as fast as one of a single run if rows have 512
@@ -2019,6 +2296,177 @@ static int32_t kvpc_add_layers(kvpc_batch<most_tasks> *p, bool alike, const kvpr
     return (int32_t)layers;
 }
 
+/* Stores what a launch needs of the layers of a side, from layer `first` on, and returns where they lie. */
+static kvpc_stack kvpc_stack_of(const kvprim_side *side, int32_t first, int32_t layers, uint32_t *n32, uint32_t *used,
+                                uint64_t *bits)
+{
+    kvpc_stack s = {0, (uintptr_t)side->table.data, (uint64_t)side->layer_stride, 0, 0};
+    if (side->device_layers)
+        s.array = (uintptr_t)(side->device_layers + first);
+    else if (side->layers) {
+        s.words = *used;
+        *used += 2 * (uint32_t)layers;
+        for (int32_t l = 0; l < layers; l++) {
+            const uint64_t layer = (uintptr_t)side->layers[first + l];
+            n32[s.words + 2 * (uint32_t)l] = (uint32_t)layer;
+            n32[s.words + 2 * (uint32_t)l + 1] = (uint32_t)(layer >> 32);
+            *bits |= layer;
+        }
+    } else {
+        s.base += (uint64_t)first * s.step;
+        *bits |= s.base | s.step;
+    }
+    return s;
+}
+
+/* Words of a row's number in a list. int64 indices take one if the tables' rows need no more. */
+static uint32_t kvpc_row_words(const kvprim_move *m)
+{
+    return m->dst.table.rows > INT32_MAX || m->src.table.rows > INT32_MAX ? 2 : 1;
+}
+
+/* Stores the host's int64 indices as the index rule leaves them: rows, -1 for padding, `rows` for what is past. */
+template <class word> static void kvpc_store_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t *to)
+{
+    const int64_t base = side->index_base, stride = side->index_stride;
+    const int64_t *const from = (const int64_t *)side->index + first * stride;
+    const int32_t *const from32 = (const int32_t *)side->index + first * stride;
+    const uint64_t rows = (uint64_t)side->table.rows;
+    const bool is_i64 = side->index_type == KVPRIM_I64;
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t index = is_i64 ? from[i * stride] : from32[i * stride];
+        const uint64_t row = (uint64_t)index - (uint64_t)base;
+        const word value = (word)(index < base ? UINT64_MAX : row < rows ? row : rows);
+        memcpy((char *)to + (size_t)i * sizeof value, &value, sizeof value);
+    }
+}
+
+/* What names the rows `first` to first + count - 1 of a launch, on one side. int32 indices meet the rule on the GPU. */
+static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_t count, uint32_t words, uint32_t *n32,
+                                  uint32_t *used, kvpc_stack *s)
+{
+    kvpc_naming naming = kvpc_naming_of(side, first + count);
+    if (!side->index)
+        naming.base = -first;
+    if (!kvpc_is_host_list(side))
+        return naming;
+    s->list = *used;
+    *used += words * (uint32_t)count;
+    if (words == 1 && side->index_type == KVPRIM_I32 && side->index_stride == 1) {
+        memcpy(n32 + s->list, (const int32_t *)side->index + first, 4 * (size_t)count);
+        return kvpc_naming{0, side->index_base, (uint64_t)side->table.rows, 0, 0};
+    }
+    if (words == 1)
+        kvpc_store_rows<uint32_t>(side, first, count, n32 + s->list);
+    else
+        kvpc_store_rows<uint64_t>(side, first, count, n32 + s->list);
+    return kvpc_naming{0, 0, (uint64_t)side->table.rows, 0, 0};
+}
+
+/* Cuts the units of a launch into chunks. */
+template <uint32_t bytes> static void kvpc_cut_listed(const kvpc_call *call, kvpc_listed<bytes> *p, bool aligned)
+{
+    kvpc_task *const t = &p->task;
+    const uint64_t unit = t->unit_bytes;
+    const bool few = call->launch.max_sms > 0;
+    const uint64_t eight = few ? call->link ? 1024 : 512 : 256, sixteen = few ? UINT64_MAX : 512; /* bytes, at most */
+    p->lanes_shift = unit <= 16 ? 0 : unit <= (aligned ? eight : 256) ? 3 : aligned && unit <= sixteen ? 4 : 5;
+    p->part_bytes = (few ? 16u * kvpc_listed_few_loads : 16u * kvpc_listed_loads) << p->lanes_shift;
+    t->parts = kvpc_divisor_of((int64_t)((unit + p->part_bytes - 1) / p->part_bytes));
+    t->chunks = kvpc_divisor_of((int64_t)(t->units * t->parts.by));
+    p->total = t->chunks.by * t->count.by * t->layers;
+}
+
+/* Rows and layers of a move in one launch. */
+typedef struct kvpc_span {
+    int32_t layer, layers;
+    int64_t row, rows;
+} kvpc_span;
+
+/* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
+template <uint32_t bytes>
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span, kvpc_listed<bytes> *p)
+{
+    kvpc_task *const t = &p->task;
+    uint64_t bits = 0;
+    uint32_t used = kvpc_first_word;
+    p->row_words = kvpc_row_words(m);
+    p->pdl = call->launch.pdl != 0;
+    kvpc_set_task(t, m, &bits);
+    p->dst = kvpc_stack_of(&m->dst, span->layer, span->layers, p->n32, &used, &bits);
+    p->src = kvpc_stack_of(&m->src, span->layer, span->layers, p->n32, &used, &bits);
+    t->dst_rows = kvpc_list_rows(&m->dst, span->row, span->rows, p->row_words, p->n32, &used, &p->dst);
+    t->src_rows = kvpc_list_rows(&m->src, span->row, span->rows, p->row_words, p->n32, &used, &p->src);
+    t->count = kvpc_divisor_of(span->rows);
+    t->first_chunk = t->first_layer = 0;
+    t->layers = (uint32_t)span->layers;
+    t->rejected = span->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
+    kvpc_cut_listed(call, p, bits % 16 == 0);
+    return bits % 16 == 0;
+}
+
+template <uint32_t bytes>
+static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span)
+{
+    kvpc_listed<bytes> p;
+    const bool aligned = kvpc_fill_listed(call, m, span, &p);
+    const uint64_t unit = p.task.unit_bytes;
+    const kvpc_call start = kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
+                                                : unit < 2048          ? kvpc_link_short_sms
+                                                                       : kvpc_link_sms);
+    const uint32_t lanes = 1u << p.lanes_shift;
+    if (start.launch.max_sms == 0)
+        return kvpc_start_groups(&start, kvpc_listed_kernel<kvpc_listed<bytes>>, kvpc_threads, lanes, &p);
+    return kvpc_start_groups(&start, kvpc_listed_few_kernel<kvpc_listed<bytes>>, kvpc_few_sms_threads, lanes, &p);
+}
+
+/* More rows or chunks than the other kernels count. */
+static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_span *span)
+{
+    typedef kvpc_listed<kvpc_few_params> params;
+    params p;
+    (void)kvpc_fill_listed(call, m, span, &p);
+    return kvpc_start_groups(call, kvpc_listed_many_kernel<params>, kvpc_threads, 1u << p.lanes_shift, &p);
+}
+
+/* Whether all numbers of a launch of so many rows fit 31 bits. A part has 32 bytes or more. */
+static bool kvpc_is_narrow(const kvprim_move *m, int64_t rows)
+{
+    const uint64_t most = (uint64_t)1 << 31, unit = (uint64_t)kvpc_gcd(m->dst.piece_bytes, m->src.piece_bytes);
+    const uint64_t in_row = (uint64_t)m->row_bytes / unit * (unit / 32 + 1);
+    return kvpc_row_words(m) == 1 && (uint64_t)m->row_bytes < most / 2 && (uint64_t)rows < most &&
+           in_row * (uint64_t)rows < most / (uint64_t)m->layers;
+}
+
+/* As many rows and layers at a time as a launch's parameters hold. Layers take half of them if there are rows, too, and
+   only rows take more than kvpc_few_params. */
+static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m)
+{
+    const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
+    const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_is_host_list(&m->dst) + kvpc_is_host_list(&m->src));
+    const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
+    const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
+    const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
+    const int64_t room = narrow && of_row ? kvpc_listed<kvpc_most_params>::room - kvpc_first_word : few_room;
+    const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
+    kvpc_span s = {0, 0, 0, 0};
+    for (; s.layer < m->layers; s.layer += s.layers) {
+        s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
+        const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
+        for (s.row = 0; s.row < m->count; s.row += s.rows) {
+            s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
+            const int64_t words = in_layers + of_row * s.rows;
+            KVPRIM_TRY(!narrow              ? kvpc_start_many_listed(call, m, &s)
+                       : words == 0         ? kvpc_start_listed<kvpc_bare_params>(call, m, &s)
+                       : words <= few_room  ? kvpc_start_listed<kvpc_few_params>(call, m, &s)
+                       : words <= more_room ? kvpc_start_listed<kvpc_more_params>(call, m, &s)
+                                            : kvpc_start_listed<kvpc_most_params>(call, m, &s));
+        }
+    }
+    return KVPRIM_OK;
+}
+
 /* As many moves and layers at a time as a launch's parameters hold. */
 template <uint32_t most_tasks>
 static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *moves, size_t n)
@@ -2035,6 +2483,10 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
                 continue;
             joined = moves[k];
             kvpc_join_rows(&joined);
+            if (kvpc_is_listed(&joined)) {
+                KVPRIM_TRY(kvpc_run_listed(call, &joined));
+                continue;
+            }
             if (first == 0 && kvpc_copy_layers(call, &joined))
                 continue;
             first += kvpc_add_layers(&p, before && kvpc_is_alike(before, &moves[k]), &joined, first, &bits);
@@ -2094,9 +2546,9 @@ static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_li
     const int64_t unit = m->dst.piece_bytes < m->src.piece_bytes ? m->dst.piece_bytes : m->src.piece_bytes;
     const uint64_t most = (uint64_t)1 << 31;
     uint64_t bits = 0;
-    if (!call->link || (!m->dst.index && !m->src.index) || unit >= 2048 || unit % (16 * kvpc_line_words) == 0 ||
-        (uint64_t)m->dst.table.rows > most || (uint64_t)m->src.table.rows > most ||
-        (!kvpc_set_runs(p, m, true) && !kvpc_set_runs(p, m, false)))
+    if (!call->link || kvpc_is_listed(m) || (!m->dst.index && !m->src.index) || unit >= 2048 ||
+        unit % (16 * kvpc_line_words) == 0 || (uint64_t)m->dst.table.rows > most ||
+        (uint64_t)m->src.table.rows > most || (!kvpc_set_runs(p, m, true) && !kvpc_set_runs(p, m, false)))
         return false;
     kvpc_set_task(&p->task, m, &bits);
     p->task.rejected = m->rejected;
@@ -2639,7 +3091,10 @@ KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, 
 {
     KVPRIM_RANGE("kvprim_cuda_transfer");
     kvprim_move move;
-    return kvpc_run("kvprim_cuda_transfer", kvprim_transfer_moves(desc, &move), &move, 1, launch);
+    const kvprim_status checked = kvprim_transfer_moves(desc, &move);
+    if (checked == KVPRIM_OK)
+        KVPRIM_TRY(kvpc_check_reach("kvprim_cuda_transfer", &move));
+    return kvpc_run("kvprim_cuda_transfer", checked, &move, 1, launch);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n, const kvprim_cuda_launch *launch)

@@ -55,9 +55,10 @@ class TransferDesc(ctypes.Structure):
                 ("dst_layer_stride", ctypes.c_int64), ("src_layer_stride", ctypes.c_int64), ("layers", ctypes.c_int32),
                 ("same_cache", ctypes.c_int32), ("row_bytes", ctypes.c_int64), ("dst_index", ctypes.c_void_p),
                 ("src_index", ctypes.c_void_p), ("index_type", ctypes.c_int), ("dst_index_type", ctypes.c_int),
-                ("src_index_type", ctypes.c_int), ("reserved_index", ctypes.c_int32), ("count", ctypes.c_int64),
+                ("src_index_type", ctypes.c_int), ("host_index", ctypes.c_int32), ("count", ctypes.c_int64),
                 ("rejected", ctypes.c_void_p), ("dst_index_base", ctypes.c_int64), ("src_index_base", ctypes.c_int64),
                 ("dst_index_stride", ctypes.c_int64), ("src_index_stride", ctypes.c_int64),
+                ("dst_device_layers", ctypes.c_void_p), ("src_device_layers", ctypes.c_void_p),
                 ("reserved", ctypes.c_int64)]
 
 

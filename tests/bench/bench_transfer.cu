@@ -4,7 +4,7 @@
    two, to another one). Ratios are within one run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_transfer.cu -o build/bench_transfer
-       build/bench_transfer [--quick] [--only host|runs|both|beside|few|device|peer]
+       build/bench_transfer [--quick] [--only host|runs|both|beside|few|device|listed|peer]
 
    Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
    cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
@@ -868,6 +868,124 @@ static void peer()
     CUDA(cudaDeviceDisablePeerAccess(1));
 }
 
+/* ---- layers that only the GPU knows, and rows that the host names ---- */
+
+/* The layers of a job from the last to the first, in arrays of the host's and of the GPU's. */
+struct layer_arrays {
+    std::vector<void *> dst, src;
+    on_device<void *> dst_on, src_on;
+
+    explicit layer_arrays(const job &j)
+    {
+        for (int32_t l = j.layers; l-- > 0;) {
+            dst.push_back(j.dst + l * j.to->rows * j.row_bytes);
+            src.push_back(j.src + l * j.from->rows * j.row_bytes);
+        }
+        dst_on = upload(dst), src_on = upload(src);
+    }
+};
+
+enum listing { HOST_ARRAYS, DEVICE_TABLES, HOST_LISTS };
+
+static kvprim_status transfer_listed(const job &j, const layer_arrays &layers, listing how, int64_t rows, int i)
+{
+    const bool tables = how == DEVICE_TABLES, lists = how == HOST_LISTS;
+    const auto in_host = [](const char *p) { return p >= host_memory && p < host_memory + host_bytes; };
+    kvprim_transfer_desc d = {};
+    d.dst = table_at(nullptr, j.to->rows);
+    d.src = table_at(nullptr, j.from->rows);
+    (tables && !in_host(j.dst) ? d.dst_device_layers : d.dst_layers) =
+        tables && !in_host(j.dst) ? layers.dst_on.get() : layers.dst.data();
+    (tables && !in_host(j.src) ? d.src_device_layers : d.src_layers) =
+        tables && !in_host(j.src) ? layers.src_on.get() : layers.src.data();
+    d.layers = j.layers;
+    d.row_bytes = j.row_bytes;
+    d.dst_index = lists ? j.to->host_set(i) : j.to->set(i);
+    d.src_index = lists ? j.from->host_set(i) : j.from->set(i);
+    d.host_index = lists;
+    d.index_type = KVPRIM_I32;
+    d.count = rows;
+    const kvprim_cuda_launch launch = on_stream();
+    return kvprim_cuda_transfer(&d, &launch);
+}
+
+/* Returns the time of `how` against the same transfer with arrays and indices as engines without them have them. */
+static double listed_point(const char *where, char *dst, char *src, int64_t row_bytes, int32_t layers, int64_t rows,
+                           listing how)
+{
+    const int64_t table_rows = std::max<int64_t>(2 * rows, 8192 * KiB / row_bytes);
+    const index_sets to(table_rows, rows, sets_count, 31), from(table_rows, rows, sets_count, 32);
+    const job j = {dst, src, row_bytes, layers, &to, &from};
+    const layer_arrays arrays(j);
+    std::vector<contender> c;
+    for (const listing one : {HOST_ARRAYS, how}) {
+        c.push_back(contend(one == HOST_ARRAYS     ? "host array"
+                            : how == DEVICE_TABLES ? "device table"
+                                                   : "host list",
+                            j, rows, [&, one](int i) { check_kvprim(transfer_listed(j, arrays, one, rows, i)); }));
+        c.back().launches = bytes_of(j) >= 32 * MiB ? 8 : 32;
+    }
+    measure(c);
+    printf("%8s %8s %8d %8lld %9.2f %9.2f %8.3f\n", where, size_name(row_bytes).c_str(), layers, (long long)rows,
+           c[0].us, c[1].us, c[1].us / c[0].us);
+    return c[1].us / c[0].us;
+}
+
+static void listed_host_times()
+{
+    const int64_t row_bytes = KiB, rows = 32;
+    const index_sets to(4096, 4096, 1, 33), from(4096, 4096, 1, 34);
+    const job one = {device_memory[1], device_memory[0], row_bytes, 1, &to, &from};
+    const job many = {device_memory[1], device_memory[0], row_bytes, 64, &to, &from};
+    const layer_arrays of_one(one), of_many(many);
+    const auto call = [=](const job &j, const layer_arrays &layers, listing how, int64_t n) {
+        return [&, how, n] { check_kvprim(transfer_listed(j, layers, how, n, 0)); };
+    };
+    std::vector<host_call> calls = {
+        {"empty kernel", [] { empty_kernel<<<1, 32, 0, stream>>>(); }},
+        {"1 layer", call(one, of_one, HOST_ARRAYS, rows)},
+        {"64 layers, host arrays", call(many, of_many, HOST_ARRAYS, rows)},
+        {"64 layers, device tables", call(many, of_many, DEVICE_TABLES, rows)},
+        {"1 layer, host lists of 32", call(one, of_one, HOST_LISTS, rows)},
+        {"1 layer, host lists of 400", call(one, of_one, HOST_LISTS, 400)},
+        {"1 layer, host lists of 4,000", call(one, of_one, HOST_LISTS, 4000)},
+    };
+    measure_host("host time of one call", calls, 201);
+    judge("host: us of a call with 64 layers in device tables", calls[3].us, '<', 3.5);
+}
+
+static void listed()
+{
+    std::vector<figure> tables;
+    const char *const head = "%8s %8s %8s %8s %9s %9s %8s\n";
+    char *const out = device_memory[1], *const in = device_memory[0];
+    printf("\nlayers in device tables against host arrays, us\n");
+    printf(head, "", "row", "layers", "rows", "array", "table", "/ array");
+    const auto table_point = [&](const char *where, char *dst, char *src, int64_t row_bytes, int64_t rows) {
+        tables.push_back({listed_point(where, dst, src, row_bytes, 64, rows, DEVICE_TABLES),
+                          std::string(where) + " " + size_name(row_bytes) + " x " + std::to_string(rows)});
+    };
+    for (const int64_t row_bytes : {int64_t(128), int64_t(576), KiB, 2 * KiB, 32 * KiB})
+        for (const int64_t bytes : {32 * KiB, MiB, 8 * MiB})
+            table_point("device", out, in, row_bytes, std::max<int64_t>(bytes / row_bytes, 1));
+    table_point("src + 3", out, in + 3, 2 * KiB, 512);
+    for (const int64_t row_bytes : {int64_t(656), KiB, 4 * KiB, 32 * KiB}) {
+        table_point("to host", host_memory, in, row_bytes, MiB / row_bytes);
+        table_point("to GPU", out, host_memory, row_bytes, MiB / row_bytes);
+    }
+    judge_worst("GPU time of device tables / host arrays, 64 layers", tables, '<', 1.03);
+    printf("\nlists of the host against lists of the GPU, us\n");
+    printf(head, "", "row", "layers", "rows", "GPU", "host", "/ GPU");
+    for (const int64_t row_bytes : {int64_t(256), 2 * KiB})
+        for (const int64_t rows : {8, 400, 1800, 4000, 30000})
+            (void)listed_point("device", out, in, row_bytes, 1, rows, HOST_LISTS);
+    for (const int64_t rows : {400, 4000}) {
+        (void)listed_point("to host", host_memory, in, 4 * KiB, 1, rows, HOST_LISTS);
+        (void)listed_point("to GPU", out, host_memory, 4 * KiB, 1, rows, HOST_LISTS);
+    }
+    listed_host_times();
+}
+
 /* ---- the program ---- */
 
 static void open_all()
@@ -892,5 +1010,6 @@ int main(int argc, char **argv)
                         {"beside", beside},
                         {"few", few},
                         {"device", device},
+                        {"listed", listed},
                         {"peer", peer}});
 }

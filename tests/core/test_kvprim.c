@@ -926,7 +926,7 @@ static kvprim_status operate(size_t operation, const operands *o)
     *(operation == 3 ? &d.src_index : &d.dst_index) = o->index;
     *(operation == 3 ? &d.src_index_stride : &d.dst_index_stride) = o->index_stride;
     d.index_type = type, d.rejected = o->rejected;
-    d.reserved = o->reserved, d.reserved_index = reserved_index;
+    d.reserved = o->reserved, d.host_index = reserved_index;
     return kvprim_transfer(&d);
 }
 
@@ -1029,7 +1029,8 @@ static void check_bad_fields(size_t operation, const operands *good)
         {FIELD(row_bytes), 0, SIZE, n->row_bytes, " is 0, less than 1"},
         {FIELD(row_bytes), -128, SIZE, n->row_bytes, " is -128"},
         {FIELD(reserved), 1, ARGUMENT, n->function, "a reserved field"},
-        {FIELD(reserved_index), 1, ARGUMENT, n->function, "a reserved field"},
+        {FIELD(reserved_index), operation < 3 ? 1 : 2, ARGUMENT, n->function,
+         operation < 3 ? "a reserved field" : "host_index is 2"},
         {FIELD(src.data), AT(dst_end - 1), OVERLAP, "", "overlaps"},
         {FIELD(dst.data), AT(src_end - 1), OVERLAP, "", "overlaps"},
         {FIELD(dst.data), AT(index + 15), OVERLAP, n->index, " ("},
@@ -1296,6 +1297,8 @@ static void test_same_cache(void)
     d.rejected = &rejected, d.same_cache = 1;
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
 }
+
+#include "test_tables.h"
 
 /* ---- what a table says its memory has ---- */
 
@@ -1907,6 +1910,7 @@ int main(int argc, char **argv)
     run("store: bad descriptors", test_store_errors);
     run("store: K and V rows that overlap, and that do not", test_k_beside_v);
     run("transfer: bad descriptors", test_transfer_errors);
+    run("transfer: layers that the executing side reads", test_tables);
     run("transfer: 65,536 layers in any order", test_many_layers);
     run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);

@@ -138,11 +138,12 @@ static void may(struct verdict *v, int doubtful, kvprim_status status)
     v->may |= doubtful ? BIT(status) : 0;
 }
 
-/* The layers of one side. Zero fields: one layer; `stride` apart; at `bases` */
+/* The layers of one side. Zero fields: one layer; `stride` apart; at `bases`, which only the executing side reads */
 struct stack {
     int32_t layers;
     int64_t stride;
     void **bases;
+    int device;
 };
 
 /* A table with its defaults filled in, and its layers. */
@@ -153,6 +154,7 @@ struct layout {
     wide extent; /* bytes from a layer's start to the end of what is touched; 0 if the geometry is wrong */
     wide reach;  /* of all rows and layers, from table.data on */
     void **bases;
+    int device;
 };
 
 struct dimension {
@@ -217,7 +219,7 @@ static struct layout judge_table(struct verdict *v, kvprim_table *judged, int64_
     const int negative = table.rows < 0 || table.stride < 0 || table.page_rows < 0 || table.heads < 0 || layers < 0 ||
                          (table.page_rows > 0 && table.page_stride < 0) || (table.heads > 1 && table.head_stride < 0) ||
                          (layers > 1 && !bases && layer_stride < 0);
-    struct layout t = {.table = judged, .bases = bases};
+    struct layout t = {.table = judged, .bases = bases, .device = stack->device};
     t.layers = most(layers, 1);
     const int wrong =
         negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
@@ -276,8 +278,8 @@ static void judge_memory(struct verdict *v, const struct layout *t)
     must(v, t->table->rows == 0 && (t->table->data || t->bases), KVPRIM_ERROR_SIZE);
     for (wide layer = 0; layer < (t->bases ? t->layers : 1); layer++) { /* no array has more than MAX_LAYERS */
         const void *const base = t->bases ? t->bases[layer] : t->table->data;
-        must(v, !base && t->used > 0, KVPRIM_ERROR_NULL);
-        may(v, !base, KVPRIM_ERROR_NULL);
+        must(v, !base && t->used > 0 && !t->device, KVPRIM_ERROR_NULL);
+        may(v, !base && !t->device, KVPRIM_ERROR_NULL);
         v->outside |= !base;
     }
 }
@@ -290,7 +292,10 @@ static void judge_overlap(struct verdict *v, const struct layout *a, const struc
     for (wide i = 0; i < a->layers; i++)
         for (wide j = 0; j < b->layers; j++) {
             const wide x = (wide)(uintptr_t)layer_of(a, i), y = (wide)(uintptr_t)layer_of(b, j);
-            must(v, x < y + b->extent && y < x + a->extent, KVPRIM_ERROR_OVERLAP);
+            if (!a->device && !b->device)
+                must(v, x < y + b->extent && y < x + a->extent, KVPRIM_ERROR_OVERLAP);
+            else /* nobody notices */
+                v->outside |= x < y + b->extent && y < x + a->extent;
         }
     /* layers by stride may be judged as one range, including the gaps between them */
     may(v, a->layers > 1 && !(a->bases && b->bases), KVPRIM_ERROR_OVERLAP);
@@ -452,7 +457,7 @@ static void place(struct input *in, struct layout *t)
 
 /* ---- the three operations ---- */
 
-static const struct stack single = {0, 0, NULL};
+static const struct stack single = {0, 0, NULL, 0};
 
 /* All three operations begin with this: the number of rows to move, their bytes, and the rows of the indexed side. */
 struct shape {
@@ -688,7 +693,10 @@ static void judge_layers(struct verdict *v, const struct layout *dst)
     may(v, v->outside, KVPRIM_ERROR_OVERLAP);
     for (wide i = 0; dst->bases && !v->outside && i < dst->layers; i++)
         for (wide j = 0; j < i; j++)
-            must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
+            if (!dst->device)
+                must(v, dst->extent && dst->bases[i] == dst->bases[j], KVPRIM_ERROR_OVERLAP);
+            else
+                v->outside |= dst->bases[i] == dst->bases[j];
 }
 
 /* dst and src are one cache. A row that is both written and read in one call has no bytes to expect. */
@@ -732,6 +740,7 @@ static void take_lists(struct input *in, kvprim_transfer_desc *d, struct index_l
 static void take_stack(struct input *in, struct stack *stack, void **bases)
 {
     stack->bases = chance(in, 3) ? bases : NULL;
+    stack->device = stack->bases && chance(in, 2);
     stack->stride = (!stack->bases || chance(in, 32)) && chance(in, 3) ? (int64_t)(take(in, 2) % 2000) : 0;
 }
 
@@ -763,8 +772,11 @@ static kvprim_transfer_desc take_transfer(struct input *in, const struct shape *
     if (!dst->bases && !src->bases && chance(in, 48))
         d.layers = (int32_t)(uint64_t)take_wild(in);
     dst->layers = src->layers = d.layers;
-    d.dst_layers = dst->bases, d.dst_layer_stride = dst->stride;
-    d.src_layers = src->bases, d.src_layer_stride = src->stride;
+    *(dst->device ? &d.dst_device_layers : &d.dst_layers) = dst->bases, d.dst_layer_stride = dst->stride;
+    *(src->device ? &d.src_device_layers : &d.src_layers) = src->bases, d.src_layer_stride = src->stride;
+    if ((dst->device && chance(in, 64)) || chance(in, 200))
+        d.dst_layers = d.dst_device_layers = dst_bases;
+    d.host_index = chance(in, 64) ? (int32_t)(uint64_t)take_wild(in) : chance(in, 2);
     d.rejected = take_rejected(in);
     return d;
 }
@@ -794,7 +806,12 @@ static int64_t fuzz_transfer(struct input *in)
         place(in, &m.src);
         place(in, &m.dst);
     }
-    must(&v, (d.dst_layers && d.dst_layer_stride) || (d.src_layers && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
+    must(&v, (dst_stack.bases && d.dst_layer_stride) || (src_stack.bases && d.src_layer_stride), KVPRIM_ERROR_ARGUMENT);
+    must(&v, d.dst_layers && d.dst_device_layers, KVPRIM_ERROR_ARGUMENT);
+    must(&v, d.host_index != 0 && d.host_index != 1, KVPRIM_ERROR_ARGUMENT);
+    must(&v, d.dst_device_layers && d.dst_device_layers == d.src_device_layers && d.same_cache == 0,
+         KVPRIM_ERROR_OVERLAP);
+    must(&v, d.dst_device_layers != d.src_device_layers && d.same_cache == 1, KVPRIM_ERROR_ARGUMENT);
     must(&v, d.count < 0 || (!d.dst_index && d.dst.rows < d.count) || (!d.src_index && d.src.rows < d.count),
          KVPRIM_ERROR_SIZE);
     v.outside |= d.count > s.count;

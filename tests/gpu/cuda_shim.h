@@ -163,6 +163,12 @@ static inline int32_t kvpc_load_i32(uint64_t address)
     return *reinterpret_cast<const int32_t *>(static_cast<uintptr_t>(address));
 }
 
+static inline uint64_t kvpc_load_u64(uint64_t address)
+{
+    kvprim_emulate_access(address, 8);
+    return *reinterpret_cast<const uint64_t *>(static_cast<uintptr_t>(address));
+}
+
 static inline char *kvpc_global(uint64_t address)
 {
     kvprim_emulate_access(address, 1);
@@ -199,6 +205,13 @@ static inline uint32_t kvpc_multiprocessors()
 static inline bool kvpc_is_link(const void *, const void *)
 {
     return kvprim_emulate_link;
+}
+
+[[maybe_unused]] static const void *kvprim_emulate_pageable, *kvprim_emulate_device; /* memory of that kind */
+
+static inline bool kvpc_is_out_of_reach(const void *p, bool host_reads)
+{
+    return p == (host_reads ? kvprim_emulate_device : kvprim_emulate_pageable) && p;
 }
 
 template <class Call> static bool kvpc_is_captured(const Call *)

@@ -15,6 +15,7 @@
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
+#include <functional>
 #include <thread>
 
 static bool quick;
@@ -248,6 +249,21 @@ static void test_transfer()
     transfer_matrix(&memory);
     transfer_heads_apart(&memory);
     transfer_counts(&memory, quick ? 2 << 20 : 60 << 20);
+}
+
+static void listed_options(arena *a)
+{
+    listed_transfers(a);
+    unaligned_bases(a);
+    host_lists(a);
+    many_device_layers(a);
+    listed_moves(a);
+}
+
+static void test_listed()
+{
+    listed_matrix(&memory);
+    with_options({0, 4}, listed_options);
 }
 
 static void several_moves(arena *a)
@@ -836,6 +852,45 @@ static void test_transfer_graphs()
     main_launch.pdl = 0;
 }
 
+/* A captured transfer finds other pointers in its arrays at each replay, but the host's indices of the capture. */
+static void one_listed_graph(unsigned how, int32_t layers, int64_t row_bytes)
+{
+    std::vector<void *> dst(static_cast<size_t>(layers)), src(dst.size());
+    const transfer_case c = {row_bytes, {4, 0}, {8, 0}, 50, layers, 3, 3, type_of(how), true};
+    kvprim_transfer_desc resolved;
+    empty(&memory);
+    kvprim_transfer_desc d = make_transfer(&memory, c, dst.data(), src.data());
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK);
+    listed_transfer listed(&memory, d, resolved, how), captured(&memory, d, resolved, HOST_LISTS);
+    if (how & HOST_LISTS)
+        d.dst_index = captured.lists[0].get(), d.src_index = captured.lists[1].get();
+    const auto enqueue = [&] {
+        CHECK(kvprim_cuda_transfer(&listed.on.d, &main_launch) == KVPRIM_OK);
+        listed.forget_lists();
+    };
+    const auto change_all = [&] {
+        refill(&memory);
+        if (how & DST_TABLE)
+            std::rotate(dst.begin(), dst.begin() + 1, dst.end());
+        if (how & SRC_TABLE)
+            std::rotate(src.begin(), src.begin() + layers / 2, src.end());
+        listed.refresh(&memory);
+        memcpy(memory.got, memory.expected, memory.used);
+        CHECK(kvprim_transfer(&d) == KVPRIM_OK);
+    };
+    replay_graph(1, 4, "listed transfers", enqueue, change_all);
+}
+
+static void test_listed_graphs()
+{
+    for (main_launch.pdl = 0; main_launch.pdl < 2; main_launch.pdl++)
+        for (unsigned how = 1; how < LISTED_KINDS; how++)
+            for (const int32_t layers : {2, 61})
+                for (const int64_t row_bytes : {100, 2048})
+                    one_listed_graph(how, layers, row_bytes);
+    main_launch.pdl = 0;
+}
+
 /* ---- max_sms ---- */
 
 /* Each block takes half of an SM's threads, says where it runs, and stays until `stop`. */
@@ -1341,6 +1396,64 @@ static void test_legacy_capture()
     CUDA(cudaStreamDestroy(blocking));
 }
 
+static void expect_refused(const kvprim_transfer_desc &d, const char *field, const char *advice)
+{
+    if (kvprim_cuda_transfer(&d, &main_launch) != KVPRIM_ERROR_ARGUMENT || !strstr(kvprim_last_error(), field) ||
+        !strstr(kvprim_last_error(), advice))
+        fail("%s: %s", field, kvprim_last_error());
+}
+
+/* Transfers name ordinary host memory, in release builds too, and what to do. What is pinned afterwards is taken. */
+static void test_pageable()
+{
+    int pageable;
+    CUDA(cudaDeviceGetAttribute(&pageable, cudaDevAttrPageableMemoryAccess, 0));
+    if (pageable) {
+        skip("this GPU reaches all of the host's memory");
+        return;
+    }
+    const size_t bytes = 1 << 20;
+    char *const host = static_cast<char *>(calloc(1, bytes));
+    int32_t *const list = reinterpret_cast<int32_t *>(host);
+    const gpu_array<unsigned char> on_gpu(bytes, 0x11);
+    kvprim_transfer_desc good = {}, d;
+    good.dst = table_of(on_gpu.p, 8), good.src = table_of(on_gpu.p + 8192, 8);
+    good.row_bytes = 1024, good.count = 8, good.index_type = KVPRIM_I32;
+    const auto with = [&](const std::function<void(kvprim_transfer_desc *)> &change) {
+        d = good;
+        change(&d);
+        return d;
+    };
+    for (const int64_t count : {1, 8}) { /* the second is 64 KB long, so that CUDA is asked anyhow */
+        good.count = count, good.row_bytes = 1024 * count;
+        good.src.data = on_gpu.p + 8192 * 16;
+        expect_refused(with([&](auto *t) { t->dst.data = host; }), "kvprim_cuda_transfer: dst (", "pin it");
+        expect_refused(with([&](auto *t) { t->src.data = host; }), "kvprim_cuda_transfer: src (", "pin it");
+        expect_refused(with([&](auto *t) { t->dst_index = list; }), "dst_index (", "or set host_index = 1");
+        expect_refused(with([&](auto *t) { t->src_index = list; }), "src_index (", "or set host_index = 1");
+        expect_refused(with([&](auto *t) { t->src_device_layers = reinterpret_cast<void **>(host); }),
+                       "src_device_layers (", "pin it");
+        expect_refused(with([&](auto *t) { t->src_index = on_gpu.p + (1 << 19), t->host_index = 1; }), "src_index (",
+                       "is memory of a GPU, but host_index is 1");
+        expect_refused(with([&](auto *t) { t->dst_index = on_gpu.p + (1 << 19), t->host_index = 1; }), "dst_index (",
+                       "is memory of a GPU, but host_index is 1");
+    }
+    CHECK(cudaGetLastError() == cudaSuccess);
+    good.src_index = list, good.host_index = 1;
+    CHECK(kvprim_cuda_transfer(&good, &main_launch) == KVPRIM_OK);
+    good.src_index = nullptr, good.host_index = 0;
+    CUDA(cudaHostRegister(host, bytes, cudaHostRegisterDefault));
+    for (int n = 0; n < 2; n++) {
+        memset(host, 0x33 + n, bytes);
+        d = with([&](auto *t) { t->src.data = host; });
+        CHECK(kvprim_cuda_transfer(&d, &main_launch) == KVPRIM_OK);
+        CUDA(cudaStreamSynchronize(main_launch.stream));
+        CHECK(on_gpu.first() == 0x33 + n);
+    }
+    CUDA(cudaHostUnregister(host));
+    free(host);
+}
+
 #ifdef KVPRIM_DEBUG
 static bool named(kvprim_status status, const char *field)
 {
@@ -1515,6 +1628,9 @@ static void run_quick()
     run("cuda: transfers between device, pinned and managed memory", test_transfer_memory);
     run("cuda: transfers to and from another GPU's memory", test_peer_memory);
     run("cuda: transfers in graphs", test_transfer_graphs);
+    run("cuda: transfers, layers of the GPU, lists of the host", test_listed);
+    run("cuda: transfers, layers of the GPU and lists of the host in graphs", test_listed_graphs);
+    run("cuda: transfers from and to ordinary host memory", test_pageable);
     run("cuda: max_sms, blocks", test_blocks);
     run("cuda: transfers over the link to the host", test_link);
     run("cuda: duplicate slots", test_duplicates);

@@ -222,6 +222,29 @@ static void link_runs()
     }
 }
 
+/* What the GPU, or the host, reads where the other's memory would be. */
+static void test_listed()
+{
+    kvprim_cuda_launch launch = {};
+    listed_matrix(&memory);
+    listed_transfers(&memory);
+    unaligned_bases(&memory);
+    host_lists(&memory);
+    many_device_layers(&memory);
+    listed_moves(&memory);
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 5; launch.max_sms += 5) {
+        kvprim_emulate_link = launch.max_sms == 0;
+        listed_transfers(&memory);
+        unaligned_bases(&memory);
+        host_lists(&memory);
+        many_device_layers(&memory);
+        listed_moves(&memory);
+    }
+    kvprim_emulate_link = false;
+    memory.launch = nullptr;
+}
+
 /* The same transfers as everywhere, as if one side were pinned host memory; at last, the engine refuses every copy. */
 static void test_link()
 {
@@ -263,6 +286,107 @@ static void test_layers()
         d.src_index = past, d.index_type = KVPRIM_I32, d.rejected = &rejected;
         CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 1); /* however many launches */
     }
+}
+
+/* arrays: bit 0 for a host array of dst's layers, bit 1 of src's. */
+struct listed_launches {
+    int64_t count;
+    int32_t layers;
+    unsigned how, arrays, launches;
+};
+
+/* Rows of a byte. The last index is past the table. */
+static void one_listed_launch(const listed_launches &c)
+{
+    const size_t count = static_cast<size_t>(c.count), layers = static_cast<size_t>(c.layers);
+    std::vector<unsigned char> dst(layers * count), src((layers + count + 15) / 16 * 16); /* reads take 16 bytes */
+    std::vector<void *> to(layers), from(layers);
+    std::vector<int32_t> index(count);
+    uint32_t rejected = 0;
+    fill(src.data(), src.size());
+    for (size_t l = 0; l < layers; l++)
+        to[l] = &dst[l * count], from[l] = &src[l];
+    for (size_t i = 0; i < count; i++)
+        index[i] = static_cast<int32_t>(i + (i == count - 1));
+    kvprim_transfer_desc d = {};
+    d.dst = table_of(dst.data(), c.count), d.src = table_of(src.data(), c.count);
+    d.layers = c.layers, d.row_bytes = 1, d.count = c.count, d.rejected = &rejected;
+    d.src_index = index.data(), d.index_type = KVPRIM_I32, d.host_index = c.how & HOST_LISTS ? 1 : 0;
+    d.dst_device_layers = c.how & DST_TABLE ? to.data() : nullptr;
+    d.src_device_layers = c.how & SRC_TABLE ? from.data() : nullptr;
+    d.dst_layers = c.arrays & 1 ? to.data() : nullptr;
+    d.src_layers = c.arrays & 2 ? from.data() : nullptr;
+    const unsigned before_it = kvprim_emulate_launches;
+    const kvprim_status status = kvprim_cuda_transfer(&d, nullptr);
+    if (status != KVPRIM_OK || kvprim_emulate_launches - before_it != c.launches)
+        fail("%lld rows of %d layers, kind %u, arrays %u: %u launches; %s", static_cast<long long>(c.count), c.layers,
+             c.how, c.arrays, kvprim_emulate_launches - before_it, kvprim_last_error());
+    CHECK(rejected == 1); /* however many launches */
+    for (size_t l = 0; l < layers; l++)
+        if (memcmp(to[l], from[l], count - 1) != 0 || dst[l * count + count - 1] != 0)
+            fail("%lld rows of %d layers, kind %u: layer %zu is wrong", static_cast<long long>(c.count), c.layers,
+                 c.how, l);
+}
+
+/* Device layers need no room, lists and host arrays as much as the header says. */
+static void test_listed_launches()
+{
+    static const listed_launches cases[] = {{4, 64, DST_TABLE | SRC_TABLE, 0, 1},
+                                            {2, 65536, DST_TABLE | SRC_TABLE, 0, 1},
+                                            {2, 454, DST_TABLE, 2, 1},
+                                            {2, 455, DST_TABLE, 2, 2},
+                                            {2, 1000, SRC_TABLE, 1, 3},
+                                            {908, 1, HOST_LISTS, 2, 1},
+                                            {909, 1, HOST_LISTS, 2, 1},
+                                            {8096, 1, HOST_LISTS, 2, 1},
+                                            {8097, 1, HOST_LISTS, 2, 2},
+                                            {20000, 1, HOST_LISTS, 2, 3},
+                                            {100, 3000, HOST_LISTS, 3, 3},
+                                            {4100, 1012, HOST_LISTS, 3, 2},
+                                            {9000, 5, HOST_LISTS | 3, 0, 2}};
+    for (const listed_launches &c : cases)
+        one_listed_launch(c);
+}
+
+/* What must be refused must be refused alike, and what the GPU or the host does not reach by its name. */
+static void bad_listed(arena *a)
+{
+    const kvprim_transfer_desc good = good_transfer(a);
+    kvprim_transfer_desc d, resolved;
+    CHECK(kvprim_transfer_check(&good, &resolved) == KVPRIM_OK);
+    listed_transfer listed(a, good, resolved, LISTED_KINDS - 1);
+    const kvprim_transfer_desc on = listed.on.d;
+    void *const host_layers[2] = {a->got, a->got + 1024};
+    const auto refused = [&](kvprim_status want, const char *words) {
+        memcpy(a->got, a->expected, a->used);
+        CHECK_ERROR(kvprim_cuda_transfer(&d, nullptr), want, words);
+        CHECK(strncmp(kvprim_last_error(), "kvprim_cuda_transfer: ", 22) == 0);
+        CHECK(memcmp(a->got, a->expected, a->used) == 0);
+    };
+#define REFUSED_WITH(change, status, words)                                                                            \
+    d = on;                                                                                                            \
+    d.change;                                                                                                          \
+    refused(KVPRIM_ERROR_##status, words)
+    REFUSED_WITH(dst_layers = host_layers, ARGUMENT, "both dst_layers and dst_device_layers are set");
+    REFUSED_WITH(src_layer_stride = 2048, ARGUMENT, "both src_device_layers and src_layer_stride are set");
+    REFUSED_WITH(host_index = 3, ARGUMENT, "host_index is 3");
+    REFUSED_WITH(src_device_layers = d.dst_device_layers, OVERLAP, "set same_cache");
+    REFUSED_WITH(same_cache = 1, ARGUMENT, "same_cache is 1, but dst_device_layers is");
+    REFUSED_WITH(dst.rows = 0, SIZE, "dst.rows is 0");
+    REFUSED_WITH(src_index_stride = -1, SIZE, "src_index_stride is -1");
+    kvprim_emulate_pageable = on.src_device_layers;
+    REFUSED_WITH(reserved = 0, ARGUMENT, "src_device_layers (");
+    kvprim_emulate_pageable = a->got + 64;
+    REFUSED_WITH(dst_device_layers = nullptr; d.dst.data = a->got + 64, ARGUMENT, "dst (");
+    CHECK(strstr(kvprim_last_error(), "pin it (cudaMallocHost, cudaHostRegister"));
+    kvprim_emulate_pageable = on.src_index;
+    REFUSED_WITH(host_index = 0, ARGUMENT, "src_index (");
+    CHECK(strstr(kvprim_last_error(), "or set host_index = 1"));
+    kvprim_emulate_device = on.dst_index;
+    REFUSED_WITH(host_index = 1, ARGUMENT, "dst_index (");
+    CHECK(strstr(kvprim_last_error(), "is memory of a GPU, but host_index is 1"));
+    kvprim_emulate_pageable = kvprim_emulate_device = nullptr;
+#undef REFUSED_WITH
 }
 
 /* Each list of moves takes as few launches as the header says: up to 4 moves of any kind, and alike ones with up to 231
@@ -333,6 +457,12 @@ static void one_dependent(const kvprim_cuda_launch *launch, bool dependent, int6
     store.k_cache.heads = static_cast<int32_t>(row_bytes / 4), store.k_cache.head_stride = 8;
     expect_waits("store in pieces", dependent, kvprim_cuda_store(&store, launch));
     expect_waits("transfer", dependent, kvprim_cuda_transfer(&transfer, launch));
+    void *const dst_layers[1] = {dst[0]}, *const src_layers[1] = {src[0]};
+    kvprim_transfer_desc listed = transfer;
+    listed.dst_device_layers = dst_layers, listed.src_device_layers = src_layers;
+    expect_waits("transfer of device layers", dependent, kvprim_cuda_transfer(&listed, launch));
+    listed.src_index = index, listed.index_type = type, listed.host_index = 1;
+    expect_waits("transfer of a list of the host", dependent, kvprim_cuda_transfer(&listed, launch));
     expect_waits("two moves", dependent, kvprim_cuda_move(moves, 2, launch));
     const kvprim_fragment f = {0, 0, static_cast<uint64_t>(row_bytes)};
     const kvprim_unpack_desc unpack = {src, sizeof src, dst, sizeof dst, &f, 1, 0};
@@ -425,6 +555,14 @@ static void test_all_kernels()
                 fail("%s, fit %d: never launched", kind.name, fit);
     CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
     CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
+    typedef kvpc_listed<kvpc_few_params> few;
+    typedef kvpc_listed<kvpc_more_params> more;
+    typedef kvpc_listed<kvpc_most_params> most;
+    CHECK(ran(kvpc_listed_kernel<few>) && ran(kvpc_listed_kernel<more>) && ran(kvpc_listed_kernel<most>));
+    CHECK(ran(kvpc_listed_few_kernel<few>) && ran(kvpc_listed_few_kernel<more>) && ran(kvpc_listed_few_kernel<most>));
+    CHECK(ran(kvpc_listed_many_kernel<few>));
+    typedef kvpc_listed<kvpc_bare_params> bare;
+    CHECK(ran(kvpc_listed_kernel<bare>) && ran(kvpc_listed_few_kernel<bare>));
 }
 
 /* Division by a multiplication is exact up to 2^31. */
@@ -905,6 +1043,39 @@ static void test_long_moves()
     CHECK(memcmp(dst - moves, row, moves) == 0);
 }
 
+/* A table of more than 2^31 rows, whose numbers take two words; and more than 2^31 chunks, of which the last block's
+   move. */
+static void test_long_lists()
+{
+    enum { layers = 64 };
+    const int64_t rows = (int64_t(1) << 31) + 1000, count = 1 << 25;
+    const int64_t index[] = {rows - 1, int64_t(1) << 31, 4, rows, -1, INT64_MAX, INT64_MIN};
+    const addresses table(static_cast<uint64_t>(rows)), zeros(static_cast<uint64_t>(count) * 4);
+    alignas(16) unsigned char input[16];
+    uint32_t rejected = 0;
+    void *to[layers], *from[layers];
+    if (!table.p || !zeros.p)
+        return;
+    fill(input, sizeof input);
+    kvprim_transfer_desc d = {};
+    d.dst = table_of(table.p, rows), d.src = table_of(input, 7);
+    d.row_bytes = 1, d.count = 7, d.rejected = &rejected;
+    d.dst_index = index, d.index_type = KVPRIM_I64, d.host_index = 1;
+    CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK && rejected == 2);
+    for (int i = 0; i < 3; i++)
+        CHECK(table.p[index[i]] == input[i]);
+    for (int l = 0; l < layers; l++)
+        to[l] = table.p + l * count, from[l] = input;
+    d.dst = table_of(nullptr, count), d.src = table_of(nullptr, 7);
+    d.dst_device_layers = to, d.src_device_layers = from, d.layers = layers, d.count = count;
+    d.dst_index = nullptr, d.src_index = zeros.p, d.index_type = KVPRIM_I32, d.host_index = 0;
+    table.p[count * layers - 1] = static_cast<unsigned char>(~input[0]);
+    kvprim_emulate_last_only = true;
+    CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+    kvprim_emulate_last_only = false;
+    CHECK(table.p[count * layers - 1] == input[0]);
+}
+
 /* More than 2^31 rows in pages: rows are divided in 64 bits. */
 static void test_many_pages()
 {
@@ -984,6 +1155,9 @@ int main(int argc, char **argv)
     run("emulated: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
     run("emulated: transfer over the link to the host", test_link);
     run("emulated: transfer, layers", test_layers);
+    run("emulated: transfer, layers of the GPU, lists of the host", test_listed);
+    run("emulated: launches of listed transfers", test_listed_launches);
+    run("emulated: bad listed transfers", in_memory<bad_listed>);
     run("emulated: transfer inside one cache", in_memory<copies_on_write>);
     run("emulated: several moves at once", test_moves);
     run("emulated: moves, number of launches", test_launches_of_moves);
@@ -1011,6 +1185,7 @@ int main(int argc, char **argv)
     run("emulated: past 65,535 blocks of rows", test_many_blocks);
     run("emulated: 2^32 chunks", test_long_moves);
     run("emulated: past 2^31 rows in pages", test_many_pages);
+    run("emulated: past 2^31 rows in lists, and chunks", test_long_lists);
     run("emulated: unpack, offsets past 4 GiB", test_far_fragments);
     run_edges();
 #endif

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <functional>
 #include <memory>
+#include "test_tables.h"
 
 /* ---- the matrix ---- */
 
@@ -95,7 +96,7 @@ static void one_transfer(arena *a, const transfer_case &c)
     static thread_local void *dst_bases[most_layers], *src_bases[most_layers];
     empty(a);
     const kvprim_transfer_desc d = make_transfer(a, c, dst_bases, src_bases);
-    CHECK(try_move(a, &d, "a case") == RAN);
+    CHECK(try_transfer(a, &d, "a case") == RAN);
 }
 
 /* Runs case n. Whatever is not given follows from n. */
@@ -153,7 +154,7 @@ static void transfer_heads_apart(arena *a)
         (side ? d.src : d.dst).head_stride = 1024;
         d.row_bytes = 64;
         d.count = 8;
-        CHECK(try_move(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
+        CHECK(try_transfer(a, &d, side ? "heads of src lie apart" : "heads of dst lie apart") == RAN);
     }
 }
 
@@ -216,7 +217,7 @@ static void one_copy_on_write(arena *a, unsigned n, int64_t row_bytes, const pla
     d.rejected = reserve_counter(a);
     CHECK(try_move(a, &d, "one cache, and it is not said") == REFUSED);
     d.same_cache = 1;
-    CHECK(try_move(a, &d, "inside one cache") == RAN);
+    CHECK(try_transfer(a, &d, "inside one cache") == RAN);
 }
 
 static void copies_on_write(arena *a)
@@ -394,6 +395,170 @@ static void repointed_moves(arena *a)
         run_both(
             a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(&d); },
             [&] { return kvprim_cuda_move(&m, 1, a->launch); });
+    }
+}
+
+/* ---- layers that only the GPU knows, and rows that the host names ---- */
+
+static void listed_random_transfers(arena *a, unsigned rounds)
+{
+    unsigned ran = 0;
+    for (unsigned round = 0; round < rounds; round++) {
+        kvprim_transfer_desc d = {};
+        random_state = static_cast<uint64_t>(round + 1) << 32;
+        empty(a);
+        (void)reserve(a, 4 * fuzz_bytes + 2 * fuzz_index_bytes, 0);
+        random_desc(a, &d, type_of(round));
+        ran += try_transfer(a, &d, "a random one") == RAN;
+    }
+    if (ran < rounds / 5)
+        fail("of %u descriptors only %u ran", rounds, ran);
+}
+
+/* The same transfers as everywhere. */
+static void listed_transfers(arena *a)
+{
+    list_all = true;
+    small_transfers(a);
+    long_transfers(a);
+    transfer_heads_apart(a);
+    list_all = false;
+}
+
+static void listed_matrix(arena *a)
+{
+    list_all = true;
+    transfer_matrix(a);
+    layer_matrix(a);
+    copies_on_write(a);
+    listed_random_transfers(a, fuzz_rounds);
+    list_all = false;
+}
+
+/* Layers in any order, each at another alignment, of rows that are whole words. */
+static void unaligned_bases(arena *a)
+{
+    static const size_t aligns[] = {0, 1, 8, 0, 4, 15, 16, 2};
+    static const int64_t sizes[] = {16, 64, 512, 1024, 1040, 4096, 20000};
+    enum { layers = 8 };
+    void *dst[layers], *src[layers];
+    unsigned n = 0;
+    for (const int64_t row_bytes : sizes)
+        for (unsigned how = 1; how < LISTED_KINDS; how++, n++) {
+            const int64_t rows = 30;
+            empty(a);
+            kvprim_transfer_desc d = {};
+            d.dst = table_of(nullptr, rows), d.src = table_of(nullptr, rows);
+            for (unsigned l = 0; l < layers; l++) {
+                const size_t bytes = static_cast<size_t>(rows * row_bytes);
+                dst[(3 * l + 5) % layers] = reserve(a, bytes, aligns[l]);
+                src[(5 * l + 2) % layers] = reserve(a, bytes, aligns[n % 3 ? (l + n) % layers : l]);
+            }
+            d.dst_layers = dst, d.src_layers = src, d.layers = layers;
+            d.row_bytes = row_bytes, d.count = 20;
+            d.index_type = type_of(n);
+            d.dst_index = n % 2 ? nullptr : place_index(a, d.index_type, 20, 0, rows, true);
+            d.src_index = place_index(a, d.index_type, 20, 0, rows, false);
+            d.rejected = reserve_counter(a);
+            CHECK(try_listed(a, &d, how, "bases of any alignment") == RAN);
+        }
+}
+
+/* Lists of the host from one index to more than several launches take: int32 and int64, apart, with bases, padding and
+   indices past the table. */
+static void host_lists(arena *a)
+{
+    static const int64_t counts[] = {1, 2, 10, 400, 900, 1000, 4000, 8200, 9000, 100000};
+    unsigned n = 0;
+    for (const int64_t count : counts)
+        for (unsigned how = HOST_LISTS; how < LISTED_KINDS; how++, n++) {
+            if (count > 9000 && small_bytes < 1 << 20 && how != HOST_LISTS + n % 2)
+                continue;
+            const transfer_case c = {n % 3 ? 16 : 20,
+                                     {n % 5 ? 0u : 4u, 0},
+                                     {n % 7 ? 0u : 8u, 0},
+                                     count,
+                                     1 + (count < 5000) * 2,
+                                     1 + n % 3,
+                                     n / 3 % 4,
+                                     type_of(n),
+                                     true};
+            void *dst[3], *src[3];
+            empty(a);
+            const kvprim_transfer_desc d = make_transfer(a, c, dst, src);
+            CHECK(try_listed(a, &d, how, "lists of the host") == RAN);
+        }
+}
+
+/* More layers than parameters hold by value. */
+static void many_device_layers(arena *a)
+{
+    static void *dst[1000], *src[1000];
+    for (unsigned how = 1; how < LISTED_KINDS; how++) {
+        empty(a);
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(nullptr, 6), d.src = table_of(nullptr, 6);
+        char *const to = static_cast<char *>(reserve(a, 1000 * 6 * 16, 0)), *const from = static_cast<char *>(
+                                                                                reserve(a, 1000 * 6 * 16, 0));
+        for (int l = 0; l < 1000; l++)
+            dst[l * 7 % 1000] = to + 96 * l, src[l * 9 % 1000] = from + 96 * l;
+        d.dst_layers = how & DST_TABLE ? dst : nullptr, d.dst.data = how & DST_TABLE ? nullptr : to;
+        d.src_layers = how & SRC_TABLE ? src : nullptr, d.src.data = how & SRC_TABLE ? nullptr : from;
+        d.layers = 1000;
+        d.row_bytes = 16, d.count = 5, d.index_type = KVPRIM_I32;
+        d.dst_index = place_index(a, KVPRIM_I32, 5, 0, 6, true);
+        d.rejected = reserve_counter(a);
+        CHECK(try_listed(a, &d, how, "1,000 layers") == RAN);
+    }
+}
+
+/* A store, a transfer as every other has it, and transfers of each kind, in one call, twice. In between memory, indices
+   and tables change. */
+static void listed_moves(arena *a)
+{
+    enum { kinds = LISTED_KINDS - 1 };
+    for (unsigned n = 0; n < 4; n++) {
+        together t;
+        empty(a);
+        add_store(a, &t, n, 40, 64, n % 2 ? 48 : 64);
+        add_transfer(a, &t, n, 30, 112, 3);
+        std::vector<std::shared_ptr<listed_transfer>> listed;
+        std::vector<kvprim_transfer_desc> descs(kinds);
+        std::vector<void *> layers(2 * kinds * most_layers);
+        for (unsigned how = 1; how <= kinds; how++) {
+            kvprim_transfer_desc resolved, &d = descs[how - 1];
+            void **const bases = &layers[2 * (how - 1) * most_layers];
+            d = make_transfer(a, {n % 2 ? 96 : 100, {n, 0}, {n + how, 0}, 20, 4, 1 + how % 3, 3, type_of(how), true},
+                              bases, bases + most_layers);
+            CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK);
+            listed.push_back(std::make_shared<listed_transfer>(a, d, resolved, how));
+            kvprim_move m;
+            CHECK(kvprim_transfer_moves(&listed.back()->on.d, &m) == KVPRIM_OK);
+            t.moves.insert(t.moves.begin() + how % 3, m);
+            t.rows.push_back(rows_of(&resolved)[0]);
+            t.one_by_one.push_back([&d] { return kvprim_transfer(&d); });
+        }
+        for (int round = 0; round < 2; round++) {
+            snprintf(current, sizeof current, "listed and other moves in one call, %u, run %d", n, round);
+            start_visit(a);
+            CHECK(visit_moves(a, t.rows));
+            for (const std::shared_ptr<listed_transfer> &l : listed)
+                l->visit_tables(a);
+            run_both(
+                a, KVPRIM_OK, "-", true,
+                [&] {
+                    for (const std::function<kvprim_status()> &call : t.one_by_one)
+                        CHECK(call() == KVPRIM_OK);
+                    return KVPRIM_OK;
+                },
+                [&] { return kvprim_cuda_move(t.moves.data(), t.moves.size(), a->launch); });
+            refill(a);
+            for (unsigned k = 0; k < kinds; k++) { /* other layers, in the same memory */
+                std::swap(layers[2 * k * most_layers], layers[2 * k * most_layers + 3]);
+                std::swap(layers[(2 * k + 1) * most_layers], layers[(2 * k + 1) * most_layers + 2]);
+                listed[k]->refresh(a);
+            }
+        }
     }
 }
 
