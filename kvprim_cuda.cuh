@@ -137,7 +137,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
    them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers: K and V of different width, values and their scales. More take several, and a move with device layers or
+   layers: K and V of different width, values and their scales (of 4 MB or more only if all or none of them begin and end
+   at multiples of 16 bytes). More take several, and a move with device layers or
    host_index takes its own. The moves of a call run in no particular order, so none may touch what another writes; they
    may share one `rejected`. `moves`, layer arrays, and indices with host_index are host memory, read before the call
    returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
@@ -2577,6 +2578,26 @@ static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_s
     return true;
 }
 
+/* Whether moves run one after the other: only some of them begin and end at multiples of 16 bytes, and in one launch all
+   would take the kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4) then takes 28 us
+   and not 66, of 64 rows 2.5 and not 2.0 (H200). */
+static bool kvpc_is_apart(const kvpc_call *call, const kvprim_move *moves, size_t n)
+{
+    const int64_t least_bytes = 4 << 20;
+    bool aligned = false, others = false;
+    int64_t most = 0; /* bytes of the largest move */
+    for (size_t k = 0; k < n; k++) {
+        uint64_t bits = 0;
+        if (moves[k].count == 0)
+            continue;
+        const bool words = kvpc_is_plain(&moves[k], &bits) && bits % 16 == 0 && moves[k].row_bytes % 16 == 0;
+        const int64_t bytes = words ? moves[k].count * moves[k].row_bytes : 0;
+        most = bytes > most ? bytes : most;
+        aligned |= words, others |= !words;
+    }
+    return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
+}
+
 /* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
@@ -2600,6 +2621,11 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
+    if (n > 1 && kvpc_is_apart(&call, moves, n)) {
+        for (size_t k = 0; k < n; k++)
+            KVPRIM_TRY(kvpc_run(function, KVPRIM_OK, &moves[k], 1, launch));
+        return KVPRIM_OK;
+    }
     if (call.link && n == 1 && kvpc_run_lines(&call, &moves[0], &checked))
         return checked;
     if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))

@@ -414,11 +414,41 @@ static void test_launches_of_moves()
         }
 }
 
+/* Values of whole words, and scales that are none, of one store: a launch, and two if they are many. */
+static void moves_apart()
+{
+    enum { page = 64, page_bytes = 37440, most = 7400 };
+    const size_t cache_bytes = size_t((most + page - 1) / page) * page_bytes;
+    static int32_t slot[most];
+    static unsigned char rows[most * 584];
+    std::vector<unsigned char> got(cache_bytes), want(cache_bytes);
+    fill(rows, sizeof rows);
+    for (int i = 0; i < most; i++)
+        slot[i] = i % 7 == 3 ? -1 : (i * 41 + 11) % most;
+    for (const int count : {100, int(most)}) {
+        kvprim_store_desc d = {};
+        d.k_cache = paged_table(got.data(), most, page, page_bytes);
+        d.v_cache = paged_table(got.data() + page * 576, most, page, page_bytes);
+        d.k = table_of(rows, count), d.v = table_of(rows + count * 576, count);
+        d.k_bytes = 576, d.v_bytes = 8, d.slot = slot, d.slot_type = KVPRIM_I32, d.count = count;
+        for (int i = 0; i < count; i++)
+            if (slot[i] >= 0) {
+                unsigned char *const in = want.data() + slot[i] / page * page_bytes;
+                memcpy(in + slot[i] % page * 576, rows + i * 576, 576);
+                memcpy(in + page * 576 + slot[i] % page * 8, rows + count * 576 + i * 8, 8);
+            }
+        const unsigned launches = kvprim_emulate_launches;
+        CHECK(kvprim_cuda_store(&d, nullptr) == KVPRIM_OK && got == want);
+        CHECK(kvprim_emulate_launches - launches == (count == most ? 2u : 1u));
+    }
+}
+
 static void test_moves()
 {
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
     random_moves(&memory, quick ? 30 : 200);
+    moves_apart();
     repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
