@@ -133,7 +133,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_des
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
    - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
-     multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
+     multiples of 16 bytes on 8. Rows or pieces of no whole 128 bytes fill the link on 2 if those of all layers, or of a
+     row, follow each other on one side (a page of all layers in the host's memory, say): 0.94 of the copy engine for
+     61 layers of 656 bytes. Elsewhere they reach about half. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
      by memory takes 1.01 to 1.09 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
      kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
@@ -141,7 +143,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
    them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers: K and V of different width, values and their scales. More take several, and a move with device layers or
+   layers: K and V of different width, values and their scales (of 4 MB or more only if all or none of them begin and end
+   at multiples of 16 bytes). More take several, and a move with device layers or
    host_index takes its own. The moves of a call run in no particular order, so none may touch what another writes; they
    may share one `rejected`. `moves`, layer arrays, and indices with host_index are host memory, read before the call
    returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
@@ -172,7 +175,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
 /* >>device ---------------------------------------------------------------------------------------------------------
 
    For one's own kernels, in C++. Where rows lie: pass the sides of a checked move whose count is not 0 (>>move in
-   kvprim.h) to the kernel by value. The host may call these three functions as well.
+   kvprim.h) to the kernel by value. The index is memory that the GPU reads (host_index is 0). The host may call these
+   three functions as well, where it can read the index and the array of device layers.
 
        kvprim_device_row(side, i, rejected)       the row that index i names, or -1 by the index rule; 0 <= i < count.
                                                   Without an index that is row i, within the table's rows too. If
@@ -233,6 +237,8 @@ KVPRIM_ANYWHERE int64_t kvprim_device_row(const kvprim_side &side, int64_t i, ui
 /* Where a layer starts, or NULL if only the host can tell. */
 KVPRIM_ANYWHERE char *kvpc_device_layer(const kvprim_side &side, int64_t layer)
 {
+    if (side.device_layers)
+        return (char *)side.device_layers[layer];
     return side.layers ? NULL : (char *)side.table.data + layer * side.layer_stride;
 }
 
@@ -1037,6 +1043,71 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
             kvpc_zero<lanes>(kvpc_global(c.dst), c.bytes, lane);
         else if (c.bytes > 0)
             kvpc_copy<lanes>(kvpc_global(c.dst), kvpc_global(c.src), c.bytes, lane);
+    }
+}
+
+/* Transfers over the link whose units are no whole lines, but follow each other on one side, the near one, in a run: all
+   layers of a token in the host's page, say, which lie apart on the GPU, the far side. */
+typedef struct kvpc_lines {
+    uint64_t total;                    /* tiles */
+    kvpc_divisor tiles;                /* of a run */
+    kvpc_divisor words;                /* of a unit, of 16 bytes */
+    uint32_t run_words, units, groups; /* units of a run; runs of a row, near_step apart */
+    uint32_t near_is_dst, pdl;
+    kvpc_task task; /* what names the rows, and where they lie */
+    uint64_t near_base, near_step;
+    uint64_t unit[400]; /* of all groups: where it lies in row 0 of the far side */
+} kvpc_lines;
+
+enum { kvpc_line_words = 8, kvpc_tile_loads = 4, kvpc_tile_words = 32 * kvpc_tile_loads };
+
+static_assert(sizeof(kvpc_lines) <= kvpc_params_bytes, "no room");
+
+/* Each warp moves a tile: whole, aligned lines of 128 bytes of the run, of which the first and the last may be less.
+   PCIe's packets are then as long as they can be: rows of 656 bytes move 52 GB/s on two multiprocessors of an H200, and
+   30 if each row is stored by itself, on however many. */
+static __global__ void __launch_bounds__(kvpc_few_sms_threads)
+    kvpc_lines_kernel(const KVPRIM_GRID_CONSTANT kvpc_lines KVPRIM_IN_PLACE p)
+{
+    const uint32_t in_block = blockDim.x / 32, lane = threadIdx.x % 32;
+    const kvpc_naming &dst_rows = p.task.dst_rows, &src_rows = p.task.src_rows;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (uint32_t work = blockIdx.x * in_block + threadIdx.x / 32; work < (uint32_t)p.total;
+         work += gridDim.x * in_block) {
+        const uint32_t run = kvpc_divide(work, p.tiles), tile = work - run * (uint32_t)p.tiles.by;
+        const uint32_t group = kvpc_divide(run, p.task.count), i = run - group * (uint32_t)p.task.count.by;
+        int64_t to, from;
+        kvpc_load_indices(p.task, i, &to, &from);
+        const uint64_t to_row = (uint64_t)to - (uint64_t)dst_rows.base,
+                       from_row = (uint64_t)from - (uint64_t)src_rows.base;
+        const bool dst_inside = to >= dst_rows.base && to_row < dst_rows.rows;
+        const bool src_inside = from >= src_rows.base && from_row < src_rows.rows;
+        if (!dst_inside || !src_inside) {
+            const bool past = (!dst_inside && to >= dst_rows.base) || (!src_inside && from >= src_rows.base);
+            if (past && group == 0 && tile == 0 && lane == 0 && p.task.rejected)
+                atomicAdd(p.task.rejected, 1u);
+            continue;
+        }
+        const uint64_t dst = kvpc_place(p.task.dst, (uint32_t)to_row), src = kvpc_place(p.task.src, (uint32_t)from_row);
+        const uint64_t near_row = p.near_base + group * p.near_step + (p.near_is_dst ? dst : src);
+        const uint64_t far_row = p.near_is_dst ? src : dst;
+        const uint32_t first = tile * kvpc_tile_words + lane - (uint32_t)(near_row / 16 % kvpc_line_words);
+        uint64_t far_word[kvpc_tile_loads];
+        uint4 v[kvpc_tile_loads];
+        for (uint32_t k = 0; k < kvpc_tile_loads; k++) {
+            const uint32_t w = first + 32 * k; /* more than run_words before the first one, too */
+            const uint32_t u = w < p.run_words ? kvpc_divide(w, p.words) : 0;
+            far_word[k] = p.unit[group * p.units + u] + far_row + 16 * (uint64_t)(w - u * (uint32_t)p.words.by);
+            v[k] = uint4{0, 0, 0, 0};
+            if (w < p.run_words)
+                v[k] = kvpc_load16_once(p.near_is_dst ? far_word[k] : near_row + 16 * (uint64_t)w);
+        }
+        for (uint32_t k = 0; k < kvpc_tile_loads; k++) {
+            const uint32_t w = first + 32 * k;
+            if (w < p.run_words)
+                kvpc_store16_once(p.near_is_dst ? near_row + 16 * (uint64_t)w : far_word[k], v[k]);
+        }
     }
 }
 
@@ -2457,6 +2528,103 @@ static kvprim_status kvpc_run_batches(const kvpc_call *call, const kvprim_move *
     return KVPRIM_OK;
 }
 
+static uint64_t kvpc_layer_at(const kvprim_side *side, int32_t layer)
+{
+    return (uintptr_t)kvprim_side_layer(side, layer);
+}
+
+/* Returns how many layers' rows follow each other: those of layers 0 to n - 1, n to 2 n - 1, and so on, *step apart. */
+static int32_t kvpc_layers_in_run(const kvprim_side *side, const kvprim_move *m, uint64_t *step)
+{
+    const uint64_t first = kvpc_layer_at(side, 0), row_bytes = (uint64_t)m->row_bytes;
+    int32_t n = 1;
+    while (n < m->layers && kvpc_layer_at(side, n) == first + (uint64_t)n * row_bytes)
+        n++;
+    *step = n < m->layers ? kvpc_layer_at(side, n) - first : 0;
+    for (int32_t l = 0; l < m->layers; l++)
+        if (m->layers % n ||
+            kvpc_layer_at(side, l) != first + (uint64_t)(l / n) * *step + (uint64_t)(l % n) * row_bytes)
+            return 1;
+    return n;
+}
+
+/* Finds the runs of the near side: a row's layers, or a row that lies in heads on the far side. False if a run is one
+   unit. */
+static bool kvpc_set_runs(kvpc_lines *p, const kvprim_move *m, bool near_is_dst)
+{
+    const kvprim_side *const near_side = near_is_dst ? &m->dst : &m->src;
+    const kvprim_side *const far_side = near_is_dst ? &m->src : &m->dst;
+    const int32_t heads = far_side->table.heads, most = sizeof p->unit / sizeof *p->unit;
+    if (near_side->table.heads > 1 || (heads > 1 && m->layers > 1) || heads > most || m->layers > most)
+        return false;
+    p->near_step = 0;
+    p->units = (uint32_t)(heads > 1 ? heads : kvpc_layers_in_run(near_side, m, &p->near_step));
+    p->groups = heads > 1 ? 1 : (uint32_t)m->layers / p->units;
+    for (uint32_t u = 0; u < p->groups * p->units; u++)
+        p->unit[u] = heads > 1 ? kvpc_layer_at(far_side, 0) + u * (uint64_t)far_side->table.head_stride
+                               : kvpc_layer_at(far_side, (int32_t)u);
+    p->near_is_dst = near_is_dst;
+    p->near_base = kvpc_layer_at(near_side, 0);
+    return p->units > 1;
+}
+
+/* Whether kvpc_lines_kernel can take a transfer, and is faster than the others: units are short and no whole lines. */
+static bool kvpc_plan_lines(const kvpc_call *call, const kvprim_move *m, kvpc_lines *p)
+{
+    const int64_t unit = m->dst.piece_bytes < m->src.piece_bytes ? m->dst.piece_bytes : m->src.piece_bytes;
+    const uint64_t most = (uint64_t)1 << 31;
+    uint64_t bits = 0;
+    if (!call->link || kvpc_is_listed(m) || (!m->dst.index && !m->src.index) || unit >= 2048 ||
+        unit % (16 * kvpc_line_words) == 0 || (uint64_t)m->dst.table.rows > most ||
+        (uint64_t)m->src.table.rows > most || (!kvpc_set_runs(p, m, true) && !kvpc_set_runs(p, m, false)))
+        return false;
+    kvpc_set_task(&p->task, m, &bits);
+    p->task.rejected = m->rejected;
+    p->words = kvpc_divisor_of(unit / 16);
+    p->run_words = p->units * (uint32_t)p->words.by;
+    p->tiles = kvpc_divisor_of((int64_t)kvpc_parts_of(p->run_words + kvpc_line_words - 1, kvpc_tile_words));
+    p->total = p->groups * p->tiles.by;
+    if ((uint64_t)m->count >= most / p->total)
+        return false;
+    p->total *= (uint64_t)m->count;
+    p->pdl = call->launch.pdl != 0;
+    for (uint32_t u = 0; u < p->groups * p->units; u++)
+        bits |= p->unit[u];
+    return (bits | p->near_base | p->near_step) % 16 == 0;
+}
+
+/* Returns whether kvpc_lines_kernel takes the move. */
+static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_status *status)
+{
+    const uint64_t limit = (uint64_t)call->launch.max_sms, tiles = kvpc_few_sms_threads / 32;
+    kvpc_lines p;
+    if (!kvpc_plan_lines(call, m, &p))
+        return false;
+    const uint64_t wanted = (p.total + tiles - 1) / tiles;
+    *status = kvpc_start(call, kvpc_lines_kernel, (uint32_t)(wanted < limit ? wanted : limit), kvpc_few_sms_threads, p);
+    return true;
+}
+
+/* Whether moves run one after the other: only some of them begin and end at multiples of 16 bytes, and in one launch all
+   would take the kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4) then takes 28 us
+   and not 66, of 64 rows 2.5 and not 2.0 (H200). */
+static bool kvpc_is_apart(const kvpc_call *call, const kvprim_move *moves, size_t n)
+{
+    const int64_t least_bytes = 4 << 20;
+    bool aligned = false, others = false;
+    int64_t most = 0; /* bytes of the largest move */
+    for (size_t k = 0; k < n; k++) {
+        uint64_t bits = 0;
+        if (moves[k].count == 0)
+            continue;
+        const bool words = kvpc_is_plain(&moves[k], &bits) && bits % 16 == 0 && moves[k].row_bytes % 16 == 0;
+        const int64_t bytes = words ? moves[k].count * moves[k].row_bytes : 0;
+        most = bytes > most ? bytes : most;
+        aligned |= words, others |= !words;
+    }
+    return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
+}
+
 /* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
@@ -2480,6 +2648,13 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
+    if (n > 1 && kvpc_is_apart(&call, moves, n)) {
+        for (size_t k = 0; k < n; k++)
+            KVPRIM_TRY(kvpc_run(function, KVPRIM_OK, &moves[k], 1, launch));
+        return KVPRIM_OK;
+    }
+    if (call.link && n == 1 && kvpc_run_lines(&call, &moves[0], &checked))
+        return checked;
     if (n == 1 || (n == 2 && kvpc_is_alike(&moves[0], &moves[1])))
         return kvpc_run_batches<1>(&call, moves, n);
     return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);

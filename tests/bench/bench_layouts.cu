@@ -122,6 +122,45 @@ static void rows_point(int64_t bytes, int64_t count, std::vector<figure> *stores
         stores->push_back({gb_per_s(c[0]) / gb_per_s(c[3]), size_name(bytes)});
 }
 
+/* DeepSeek-V4's pages of 64 tokens, 576 bytes of each and then 8 of scales, by one store, or by one for each part. */
+static void enqueue_v4(const index_sets &slots, bool values, bool scales, int i)
+{
+    constexpr int64_t page_bytes = 37440;
+    kvprim_store_desc d = {};
+    d.k_cache = table_at(cache_memory, slots.rows), d.v_cache = table_at(cache_memory + page_rows * 576, slots.rows);
+    d.k_cache.page_rows = d.v_cache.page_rows = page_rows, d.k_cache.page_stride = d.v_cache.page_stride = page_bytes;
+    d.k = table_at(row_memory + i % inputs * slots.count * 584, slots.count);
+    d.v = table_at(static_cast<char *>(d.k.data) + slots.count * 576, slots.count);
+    d.k_bytes = 576, d.v_bytes = 8;
+    if (!values) /* they are stored as K */
+        d.k_cache = d.v_cache, d.k = d.v, d.k_bytes = d.v_bytes;
+    if (!values || !scales)
+        d.v_cache = d.v = {}, d.v_bytes = 0;
+    d.slot = slots.set(i), d.slot_type = KVPRIM_I32, d.count = slots.count;
+    const kvprim_cuda_launch launch = on_stream();
+    check_kvprim(kvprim_cuda_store(&d, &launch));
+}
+
+static void v4_point(int64_t count)
+{
+    const index_sets slots(table_rows, count, sets_count, 7);
+    const auto one = [&slots](bool values, bool scales) {
+        return [&slots, values, scales](int i) { enqueue_v4(slots, values, scales, i); };
+    };
+    const auto both = [&slots](int i) { enqueue_v4(slots, true, false, i), enqueue_v4(slots, false, true, i); };
+    const double bytes = 2 * 584 * double(count);
+    const int launches = count < 1000 ? 64 : 16;
+    std::vector<contender> c = {{"one store", one(true, true), bytes, launches},
+                                {"two stores", both, bytes, launches},
+                                {"values", one(true, false), bytes, launches},
+                                {"scales", one(false, true), bytes, launches}};
+    measure(c);
+    printf("%8lld", (long long)count);
+    for (const contender &k : c)
+        printf(" %10.2f", k.us);
+    printf("\n");
+}
+
 static void rows()
 {
     std::vector<figure> stores;
@@ -131,6 +170,10 @@ static void rows()
     for (const int64_t count : {few_rows, many_rows})
         for (const int64_t bytes : {576, 584, 656, 1152})
             rows_point(bytes, count, &stores);
+    printf("\nDeepSeek-V4's pages, 576 B and 8 B: us of one store, of two, of each part\n%8s %10s %10s %10s %10s\n",
+           "rows", "one", "two", "values", "scales");
+    v4_point(few_rows);
+    v4_point(many_rows);
     judge_worst("stores of 656 B, flat / of 768 B, GB/s", stores, '>', 0.9);
 }
 

@@ -17,7 +17,7 @@ enum {
     LAYOUT_ROW = LAYOUT_HEADS * LAYOUT_DIM,
     LAYOUT_LAYERS = 3,
     LAYOUT_MOST_LAYERS = 2 * LAYOUT_LAYERS,
-    LAYOUT_MOST_BYTES = 1 << 20
+    LAYOUT_MOST_BYTES = 2 << 20
 };
 
 /* The beginning of each layout. Some numbers are padding, some past the tables' ends; the others are distinct. */
@@ -546,6 +546,58 @@ static void layout_latent_expect(void *memory, int back)
                 layout_move(m->gpu[l][m->names.slot[i]], m->host[m->names.host[i]][l], 656, back);
 }
 
+/* The same as rows of 656 bytes in two pools of layers, each with its pointers. */
+typedef struct layout_pools {
+    layout_names names;
+    uint8_t gpu[2][LAYOUT_LAYERS][LAYOUT_SLOTS][656], host[2][LAYOUT_HOST][LAYOUT_LAYERS][656];
+} layout_pools;
+
+static void layout_some_pools_tables(layout_call *c, int32_t layers)
+{
+    layout_pools *const m = (layout_pools *)c->at;
+    const kvprim_table gpu = table_of(NULL, LAYOUT_SLOTS), host = strided_table(NULL, LAYOUT_HOST, LAYOUT_LAYERS * 656);
+    kvprim_transfer_desc d = layout_transfer_of(gpu, host, 656, layers);
+    for (int l = 0; l < layers; l++) {
+        c->cache_layers[l] = m->gpu[l / LAYOUT_LAYERS][l % LAYOUT_LAYERS];
+        c->host_layers[l] = m->host[l / LAYOUT_LAYERS][0][l % LAYOUT_LAYERS];
+    }
+    d.src_layers = c->cache_layers, d.dst_layers = c->host_layers;
+    layout_transfer(c, d, LAYOUT_COUNT);
+}
+
+static void layout_some_pools_expect(void *memory, int layers, int back)
+{
+    layout_pools *const m = (layout_pools *)memory;
+    for (int i = 0; i < LAYOUT_COUNT; i++)
+        if (layout_moves(&m->names, i, LAYOUT_SLOTS, LAYOUT_HOST))
+            for (int l = 0; l < layers; l++)
+                layout_move(m->gpu[l / LAYOUT_LAYERS][l % LAYOUT_LAYERS][m->names.slot[i]],
+                            m->host[l / LAYOUT_LAYERS][m->names.host[i]][l % LAYOUT_LAYERS], 656, back);
+}
+
+static void layout_pools_tables(layout_call *c)
+{
+    layout_some_pools_tables(c, 2 * LAYOUT_LAYERS);
+}
+
+static void layout_pools_expect(void *memory, int back)
+{
+    layout_some_pools_expect(memory, 2 * LAYOUT_LAYERS, back);
+}
+
+/* The second pool is not moved whole. */
+typedef layout_pools layout_uneven;
+
+static void layout_uneven_tables(layout_call *c)
+{
+    layout_some_pools_tables(c, 2 * LAYOUT_LAYERS - 1);
+}
+
+static void layout_uneven_expect(void *memory, int back)
+{
+    layout_some_pools_expect(memory, 2 * LAYOUT_LAYERS - 1, back);
+}
+
 /* ---- other numbers of tensor-parallel ranks ---- */
 
 /* Two ranks of four have two heads of each row, one rank of two has four, here head-major. */
@@ -601,6 +653,8 @@ static const layout_case layout_cases[] = {
     LAYOUT(page_head, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
     LAYOUT(unified, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
     LAYOUT(latent, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
+    LAYOUT(pools, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
+    LAYOUT(uneven, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
     LAYOUT(slices, LAYOUT_SLOTS, LAYOUT_HOST, LAYOUT_COUNT),
 };
 #undef LAYOUT

@@ -145,6 +145,27 @@ static void from_device(size_t bytes)
     download(&memory);
 }
 
+/* memory.got is pinned. What the transfer does not write stays as it is in both memories. */
+static void layout_run_over_link(const layout_case *which, layout_call *c, uint8_t *got)
+{
+    const ptrdiff_t further = got - memory.device;
+    const auto to_pinned = [further](void *p) { return p ? static_cast<char *>(p) + further : nullptr; };
+    for (void *&layer : c->host_layers)
+        layer = to_pinned(layer);
+    for (size_t k = 0; k < c->n; k++) {
+        kvprim_side &host = c->back ? c->moves[k].src : c->moves[k].dst;
+        host.table.data = to_pinned(host.table.data);
+        if (!c->back)
+            c->moves[k].rejected = reinterpret_cast<uint32_t *>(to_pinned(c->moves[k].rejected));
+    }
+    to_device(which->bytes);
+    if (kvprim_cuda_move(c->moves, c->n, &layout_launch) != KVPRIM_OK)
+        fail("layout %s: %s", which->name, kvprim_last_error());
+    if (c->back)
+        from_device(which->bytes);
+    CUDA(cudaStreamSynchronize(stream_of(&memory)));
+}
+
 template <class Params> static void launch_threads(void (*kernel)(Params), int64_t threads, const Params &params)
 {
     kernel<<<unsigned((threads + 127) / 128), 128, 0, stream_of(&memory)>>>(params);

@@ -97,6 +97,13 @@ static void from_device(size_t)
 {
 }
 
+static void layout_run_over_link(const layout_case *which, layout_call *c, uint8_t *got)
+{
+    kvprim_emulate_link = true;
+    layout_run_on_gpu(which, c, got);
+    kvprim_emulate_link = false;
+}
+
 template <class Params> static void launch_threads(void (*kernel)(Params), int64_t threads, const Params &params)
 {
     kvprim_emulate_launch(kernel, dim3(unsigned((threads + 127) / 128)), 128, params);
@@ -182,6 +189,41 @@ static void link_choices()
     kvprim_emulate_captured = false;
 }
 
+/* Two layers of rows of 48 bytes, which follow each other in a run on one side, named by indices whose difference to the
+   base may wrap. */
+static void link_runs()
+{
+    enum { rows = 100, count = 900, row_bytes = 48, layers = 2 };
+    static const int64_t base = INT64_MAX - 39;
+    static const int64_t values[] = {INT64_MAX,      base,           base - 1, INT64_MIN,
+                                     INT64_MIN + 10, INT64_MIN + 59, -1,       base + 20};
+    static int64_t index[count];
+    static unsigned char src[layers * rows * row_bytes], got[layers * count * row_bytes], want[sizeof got];
+    uint32_t rejected = 0;
+    for (int i = 0; i < count; i++)
+        index[i] = values[i % 8];
+    for (const bool into_runs : {true, false}) {
+        kvprim_transfer_desc d = {};
+        d.dst = table_of(got, count, into_runs ? layers * row_bytes : row_bytes);
+        d.src = table_of(src, rows, into_runs ? row_bytes : layers * row_bytes);
+        d.dst_layer_stride = into_runs ? row_bytes : count * row_bytes;
+        d.src_layer_stride = into_runs ? rows * row_bytes : row_bytes;
+        d.row_bytes = row_bytes, d.layers = layers, d.count = count;
+        d.src_index = index, d.src_index_type = KVPRIM_I64, d.src_index_base = base, d.rejected = &rejected;
+        fill(src, sizeof src);
+        fill(got, sizeof got);
+        memcpy(want, got, sizeof got);
+        for (int l = 0; l < layers; l++)
+            for (int i = 0; i < count; i++)
+                if (index[i] >= base)
+                    memcpy(want + l * d.dst_layer_stride + i * d.dst.stride,
+                           src + l * d.src_layer_stride + (index[i] - base) * d.src.stride, row_bytes);
+        CHECK(kvprim_cuda_transfer(&d, nullptr) == KVPRIM_OK);
+        CHECK(memcmp(got, want, sizeof got) == 0 && rejected == 0);
+        CHECK(kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kvpc_lines_kernel)) != 0);
+    }
+}
+
 /* What the GPU, or the host, reads where the other's memory would be. */
 static void test_listed()
 {
@@ -207,6 +249,7 @@ static void test_link()
     long_transfers(&memory);
     kvprim_emulate_link = true;
     link_choices();
+    link_runs();
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     const unsigned copies = kvprim_emulate_copies;
@@ -369,11 +412,41 @@ static void test_launches_of_moves()
         }
 }
 
+/* Values of whole words, and scales that are none, of one store: a launch, and two if they are many. */
+static void moves_apart()
+{
+    enum { page = 64, page_bytes = 37440, most = 7400 };
+    const size_t cache_bytes = size_t((most + page - 1) / page) * page_bytes;
+    static int32_t slot[most];
+    static unsigned char rows[most * 584];
+    std::vector<unsigned char> got(cache_bytes), want(cache_bytes);
+    fill(rows, sizeof rows);
+    for (int i = 0; i < most; i++)
+        slot[i] = i % 7 == 3 ? -1 : (i * 41 + 11) % most;
+    for (const int count : {100, int(most)}) {
+        kvprim_store_desc d = {};
+        d.k_cache = paged_table(got.data(), most, page, page_bytes);
+        d.v_cache = paged_table(got.data() + page * 576, most, page, page_bytes);
+        d.k = table_of(rows, count), d.v = table_of(rows + count * 576, count);
+        d.k_bytes = 576, d.v_bytes = 8, d.slot = slot, d.slot_type = KVPRIM_I32, d.count = count;
+        for (int i = 0; i < count; i++)
+            if (slot[i] >= 0) {
+                unsigned char *const in = want.data() + slot[i] / page * page_bytes;
+                memcpy(in + slot[i] % page * 576, rows + i * 576, 576);
+                memcpy(in + page * 576 + slot[i] % page * 8, rows + count * 576 + i * 8, 8);
+            }
+        const unsigned launches = kvprim_emulate_launches;
+        CHECK(kvprim_cuda_store(&d, nullptr) == KVPRIM_OK && got == want);
+        CHECK(kvprim_emulate_launches - launches == (count == most ? 2u : 1u));
+    }
+}
+
 static void test_moves()
 {
     kvprim_cuda_launch launch = {};
     usual_moves(&memory);
     random_moves(&memory, quick ? 30 : 200);
+    moves_apart();
     repointed_moves(&memory);
     memory.launch = &launch;
     for (launch.max_sms = 1; launch.max_sms <= 5; launch.max_sms += 4)
@@ -508,7 +581,7 @@ static void test_all_kernels()
         for (const kvpc_fit fit : {kvpc_exact, kvpc_words, kvpc_tails, kvpc_paged, kvpc_paged_words})
             if (!ran(kind.of(fit)))
                 fail("%s, fit %d: never launched", kind.name, fit);
-    CHECK(ran(kvpc_bytes_kernel));
+    CHECK(ran(kvpc_bytes_kernel) && ran(kvpc_lines_kernel));
     CHECK(ran(kvpc_move_pieces_kernel<1>) && ran(kvpc_move_pieces_kernel<kvpc_most_tasks>));
     typedef kvpc_listed<kvpc_few_params> few;
     typedef kvpc_listed<kvpc_more_params> more;

@@ -31,6 +31,9 @@ static void layout_run_on_gpu(const layout_case *which, layout_call *c, uint8_t 
     from_device(which->bytes);
 }
 
+/* As layout_run_on_gpu, where the cache of the host lies in pinned memory. */
+static void layout_run_over_link(const layout_case *which, layout_call *c, uint8_t *got);
+
 /* A move by a kernel of one's own: a thread moves a byte of one layer. */
 struct own_move {
     kvprim_side dst, src;
@@ -92,6 +95,8 @@ static void test_layouts()
         for (layout_launch.max_sms = 0; layout_launch.max_sms < 3; layout_launch.max_sms += 2)
             layout_one(&one, layout_run_on_gpu, memory.device, memory.got, memory.expected);
         layout_one(&one, layout_run_own_kernel, memory.device, memory.got, memory.expected);
+        for (layout_launch.max_sms = 0; one.host && layout_launch.max_sms < 6; layout_launch.max_sms += 5)
+            layout_one(&one, layout_run_over_link, memory.device, memory.got, memory.expected);
     }
 }
 

@@ -118,7 +118,7 @@ def short_names(kernels):
 # The operation whose main path a kernel is, for data in whole 16-byte words.
 MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'gather'),
               (r'kvpc_store_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'store'),
-              (r'kvpc_move(_few)?_kernel', 'transfer'),
+              (r'kvpc_(move(_few)?|lines)_kernel', 'transfer'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
               (r'kvpn_kernelI13kvpn_(one|two)_shot[^E]*ELb1E', 'all_reduce'),
               (r'kvpn_kernelI12kvpn_scatter[^E]*ELb1E', 'scatter'),
@@ -132,7 +132,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_kernelI'
-MAY_WAIT = r'kvpc_(bytes|move|move_few|move_bytes|move_pieces|slots|unpack|unpack_one)_kernel'
+MAY_WAIT = r'kvpc_(bytes|lines|listed\w*|move|move_few|move_bytes|move_pieces|slots|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence0EEv'
 LEAST_WAITING = 50  # kernels of kvprim_cuda.cuh of the first two kinds; it has 60
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
