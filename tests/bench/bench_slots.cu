@@ -273,7 +273,7 @@ static void slots()
     one_line<int32_t>(8192, 256, true);
     one_line<int64_t>(32, 32);
     one_line<int64_t>(8192, 256);
-    judge_worst("slots: kvprim / a thread for each token, PDL", ratios, '<', 1.05);
+    judge_worst("slots: kvprim / plain, which checks nothing, PDL", ratios, '<', 1.1);
 }
 
 /* Slots, then a store of the tokens' rows of 8 heads of 128 bf16, K and V. */
