@@ -2617,10 +2617,10 @@ static bool kvpc_is_apart(const kvpc_call *call, const kvprim_move *moves, size_
         uint64_t bits = 0;
         if (moves[k].count == 0)
             continue;
-        const bool words = kvpc_is_plain(&moves[k], &bits) && bits % 16 == 0 && moves[k].row_bytes % 16 == 0;
-        const int64_t bytes = words ? moves[k].count * moves[k].row_bytes : 0;
+        const bool plain = kvpc_is_plain(&moves[k], &bits), words = (bits | (uint64_t)moves[k].row_bytes) % 16 == 0;
+        const int64_t bytes = plain && words ? moves[k].count * moves[k].row_bytes : 0;
         most = bytes > most ? bytes : most;
-        aligned |= words, others |= !words;
+        aligned |= plain && words, others |= !words;
     }
     return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
 }
