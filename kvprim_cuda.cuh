@@ -1965,7 +1965,7 @@ enum {
     kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
 };
 
-/* A fragment of unpack, or an item of a copy, whose offsets are addresses: both are read through it, so it may alias. */
+/* A fragment of unpack, or an item of copy, whose offsets are addresses. Both are read through it, so it may alias. */
 #if defined(__GNUC__)
 #define KVPRIM_MAY_ALIAS __attribute__((may_alias))
 #else
@@ -2484,7 +2484,7 @@ static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
     return kvpc_list{(const kvpc_fragment *)(const void *)d->items, d->count, 0, most, 0, most, true};
 }
 
-/* Does what `check` (kvprim_unpack_check or kvprim_copy_check) does, and the survey. Where that finds that fragments lie
+/* Does what `check` (kvprim_unpack_check or kvprim_copy_check) does, and the survey. Where it finds that fragments lie
    in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
    costs the host. */
 template <class Desc>
