@@ -343,6 +343,7 @@ static __device__ inline void kvprim_warp_zero(void *dst, size_t bytes)
 
 #include <string.h>
 #ifndef KVPRIM_CUDA_EMULATE /* the emulation runs the kernels below thread by thread on the CPU, for the tests */
+#include <stdio.h>
 #include <atomic>
 #include <cuda_runtime.h>
 #endif
@@ -1400,8 +1401,8 @@ template <class params> KVPRIM_DEVICE uint32_t kvpc_fragment_of(const params &p,
 }
 
 /* A group of `step` threads copies a tile. Each thread copies 16-byte word `first` of the fragment in dst and those a
-   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing. zeros: where src is
-   NULL it loads nothing, and stores zeros. */
+   multiple of `step` further: all loads, then all stores. Past the fragment's end it copies nothing.
+   zeros: where src is NULL it loads nothing, and stores zeros. */
 template <bool aligned, bool zeros>
 KVPRIM_DEVICE void kvpc_copy_tile(uint64_t dst, uint64_t src, uint32_t bytes, uint32_t first, uint32_t step)
 {
@@ -2672,7 +2673,7 @@ enum {
     kvpc_most_bytes = 1 << 27 /* that move as one fragment: the tiles of any launch can be counted in 31 bits */
 };
 
-/* A fragment of unpack, or an item of a copy, whose offsets are addresses: as both are read through it, it may alias. */
+/* A fragment of unpack, or an item of copy, whose offsets are addresses. Both are read through it, so it may alias. */
 #if defined(__GNUC__)
 #define KVPRIM_MAY_ALIAS __attribute__((may_alias))
 #else
@@ -3142,7 +3143,7 @@ static bool kvpc_is_one(const kvpc_unpack_job *job)
 
 static kvprim_status kvpc_unpack_fragments(const kvpc_call *call, kvpc_unpack_job *job)
 {
-    /* From here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200); and CUDA's own zeros: 64 KB take 0.96
+    /* From here on CUDA's own copy is faster: 64 MB take 32.9 us, not 34.7 (H200). So are its zeros: 64 KB take 0.96
        us, not 1.45, but no dependent launch. */
     enum { copy_bytes = 16 << 20, zeros_bytes = 64 << 10 };
     const uint64_t by_cuda = job->zeros && !call->launch.pdl ? (uint64_t)zeros_bytes : (uint64_t)copy_bytes;
@@ -3191,8 +3192,8 @@ static kvpc_list kvpc_list_of(const kvprim_copy_desc *d)
     return kvpc_list{(const kvpc_fragment *)(const void *)d->items, d->count, 0, most, 0, most, true};
 }
 
-/* Does what kvprim_unpack_check or kvprim_copy_check does (`check`), and the survey. Where that finds that all fragments
-   lie in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
+/* Does what `check` (kvprim_unpack_check or kvprim_copy_check) does, and the survey. Where it finds that fragments lie
+   in their buffers, and apart, only the rest is checked: the pass over many fragments is a good part of what a call
    costs the host. */
 template <class Desc>
 static kvprim_status kvpc_check_and_survey(kvpc_unpack_job *job, const kvpc_list &list, const Desc *desc,

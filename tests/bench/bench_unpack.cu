@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* kvprim_cuda_unpack and kvprim_cuda_copy against other ways to copy fragments, on one GPU. Ratios compare times of one run.
+/* kvprim_cuda_unpack and kvprim_cuda_copy against other ways to copy fragments, on one GPU. Ratios compare times of one
+   run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_unpack.cu -o build/bench_unpack
        build/bench_unpack [--quick] [--only batches|shifts|single|pdl|case|host|copies]

@@ -1254,8 +1254,8 @@ static void test_unpack_relays()
     main_launch.pdl = 0;
 }
 
-/* Copies and zeros that follow each other inside one block of slots: each step moves some slots to others, in one launch
-   or in several, which overlap. */
+/* Copies and zeros that follow each other inside one block of slots: each step moves some slots to others, in one or
+   several launches. */
 struct slot_steps {
     std::vector<copy_items> steps;
 };
