@@ -109,6 +109,10 @@ LARGE = gpu.table('large moves, PDL off, against a device-to-device cudaMemcpyAs
 ODD = gpu.table('multiple of 128; ratio of the second to the last', 'row B rows packed 16 128 wide ratio',
                 r'(?:gather|store) +' + SIZES, 5)
 UNPACK = gpu.table('', 'fragments + kvprim us GB/s cub warp each batch', r'\w.*\w +\d+', 6)
+COPIES = gpu.table('', 'copies, scattered on both sides us pdl GB/s unpack cub copy GB/s', r'\d.*\w', 6)
+PINNED = gpu.table('', 'ms from the call to the end copy unpack batch', r'4096 x \d+ KB \w+ pinned', 3)
+SLOTS = gpu.table('', 'slots of tokens, us: kvprim, with PDL | plain, with PDL, vLLM | kvprim / plain, both with PDL',
+                  r'int\d+ +\d+ +\d+ +\w+', 6)
 OFFLOAD = transfer.table('the copy, and against the batch from the call to the end of its work',
                          'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ \w+', 10)
 LAYERS = transfer.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
@@ -456,6 +460,14 @@ def times_as_fast():
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
         ('unpack of 128 x 4 KB, from the call to the end', '`cudaMemcpyBatchAsync` / `cudaMemcpyAsync` for each',
          each(1 / float(gpu.find(CHUNK % name)) for name in CHUNK_OPPONENTS)),
+        ('copies at scattered addresses, 4 KB / 4 to 64 KB; of 4 KB to / from pinned memory, from the call to the end',
+         '`cub::DeviceMemcpy::Batched`; `cudaMemcpyBatchAsync`',
+         f"{each(COPIES[key][4] / COPIES[key][0] for key in ('32,768 x 4 KB', '4 KB to 64 KB, 256 MB'))}; "
+         + each(v[2] / v[0] for v in (PINNED['4096 x 4 KB to pinned'], PINNED['4096 x 4 KB from pinned']))),
+        ('slots of 32 tokens of 32 requests / of 8,192 of 1,024, by pairs; by lengths', "vLLM's kernel for slots",
+         '; '.join(each(SLOTS[f'int32 {key} {form}'][4] / SLOTS[f'int32 {key} {form}'][0]
+                        for key in ('32 32', '8192 1024'))
+                   for form in ('pairs', 'lengths'))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back; from the call to the end', '`cudaMemcpyBatchAsync`',
          f"{each(v[0] / v[6] for v in offload)}; {each(v[9] for v in offload)}")] + [
         (f'{"; ".join(names)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
@@ -464,17 +476,18 @@ def times_as_fast():
 
 
 def shares():
-    """Rows (job, limit, the limit's time / kvprim's)."""
+    """Rows (job, limit, the limit's time / kvprim's as text)."""
     odd = [min(values[4] for key, values in ODD.items() if key.startswith(name)) for name in ('gather', 'store')]
     off = [float(gpu.find(rf'{name}, misaligned / aligned GB/s +([\d.]+), target')) for name in ('gather', 'store')]
     return [
         ('gather of 2,097,152 / store of 1,048,576 rows of 1,024 bytes', 'one copy on the device',
-         (LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3])),
+         each((LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3]))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back, on 2 / 8 SMs', 'one copy of the copy engine',
-         [OFFLOAD[f'{way} 4 KB'][at] / OFFLOAD[f'{way} 4 KB'][5] for at in (0, 1) for way in ('to GPU', 'to host')]),
-        ('gather / store of up to 64 rows in pages of any layout, the worst', 'a plain table', PAGED),
-        ('gather / store of rows of odd sizes, the worst', 'rows of the next multiple of 128 bytes', odd),
-        ('gather / store at misaligned addresses, the worst', 'aligned addresses', off)]
+         each(OFFLOAD[f'{way} 4 KB'][at] / OFFLOAD[f'{way} 4 KB'][5]
+              for at in (0, 1) for way in ('to GPU', 'to host'))),
+        ('gather / store, the worst: up to 64 rows in pages; rows of odd sizes; misaligned addresses',
+         'a plain table; the next multiple of 128 bytes; aligned addresses',
+         '; '.join(each(numbers) for numbers in (PAGED, odd, off)))]
 
 
 def figures():
@@ -488,7 +501,7 @@ def figures():
              'million tokens per second.\n']
     for head, rows in (('opponent | times as fast; higher is better', times_as_fast()),
                        ('limit | part of that limit; 1 is the most',
-                        [(job, limit, each(numbers)) for job, limit, numbers in shares()])):
+                        shares())):
         texts.append(f'| operation | {head} |\n|---|---|---|\n' + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
     return '\n'.join(texts)
 
