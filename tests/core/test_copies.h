@@ -109,7 +109,7 @@ static void test_copy_errors(void)
         {{dst + 16, dst + 17, 2}, KVPRIM_ERROR_OVERLAP, "dst of items[1]"}, /* with itself */
         {{src + 16, src + 7, 1}, KVPRIM_ERROR_OVERLAP, "overlaps src of items[0]"},
     };
-    kvprim_copy_item items[2] = {{src, dst, 8}, {0}};
+    kvprim_copy_item around[3] = {{0}, {src, dst, 8}, {0}}, *const items = around + 1;
     kvprim_copy_desc d = copies_of(items, 2);
     CHECK_ERROR(kvprim_copy(NULL), KVPRIM_ERROR_NULL, "kvprim_copy: desc is NULL");
     for (size_t i = 0; i < LENGTH(cases); i++) {
@@ -121,7 +121,7 @@ static void test_copy_errors(void)
     const struct {
         void *dst;
         uint64_t bytes;
-    } over[] = {{&items[1], sizeof items[1]}, {(char *)items + sizeof items - 1, 1}, {(char *)items - 3, 4}};
+    } over[] = {{&items[1], sizeof items[1]}, {(char *)(items + 2) - 1, 1}, {(char *)items - 3, 4}};
     for (size_t i = 0; i < LENGTH(over); i++) {
         items[1] = (kvprim_copy_item){src + 32, over[i].dst, over[i].bytes};
         CHECK_ERROR(kvprim_copy(&d), KVPRIM_ERROR_OVERLAP, "kvprim_copy: dst of items[1]");
