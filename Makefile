@@ -205,7 +205,8 @@ bandwidth: build/09_bandwidth
 torch: lib
 	python3 examples/08_torch.py build/libkvprim.so
 torch-ops:
-	CUDA_HOME='$(or $(CUDA_HOME),$(NVCC:%/bin/nvcc=%))' python3 examples/12_torch_ops.py
+	$(call keep,gpu_torch_ops,$(CHECKSUMS); \
+	    CUDA_HOME='$(or $(CUDA_HOME),$(NVCC:%/bin/nvcc=%))' python3 examples/12_torch_ops.py || failed=1)
 
 # Compares with PyTorch, if python3 has it.
 torch-bench: lib
