@@ -260,11 +260,18 @@ def pointer(tensor):
     return None if tensor is None else tensor.data_ptr()
 
 
+def counter(rejected):
+    """The pointer to a tensor of one int32, or None."""
+    if rejected is not None and (rejected.dtype != torch.int32 or rejected.numel() != 1):
+        raise ValueError(f"rejected is {rejected.numel()} elements of {rejected.dtype}, expected one int32")
+    return pointer(rejected)
+
+
 @eager
 def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
     """out[i] = row index[i] - base of the Table `table`; zeros if there is no such row."""
     desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
-                      index_type=index_type(index), index_base=base, count=index.numel(), rejected=pointer(rejected))
+                      index_type=index_type(index), index_base=base, count=index.numel(), rejected=counter(rejected))
     return Prepared(library, "gather", desc, {"out": out, "table": table.tensor, "index": index, "rejected": rejected},
                     pdl=pdl)
 
@@ -274,9 +281,14 @@ def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, 
     """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; slots outside them are skipped."""
     desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
                      v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
-                     count=slot.numel(), rejected=pointer(rejected))
+                     count=slot.numel(), rejected=counter(rejected))
     return Prepared(library, "store", desc, {"k_cache": k_cache.tensor, "v_cache": v_cache.tensor, "k": k, "v": v,
                                              "slot": slot, "rejected": rejected}, pdl=pdl)
+
+
+def geometry(table):
+    """All fields but the address."""
+    return [getattr(table, field) for field, _ in Table._fields_ if field not in ("data", "reserved")]
 
 
 @eager
@@ -286,6 +298,8 @@ def prepare_transfer(library, dst, src, row_bytes, dst_index, src_index, same_ca
     sides = {"dst": dst, "src": src}
     if len(dst) != len(src) or dst_index.numel() != src_index.numel() or dst_index.is_cuda != src_index.is_cuda:
         raise ValueError("dst and src, and their indices, must be as many, and both indices on one side")
+    if any(geometry(table) != geometry(side[0]) for side in sides.values() for table in side):
+        raise ValueError("the layers of a side must have the same shape and strides")
     tensors = {f"{name}[{i}]": table.tensor for name, side in sides.items() for i, table in enumerate(side)}
     layers = {name: (ctypes.c_void_p * len(side))(*[table.data for table in side]) for name, side in sides.items()}
     host_index = not dst_index.is_cuda
@@ -293,7 +307,7 @@ def prepare_transfer(library, dst, src, row_bytes, dst_index, src_index, same_ca
                         dst_layers=ctypes.addressof(layers["dst"]), src_layers=ctypes.addressof(layers["src"]),
                         dst_index=dst_index.data_ptr(), src_index=src_index.data_ptr(), host_index=host_index,
                         dst_index_type=index_type(dst_index), src_index_type=index_type(src_index),
-                        count=dst_index.numel(), rejected=pointer(rejected))
+                        count=dst_index.numel(), rejected=counter(rejected))
     tensors.update({"rejected": rejected} if host_index else
                    {"rejected": rejected, "dst_index": dst_index, "src_index": src_index})
     return Prepared(library, "transfer", desc, tensors, (layers, dst_index, src_index), max_sms=max_sms)
@@ -429,6 +443,7 @@ def check_errors(library, checks):
     rows, index = random_rows(8, 128, checks.device), torch.arange(8, dtype=torch.int32, device=checks.device)
     out, table, no_rows, too_long = random_rows(8, 128, checks.device), rows_of(rows), rows_of(rows), rows_of(rows)
     no_rows.rows, too_long.rows = 0, 9
+    byte = torch.zeros(1, dtype=torch.int8, device=checks.device)
     for error_name, what, dst, src in (
             ("KVPRIM_ERROR_OVERLAP", "rows gathered onto themselves", rows, table),
             ("KVPRIM_ERROR_SIZE", "fewer rows of output than indices", random_rows(7, 128, checks.device), table),
@@ -441,6 +456,9 @@ def check_errors(library, checks):
             checks.that(error_name in str(error) and "kvprim" in str(error), f"{what}: {error}")
     for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
                          ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
+                         ("a counter of one byte", lambda: gather(library, out, table, index, rejected=byte)),
+                         ("layers that differ", lambda: transfer(library, [rows_of(out)] * 2, [table, too_long], 128,
+                                                                 index, index)),
                          ("int16 indices", lambda: index_type(index.to(torch.int16)))):
         try:
             broken()

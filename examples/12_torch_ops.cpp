@@ -136,7 +136,7 @@ Rows rows_of(const char *name, const Tensor &tensor, Layout layout = Layout::row
     int64_t d = shape.dims - 1;
     const int64_t piece = shape.merge(d, begin, 1), step = d >= begin ? shape.stride[d] : 0;
     const int64_t heads = shape.merge(d, begin, step);
-    EXPECT(d < begin, name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
+    EXPECT(d < begin && heads <= INT32_MAX, name, " has sizes ", tensor.sizes(), " and strides ", tensor.strides(),
            ": its rows neither are packed nor lie in equal pieces at equal distances");
     rows.table.data = tensor.data_ptr();
     rows.table.rows = shape.size[0] * (begin == 2 ? shape.size[1] : 1);
@@ -340,8 +340,8 @@ Side side_of(const Call &call, const char *name, at::TensorList tensors, const c
         EXPECT(table->itemsize() == 8 && !table->is_floating_point() && table->dim() == 1 && table->is_contiguous(),
                table_name, " is ", table->scalar_type(), " of shape ", table->sizes(),
                ", not packed pointers as uint64 or int64");
-        EXPECT(side.layers == 1 || side.layers == table->numel(), name, " has ", side.layers, " tensors, but ",
-               table_name, " ", table->numel(), " pointers");
+        EXPECT(table->numel() > 0 && (side.layers == 1 || side.layers == table->numel()), name, " has ", side.layers,
+               " tensors, but ", table_name, " ", table->numel(), " pointers");
         side.device_pointers = static_cast<void *const *>(table->data_ptr());
         side.layers = table->numel();
     }
@@ -422,6 +422,7 @@ void copy(at::TensorList dst, at::TensorList src)
         EXPECT(dst[i].scalar_type() == src[i].scalar_type() && same_order(dst[i], src[i]), "dst[", i, "] is ",
                dst[i].scalar_type(), " ", dst[i].sizes(), " with strides ", dst[i].strides(), ", but src[", i, "] ",
                src[i].scalar_type(), " ", src[i].sizes(), " with strides ", src[i].strides());
+        EXPECT(src[i].numel() == 0 || src[i].data_ptr(), "src[", i, "] has no memory"); // NULL stands for zeros
         items.push_back({src[i].data_ptr(), dst[i].data_ptr(), static_cast<uint64_t>(dst[i].nbytes())});
     }
     kvprim_copy_desc desc = {};
@@ -452,8 +453,10 @@ void slots(const Tensor &slot, const Tensor &pages, int64_t page_rows, int64_t r
     call.takes("pages", pages);
     const Index to = index_of("slot", slot);
     EXPECT(to.stride == 1, "slot has stride ", to.stride, ", not 1");
-    EXPECT(pages.dim() == 2 && (pages.size(1) <= 1 || pages.stride(1) == 1), "pages has shape ", pages.sizes(),
-           " and strides ", pages.strides(), ", not [requests, pages] with packed rows");
+    EXPECT(pages.dim() == 2 && (pages.size(1) <= 1 || pages.stride(1) == 1) &&
+               (pages.size(0) <= 1 || pages.stride(0) > 0),
+           "pages has shape ", pages.sizes(), " and strides ", pages.strides(),
+           ", not [requests, pages] with packed rows");
     EXPECT(pages.scalar_type() == at::kInt || pages.scalar_type() == at::kLong, "pages is ", pages.scalar_type(),
            ", not int32 or int64");
     kvprim_slots_desc desc = {};

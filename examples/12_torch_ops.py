@@ -244,6 +244,13 @@ def refusals(ops, device):
     refused("dst[0]|strides", ops.copy, [torch.zeros(8, 8, device=device)], [torch.zeros(8, 8, device=device).t()])
     refused("dst has 1|src 2", ops.copy, [cache], [cache, other])
     refused("KVPRIM_ERROR_OVERLAP", ops.copy, [cache], [cache])
+    table = torch.empty(0, dtype=torch.int64, device=device)
+    refused("dst_layers 0 pointers", ops.transfer, [cache], [other], dst_layers=table, src_layers=table)
+    empty = torch.zeros_like(cache)
+    empty.untyped_storage().resize_(0)
+    refused("src[0]|no memory", ops.copy, [cache], [empty])
+    refused("pages has shape|strides", ops.slots_new, index[:2].expand(5, 2), 10, PAGE, SLOTS, request=index,
+            position=index)
     refused("cu_seqlens has 10|5", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS, cu_seqlens=index)
     refused("KVPRIM_ERROR_NULL", ops.slots_new, index[:8].view(4, 2), 8, PAGE, SLOTS)
     if device == "cuda":

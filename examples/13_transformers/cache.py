@@ -257,8 +257,11 @@ class PagedCache(Cache):
 
     def append(self, layer, keys, values, start, end):
         """Stores K and V of the tokens [start, end) and returns those of [0, end)."""
-        if keys.shape[0] != 1:
-            raise ValueError(f"PagedCache holds one sequence, not a batch of {keys.shape[0]}")
+        pool, one = self.pool, (1, self.pool.heads, end - start, self.pool.dim)
+        for new in (keys, values):
+            if new.shape != one or new.dtype != pool.dtype or new.device != pool.device_pages.device:
+                raise ValueError(f"PagedCache holds one sequence: expected {one}, {pool.dtype}, on "
+                                 f"{pool.device_pages.device}, not {tuple(new.shape)}, {new.dtype}, on {new.device}")
         keys, values = (new[0] if new.stride(3) == 1 else new[0].contiguous() for new in (keys, values))
         what = (start, end, keys.stride(), values.stride())
         if self.prepared != what:  # the first layer of this forward pass

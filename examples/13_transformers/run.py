@@ -199,11 +199,14 @@ class Comparison:
 
     def refuse(self):
         """What does not fit raises an error, and the pool loses nothing."""
-        pool = self.pool(4, 1)
+        pool, other = self.pool(4, 1), PagePool(self.library, self.model.config, 64, 0, device=self.device,
+                                                dtype=torch.float64)
         cache, tokens = PagedCache(pool), self.prompts[0][0][None]
-        for error, what, batch in ((RuntimeError, "more tokens than the pool has rows", 1), (ValueError, "a batch", 2)):
+        for error, what, batch, into in ((RuntimeError, "more tokens than the pool has rows", 1, cache),
+                                         (ValueError, "a batch", 2, cache),
+                                         (ValueError, "another dtype", 1, PagedCache(other))):
             try:
-                self.model(tokens.expand(batch, -1), past_key_values=cache)
+                self.model(tokens.expand(batch, -1), past_key_values=into)
                 check(False, f"{what}: no {error.__name__}")
             except error:
                 pass
