@@ -55,7 +55,7 @@
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_slots           page tables into slots
-           >>impl_copy            checks of lists of copies; copies
+           >>impl_copy            checks of lists of copies, which unpack shares; copies
            >>impl_unpack
 
    Rules that hold for every function here
@@ -67,7 +67,8 @@
                   as their C types.
        Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
                   descriptors, from the first byte of a table to the last. All except the last two are checked. To
-                  copy rows inside one cache, see same_cache. Fragments and copies are judged one by one.
+                  copy rows inside one cache, see same_cache. Unpack and copy compare their items one by one instead of
+                  whole buffers, so both may work inside one buffer.
 */
 
 /* >>config ---------------------------------------------------------------------------------------------------------
@@ -322,22 +323,22 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *de
 
 /* >>slots ----------------------------------------------------------------------------------------------------------
 
-   Which rows of a cache hold some tokens, by the page numbers of their requests:
+   Turns page tables into slots: finds the cache row of every token from its request's page numbers.
 
        slot[i] = pages[request][position / page_rows] * page_rows + position % page_rows
 
-   Token i is at position[i] of request[i]. Or both follow from cu_seqlens, requests + 1 cumulative token counts in
-   ascending order: request r has the tokens cu_seqlens[r] to cu_seqlens[r + 1] - 1, none if the two are equal, and
-   token i is at position starts[r] + i - cu_seqlens[r].
+   The tokens are given in one of two forms. Either token i is at position[i] of request[i]. Or cu_seqlens holds
+   requests + 1 cumulative token counts in ascending order: request r has the tokens cu_seqlens[r] to
+   cu_seqlens[r + 1] - 1 (none if the two are equal), and token i is at position starts[r] + i - cu_seqlens[r].
 
-   A negative request, position or page number is padding, whatever the others are: slot[i] is -1. It is also -1 for
-   what lies outside, and that adds one to *rejected, if there is such a counter: a request >= requests, a token in no
-   request (i < cu_seqlens[0] or i >= cu_seqlens[requests]), a position >= max_pages * page_rows, a slot >= rows. So
-   whatever the arrays hold, each slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens
-   descends somewhere, it is unspecified which of these a token gets.
+   A negative request, position or page number is padding, whatever the others are: slot[i] is -1. slot[i] is also -1,
+   and one is added to *rejected if there is such a counter, for: a request >= requests, a token in no request (i <
+   cu_seqlens[0] or i >= cu_seqlens[requests]), a position >= max_pages * page_rows, and a slot >= rows. So whatever the
+   arrays hold, each slot is -1 or in [0, rows), and nothing outside the arrays is read. If cu_seqlens descends
+   somewhere, it is unspecified which of these values a token gets.
 
-   Slots are what kvprim_store_desc.slot and the index of a gather take, with base 0. A gather of pages by cumulative
-   lengths is this call and kvprim_gather. */
+   kvprim_store_desc.slot and kvprim_gather_desc.index take these slots, with base 0. To gather pages by cumulative
+   lengths, call this and then kvprim_gather. */
 typedef struct kvprim_slots_desc {
     const void *pages; /* page numbers, requests x max_pages. All arrays are aligned as their C types */
     kvprim_index_type pages_type;
@@ -348,7 +349,7 @@ typedef struct kvprim_slots_desc {
     const void *cu_seqlens, *starts;           /* ... requests + 1, and requests. starts may be NULL: all are 0 */
     kvprim_index_type token_type;              /* of request, position, cu_seqlens and starts */
     int32_t reserved_token;
-    void *slot; /* `count`. Written by the executing side: on the GPU what follows in the stream may use it */
+    void *slot; /* `count`; written by the executing side: on the GPU, later work in the stream may use them */
     kvprim_index_type slot_type; /* int32 holds the slots of up to 2^31 rows */
     int32_t reserved_slot;
     int64_t count;
@@ -356,7 +357,7 @@ typedef struct kvprim_slots_desc {
     int64_t reserved;
 } kvprim_slots_desc;
 
-/* Aliasing: neither slot nor rejected may overlap each other or another array (checked).
+/* Aliasing: slot and rejected must overlap neither each other nor any other array (checked).
    Errors: NULL (descriptor, pages, slot, or neither cu_seqlens nor request and position), SIZE (names the field and the
    values), OVERLAP, ARGUMENT (both forms at once, starts without cu_seqlens, types, an array or counter that is not
    aligned, a reserved field that is not 0). */
@@ -378,8 +379,7 @@ typedef struct kvprim_transfer_desc {
     const void *dst_index, *src_index;                /* int32 or int64, aligned as its C type; NULL: row i */
     kvprim_index_type index_type;                     /* of both, except ... */
     kvprim_index_type dst_index_type, src_index_type; /* ... where one of these says otherwise */
-    int32_t
-        host_index; /* 1: the indices are host memory, read before the call returns. The CPU's functions ignore it */
+    int32_t host_index; /* 1: the indices are host memory, read before the call returns. The CPU ignores it */
     int64_t count;
     uint32_t *rejected; /* optional; counts each i once for which either index is past its table */
     int64_t dst_index_base, src_index_base;
@@ -401,10 +401,10 @@ enum {
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
    does, the bytes of that row and of the rows it goes to are unspecified.
    With more than one layer the check takes about 34 KB of stack.
-   Device layers: `rows` is given all the same and bounds every index. What the array holds is not known at the call.
-   So its pointers are not checked: not for overlap, not for NULL, not for the memory that rows, strides and `bytes`
-   say lies at each. dst.data (or src.data) is ignored. The array must not overlap what is written. With same_cache both
-   sides name one array.
+   Device layers: `rows` still has to be given, and bounds every index. The pointers in the array are not known at the
+   call, so nothing is checked that depends on them: NULL, overlap, and whether each has the memory that rows, strides
+   and `bytes` describe. dst.data (or src.data) is ignored. The array must not overlap what is written (checked where
+   that is known). With same_cache both sides name the same array.
    Errors: as kvprim_gather; ARGUMENT also for same_cache and host_index (neither 0 nor 1), same_cache with two caches,
    two arrays of layers or an array and a layer stride on one side, and an array of device layers that is not aligned to
    its pointers. */
@@ -429,19 +429,20 @@ typedef struct kvprim_unpack_desc {
 
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
-   Aliasing: no fragment's destination shares a byte with any fragment's source. src and dst may be one buffer: then at
-   most KVPRIM_MAX_COPIES fragments are taken, and the check costs what that of kvprim_copy does.
-   [dst, dst + dst_bytes) must not overlap the fragments.
+   Aliasing: no fragment's destination may share a byte with any fragment's source. src and dst may be one buffer. If
+   the sources then lie between the destinations, there may be at most KVPRIM_MAX_COPIES fragments, and the check takes
+   as long as that of kvprim_copy. [dst, dst + dst_bytes) must not overlap the array of fragments.
    Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP and BOUNDS (name the fragment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
 /* >>copy -----------------------------------------------------------------------------------------------------------
 
-   Each item moves: `bytes` bytes from src to dst, or zeros to dst. Sizes and alignments are any, also within a list. */
+   Copies each item: `bytes` bytes from src to dst, or as many zeros to dst. Any size and alignment, also mixed in one
+   list. The order of the items is unspecified. */
 typedef struct kvprim_copy_item {
     const void *src; /* NULL: zeros */
     void *dst;
-    uint64_t bytes; /* may be 0; then no pointer is looked at */
+    uint64_t bytes; /* may be 0; then src and dst are ignored */
 } kvprim_copy_item;
 
 typedef struct kvprim_copy_desc {
@@ -454,10 +455,11 @@ enum { KVPRIM_MAX_COPIES = 1 << 20 }; /* more is KVPRIM_ERROR_SIZE */
 
 /* Sources may overlap each other. Destinations must not: the bytes where they do are unspecified (with KVPRIM_DEBUG the
    call fails with KVPRIM_ERROR_OVERLAP).
-   Aliasing: no destination shares a byte with any source, or with the items. Two passes over the items show that where
-   all destinations lie before or after all sources. Otherwise pages take a few more (4,096 of 4 KB 0.07 ms), and where
-   addresses share no such multiple, their first bytes are sorted, 4,096 at a time, each time after another pass: 4,096
-   items take up to 0.6 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes 36 KB of stack.
+   Aliasing: no destination may share a byte with any source or with the array of items (checked). The check is fastest
+   where all destinations lie before or after all sources: two passes over the items. Pages whose addresses and sizes
+   are multiples of one power of two take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise the starts are
+   sorted, 4,096 for each further pass: 4,096 items take up to 0.6 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes
+   36 KB of stack.
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
    (names the items). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
@@ -468,8 +470,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays, and indices of
-   the host, again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the indices
+   again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
    rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
    read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
    was captured with. */
@@ -485,7 +487,7 @@ typedef struct kvprim_side {
     int64_t layer_stride;
     int64_t piece_bytes;        /* row_bytes / heads */
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
-    void *const *device_layers; /* as `layers`, read by the executing side; NULL: there is no such array */
+    void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index, reserved_index;
 } kvprim_side;
 
@@ -515,7 +517,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_trans
 /* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
 
-/* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or has device_layers. */
+/* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
@@ -1447,7 +1449,7 @@ static uint64_t kvpi_packed_layer(const kvpi_loop *loops, int count)
     return most;
 }
 
-/* The layers that start in a table's own memory. Each layer of an array is a table of its own. */
+/* How many layers lie in the memory of one table: with an array, each layer is a table of its own. */
 static uint64_t kvpi_stacked(const kvprim_move *m, const kvprim_side *side)
 {
     return side->layers || side->device_layers ? 1 : (uint64_t)m->layers;
@@ -1569,7 +1571,8 @@ static kvprim_status kvpi_fail_overlap(const char *function, kvpi_bytes a, kvpi_
                        a.data, (unsigned long long)a.bytes, b.name, b.data, (unsigned long long)b.bytes, advice);
 }
 
-/* The hull of a side: from the lowest byte of all layers to the highest. Empty if only the executing side knows. */
+/* The hull of a side: from the lowest byte of all layers to the highest. Empty with device layers, which
+   are not known here. */
 typedef struct kvpi_hull {
     const void *data;
     uint64_t bytes;
@@ -1806,7 +1809,7 @@ static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a
                              transfer && x.data == y.data ? "; to copy rows inside one cache set same_cache" : "");
 }
 
-/* The arrays of device layers: nothing that the move writes, and not one array on both sides. */
+/* An array of device layers must not overlap what the move writes, nor serve both sides of two caches. */
 static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_hull *dst)
 {
     for (int k = 0; k < 2; k++) {
@@ -2469,24 +2472,24 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* An array of a kvprim_slots_desc, and what its length comes from. */
+/* An array of a kvprim_slots_desc, and the field that its length comes from, which errors name. */
 typedef struct kvpi_array {
     kvpi_bytes bytes;
     kvprim_index_type type;
-    const char *of;
+    const char *field;
     int64_t length;
 } kvpi_array;
 
 enum { kvpi_written_arrays = 2, kvpi_slots_arrays = 7 };
 
 static kvpi_array kvpi_array_of(const char *name, const void *data, kvprim_index_type type, uint64_t elements,
-                                const char *of, int64_t length)
+                                const char *field, int64_t length)
 {
-    const kvpi_array a = {{name, data, data ? kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4) : 0}, type, of, length};
+    const kvpi_array a = {{name, data, data ? kvpi_mul(elements, type == KVPRIM_I64 ? 8 : 4) : 0}, type, field, length};
     return a;
 }
 
-/* Types, and where the arrays lie: those that are written come first. */
+/* Checks alignment, size and overlap of the arrays. The first kvpi_written_arrays of them are written. */
 static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_desc *d)
 {
     const kvprim_index_type type = d->token_type;
@@ -2507,7 +2510,7 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
                                b.data);
         if (b.bytes >= kvpi_too_large)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, which makes %s larger than %llu bytes", function,
-                               a[k].of, (long long)a[k].length, b.name, (unsigned long long)kvpi_too_large);
+                               a[k].field, (long long)a[k].length, b.name, (unsigned long long)kvpi_too_large);
         for (int w = 0; w < kvpi_written_arrays && w < k; w++)
             if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
                 return kvpi_fail_overlap(function, a[w].bytes, b, "");
@@ -2515,7 +2518,7 @@ static kvprim_status kvpi_check_arrays(const char *function, const kvprim_slots_
     return KVPRIM_OK;
 }
 
-/* Which arrays are given, and their types. */
+/* Checks which arrays are given, their types, and reserved fields. */
 static kvprim_status kvpi_check_given(const char *function, const kvprim_slots_desc *d)
 {
     const char *const mixed = d->request ? "request" : d->position ? "position" : NULL;
@@ -2588,7 +2591,8 @@ static int64_t kvpi_element(const void *data, kvprim_index_type type, int64_t i)
     return type == KVPRIM_I32 ? ((const int32_t *)data)[i] : ((const int64_t *)data)[i];
 }
 
-/* Token i's request and position. *request is that of the token before. Returns whether i or the position is past. */
+/* Finds token i's request and position. *request must hold that of token i - 1, from where the search goes on. Returns
+   whether the token is in no request, or its position does not fit. */
 static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *request, int64_t *position)
 {
     const kvprim_index_type type = d->token_type;
@@ -2608,7 +2612,7 @@ static int kvpi_find_token(const kvprim_slots_desc *d, int64_t i, int64_t *reque
     return further > (uint64_t)INT64_MAX - (uint64_t)start; /* the sum does not fit */
 }
 
-/* The slot, or -1; *past is set if that counts. */
+/* Returns the slot or -1. Sets *past if that -1 counts as rejected. */
 static int64_t kvpi_find_slot(const kvprim_slots_desc *d, int64_t request, int64_t position, int *past)
 {
     if (request < 0 || position < 0)
@@ -2647,7 +2651,7 @@ KVPRIM_API kvprim_status kvprim_slots(const kvprim_slots_desc *desc)
 
 enum { kvpi_dst, kvpi_src };
 
-/* What a copy and an unpack both are: a list of copies from address to address. */
+/* What copy and unpack have in common, so that one check serves both: a list of copies from address to address. */
 typedef struct kvpi_list {
     const char *function, *name;      /* of the array, for errors */
     const kvprim_copy_item *items;    /* either these ... */
@@ -2655,7 +2659,8 @@ typedef struct kvpi_list {
     uint64_t base[2], count;
 } kvpi_list;
 
-/* Where item i of a list begins on one side, and how many bytes it has there: zeros have no source. */
+/* kvpi_start and kvpi_size: where item i begins on one side, and how many bytes it has there. The source of zeros has
+   0 bytes. */
 KVPRIM_INLINE uint64_t kvpi_start(const kvpi_list *l, int side, uint64_t i)
 {
     if (l->items)
@@ -2670,45 +2675,48 @@ KVPRIM_INLINE uint64_t kvpi_size(const kvpi_list *l, int side, uint64_t i)
     return l->fragments[i].bytes;
 }
 
-/* The last byte of `bytes` > 0. A buffer of unpack that says it is larger than memory ends with it. */
-static uint64_t kvpi_last(uint64_t start, uint64_t bytes)
+/* The address of the last of `bytes` > 0 bytes, or the highest address: unpack does not check that a buffer fits. */
+static uint64_t kvpi_last_byte(uint64_t start, uint64_t bytes)
 {
     return bytes - 1 > UINT64_MAX - start ? UINT64_MAX : start + bytes - 1;
 }
 
-/* The first and the last byte of all destinations or sources; first > last if there are none. */
+/* The addresses of the first and last byte of all destinations, or of all sources; first > last if there are none. */
 typedef struct kvpi_ends {
     uint64_t first, last;
 } kvpi_ends;
 
 static kvpi_ends kvpi_list_ends(const kvpi_list *l, int side)
 {
-    kvpi_ends span = {UINT64_MAX, 0};
+    kvpi_ends ends = {UINT64_MAX, 0};
     for (uint64_t i = 0; i < l->count; i++) {
         const uint64_t bytes = kvpi_size(l, side, i), start = bytes ? kvpi_start(l, side, i) : UINT64_MAX;
-        const uint64_t last = bytes ? kvpi_last(start, bytes) : 0;
-        span.first = start < span.first ? start : span.first;
-        span.last = last > span.last ? last : span.last;
+        const uint64_t last = bytes ? kvpi_last_byte(start, bytes) : 0;
+        ends.first = start < ends.first ? start : ends.first;
+        ends.last = last > ends.last ? last : ends.last;
     }
-    return span;
+    return ends;
 }
 
-/* Goes through destinations and sources in the order of their first bytes, their starts. One overlaps one of the other
-   side exactly if it begins before all of those end that came before it. A pass over the list finds the starts in some
-   range; those of one range are sorted at a time. */
+/* A sweep visits destinations and sources in the order of their first bytes, their starts. A destination overlaps a
+   source exactly if the one that starts later starts before the last byte that the other side has reached so far.
+   There is no memory to sort all starts at once. So the addresses are cut into ranges of at most kvpi_sweep_starts
+   starts; a pass over the list collects those of one range, which are then sorted on the stack.
+
+   kvpi_check_list_apart tries what is cheaper first: whether all destinations lie before or after all sources, then
+   kvpi_pages_apart. */
 enum {
-    kvpi_sweep_starts = 4096, /* sorted at a time; two such arrays take 32 KB of stack */
-    kvpi_sweep_bits = 12,     /* a range with more is cut into 4,096 buckets */
-    kvpi_sweep_buckets = 1 << kvpi_sweep_bits,
-    kvpi_sweep_digit = 256,
-    kvpi_granule_bits = 18, /* of 2^18 granules there is one bit each */
+    kvpi_sweep_starts = 4096,  /* sorted at a time; two such arrays take 32 KB of stack */
+    kvpi_sweep_buckets = 4096, /* into which a range with more starts is cut; a power of two */
+    kvpi_sweep_digit = 256,    /* values of a digit of the radix sort */
+    kvpi_granule_bits = 18,    /* 2^18 granules are looked at in a pass, with one bit for each: 32 KB of stack */
     kvpi_granule_words = 1 << kvpi_granule_bits >> 6,
     kvpi_granule_items = 256 /* with fewer, clearing the bits takes longer than sorting */
 };
 
 typedef struct kvpi_sweep {
     const kvpi_list *list;
-    uint64_t last[2], item[2]; /* of those of each side so far: the last byte that one reaches, and which does */
+    uint64_t last[2], item[2]; /* of each side: the last byte that its items reach so far, and which one does */
     union {
         uint32_t starts[2][kvpi_sweep_starts]; /* twice the item, plus 1 for its source */
         uint32_t buckets[kvpi_sweep_buckets];
@@ -2716,10 +2724,11 @@ typedef struct kvpi_sweep {
     } memory;
 } kvpi_sweep;
 
+/* Visits the next start in order. */
 static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
 {
     const kvpi_list *const l = s->list;
-    const uint64_t start = kvpi_start(l, side, i), last = kvpi_last(start, kvpi_size(l, side, i));
+    const uint64_t start = kvpi_start(l, side, i), last = kvpi_last_byte(start, kvpi_size(l, side, i));
     if (s->last[!side] >= start) {
         const uint64_t d = side == kvpi_dst ? i : s->item[kvpi_dst], r = side == kvpi_src ? i : s->item[kvpi_src];
         return kvprim_fail(
@@ -2733,7 +2742,8 @@ static kvprim_status kvpi_sweep_one(kvpi_sweep *s, int side, uint64_t i)
     return KVPRIM_OK;
 }
 
-/* Those that start in [low, low + width], in the order of the list. */
+/* Visits those that start in [low, low + width] in the order of the list, for starts that are all equal or all of one
+   side: their order does not matter. */
 static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
@@ -2744,7 +2754,7 @@ static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t w
     return KVPRIM_OK;
 }
 
-/* Stores the starts in [low, low + width]. Returns their number, or one more than there is room for. */
+/* Collects the starts in [low, low + width]. Returns their number, or one more than there is room for. */
 static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     const kvpi_list *const l = s->list;
@@ -2765,7 +2775,7 @@ static uint64_t kvpi_sweep_key(const kvpi_sweep *s, uint32_t start)
     return kvpi_start(s->list, (int)(start & 1), start >> 1);
 }
 
-/* Sorts n starts by 8 bits at a time, from the lowest one in which they differ to the highest. */
+/* A radix sort of n starts, 8 bits at a time, from the lowest bit in which they differ to the highest. */
 static const uint32_t *kvpi_sweep_sort(kvpi_sweep *s, int32_t n)
 {
     uint32_t *from = s->memory.starts[0], *to = s->memory.starts[1];
@@ -2788,8 +2798,8 @@ static const uint32_t *kvpi_sweep_sort(kvpi_sweep *s, int32_t n)
     return from;
 }
 
-/* Counts the starts in [low, low + width] by buckets of 1 << shift bytes, then marks those that end a group: as many
-   buckets as can be sorted at a time, or one that is too full. */
+/* Counts the starts in [low, low + width] in buckets of 1 << shift bytes, then sets a bit of `ends` for each bucket
+   that ends a group. A group is as many buckets as can be sorted at a time, or a single one that is too full. */
 static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int shift, uint8_t *ends)
 {
     const kvpi_list *const l = s->list;
@@ -2811,7 +2821,8 @@ static void kvpi_sweep_group(kvpi_sweep *s, uint64_t low, uint64_t width, int sh
     }
 }
 
-/* Those that start in [low, low + width], in order. Each level of recursion leaves 12 bits less of width. */
+/* Visits those that start in [low, low + width], in order. The width loses 12 bits at each level of recursion, so there
+   are at most 6 levels. */
 static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t width)
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
@@ -2837,8 +2848,8 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
     return KVPRIM_OK;
 }
 
-/* Marks the granules of 1 << shift bytes in [low, high] that destinations touch. Returns whether no source touches one
-   of these; 0 also if sources overlap each other so much that this takes long. */
+/* Marks the granules of 1 << shift bytes in [low, high] that destinations touch. Returns 1 if no source touches one of
+   these. 0 decides nothing: it is also returned if items overlap each other so much that this takes long. */
 static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int shift)
 {
     const kvpi_list *const l = s->list;
@@ -2847,7 +2858,7 @@ static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int s
     for (int side = 0; side < 2; side++)
         for (uint64_t i = 0; i < l->count; i++) {
             const uint64_t bytes = kvpi_size(l, side, i), start = kvpi_start(l, side, i);
-            const uint64_t last = bytes ? kvpi_last(start, bytes) : 0;
+            const uint64_t last = bytes ? kvpi_last_byte(start, bytes) : 0;
             if (start > high || last < low)
                 continue;
             const uint64_t a = (start > low ? start - low : 0) >> shift;
@@ -2866,8 +2877,9 @@ static int kvpi_granules_apart(kvpi_sweep *s, uint64_t low, uint64_t high, int s
     return 1;
 }
 
-/* Whether the granules of [low, high] show that no destination shares a byte with a source. They are as large as what
-   all starts and sizes are multiples of, which for pages takes few passes: 4,096 pages of 4 KB 70 us, not 280. */
+/* Returns 1 if the granules of [low, high] show that no destination shares a byte with a source; 0 decides nothing. A
+   granule is the largest power of two that all starts and sizes are multiples of. Pages then take few passes: 4,096
+   pages of 4 KB take 70 us and not 280. */
 static int kvpi_pages_apart(kvpi_sweep *s, uint64_t low, uint64_t high)
 {
     const kvpi_list *const l = s->list;
@@ -2902,7 +2914,7 @@ static kvprim_status kvpi_check_list_apart(const kvpi_list *l, kvpi_ends dst, kv
     s.last[0] = s.last[1] = s.item[0] = s.item[1] = 0;
     if (kvpi_pages_apart(&s, low, high))
         return KVPRIM_OK;
-    KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* only of one side */
+    KVPRIM_TRY(kvpi_sweep_unsorted(&s, 0, low - 1)); /* below `low` all are of one side; low > 0, as NULL is refused */
     return kvpi_sweep_range(&s, low, high - low);
 }
 
@@ -2943,7 +2955,7 @@ static kvprim_status kvpi_check_list_debug(const kvpi_list *l)
     for (uint64_t i = 0; i < l->count; i++) {
         const uint64_t start = kvpi_start(l, kvpi_dst, i), bytes = kvpi_size(l, kvpi_dst, i);
         if (bytes) {
-            const kvpi_place place = {start, kvpi_last(start, bytes), i};
+            const kvpi_place place = {start, kvpi_last_byte(start, bytes), i};
             places[n++] = place;
         }
     }
@@ -3013,7 +3025,7 @@ KVPRIM_API kvprim_status kvprim_copy(const kvprim_copy_desc *desc)
 {
     KVPRIM_RANGE("kvprim_copy");
     KVPRIM_TRY(kvprim_copy_check(desc));
-    const kvprim_copy_desc d = *desc; /* which a destination may overlap: not checked */
+    const kvprim_copy_desc d = *desc; /* a destination may overlap the descriptor, which is not checked */
     for (size_t i = 0; i < d.count; i++) {
         const kvprim_copy_item c = d.items[i];
         if (c.bytes && c.src)
