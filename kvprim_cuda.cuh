@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* kvprim_cuda.cuh: gather, store, transfer, unpack and copy on the GPU, callable from C. CUDA 12 and sm_75, or newer.
+/* kvprim_cuda.cuh: the calls of kvprim.h that move rows, on the GPU, callable from C. CUDA 12 and sm_75, or newer.
 
    Do this, in a .cu file (and call it from C files that include this header and no CUDA header):
 
@@ -26,13 +26,15 @@
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
        >>gpu_move    gather, store, slots, transfer, unpack, copy, and checked moves
-       >>device      device functions for your own kernels, and the funnel shift
+       >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
-           >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill
+           >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
+                                  short units over the link; device layers and indices of the host
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
-           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory
+           >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
+                                  what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
@@ -44,9 +46,9 @@
        Errors     A function checks its descriptor as kvprim.h does before it enqueues anything, with the same status.
                   KVPRIM_ERROR_CUDA: CUDA refused the launch; kvprim_last_error() says why, and whether earlier work has
                   failed, and CUDA's own last error is cleared. CUDA reports an error that happens on the GPU later (a
-                  host pointer in a table, for instance); KVPRIM_DEBUG finds wrong pointers at the call, and transfer
-                  always finds some. If a call takes
-                  several launches, those before a refused one are enqueued. Each text begins with the function's name.
+                  host pointer in a table, for instance). KVPRIM_DEBUG finds wrong pointers at the call;
+                  kvprim_cuda_transfer finds some of them without it. If a call takes several launches, those before a
+                  refused one are enqueued. Each text begins with the function's name.
        Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
        Threads    Any number of threads may call every function at once.
@@ -98,56 +100,61 @@ typedef struct kvprim_cuda_launch {
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
-   Gather, store, transfer, unpack and copy do what the functions of kvprim.h without _cuda in their names do: same
-   descriptor, rules, aliasing and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
+   These functions do what the functions of kvprim.h without _cuda in their names do: same descriptor, rules, aliasing
+   and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
    reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
-/* Takes one launch, which reads the arrays and writes slot in stream order: a store or gather that is enqueued next may
-   take slot as its slots or index, with pdl too. */
+/* One launch reads the arrays and writes slot in stream order. So a store or gather that is enqueued next may use slot
+   as its slots or index, also with pdl. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_slots(const kvprim_slots_desc *desc,
                                                           const kvprim_cuda_launch *launch);
 
 /* Moves up to 231 layers in one launch, more in several. Each side lies in any of the memories above, and so do the
    indices. The arrays of layers are host memory, free to reuse on return. The host may touch pinned rows and indices
    again when the work is done.
-   Device layers: the GPU reads dst_device_layers and src_device_layers when the work runs, and a graph at each replay.
-   Any number of layers takes one launch, if the other side's are no host array, and the host's time does not depend on
-   it. Bases that are no multiples of 16 bytes are noticed on the GPU. A launch takes up to 0.2 us longer (H200).
-   host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. The launch's
-   parameters hold them, 4 bytes a row and index (8 if the table has 2^31 rows or more): about 8,000 indices a launch
-   (900 if this file is compiled by CUDA before 12.1), which takes the GPU 0.1 to 0.2 us longer than indices of its own.
-   More take several launches, one after the other, of about 2 us each (H200). The call takes up to 38 KB of stack.
-   Ordinary host memory as first row, array of device layers or index is KVPRIM_ERROR_ARGUMENT, except where the GPU
-   reaches it; and so is a GPU's memory as index with host_index = 1. Where CUDA was asked before, it may not be asked
-   again. What else a transfer touches is only checked with KVPRIM_DEBUG.
+   Device layers: the GPU reads dst_device_layers and src_device_layers when the work runs; in a graph, at each replay.
+   One launch moves any number of layers, unless the other side has a host array of them, and the call takes the host
+   equally long for any number. The GPU itself handles bases that are not multiples of 16 bytes. A launch takes up to
+   0.2 us longer than with host arrays (H200).
+   host_index = 1: the indices are host memory, free to reuse on return; a graph keeps their values. They travel in the
+   launch's parameters, with 4 bytes for each index (8 if a table has 2^31 rows or more). A launch holds about 8,000 of
+   them (900 if this file is compiled by CUDA before 12.1) and takes 0.1 to 0.2 us longer than with indices in the GPU's
+   memory. More indices take several launches, one after the other, of about 2 us each (H200). The call takes up to
+   38 KB of stack.
+   Pinned or not: if the first row of a side, its array of device layers or its index is ordinary host memory that the
+   GPU cannot reach, the call fails with KVPRIM_ERROR_ARGUMENT. So it does if the index is memory of a GPU and
+   host_index is 1. Answers of CUDA are remembered by address, so memory that was freed and allocated anew as another
+   kind may pass. All else that a transfer touches is checked only with KVPRIM_DEBUG.
    Between GPUs, either one may run it, writing to the other's memory or reading it. 16 to 32 multiprocessors (max_sms)
    reach 0.88 to 0.94 of the copy engine with rows of 4 KB (H200).
-   Between pinned host memory and a GPU, PCIe is the limit. From 64 KB on (what lies behind device layers counts as
-   the GPU's if the other side is pinned host memory; with device layers on both sides, or if it is the device layers
-   that lie in host memory, set max_sms):
+   Between pinned host memory and a GPU, PCIe is the limit. What follows holds from 64 KB on. Rows behind device layers
+   are taken for the GPU's if the other side is pinned host memory. If both sides have device layers, or the rows behind
+   them lie in host memory, set max_sms instead.
    - The copy engine moves transfers that have no index and no gap between pages or heads (gaps between rows only if
      these have 512 bytes or more), if they have one layer or 2 MB or more in each; in a graph, only with 2 MB or more.
      It takes no multiprocessor.
    - If max_sms is 0, others run on 2 multiprocessors, pieces of less than 2 KB on 4, and what does not begin and end at
-     multiples of 16 bytes on 8. Rows or pieces of no whole 128 bytes fill the link on 2 if those of all layers, or of a
-     row, follow each other on one side (a page of all layers in the host's memory, say): 0.94 of the copy engine for
-     61 layers of 656 bytes. Elsewhere they reach about half. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. A kernel limited
-     by memory takes 1.01 to 1.09 times as long beside them, and up to 1.8 times beside 8 (rows of 4 KB, H200). If other
-     kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
+     multiples of 16 bytes on 8. Two reach 0.78 to 0.95 of the copy engine with rows of 4 KB and more. Rows or pieces of
+     less than 2 KB that are no multiple of 128 bytes reach about half, except where they follow each other on one side:
+     those of all layers (a page of all layers in host memory, say) or of one row. They run on 2, and 61 layers of 656
+     bytes reach 0.94.
+   - A kernel limited by memory takes 1.01 to 1.09 times as long beside two of them, and up to 1.8 times beside 8 (rows
+     of 4 KB, H200). If other kernels slow the transfer too much, max_sms = 4 to 8 keeps the link filled. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc,
                                                              const kvprim_cuda_launch *launch);
 
 /* Runs n moves that kvprim_gather_moves(), kvprim_store_moves() or kvprim_transfer_moves() made, and checks none of
    them again. Up to 4 moves with up to 180 layers in sum take one launch, whatever their row sizes, counts, indices and
-   layers: K and V of different width, values and their scales (of 4 MB or more only if all or none of them begin and end
-   at multiples of 16 bytes). More take several, and a move with device layers or
-   host_index takes its own. The moves of a call run in no particular order, so none may touch what another writes; they
-   may share one `rejected`. `moves`, layer arrays, and indices with host_index are host memory, read before the call
-   returns. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   layers: K and V of different width, values and their scales. More take several. A move with device layers or
+   host_index takes a launch of its own. So does every move of the call if only some of them begin and end at multiples
+   of 16 bytes, one of these has 4 MB or more, and max_sms is 0. The moves of a call run in no particular order, so none
+   may touch what another writes; they may share one `rejected`. `moves`, layer arrays, and indices with host_index are
+   host memory, read before the call returns. Unlike kvprim_cuda_transfer it does not check what memory rows and indices
+   are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -162,9 +169,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
-/* As kvprim_cuda_unpack, of addresses: a launch holds the bits in which they differ. Each item lies in any of the
-   memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If all items make one block of zeros of 64 KB or more
-   (16 MB with pdl) that begins at a multiple of 16, and max_sms is 0, the call enqueues a cudaMemsetAsync. */
+/* All that kvprim_cuda_unpack says holds here, with addresses in place of offsets: a launch holds the bits in which
+   they differ. Each item lies in any of the memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If the items
+   make one block of zeros of 64 KB or more (16 MB with pdl) that begins at a multiple of 16, and max_sms is 0, the call
+   enqueues a cudaMemsetAsync. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc,
                                                          const kvprim_cuda_launch *launch);
 
@@ -174,32 +182,34 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
 
 /* >>device ---------------------------------------------------------------------------------------------------------
 
-   For one's own kernels, in C++. Where rows lie: pass the sides of a checked move whose count is not 0 (>>move in
-   kvprim.h) to the kernel by value. The index is memory that the GPU reads (host_index is 0). The host may call these
-   three functions as well, where it can read the index and the array of device layers.
+   For your own kernels, in C++.
 
-       kvprim_device_row(side, i, rejected)       the row that index i names, or -1 by the index rule; 0 <= i < count.
-                                                  Without an index that is row i, within the table's rows too. If
-                                                  `rejected` is not NULL, each call for a row past the table's end adds
-                                                  one to it: let one thread of those that share a row pass it.
-       kvprim_device_byte(side, layer, row, byte) the address of byte `byte` of a row, with its pages, heads and
-                                                  layers. The bytes from there to the end of the head, or of a row that
-                                                  has none, follow each other: side.piece_bytes - byte %
-                                                  side.piece_bytes.
+   Where rows lie: check a descriptor once (>>move in kvprim.h), and pass the sides of the move, whose count must not be
+   0, to the kernel by value. The GPU must be able to read the index, so host_index is 0. The host may call these three
+   functions, too, if it can read the index and the array of device layers.
+
+       kvprim_device_row(side, i, rejected)       the row that index i names (without an index: row i), or -1
+                                                  if it must be skipped by the index rule; 0 <= i < count. If `rejected`
+                                                  is not NULL, each call for a row past the table's end adds one to it.
+                                                  Of several threads that share a row, let only one pass it.
+       kvprim_device_byte(side, layer, row, byte) the address of byte `byte` of a row. From there on, the bytes
+                                                  follow each other to the end of the head (of the row, if it has none):
+                                                  side.piece_bytes - byte % side.piece_bytes of them.
        kvprim_device_byte_in(side, base, row, byte)
-                                                  the same in the layer that begins at `base`, which is needed if
-                                                  side.layers is set: the GPU cannot read the host's array (the function
-                                                  above returns NULL). The host takes it from kvprim_side_layer().
+                                                  the same, in the layer that starts at `base`. Use it if
+                                                  side.layers is set: the GPU cannot read that array of the host, and
+                                                  kvprim_device_byte returns NULL. On the host, kvprim_side_layer()
+                                                  returns the base to pass.
 
-   0 <= row < side.table.rows, as kvprim_device_row returns it, 0 <= byte < row_bytes and 0 <= layer < layers of the
-   move: not checked. Any thread may call them for any row, and none waits for another. They divide only where pages are
-   no power of two, and by heads; 64-bit only where a row or byte needs it.
+   The caller makes sure that 0 <= row < side.table.rows (as kvprim_device_row returns it), 0 <= byte < row_bytes and
+   0 <= layer < layers of the move. Any thread may call them for any row, and none waits for another. They divide only
+   by heads and by page sizes that are no power of two, with 64 bits only where a row or byte needs them.
 
-   To copy, destination first: kvprim_warp_copy and kvprim_warp_zero. All 32 threads of a warp call them
-   with the same arguments. Any size and any alignment of either side, which must not overlap. Of src they
-   also read, but never write, the other bytes of the first and last aligned 16 bytes. No barrier inside: what
-   was written is visible to the calling thread only, until the kernel synchronises as it needs. Thread t of the warp
-   has lane threadIdx.x % 32: a block's first dimension must be a multiple of 32. */
+   Copies: kvprim_warp_copy and kvprim_warp_zero, destination first. All 32 threads of a warp call them with the same
+   arguments. Any size and any alignment of either side, which must not overlap. Of src they also read, but never write,
+   the other bytes of the first and last aligned 16 bytes. No barrier inside: what was written is visible to the calling
+   thread only, until the kernel synchronises as it needs. Thread t of the warp has lane threadIdx.x % 32: a block's
+   first dimension must be a multiple of 32. */
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
 #define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
