@@ -101,8 +101,8 @@ typedef struct kvprim_cuda_launch {
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 
    These functions do what the functions of kvprim.h without _cuda in their names do: same descriptor, rules, aliasing
-   and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a
-   reserved field that is not 0 is KVPRIM_ERROR_ARGUMENT. */
+   and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a reserved field that is not 0 is
+   KVPRIM_ERROR_ARGUMENT. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -153,8 +153,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
    host_index takes a launch of its own. So does every move of the call if only some of them begin and end at multiples
    of 16 bytes, one of these has 4 MB or more, and max_sms is 0. The moves of a call run in no particular order, so none
    may touch what another writes; they may share one `rejected`. `moves`, layer arrays, and indices with host_index are
-   host memory, read before the call returns. Unlike kvprim_cuda_transfer it does not check what memory rows and indices
-   are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   host memory, read before the call returns. Only with KVPRIM_DEBUG does it check what memory rows and
+   indices are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -213,6 +213,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
 #if defined(__CUDACC__) || defined(KVPRIM_CUDA_EMULATE)
 #define KVPRIM_DEVICE static __device__ __forceinline__
 #define KVPRIM_ANYWHERE static __host__ __device__ __forceinline__
+
 KVPRIM_ANYWHERE void kvpc_count(uint32_t *counter)
 {
 #if defined(__CUDA_ARCH__) || defined(KVPRIM_CUDA_EMULATE)
@@ -384,10 +385,10 @@ enum {
     kvpc_many_blocks = 8192         /* of a dependent launch, at most: see kvpc_start_rows */
 };
 
-#ifndef KVPRIM_CUDA_EMULATE             /* see tests/gpu/cuda_shim.h */
-#define KVPRIM_UNROLL _Pragma("unroll") /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
-#define KVPRIM_ROLLED _Pragma("unroll 1")
-#define KVPRIM_IN_PLACE /* a kernel's parameters; the emulation passes a reference */
+#ifndef KVPRIM_CUDA_EMULATE               /* see tests/gpu/cuda_shim.h */
+#define KVPRIM_UNROLL _Pragma("unroll")   /* in kvpc_copy_words, which spills otherwise; other loops unroll unasked */
+#define KVPRIM_ROLLED _Pragma("unroll 1") /* before a loop whose copies would only take time to fetch: kvprim_slots */
+#define KVPRIM_IN_PLACE                   /* a kernel's parameters; the emulation passes a reference */
 
 /* Programmatic dependent launch came with Hopper: see kvpc_has_pdl. */
 KVPRIM_DEVICE void kvpc_pdl_wait(void)
@@ -1057,8 +1058,9 @@ static __global__ void __launch_bounds__(kvpc_unaligned_threads)
     }
 }
 
-/* Transfers over the link whose units are no whole lines, but follow each other on one side, the near one, in a run: all
-   layers of a token in the host's page, say, which lie apart on the GPU, the far side. */
+/* A transfer over the link whose units are no whole lines of 128 bytes. On one side, called near, units follow each
+   other in a run; on the other, called far, they lie apart. Near may be the host's page that holds all layers of a
+   token, far the layers on the GPU. Either side may be dst. */
 typedef struct kvpc_lines {
     uint64_t total;                    /* tiles */
     kvpc_divisor tiles;                /* of a run */
@@ -1122,16 +1124,19 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     }
 }
 
-/* What a launch moves whose layers only the GPU knows, or whose rows the host names. Tables may then begin anywhere, so
-   each chunk is looked at. A side's layers lie in `array` (device memory), or in n32 from word `words` on, or `step`
-   bytes apart. A side's rows lie in n32 from word `list` on, if the host names them. 0: there is none of that. */
+/* Parameters of a launch whose layers only the GPU knows, or whose rows the host names (kvpc_listed). As the tables may
+   begin anywhere, the kernel looks at each chunk's alignment.
+
+   A kvpc_stack says where the layers of one side begin: at the addresses in `array` (device memory), or at those that
+   n32 holds from word `words` on, or `step` bytes apart from `base` on. If the host names the side's rows, n32 holds
+   them from word `list` on. 0 in array, words or list: it is not used. */
 typedef struct kvpc_stack {
     uint64_t array, base, step;
     uint32_t words, list;
 } kvpc_stack;
 
-/* 0 says that there are no words. kvpc_bare_params have room for none, which spares the kernels their tests, and the
-   host the time of the parameters. */
+/* Words of n32 are counted from kvpc_first_word on, as 0 says that there are none. kvpc_bare_params have room for none,
+   which spares the kernels the tests for them, and the host the time to copy the parameters. */
 enum { kvpc_first_word = 2, kvpc_bare_params = 384 };
 
 template <uint32_t bytes> struct kvpc_listed {
@@ -1675,9 +1680,10 @@ static bool kvpc_is_link(const void *dst, const void *src)
     return error == cudaSuccess && !nvlink;
 }
 
-/* Whether p is memory that the GPU does not reach: ordinary host memory; or, if the host reads it, a GPU's. False if
-   CUDA does not know. cudaPointerGetAttributes takes 0.11 us, so addresses that are within reach are remembered, and
-   blocks of 2 MB that hold memory of a GPU. */
+/* Whether its reader cannot reach p: the GPU, because it is ordinary host memory; or with host_reads the host, because it
+   is memory of a GPU. False if CUDA does not know. cudaPointerGetAttributes takes 0.11 us. So a hash table
+   remembers addresses that are within reach, and, as a GPU's memory comes in blocks of 2 MB, such blocks. An entry
+   outlives the memory: what is allocated there later passes unseen. */
 static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
 {
     enum { slots_bits = 10 };
@@ -1755,13 +1761,12 @@ static kvprim_status kvpc_begin_call(kvpc_call *call, const char *function, cons
     return KVPRIM_OK;
 }
 
-/* Whether the host names the rows of a side. */
-static bool kvpc_is_host_list(const kvprim_side *side)
+static bool kvpc_has_host_index(const kvprim_side *side)
 {
     return side->index && side->host_index;
 }
 
-/* What a transfer touches first on one side, and its index, lie where they are said to. */
+/* Checks the memory of what a transfer touches first on one side, and of its index. */
 static kvprim_status kvpc_check_side_reach(const char *function, const char *name, const char *index_name,
                                            const kvprim_side *side)
 {
@@ -1828,7 +1833,7 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
     KVPRIM_TRY(kvpc_check_bytes(function, name, side->device_layers, 8 * (uint64_t)m->layers));
     for (int32_t l = 0; l < m->layers && !side->device_layers; l++)
         KVPRIM_TRY(kvpc_check_bytes(function, name, kvprim_side_layer(side, l), side->bytes));
-    if (kvpc_is_host_list(side))
+    if (kvpc_has_host_index(side))
         return kvpc_check_side_reach(function, name, index_name, side);
     return kvpc_check_bytes(function, index_name, side->index,
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
@@ -1871,9 +1876,10 @@ static uint64_t kvpc_head_step(const kvprim_side *side)
     return side->table.heads > 1 ? (uint64_t)(side->table.head_stride - side->piece_bytes) : 0;
 }
 
+/* Whether a move takes the kernels of kvpc_listed: the GPU reads its layers, or the host names its rows. */
 static bool kvpc_is_listed(const kvprim_move *m)
 {
-    return m->dst.device_layers || m->src.device_layers || kvpc_is_host_list(&m->dst) || kvpc_is_host_list(&m->src);
+    return m->dst.device_layers || m->src.device_layers || kvpc_has_host_index(&m->dst) || kvpc_has_host_index(&m->src);
 }
 
 /* Whether the kernels of plain rows can take a side. *bits collects what must be a multiple of the word. */
@@ -2358,7 +2364,7 @@ static kvpc_stack kvpc_stack_of(const kvprim_side *side, int32_t first, int32_t 
     return s;
 }
 
-/* Words of a row's number in a list. int64 indices take one if the tables' rows need no more. */
+/* Words that a row's number takes in a list: one, also for int64 indices, unless a table has 2^31 rows or more. */
 static uint32_t kvpc_row_words(const kvprim_move *m)
 {
     return m->dst.table.rows > INT32_MAX || m->src.table.rows > INT32_MAX ? 2 : 1;
@@ -2387,7 +2393,7 @@ static kvpc_naming kvpc_list_rows(const kvprim_side *side, int64_t first, int64_
     kvpc_naming naming = kvpc_naming_of(side, first + count);
     if (!side->index)
         naming.base = -first;
-    if (!kvpc_is_host_list(side))
+    if (!kvpc_has_host_index(side))
         return naming;
     s->list = *used;
     *used += words * (uint32_t)count;
@@ -2424,7 +2430,8 @@ typedef struct kvpc_slice {
 
 /* Fills in all parameters, and returns whether layers that the host knows, and the rest, are made of whole words. */
 template <uint32_t bytes>
-static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span, kvpc_listed<bytes> *p)
+static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
+                             kvpc_listed<bytes> *p)
 {
     kvpc_task *const t = &p->task;
     uint64_t bits = 0;
@@ -2432,23 +2439,23 @@ static bool kvpc_fill_listed(const kvpc_call *call, const kvprim_move *m, const 
     p->row_words = kvpc_row_words(m);
     p->pdl = call->launch.pdl != 0;
     kvpc_set_task(t, m, &bits);
-    p->dst = kvpc_stack_of(&m->dst, span->layer, span->layers, p->n32, &used, &bits);
-    p->src = kvpc_stack_of(&m->src, span->layer, span->layers, p->n32, &used, &bits);
-    t->dst_rows = kvpc_list_rows(&m->dst, span->row, span->rows, p->row_words, p->n32, &used, &p->dst);
-    t->src_rows = kvpc_list_rows(&m->src, span->row, span->rows, p->row_words, p->n32, &used, &p->src);
-    t->count = kvpc_divisor_of(span->rows);
+    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
+    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
+    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
+    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
+    t->count = kvpc_divisor_of(slice->rows);
     t->first_chunk = t->first_layer = 0;
-    t->layers = (uint32_t)span->layers;
-    t->rejected = span->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
+    t->layers = (uint32_t)slice->layers;
+    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
     kvpc_cut_listed(call, p, bits % 16 == 0);
     return bits % 16 == 0;
 }
 
 template <uint32_t bytes>
-static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span)
+static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     kvpc_listed<bytes> p;
-    const bool aligned = kvpc_fill_listed(call, m, span, &p);
+    const bool aligned = kvpc_fill_listed(call, m, slice, &p);
     const uint64_t unit = p.task.unit_bytes;
     const kvpc_call start = kvpc_with_sms(call, !aligned || unit <= 16 ? kvpc_link_unaligned_sms
                                                 : unit < 2048          ? kvpc_link_short_sms
@@ -2459,12 +2466,12 @@ static kvprim_status kvpc_start_listed(const kvpc_call *call, const kvprim_move 
     return kvpc_start_groups(&start, kvpc_listed_few_kernel<kvpc_listed<bytes>>, kvpc_few_sms_threads, lanes, &p);
 }
 
-/* More rows or chunks than the other kernels count. */
-static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *span)
+/* For more rows or chunks than the other kernels can count in 31 bits. */
+static kvprim_status kvpc_start_many_listed(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     typedef kvpc_listed<kvpc_few_params> params;
     params p;
-    (void)kvpc_fill_listed(call, m, span, &p);
+    (void)kvpc_fill_listed(call, m, slice, &p);
     return kvpc_start_groups(call, kvpc_listed_many_kernel<params>, kvpc_threads, 1u << p.lanes_shift, &p);
 }
 
@@ -2483,7 +2490,7 @@ static kvprim_status kvpc_run_listed(const kvpc_call *call, const kvprim_move *m
 {
     const int64_t few_room = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
     const int64_t more_room = kvpc_listed<kvpc_more_params>::room - kvpc_first_word;
-    const int64_t of_row = kvpc_row_words(m) * (kvpc_is_host_list(&m->dst) + kvpc_is_host_list(&m->src));
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
     const int64_t most_in = kvpc_listed<kvpc_most_params>::room / (of_row ? of_row : 1);
     const bool narrow = kvpc_is_narrow(m, of_row && m->count > most_in ? most_in : m->count);
@@ -2616,10 +2623,10 @@ static bool kvpc_run_lines(const kvpc_call *call, const kvprim_move *m, kvprim_s
     return true;
 }
 
-/* Whether moves run one after the other: only some of them begin and end at multiples of 16 bytes, and in one launch all
-   would take the kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4) then takes 28 us
-   and not 66, of 64 rows 2.5 and not 2.0 (H200). */
-static bool kvpc_is_apart(const kvpc_call *call, const kvprim_move *moves, size_t n)
+/* Whether each move takes a launch of its own: only some of them begin and end at multiples of 16 bytes, and in one
+   launch all would take the slower kernels of any alignment. A store of 65,536 rows of 576 and of 8 bytes (DeepSeek-V4)
+   takes 28 us in two launches and 66 in one; a store of 64 such rows 2.5 and 2.0 (H200). */
+static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, size_t n)
 {
     const int64_t least_bytes = 4 << 20;
     bool aligned = false, others = false;
@@ -2659,7 +2666,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
-    if (n > 1 && kvpc_is_apart(&call, moves, n)) {
+    if (n > 1 && kvpc_splits_launch(&call, moves, n)) {
         for (size_t k = 0; k < n; k++)
             KVPRIM_TRY(kvpc_run(function, KVPRIM_OK, &moves[k], 1, launch));
         return KVPRIM_OK;
@@ -3269,7 +3276,7 @@ typedef struct kvpc_slots {
     uint32_t page_bytes, slot_bytes; /* of one number: 4 or 8 */
     uint32_t *rejected;
     uint32_t pdl;      /* a kvpc_dependence */
-    kvpc_divisor each; /* tokens of a request, in a guess; 0: none */
+    kvpc_divisor each; /* tokens of each request, as kvpc_find_request first guesses; 0: no such guess */
 } kvpc_slots;
 
 enum {
