@@ -653,8 +653,8 @@ KVPRIM_DEVICE constexpr bool kvpc_has_pages(kvpc_fit fit)
 }
 
 /* When a kernel lets the next one start, which waits for its end; kvpc_alone: this is no dependent launch. At once is
-   best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late trigger
-   makes stores 2 % faster on average on an H200, 8 % on an H100. */
+   best up to kvpc_first_bytes (H200). With more, blocks that only wait take the room of blocks that work: a late
+   trigger makes stores 2 % faster on average on an H200, 8 % on an H100. */
 enum kvpc_dependence { kvpc_alone, kvpc_trigger_first, kvpc_trigger_late };
 
 /* Where the words of a thread lie in row `row` of the indexed table, whose base is `base`. m: 0, or 1 for V. */
@@ -1680,20 +1680,20 @@ static bool kvpc_is_link(const void *dst, const void *src)
     return error == cudaSuccess && !nvlink;
 }
 
-/* Whether its reader cannot reach p: the GPU, because it is ordinary host memory; or with host_reads the host, because it
-   is memory of a GPU. False if CUDA does not know. cudaPointerGetAttributes takes 0.11 us. So a hash table
-   remembers addresses that are within reach, and, as a GPU's memory comes in blocks of 2 MB, such blocks. An entry
-   outlives the memory: what is allocated there later passes unseen. */
+/* Whether its reader cannot reach p: the GPU, if p is ordinary host memory; or with host_reads the host, if p is
+   memory of a GPU. False if CUDA does not know. cudaPointerGetAttributes takes 0.11 us. So a hash table remembers
+   addresses that are within reach, and, as a GPU's memory comes in blocks of 2 MB, such blocks. An entry outlives the
+   memory: what is allocated there later passes unseen. */
 static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
 {
-    enum { slots_bits = 10 };
-    static std::atomic<uint64_t> known[1 << slots_bits];
+    enum { table_bits = 10 };
+    static std::atomic<uint64_t> known[1 << table_bits];
     const uint64_t address = (uintptr_t)p, one = address << 2 | host_reads, block = address >> 21 << 2 | 2;
-    const auto slot = [](uint64_t key) { return key * 0x9e3779b97f4a7c15u >> (64 - slots_bits); };
+    const auto entry = [](uint64_t key) { return key * 0x9e3779b97f4a7c15u >> (64 - table_bits); };
     int device = 0, pageable = 1;
     cudaPointerAttributes a = {};
-    if (known[slot(one)].load(std::memory_order_relaxed) == one ||
-        (!host_reads && known[slot(block)].load(std::memory_order_relaxed) == block))
+    if (known[entry(one)].load(std::memory_order_relaxed) == one ||
+        (!host_reads && known[entry(block)].load(std::memory_order_relaxed) == block))
         return false;
     cudaError_t error = cudaPointerGetAttributes(&a, p);
     if (error == cudaSuccess && a.type == cudaMemoryTypeUnregistered && !host_reads) {
@@ -1707,7 +1707,7 @@ static bool kvpc_is_out_of_reach(const void *p, bool host_reads)
         return true;
     const uint64_t key = a.type == cudaMemoryTypeDevice ? block : one;
     if (error == cudaSuccess)
-        known[slot(key)].store(key, std::memory_order_relaxed);
+        known[entry(key)].store(key, std::memory_order_relaxed);
     return false;
 }
 
