@@ -458,8 +458,8 @@ enum { KVPRIM_MAX_COPIES = 1 << 20 }; /* more is KVPRIM_ERROR_SIZE */
    Aliasing: no destination may share a byte with any source or with the array of items (checked). The check is fastest
    where all destinations lie before or after all sources: two passes over the items. Pages whose addresses and sizes
    are multiples of one power of two take a few passes more (4,096 pages of 4 KB: 0.07 ms). Otherwise the starts are
-   sorted, 4,096 for each further pass: 4,096 items take up to 0.6 ms, KVPRIM_MAX_COPIES up to 1.1 s. The check takes
-   36 KB of stack.
+   sorted, 4,096 for each further pass: 4,096 items take up to 0.6 ms, KVPRIM_MAX_COPIES 1.1 s, or 5 s if they
+   crowd in hundreds of places. The check takes 36 KB of stack.
    Errors: NULL (descriptor, items, dst), ARGUMENT (reserved), SIZE (count; an item past the last address), OVERLAP
    (names the items). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc);
@@ -2754,19 +2754,26 @@ static kvprim_status kvpi_sweep_unsorted(kvpi_sweep *s, uint64_t low, uint64_t w
     return KVPRIM_OK;
 }
 
-/* Collects the starts in [low, low + width]. Returns their number, or one more than there is room for. */
-static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t low, uint64_t width)
+/* Stores the starts in [*low, *low + *width]. Returns their number. If there is no room for all, it is one more than
+   there is room for, and *low and *width become those of the starts: the next level then cuts no empty addresses. */
+static int32_t kvpi_sweep_collect(kvpi_sweep *s, uint64_t *low, uint64_t *width)
 {
     const kvpi_list *const l = s->list;
+    const uint64_t from = *low, most = *width;
+    uint64_t first = UINT64_MAX, last = 0; /* counted from `from` */
     int32_t n = 0;
     for (uint64_t i = 0; i < l->count; i++)
         for (int side = 0; side < 2; side++) {
-            if (KVPRIM_LIKELY(kvpi_start(l, side, i) - low > width) || !kvpi_size(l, side, i))
+            const uint64_t at = kvpi_start(l, side, i) - from;
+            if (KVPRIM_LIKELY(at > most) || !kvpi_size(l, side, i))
                 continue;
-            if (n == kvpi_sweep_starts)
-                return n + 1;
-            s->memory.starts[0][n++] = (uint32_t)(i << 1) | (uint32_t)side;
+            first = at < first ? at : first, last = at > last ? at : last;
+            if (n < kvpi_sweep_starts)
+                s->memory.starts[0][n] = (uint32_t)(i << 1) | (uint32_t)side;
+            n += n <= kvpi_sweep_starts;
         }
+    if (n > kvpi_sweep_starts)
+        *low = from + first, *width = last - first;
     return n;
 }
 
@@ -2827,7 +2834,7 @@ static kvprim_status kvpi_sweep_range(kvpi_sweep *s, uint64_t low, uint64_t widt
 {
     uint8_t ends[kvpi_sweep_buckets / 8] = {0};
     int shift = 0;
-    const int32_t n = kvpi_sweep_collect(s, low, width);
+    const int32_t n = kvpi_sweep_collect(s, &low, &width);
     if (n <= kvpi_sweep_starts) {
         const uint32_t *const sorted = kvpi_sweep_sort(s, n);
         for (int32_t k = 0; k < n; k++)
