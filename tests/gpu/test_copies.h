@@ -332,9 +332,11 @@ static outcome random_copy(arena *a, unsigned round)
         if (wild_round == 0 && chance(30))
             one.bytes = random_offset(room);
         if (wild_round == 1 && chance(30))
-            one.dst = chance(2) ? nullptr : static_cast<unsigned char *>(one.dst) + random_offset(3 * room);
+            one.dst = chance(2)
+                          ? nullptr
+                          : reinterpret_cast<void *>(reinterpret_cast<uintptr_t>(one.dst) + random_offset(3 * room));
         if (wild_round == 2 && chance(30))
-            one.src = static_cast<const unsigned char *>(block[0]) + random_offset(3 * room);
+            one.src = reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(block[0]) + random_offset(3 * room));
         dst += bytes + (chance(3) ? below(40) * unit : 0);
         items.push_back(one);
     }
