@@ -61,7 +61,7 @@ class Results:
         for line in self.lines[at[0] + 2:]:
             if not line.strip():
                 break
-            if re.match(r' *(ok |MISSED |\()', line):
+            if re.match(r' *(ok |MISSED |zeros, |\()', line):
                 continue
             text = line.replace('|', ' ')
             row = [m for m in (re.fullmatch(rf' *({key})((?: +(?:[\d.]+|-)){{{n}}}) *', text) for n in counts) if m]
