@@ -303,7 +303,9 @@ static void test_large_overlaps(void)
         one_overlap(items, n, "large list");
         *(overlap_of(items, n) == 1 ? &refused : &taken) += 1;
     }
-    CHECK(refused > 10 / (int)every && taken > 10 / (int)every && unpacks_checked > 1000 / every);
+    CHECK(refused > 10 / (int)every && taken > 10 / (int)every);
+    /* A program that is not position-independent lies inside the buffers that the unpacks name. */
+    CHECK(unpacks_checked > 1000 / every || address_of(items) >> 30 == 0);
     for (size_t i = 0; i < LENGTH(items); i++) /* thousands that start at one address, on either side */
         items[i] = (kvprim_copy_item){(void *)(uintptr_t)(1 << 20), (void *)(uintptr_t)(i % 2 ? 1 << 19 : 1 << 21), 7};
     const kvprim_copy_desc d = copies_of(items, LENGTH(items));
