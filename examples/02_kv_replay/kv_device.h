@@ -15,7 +15,12 @@
 
    On a GPU the last two only enqueue: copies between pinned memory and the GPU before and after the library's call, all
    on one stream, so that stores and gathers take effect in the order of the calls. The host goes on meanwhile, and
-   waits only for a batch that it needs again. Functions that can fail return false and set `error`. */
+   waits only for a batch that it needs again.
+
+   Whole pages travel between the cache and host memory from kv_device_allocate_host, which the device reads and writes
+   itself (pinned). kv_device_transfer takes effect in the same order, and waits for its end.
+
+   Functions that can fail return false and set `error`. */
 #ifndef KV_DEVICE_H
 #define KV_DEVICE_H
 
@@ -38,7 +43,7 @@
 #include <unistd.h>
 #endif
 
-enum { KV_BATCHES_MAX = 4 };
+enum { KV_BATCHES_MAX = 4, KV_HOST_ALIGN = 4096 };
 
 typedef struct kv_place { /* a batch's part of one memory */
     unsigned char *memory;
@@ -64,6 +69,7 @@ typedef struct kv_device {
     char error[512];
     uint64_t memory; /* bytes, all in all, of the memory for the cache; 0: unknown */
     unsigned char *cache;
+    unsigned char *host; /* for pages that are not in the cache; NULL if there are none */
     double touch_seconds;
     kv_batch batches[KV_BATCHES_MAX]; /* a ring */
     size_t next, batch_rows, row_bytes;
@@ -71,6 +77,7 @@ typedef struct kv_device {
     double store, gather, copies, waiting; /* seconds; on a GPU the first three pass on the GPU, not on the host */
 #if defined(KV_REPLAY_CUDA)
     cudaStream_t stream;
+    cudaEvent_t transfer_begun, transfer_done;
 #endif
 } kv_device;
 
@@ -81,8 +88,10 @@ typedef struct kv_device_kind {
     size_t batch_bytes, batch_rows; /* the most of K rows, and of V rows, in a batch */
     bool (*allocate)(kv_device *d, size_t cache_bytes);
     bool (*allocate_batch)(kv_device *d, kv_batch *b, size_t bytes);
+    bool (*allocate_host)(kv_device *d, size_t bytes);
     bool (*store)(kv_device *d, kv_batch *b, const kvprim_store_desc *desc);
     bool (*gather)(kv_device *d, kv_batch *b, const kvprim_gather_desc *k, const kvprim_gather_desc *v);
+    bool (*transfer)(kv_device *d, const kvprim_transfer_desc *desc, double *seconds);
     bool (*wait)(kv_device *d, kv_batch *b);
     bool (*rejected)(kv_device *d, uint32_t *rejected);
     void (*close)(kv_device *d);
@@ -94,6 +103,13 @@ static inline void kv_device_close(kv_device *d);
 
 /* Allocates the cache, touches all its pages, and allocates the batches for rows of row_bytes. */
 static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t row_bytes);
+
+/* Allocates d->host, which begins at a multiple of KV_HOST_ALIGN. */
+static inline bool kv_device_allocate_host(kv_device *d, size_t bytes);
+
+/* Moves pages between the cache and d->host. The indices are host memory. Adds to *seconds what that took: on a GPU, by
+   its own clock. */
+static inline bool kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds);
 
 static inline kv_batch *kv_device_next(kv_device *d);
 static inline bool kv_device_wait(kv_device *d, kv_batch *b);
@@ -144,19 +160,37 @@ static inline uint64_t kv_cpu_memory(void)
 #endif
 }
 
+/* Page faults come now, not when the memory is used. */
+static inline void kv_cpu_touch(unsigned char *memory, size_t bytes)
+{
+#if defined(MADV_HUGEPAGE)
+    const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)memory % huge;
+    if (bytes > skip)
+        (void)madvise(memory + skip, bytes - skip, MADV_HUGEPAGE);
+#endif
+    for (size_t i = 0; i < bytes; i += 4096)
+        ((volatile unsigned char *)memory)[i] = 0xEE;
+}
+
 static inline bool kv_cpu_allocate(kv_device *d, size_t cache_bytes)
 {
     d->cache = (unsigned char *)malloc(cache_bytes);
     d->rejected = (uint32_t *)calloc(1, sizeof *d->rejected);
     if (!d->cache || !d->rejected)
         return kv_device_out_of_memory(d);
-#if defined(MADV_HUGEPAGE)
-    const size_t huge = (size_t)2 << 20, skip = huge - (uintptr_t)d->cache % huge;
-    if (cache_bytes > skip)
-        (void)madvise(d->cache + skip, cache_bytes - skip, MADV_HUGEPAGE);
-#endif
-    for (size_t i = 0; i < cache_bytes; i += 4096) /* page faults now, not in the stores */
-        ((volatile unsigned char *)d->cache)[i] = 0xEE;
+    kv_cpu_touch(d->cache, cache_bytes);
+    return true;
+}
+
+/* Standard C has no aligned memory that Windows has too, so the memory says before it where it begins. */
+static inline bool kv_cpu_allocate_host(kv_device *d, size_t bytes)
+{
+    unsigned char *const memory = (unsigned char *)malloc(bytes + 2 * KV_HOST_ALIGN);
+    if (!memory)
+        return kv_device_out_of_memory(d);
+    d->host = memory + 2 * KV_HOST_ALIGN - (uintptr_t)memory % KV_HOST_ALIGN;
+    memcpy(d->host - sizeof memory, &memory, sizeof memory);
+    kv_cpu_touch(d->host, bytes);
     return true;
 }
 
@@ -186,6 +220,14 @@ static inline bool kv_cpu_gather(kv_device *d, kv_batch *b, const kvprim_gather_
     return kv_device_kvprim(d, status);
 }
 
+static inline bool kv_cpu_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
+{
+    const double start = kv_seconds();
+    const kvprim_status status = kvprim_transfer(desc);
+    *seconds += kv_seconds() - start;
+    return kv_device_kvprim(d, status);
+}
+
 static inline bool kv_cpu_wait(kv_device *d, kv_batch *b)
 {
     (void)d, (void)b;
@@ -202,6 +244,11 @@ static inline void kv_cpu_close(kv_device *d)
 {
     for (size_t i = 0; i < d->kind->batches; i++)
         free(d->batches[i].host.memory);
+    if (d->host) {
+        unsigned char *memory;
+        memcpy(&memory, d->host - sizeof memory, sizeof memory);
+        free(memory);
+    }
     free(d->rejected);
     free(d->cache);
 }
@@ -215,8 +262,10 @@ static const kv_device_kind kv_cpu_kind = {
     .batch_rows = 4096,
     .allocate = kv_cpu_allocate,
     .allocate_batch = kv_cpu_allocate_batch,
+    .allocate_host = kv_cpu_allocate_host,
     .store = kv_cpu_store,
     .gather = kv_cpu_gather,
+    .transfer = kv_cpu_transfer,
     .wait = kv_cpu_wait,
     .rejected = kv_cpu_rejected,
     .close = kv_cpu_close,
@@ -269,10 +318,22 @@ static inline bool kv_cuda_allocate(kv_device *d, size_t cache_bytes)
            kv_cuda(d, cudaStreamSynchronize(d->stream), "cudaStreamSynchronize");
 }
 
+static inline bool kv_cuda_allocate_host(kv_device *d, size_t bytes)
+{
+    return kv_cuda(d, cudaMallocHost((void **)&d->host, bytes), "cudaMallocHost") &&
+           kv_cuda(d, cudaEventCreate(&d->transfer_begun), "cudaEventCreate") &&
+           kv_cuda(d, cudaEventCreate(&d->transfer_done), "cudaEventCreate");
+}
+
 static inline void kv_cuda_close(kv_device *d)
 {
     if (d->stream)
         (void)cudaStreamSynchronize(d->stream);
+    if (d->transfer_begun)
+        (void)cudaEventDestroy(d->transfer_begun);
+    if (d->transfer_done)
+        (void)cudaEventDestroy(d->transfer_done);
+    (void)cudaFreeHost(d->host);
     for (size_t i = 0; i < KV_BATCHES_MAX; i++) {
         kv_batch *const b = &d->batches[i];
         const cudaEvent_t events[] = {b->begun, b->arrived, b->moved, b->done};
@@ -321,6 +382,21 @@ static inline bool kv_cuda_gather(kv_device *d, kv_batch *b, const kvprim_gather
            kv_cuda_record(d, b->done);
 }
 
+static inline bool kv_cuda_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
+{
+    const kvprim_cuda_launch launch = {.stream = d->stream};
+    const double start = kv_seconds();
+    float ms = 0;
+    if (!kv_cuda_record(d, d->transfer_begun) || !kv_device_kvprim(d, kvprim_cuda_transfer(desc, &launch)) ||
+        !kv_cuda_record(d, d->transfer_done) ||
+        !kv_cuda(d, cudaEventSynchronize(d->transfer_done), "cudaEventSynchronize") ||
+        !kv_cuda(d, cudaEventElapsedTime(&ms, d->transfer_begun, d->transfer_done), "cudaEventElapsedTime"))
+        return false;
+    d->waiting += kv_seconds() - start;
+    *seconds += 1e-3 * (double)ms;
+    return true;
+}
+
 static inline bool kv_cuda_wait(kv_device *d, kv_batch *b)
 {
     float in_ms, move_ms, out_ms;
@@ -356,8 +432,10 @@ static const kv_device_kind kv_cuda_kind = {
     .batch_rows = 1 << 16,
     .allocate = kv_cuda_allocate,
     .allocate_batch = kv_cuda_allocate_batch,
+    .allocate_host = kv_cuda_allocate_host,
     .store = kv_cuda_store,
     .gather = kv_cuda_gather,
+    .transfer = kv_cuda_transfer,
     .wait = kv_cuda_wait,
     .rejected = kv_cuda_rejected,
     .close = kv_cuda_close,
@@ -406,6 +484,16 @@ static inline bool kv_device_allocate(kv_device *d, size_t cache_bytes, size_t r
     for (size_t i = 0; i < d->kind->batches && ok; i++)
         ok = d->kind->allocate_batch(d, &d->batches[i], slots_bytes + 2 * kv_device_align(d->batch_rows * row_bytes));
     return ok;
+}
+
+static inline bool kv_device_allocate_host(kv_device *d, size_t bytes)
+{
+    return d->kind->allocate_host(d, bytes);
+}
+
+static inline bool kv_device_transfer(kv_device *d, const kvprim_transfer_desc *desc, double *seconds)
+{
+    return d->kind->transfer(d, desc, seconds);
 }
 
 static inline kv_batch *kv_device_next(kv_device *d)

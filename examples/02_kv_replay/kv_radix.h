@@ -11,7 +11,12 @@
 
    The tree stores page numbers, not rows. The caller owns a page until insert takes it, then the tree owns it until
    evict returns it. There are no globals. A tree may be used by one thread at a time. Functions that allocate return
-   false if memory runs out; the tree then still holds what it held before. */
+   false if memory runs out; the tree then still holds what it held before.
+
+   A page may lie in a slower memory than the cache, so the tree has tiers: 0 is the cache, and each tier numbers its
+   pages for itself. kv_radix_demote moves pages down a tier, in place of evicting them, and kv_radix_promote moves the
+   pages of a matched path back into the cache. Along each path the tier never decreases. Who never demotes has tier 0
+   alone. */
 #ifndef KV_RADIX_H
 #define KV_RADIX_H
 
@@ -21,25 +26,28 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { KV_RADIX_TIERS = 3 };
+
 typedef struct kv_radix_node {
     struct kv_radix_node *parent;
-    struct kv_radix_node *older, *younger; /* neighbours in order of use; valid only while refs is 0 */
+    struct kv_radix_node *older, *younger; /* neighbours in their tier's order of use; valid only while refs is 0 */
     uint64_t hash;                         /* of the parent and the first page: where the table holds this node */
     int32_t *tokens;                       /* page_count * page_tokens of them */
     int32_t *pages;
     size_t page_count;
     size_t children;
-    size_t refs; /* locks on this node and on nodes below it */
+    uint32_t refs; /* locks on this node and on nodes below it */
+    uint32_t tier; /* where all pages of the edge lie */
 } kv_radix_node;
 
 typedef struct kv_radix { /* must not move in memory between kv_radix_init and kv_radix_free */
     size_t page_tokens;
-    size_t page_count;     /* pages that the tree holds */
-    size_t node_count;     /* without the root */
-    kv_radix_node root;    /* an empty edge, always locked */
-    kv_radix_node ring;    /* only links: ring.younger is the oldest unlocked node, ring.older the youngest */
-    kv_radix_node **table; /* every node except the root, by node.hash; open addressing, linear probing */
-    size_t table_mask;     /* entries - 1; the number of entries is a power of two */
+    size_t page_count;                   /* pages that the tree holds */
+    size_t node_count;                   /* without the root */
+    kv_radix_node root;                  /* an empty edge, always locked */
+    kv_radix_node rings[KV_RADIX_TIERS]; /* only links: .younger is the oldest unlocked node, .older the youngest */
+    kv_radix_node **table;               /* every node except the root, by node.hash; open addressing, linear probing */
+    size_t table_mask;                   /* entries - 1; the number of entries is a power of two */
 } kv_radix;
 
 /* Makes an empty tree of pages of page_tokens >= 1 tokens. False: out of memory; kv_radix_free may still be called. */
@@ -47,33 +55,49 @@ static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens);
 static inline void kv_radix_free(kv_radix *tree);
 
 /* Finds the longest prefix of tokens[0 .. count) that the tree holds, in whole pages. Writes the numbers of these pages
-   to pages[], which has room for count / page_tokens, how many there are to *page_count, and the node where the match
-   ends to *node. An edge that matches in part is split there. The whole path becomes the most recently used one. */
+   to pages[], which has room for count / page_tokens, how many of them lie in each tier to in_tier[] (the first ones in
+   tier 0, the next ones in tier 1 ...), and the node where the match ends to *node. An edge that matches in part is
+   split there. The whole path becomes the most recently used one. */
 static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
-                                  size_t *page_count, kv_radix_node **node);
+                                  size_t in_tier[KV_RADIX_TIERS], kv_radix_node **node);
 
 /* A locked node and the nodes above it are not evicted. Locks are counted: unlock a node as often as it was locked. */
 static inline void kv_radix_lock(kv_radix_node *node);
 static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node);
 
-/* Adds page_count whole pages, with their tokens, below a node that match returned and the caller has locked. If other
-   requests have added the first *known of them since, the tree keeps theirs, and pages[0 .. *known) still belong to the
-   caller. The other pages now belong to the tree. */
-static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, const int32_t *pages,
-                                   size_t page_count, size_t *known);
+/* Adds page_count whole pages of tier 0, with their tokens, below a node that match returned and the caller has locked.
+   If other requests have added the first of them since, the tree keeps theirs, and the caller's still belong to the
+   caller: pages[0 .. known[0]). Those of the others that have gone down meanwhile are given back in exchange for the
+   caller's: the next known[1] entries of pages[] are now numbers in tier 1, and so on. The other pages now belong to
+   the tree. */
+static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, int32_t *pages,
+                                   size_t page_count, size_t known[KV_RADIX_TIERS]);
 
-/* Takes up to `want` pages out of the tree, the least recently used first and each path from its end. Writes their
-   numbers to pages[] and returns how many there are: fewer than `want` only if everything left is locked. */
-static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages);
+/* Takes up to `want` pages of the lowest tier in use out of the tree, the least recently used first and each path from
+   its end. Writes their numbers to pages[] and returns how many there are: fewer than `want` only if everything left in
+   the tier is locked. */
+static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, int32_t *pages);
+
+/* Moves up to `want` pages, chosen as kv_radix_evict does, from a tier to a lower one that is the next in use, where
+   they get the first numbers of below[]. Writes the numbers that they had to pages[], and how many there are to
+   *count. */
+static inline bool kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
+                                   int32_t *pages, size_t *count);
+
+/* Moves the last `count` pages of the path to a node into tier 0: all those of the path that lie elsewhere. They get the
+   numbers pages[]. Writes those that they had to before[], which may be pages[], unless it is NULL. */
+static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const int32_t *pages, size_t count,
+                                    int32_t *before);
 
 /* Returns NULL, or a text that names the invariant that does not hold. Takes quadratic time: for tests. */
 static inline const char *kv_radix_check(const kv_radix *tree);
 
-/* ---- order of use: a ring of the unlocked nodes ------------------------------------------------------------------
+/* ---- order of use: for each tier, a ring of the unlocked nodes ---------------------------------------------------
 
-   A path is moved to the young end from its last node up to the root. So a node is younger than all its children, and
-   the oldest node in the ring is a leaf, which is evicted next. The ancestors of a locked node are locked too, and the
-   ring holds no locked node. */
+   A path is moved to the young end from its last node up to the root. So a node is younger than all its children in the
+   same tier, and the oldest node in a ring has none there: it is demoted or evicted next. A node that goes down a tier
+   was used later than all that went before it, so it goes to the young end there. The ancestors of a locked node are
+   locked too, and the rings hold no locked node. */
 
 static inline void kv_radix__unlink(kv_radix_node *node)
 {
@@ -92,7 +116,7 @@ static inline void kv_radix__touch(kv_radix *tree, kv_radix_node *node)
 {
     for (; node->refs == 0; node = node->parent) {
         kv_radix__unlink(node);
-        kv_radix__link(node, tree->ring.older);
+        kv_radix__link(node, tree->rings[node->tier].older);
     }
 }
 
@@ -107,7 +131,7 @@ static inline void kv_radix_unlock(kv_radix *tree, kv_radix_node *node)
 {
     for (; node; node = node->parent)
         if (--node->refs == 0)
-            kv_radix__link(node, tree->ring.older);
+            kv_radix__link(node, tree->rings[node->tier].older);
 }
 
 /* ---- children: one hash table for the whole tree -----------------------------------------------------------------
@@ -247,6 +271,7 @@ static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node
     kv_radix__table_remove(tree, node);
     upper->children = 1;
     upper->refs = node->refs;
+    upper->tier = node->tier;
     if (upper->refs == 0)
         kv_radix__link(upper, node);
 
@@ -262,10 +287,13 @@ static inline kv_radix_node *kv_radix__split(kv_radix *tree, kv_radix_node *node
     return upper;
 }
 
-/* Descends from *node as far as the edges match the tokens, and splits the edge where they differ. */
+/* Descends from *node as far as the edges match the tokens, and splits the edge where they differ. Returns in *done how
+   many pages that is, and adds them to in_tier[]. A locked node that is not in the cache is on its way there, for the
+   request that holds the lock. */
 static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const int32_t *tokens, size_t page_count,
-                                  int32_t *pages, size_t *done)
+                                  int32_t *pages, size_t *done, size_t in_tier[KV_RADIX_TIERS])
 {
+    memset(in_tier, 0, KV_RADIX_TIERS * sizeof *in_tier);
     *done = 0;
     while (*done < page_count) {
         size_t same = 0;
@@ -280,6 +308,7 @@ static inline bool kv_radix__walk(kv_radix *tree, kv_radix_node **node, const in
         if (pages)
             memcpy(pages + *done, child->pages, same * sizeof *pages);
         *done += same;
+        in_tier[child->refs ? 0 : child->tier] += same;
         *node = child;
     }
     kv_radix__touch(tree, *node);
@@ -294,7 +323,8 @@ static inline bool kv_radix_init(kv_radix *tree, size_t page_tokens)
     memset(tree, 0, sizeof *tree);
     tree->page_tokens = page_tokens;
     tree->root.refs = 1;
-    tree->ring.older = tree->ring.younger = &tree->ring;
+    for (int tier = 0; tier < KV_RADIX_TIERS; tier++)
+        tree->rings[tier].older = tree->rings[tier].younger = &tree->rings[tier];
     tree->table = (kv_radix_node **)calloc(slots, sizeof *tree->table);
     tree->table_mask = tree->table ? slots - 1 : 0;
     return tree->table != NULL;
@@ -309,27 +339,30 @@ static inline void kv_radix_free(kv_radix *tree)
 }
 
 static inline bool kv_radix_match(kv_radix *tree, const int32_t *tokens, size_t count, int32_t *pages,
-                                  size_t *page_count, kv_radix_node **node)
+                                  size_t in_tier[KV_RADIX_TIERS], kv_radix_node **node)
 {
+    size_t done;
     *node = &tree->root;
-    return kv_radix__walk(tree, node, tokens, count / tree->page_tokens, pages, page_count);
+    return kv_radix__walk(tree, node, tokens, count / tree->page_tokens, pages, &done, in_tier);
 }
 
-static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, const int32_t *pages,
-                                   size_t page_count, size_t *known)
+static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const int32_t *tokens, int32_t *pages,
+                                   size_t page_count, size_t known[KV_RADIX_TIERS])
 {
-    if (!kv_radix__walk(tree, &node, tokens, page_count, NULL, known))
+    size_t done;
+    if (!kv_radix__walk(tree, &node, tokens, page_count, NULL, &done, known))
         return false;
-    if (*known == page_count)
+    kv_radix_promote(tree, node, pages + known[0], done - known[0], pages + known[0]);
+    if (done == page_count)
         return true;
     kv_radix_node *const leaf =
         kv_radix__table_reserve(tree)
-            ? kv_radix__node_new(tree, node, tokens + *known * tree->page_tokens, pages + *known, page_count - *known)
+            ? kv_radix__node_new(tree, node, tokens + done * tree->page_tokens, pages + done, page_count - done)
             : NULL;
     if (!leaf)
         return false;
     kv_radix__table_put(tree, leaf);
-    kv_radix__link(leaf, tree->ring.older);
+    kv_radix__link(leaf, tree->rings[0].older);
     kv_radix__touch(tree, node); /* a leaf is older than its parent */
     node->children++;
     tree->node_count++;
@@ -337,11 +370,12 @@ static inline bool kv_radix_insert(kv_radix *tree, kv_radix_node *node, const in
     return true;
 }
 
-static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages)
+static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, int32_t *pages)
 {
+    const kv_radix_node *const ring = &tree->rings[tier];
     size_t got = 0;
-    while (got < want && tree->ring.younger != &tree->ring) {
-        kv_radix_node *const leaf = tree->ring.younger;
+    while (got < want && ring->younger != ring) {
+        kv_radix_node *const leaf = ring->younger;
         const size_t take = leaf->page_count < want - got ? leaf->page_count : want - got;
         const size_t keep = leaf->page_count - take;
         memcpy(pages + got, leaf->pages + keep, take * sizeof *pages);
@@ -360,6 +394,45 @@ static inline size_t kv_radix_evict(kv_radix *tree, size_t want, int32_t *pages)
     return got;
 }
 
+static inline bool kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
+                                   int32_t *pages, size_t *count)
+{
+    const kv_radix_node *const ring = &tree->rings[from];
+    *count = 0;
+    while (*count < want && ring->younger != ring) {
+        kv_radix_node *const node = ring->younger; /* keeps the end of its edge if that is split */
+        const size_t left = want - *count;
+        if (node->page_count > left && !kv_radix__split(tree, node, node->page_count - left))
+            return false;
+        memcpy(pages + *count, node->pages, node->page_count * sizeof *pages);
+        memcpy(node->pages, below + *count, node->page_count * sizeof *pages);
+        *count += node->page_count;
+        kv_radix__unlink(node);
+        node->tier = to;
+        kv_radix__link(node, tree->rings[to].older);
+    }
+    return true;
+}
+
+static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const int32_t *pages, size_t count,
+                                    int32_t *before)
+{
+    for (; count > 0; node = node->parent) {
+        count -= node->page_count;
+        for (size_t i = 0; i < node->page_count; i++) {
+            const int32_t had = node->pages[i];
+            node->pages[i] = pages[count + i];
+            if (before)
+                before[count + i] = had;
+        }
+        node->tier = 0;
+        if (node->refs == 0) {
+            kv_radix__unlink(node);
+            kv_radix__link(node, tree->rings[0].older);
+        }
+    }
+}
+
 static inline const char *kv_radix_check(const kv_radix *tree)
 {
     size_t nodes = 0, pages = 0, unlocked = 0, listed = 0, children = tree->root.children;
@@ -376,19 +449,24 @@ static inline const char *kv_radix_check(const kv_radix *tree)
             return "an edge is empty";
         if (node->parent->refs < node->refs)
             return "a node has more locks than its parent";
+        if (node->parent->tier > node->tier && node->parent->refs == 0)
+            return "a node lies above its parent's tier";
         if (kv_radix__child(tree, node->parent, node->tokens, node->page_count, &same) != node ||
             same != node->page_count)
             return "a node is not found by its tokens";
     }
     if (nodes != tree->node_count || children != nodes || pages != tree->page_count)
         return "the counts of nodes, children or pages are wrong";
-    for (const kv_radix_node *node = tree->ring.younger; node != &tree->ring; node = node->younger, listed++) {
-        const kv_radix_node *parent = node;
-        if (node->refs != 0 || node->younger->older != node)
-            return "the order of use holds a locked node or has a broken link";
-        while (node->parent->refs == 0 && parent != node->parent)
-            if ((parent = parent->younger) == &tree->ring)
-                return "a node is not younger than its child";
+    for (uint32_t tier = 0; tier < KV_RADIX_TIERS; tier++) {
+        const kv_radix_node *const ring = &tree->rings[tier];
+        for (const kv_radix_node *node = ring->younger; node != ring; node = node->younger, listed++) {
+            const kv_radix_node *parent = node;
+            if (node->refs != 0 || node->tier != tier || node->younger->older != node)
+                return "the order of use holds a locked node, one of another tier, or a broken link";
+            while (node->parent->refs == 0 && node->parent->tier == tier && parent != node->parent)
+                if ((parent = parent->younger) == ring)
+                    return "a node is not younger than its child";
+        }
     }
     return listed == unlocked ? NULL : "the order of use misses a node";
 }

@@ -20,23 +20,31 @@
    token's K and V rows from a hash of all tokens up to it. As in a model, a row depends on its whole history: a wrong
    slot, a stale page or a match that is one token too long gives other bytes.
 
-   The headers beside this file read the trace (kv_trace.h), keep the prefix tree (kv_radix.h), and hold the cache on
-   the CPU or a GPU (kv_device.h). This file, from top to bottom, has
+   With --host-slots and --disk-slots, pages that the cache has no room for go to host memory and then to a file, and
+   come back when a prompt matches them. Their rows are compared as all others are.
+
+   The headers beside this file read the trace (kv_trace.h), keep the prefix tree (kv_radix.h), hold the cache on the
+   CPU or a GPU (kv_device.h), and keep pages in host memory (kv_tiers.h) and a file (kv_disk.h). This file, from top to
+   bottom, has
 
        options       what the command line may say
        state         prompt, cache, active (a running request), totals, replay (all of them)
        requests      reads prompts; makes tokens, and rows that stand for a model's
        memory        how many slots the requests need, whether they fit, and what is allocated
        rows          stores, gathers and compares the rows of one request, a batch at a time: the calls of kvprim
-       admitting     admit starts a request, finish_oldest ends it: read these two first
+       admitting     admit starts a request, finish_oldest ends it: read these two first. fetch_pages brings pages back
        the table     what is printed, and main */
+#if !defined(_GNU_SOURCE)
+#define _GNU_SOURCE /* O_DIRECT */
+#endif
 #if !defined(_DEFAULT_SOURCE)
-#define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, sysconf under -std=c11 */
+#define _DEFAULT_SOURCE /* clock_gettime, fileno, getrusage, preadv, sysconf under -std=c11 */
 #endif
 #define KVPRIM_CORE_IMPLEMENTATION /* kvprim.h alone; nvcc compiles kvprim_cuda.cuh */
 #include "kvprim.h"
 #include "kv_device.h"
 #include "kv_radix.h"
+#include "kv_tiers.h"
 #include "kv_trace.h"
 #include <inttypes.h>
 #include <stdarg.h>
@@ -56,8 +64,9 @@ enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
 typedef struct options {
-    uint64_t kv_bytes, page, slots, layers, verify, seed, requests, running;
-    const char *device; /* NULL: a GPU if there is one, else the CPU */
+    uint64_t kv_bytes, page, slots, host_slots, disk_slots, layers, verify, seed, requests, running;
+    const char *device;    /* NULL: a GPU if there is one, else the CPU */
+    const char *disk_file; /* NULL: in $TMPDIR or /tmp */
     const char *trace;
     const char **texts;
     size_t text_count;
@@ -76,6 +85,9 @@ static const option_number option_numbers[] = {
      "bytes of a token in one layer, K and V together; unless given, halved until it fits"},
     {"--page", offsetof(options, page), 16, 1, 1 << 20, "tokens in a page"},
     {"--slots", offsetof(options, slots), 0, 0, SLOTS_MAX, "tokens that the cache holds; 0: room for all"},
+    {"--host-slots", offsetof(options, host_slots), 0, 0, SLOTS_MAX,
+     "tokens that go to host memory when the cache is full"},
+    {"--disk-slots", offsetof(options, disk_slots), 0, 0, SLOTS_MAX, "tokens that go to a file after that"},
     {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
     {"--running", offsetof(options, running), 1, 1, 1024, "requests that run at the same time; the oldest ends first"},
     {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first N; 0: all"},
@@ -91,12 +103,14 @@ static void print_help(void)
         "Replays the requests of TRACE (Mooncake JSON lines; -: standard input), then those of --text, against a KV\n"
         "cache.\n\n");
     for (int i = 0; i < OPTION_NUMBERS; i++)
-        printf("  %-10s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
+        printf("  %-12s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
                option_numbers[i].preset);
-    printf("  --device D       cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)\n"
-           "  --text FILE      adds a request whose tokens are the file's bytes; may be repeated\n"
-           "  --help           this text\n\n"
-           "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
+    printf(
+        "  --device D         cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)\n"
+        "  --disk-file FILE   for --disk-slots; must not exist, and is gone afterwards (default: in $TMPDIR or /tmp)\n"
+        "  --text FILE        adds a request whose tokens are the file's bytes; may be repeated\n"
+        "  --help             this text\n\n"
+        "Exit status: 0 all rows are right, 1 some rows are wrong, 2 bad input, no such device or out of memory.\n");
 }
 
 static int refuse(const char *format, ...)
@@ -135,26 +149,64 @@ static int parse_device(options *o, const char *text)
     return 0;
 }
 
+static int parse_disk_file(options *o, const char *text)
+{
+    if (!*text)
+        return refuse("--disk-file is empty");
+    o->disk_file = text;
+    return 0;
+}
+
+static int parse_text(options *o, const char *text)
+{
+    o->texts[o->text_count++] = text;
+    return 0;
+}
+
+typedef struct option_text {
+    const char *name;
+    int (*parse)(options *o, const char *text);
+} option_text;
+
+static const option_text option_texts[] = {
+    {"--device", parse_device}, {"--disk-file", parse_disk_file}, {"--text", parse_text}};
+enum { OPTION_TEXTS = sizeof option_texts / sizeof option_texts[0] };
+
 /* Parses the option at argv[*i] and its value, which is "=value" or the next argument. */
 static int parse_option(options *o, int argc, char **argv, int *i)
 {
     const char *const name = argv[*i], *const equals = strchr(name, '=');
     const size_t size = equals ? (size_t)(equals - name) : strlen(name);
-    const bool device = size == strlen("--device") && memcmp(name, "--device", size) == 0;
     const option_number *number = NULL;
+    const option_text *text = NULL;
     for (int k = 0; k < OPTION_NUMBERS && !number; k++)
         if (strlen(option_numbers[k].name) == size && memcmp(option_numbers[k].name, name, size) == 0)
             number = &option_numbers[k];
-    if (!number && !device && (size != strlen("--text") || memcmp(name, "--text", size) != 0))
+    for (int k = 0; k < OPTION_TEXTS && !text; k++)
+        if (strlen(option_texts[k].name) == size && memcmp(option_texts[k].name, name, size) == 0)
+            text = &option_texts[k];
+    if (!number && !text)
         return refuse("unknown option %s (see --help)", name);
     if (!equals && *i + 1 == argc)
         return refuse("%s needs a value", name);
     const char *const value = equals ? equals + 1 : argv[++*i];
-    if (number)
-        return parse_number(o, number, value);
-    if (device)
-        return parse_device(o, value);
-    o->texts[o->text_count++] = value;
+    return number ? parse_number(o, number, value) : text->parse(o, value);
+}
+
+static int check_tiers(const options *o)
+{
+    const option_number *const tiers[] = {&option_numbers[3], &option_numbers[4]};
+    for (int i = 0; i < 2; i++) {
+        uint64_t slots;
+        memcpy(&slots, (const char *)o + tiers[i]->offset, sizeof slots);
+        if (slots && slots < o->page)
+            return refuse("%s %" PRIu64 " holds no page of %" PRIu64 " tokens", tiers[i]->name, slots, o->page);
+        if (slots && !o->slots)
+            return refuse("%s %" PRIu64 " without --slots: a cache with room for all sends nothing there",
+                          tiers[i]->name, slots);
+    }
+    if (o->disk_file && !o->disk_slots)
+        return refuse("--disk-file %s without --disk-slots", o->disk_file);
     return 0;
 }
 
@@ -179,7 +231,7 @@ static int parse_options(options *o, int argc, char **argv)
         return refuse("--kv-bytes is %" PRIu64 ", which K and V cannot share equally", o->kv_bytes);
     if (o->slots && o->slots < o->page)
         return refuse("--slots %" PRIu64 " holds no page of %" PRIu64 " tokens", o->slots, o->page);
-    return 0;
+    return check_tiers(o);
 }
 
 /* ---- state ------------------------------------------------------------------------------------------------------- */
@@ -192,12 +244,9 @@ typedef struct prompt {
     unsigned char *text; /* of a text file: the tokens; else NULL */
 } prompt;
 
-/* The cache in the device's memory: [layer][K or V][slot][row]. A new page is the free page that was returned last. */
+/* The cache in the device's memory: [layer][K or V][slot][row] */
 typedef struct cache {
     size_t slots, row_bytes, page_count, bytes;
-    int32_t *free_pages; /* a stack */
-    size_t free_count;
-    size_t untouched; /* pages from here on were never used */
 } cache;
 
 /* A request between its admission and its end. Later requests reuse the arrays. */
@@ -213,6 +262,7 @@ typedef struct active {
 
 typedef struct totals {
     uint64_t requests, tokens, matched, evicted_pages, evictions;
+    uint64_t matched_in[KV_RADIX_TIERS]; /* tokens */
     uint64_t stored_bytes, gathered_bytes, verified_rows, mismatched_rows;
     double prefix, tree, all; /* seconds; kv_device has those of the device */
 } totals;
@@ -225,6 +275,7 @@ typedef struct replay {
     cache cache;
     kv_device device;
     kv_radix tree;
+    kv_tiers tiers;
     active *running; /* a ring of o.running */
     size_t oldest, running_count;
     unsigned char *expected; /* K rows, or V rows, of one batch */
@@ -473,10 +524,38 @@ static int make_cache(replay *r)
     c->page_count = (size_t)pages;
     c->row_bytes = (size_t)r->o.kv_bytes / 2;
     c->bytes = (size_t)(slots * token_bytes);
-    c->free_pages = (int32_t *)malloc(c->page_count * sizeof *c->free_pages);
-    if (!c->free_pages || !kv_device_allocate(&r->device, c->bytes, c->row_bytes))
+    if (!kv_device_allocate(&r->device, c->bytes, c->row_bytes))
         return refuse("no memory for %" PRIu64 " slots of %" PRIu64 " bytes (%s): set --slots or a smaller --kv-bytes",
-                      slots, token_bytes, c->free_pages ? r->device.error : "out of memory");
+                      slots, token_bytes, r->device.error);
+    return 0;
+}
+
+static int make_tiers(replay *r)
+{
+    kv_tiers *const t = &r->tiers;
+    const size_t page = (size_t)r->o.page;
+    const kv_tiers_desc desc = {
+        .device = &r->device,
+        .tree = &r->tree,
+        .cache_pages = r->cache.page_count,
+        .host_pages = (size_t)r->o.host_slots / page,
+        .disk_pages = (size_t)r->o.disk_slots / page,
+        .tables = 2 * (size_t)r->o.layers,
+        .piece_bytes = page * r->cache.row_bytes,
+        .disk_path = r->o.disk_file,
+    };
+    if (!kv_tiers_open(t, &desc))
+        return refuse("%s", t->error);
+    const size_t pages = t->tier[KV_HOST].pool.page_count;
+    const uint64_t all = kv_cpu_memory(), beside = r->device.kind->gpu ? 0 : r->cache.bytes;
+    if (pages > INT32_MAX)
+        return refuse("--host-slots %" PRIu64 " are %zu pages, more than an int32 can number", r->o.host_slots, pages);
+    if (all && (double)pages * (double)t->page_stride > (double)(all - all / 8) - (double)beside)
+        return refuse("--host-slots %" PRIu64 " need %.3f GB, and this machine has %.3f GB%s", r->o.host_slots,
+                      1e-9 * (double)pages * (double)t->page_stride, 1e-9 * (double)all,
+                      beside ? ", cache included" : "");
+    if (pages && !kv_device_allocate_host(&r->device, kv_tiers_host_bytes(t)))
+        return refuse("no host memory for --host-slots %" PRIu64 " (%s)", r->o.host_slots, r->device.error);
     return 0;
 }
 
@@ -491,7 +570,7 @@ static int make_replay(replay *r)
     r->running = (active *)calloc((size_t)r->o.running, sizeof *r->running);
     if (!r->expected || !r->running || !kv_radix_init(&r->tree, (size_t)r->o.page))
         return refuse("out of memory");
-    return 0;
+    return make_tiers(r);
 }
 
 static void free_replay(replay *r)
@@ -505,7 +584,7 @@ static void free_replay(replay *r)
         free(r->prompts[i].text);
     free(r->running);
     free(r->expected);
-    free(r->cache.free_pages);
+    kv_tiers_close(&r->tiers);
     kv_device_close(&r->device);
     free(r->prompts);
     kv_radix_free(&r->tree);
@@ -677,12 +756,6 @@ static int gather_prompt(replay *r, const active *run)
 
 /* ---- admitting and finishing requests ---------------------------------------------------------------------------- */
 
-static void return_pages(cache *c, const int32_t *pages, size_t count)
-{
-    memcpy(c->free_pages + c->free_count, pages, count * sizeof *pages);
-    c->free_count += count;
-}
-
 /* Ends the oldest running request, after gathering its rows, which later requests must not have changed. */
 static int finish_oldest(replay *r)
 {
@@ -694,15 +767,16 @@ static int finish_oldest(replay *r)
     r->oldest = (r->oldest + 1) % (size_t)r->o.running;
     r->running_count--;
 
-    size_t known = 0;
+    size_t known[KV_RADIX_TIERS];
+    int32_t *pages = run->pages + matched;
     const double start = kv_seconds();
-    if (!kv_radix_insert(&r->tree, run->node, run->tokens + matched * page, run->pages + matched, whole - matched,
-                         &known))
+    if (!kv_radix_insert(&r->tree, run->node, run->tokens + matched * page, pages, whole - matched, known))
         return refuse("out of memory");
     kv_radix_unlock(&r->tree, run->node);
     r->t.tree += kv_seconds() - start;
-    return_pages(&r->cache, run->pages + matched, known);
-    return_pages(&r->cache, run->pages + whole, pages_of(r, run->prompt) - whole);
+    for (int tier = 0; tier < KV_RADIX_TIERS; pages += known[tier++])
+        kv_pool_return(&r->tiers.tier[tier].pool, pages, known[tier]);
+    kv_pool_return(&r->tiers.tier[KV_CACHE].pool, run->pages + whole, pages_of(r, run->prompt) - whole);
 #if defined(KV_REPLAY_CHECK) /* for the tests; slow */
     const char *const broken = kv_radix_check(&r->tree);
     if (broken)
@@ -711,26 +785,46 @@ static int finish_oldest(replay *r)
     return 0;
 }
 
+/* Takes pages of the cache. To make room, others go down a tier or away. If that is not enough, requests end. */
 static int take_pages(replay *r, int32_t *pages, size_t want)
 {
-    cache *const c = &r->cache;
-    for (size_t available; (available = c->free_count + c->page_count - c->untouched) < want;) {
-        const double start = kv_seconds();
-        const size_t got = kv_radix_evict(&r->tree, want - available, c->free_pages + c->free_count);
-        r->t.tree += kv_seconds() - start;
+    for (size_t room; (room = kv_tiers_room(&r->tiers, KV_CACHE)) < want;) {
+        if (!kv_tiers_make_room(&r->tiers, KV_CACHE, want))
+            return refuse("%s", r->tiers.error);
+        const size_t got = kv_tiers_room(&r->tiers, KV_CACHE) - room;
         r->t.evicted_pages += got;
         r->t.evictions += got > 0;
-        c->free_count += got;
-        if (got == want - available)
+        if (got == want - room)
             continue;
         if (r->running_count == 0) /* cannot happen after check_fits */
-            return refuse("%zu pages are missing, and no running request could return any", want - available - got);
+            return refuse("%zu pages are missing, and no running request could return any", want - room - got);
         const int status = finish_oldest(r);
         if (status)
             return status;
     }
-    for (size_t i = 0; i < want; i++)
-        pages[i] = c->free_count ? c->free_pages[--c->free_count] : (int32_t)c->untouched++;
+    kv_pool_take(&r->tiers.tier[KV_CACHE].pool, pages, want);
+    return 0;
+}
+
+/* Brings the matched pages that are not in the cache back to it, a few at a time: up from where they lie, then room in
+   the cache, then into it. */
+static int fetch_pages(replay *r, active *run, const size_t in_tier[KV_RADIX_TIERS])
+{
+    kv_tiers *const t = &r->tiers;
+    int32_t host[KV_CHUNK_PAGES], *pages = run->pages + in_tier[KV_CACHE], *const first = pages;
+    for (uint32_t tier = KV_HOST; tier < KV_RADIX_TIERS; tier++) {
+        for (size_t left = in_tier[tier], count; left > 0; left -= count, pages += count) {
+            count = left < t->chunk ? left : t->chunk;
+            if (!kv_tiers_lift(t, tier, pages, count, host))
+                return refuse("%s", t->error);
+            const int status = take_pages(r, pages, count);
+            if (status)
+                return status;
+            if (!kv_tiers_land(t, host, pages, count))
+                return refuse("%s", t->error);
+        }
+    }
+    kv_radix_promote(&r->tree, run->node, first, (size_t)(pages - first), NULL);
     return 0;
 }
 
@@ -764,15 +858,23 @@ static int admit(replay *r, const prompt *p)
     make_tokens(p, r->o.seed, run->tokens);
     make_chain(run->tokens, p->tokens, r->o.seed, run->chain);
 
+    size_t in_tier[KV_RADIX_TIERS];
     const double start = kv_seconds();
-    if (!kv_radix_match(&r->tree, run->tokens, p->tokens, run->pages, &run->matched_pages, &run->node))
+    if (!kv_radix_match(&r->tree, run->tokens, p->tokens, run->pages, in_tier, &run->node))
         return refuse("out of memory");
     r->t.prefix += kv_seconds() - start;
     kv_radix_lock(run->node);
     r->t.requests++;
     r->t.tokens += p->tokens;
+    run->matched_pages = 0;
+    for (int tier = 0; tier < KV_RADIX_TIERS; tier++) {
+        run->matched_pages += in_tier[tier];
+        r->t.matched_in[tier] += in_tier[tier] * r->o.page;
+    }
     r->t.matched += run->matched_pages * r->o.page;
 
+    if ((status = fetch_pages(r, run, in_tier)) != 0)
+        return status;
     status = take_pages(r, run->pages + run->matched_pages, pages_of(r, p) - run->matched_pages);
     if (!status)
         status = store_prompt(r, run);
@@ -842,6 +944,35 @@ static void print_time(const char *label, double time, const char *what)
     printf("%-18s %18.3f s%s\n", label, time, what);
 }
 
+static void print_traffic(const char *label, kv_traffic traffic)
+{
+    print_count(label, traffic.bytes);
+    printf("   %.2f GB/s in %.3f s\n", traffic.seconds > 0 ? 1e-9 * (double)traffic.bytes / traffic.seconds : 0,
+           traffic.seconds);
+}
+
+/* What the tiers hold, what of the prompts was in each, and what went down and came up. */
+static void print_tiers(const replay *r)
+{
+    static const char *const hits[KV_RADIX_TIERS] = {"hits in the cache", "hits in host", "hits on disk"};
+    const kv_tiers *const t = &r->tiers;
+    for (int tier = 0; tier < KV_RADIX_TIERS; tier++) {
+        print_count(hits[tier], r->t.matched_in[tier]);
+        printf("   %.2f %% hit rate, room for %zu tokens\n",
+               100.0 * (double)r->t.matched_in[tier] / (double)r->t.tokens, t->tier[tier].capacity * (size_t)r->o.page);
+    }
+    print_traffic("bytes to host", t->to_host);
+    print_traffic("bytes from host", t->from_host);
+    print_traffic("bytes to disk", t->to_disk);
+    print_traffic("bytes from disk", t->from_disk);
+    print_count("pages dropped", t->dropped);
+    printf("   %s\n", t->disk.path[0] ? "from disk" : "from host");
+    if (!t->disk.path[0])
+        return;
+    printf("%-18s %18s   %s, pages of %zu bytes take %zu\n", "disk file", t->disk.direct ? "O_DIRECT" : "page cache",
+           t->disk.path, t->tables * t->piece_bytes, t->page_stride);
+}
+
 static void print_peak_memory(void)
 {
 #if !defined(_WIN32)
@@ -871,8 +1002,14 @@ static void print_times(const replay *r)
         print_time("time in copies", d->copies, "   on the GPU: slots and rows in, rows out");
         print_time("time in waiting", d->waiting, "   of the host for the GPU");
     }
-    print_time("time in tree", t->tree, "   insert, evict");
-    print_time("time in the rest", t->all - t->prefix - t->tree - (gpu ? d->waiting : d->store + d->gather),
+    const kv_tiers *const s = &r->tiers;
+    const double tree = t->tree + s->tree_seconds, disk = s->to_disk.seconds + s->from_disk.seconds;
+    const double tiers = s->to_host.seconds + s->from_host.seconds + disk;
+    print_time("time in tree", tree, "   insert, evict");
+    if (kv_tiers_lower(s))
+        print_time("time in tiers", tiers,
+                   gpu ? "   to and from the GPU and the disk" : "   to and from host and disk");
+    print_time("time in the rest", t->all - t->prefix - tree - (gpu ? d->waiting + disk : d->store + d->gather + tiers),
                gpu ? "   making tokens and rows, launches, comparing" : "   making tokens and rows, comparing");
 }
 
@@ -892,6 +1029,8 @@ static void print_table(const replay *r)
     printf("   first touched in %.3f s\n", r->device.touch_seconds);
     print_count("pages evicted", t->evicted_pages);
     printf("   in %" PRIu64 " evictions\n", t->evictions);
+    if (kv_tiers_lower(&r->tiers))
+        print_tiers(r);
     print_bytes("bytes stored", t->stored_bytes, r->device.store);
     print_bytes("bytes gathered", t->gathered_bytes, r->device.gather);
     print_times(r);
