@@ -30,33 +30,49 @@ finish() {
     exit
 }
 
-# oracle TRACE PAGE SLOTS: requests, tokens, tokens matched and pages evicted, counted page by page from the ids, which
-# name their whole history. A page is known by its last id. `younger` and `older` chain the pages by last use; pages of
-# one request go from last to first. 0 slots: no limit.
+# oracle TRACE PAGE SLOTS [HOST-SLOTS DISK-SLOTS]: requests, tokens, tokens matched, pages evicted, tokens matched in
+# the cache, in host memory and on disk, and pages dropped, counted page by page from the ids, which name their whole
+# history. A page is known by its last id. `younger` and `older` chain the pages by last use; pages of one request go
+# from last to first. The oldest are on disk, the next in host memory; `first` is the oldest of each tier. 0 slots: no
+# limit.
 oracle() {
-    awk -v P="$2" -v slots="$3" '
+    awk -v P="$2" -v slots="$3" -v host="${4-0}" -v disk="${5-0}" '
         function number(key, s) { s = $0; sub(".*\"" key "\": *", "", s); return s + 0 }
         function page(i) { return id[int(((i + 1) * P - 1) / 512) + 1] ":" i }
+        function leave(k, t) { t = tier[k]; held[t]--; if (first[t] == k) first[t] = held[t] ? younger[k] : "" }
+        function enter(k, t) { tier[k] = t; if (!held[t]++) first[t] = k }
         function unlink(k) {
+            leave(k)
             younger[older[k]] = younger[k]; older[younger[k]] = older[k]
-            delete older[k]; delete younger[k]; held--
+            delete older[k]; delete younger[k]; delete tier[k]
         }
         function append(k, last) {
-            last = older[""]; older[k] = last; younger[k] = ""; younger[last] = k; older[""] = k; held++
+            last = older[""]; older[k] = last; younger[k] = ""; younger[last] = k; older[""] = k
+            enter(k, 0)
         }
-        BEGIN { older[""] = younger[""] = "" }
+        function down(t, k, u) { # moves the oldest page of a tier down, or drops it
+            k = first[t]
+            for (u = t + 1; u < 3 && !room[u]; u++) ;
+            if (u == 3) { unlink(k); dropped++; return }
+            if (held[u] == room[u]) down(u)
+            leave(k); enter(k, u)
+        }
+        BEGIN {
+            older[""] = younger[""] = ""
+            room[0] = int(slots / P); room[1] = int(host / P); room[2] = int(disk / P)
+        }
         {
             tokens += length_ = number("input_length")
             s = $0; sub(/.*"hash_ids": *\[/, "", s); sub(/\].*/, "", s); split(s, id, /, */)
             whole = int(length_ / P)
             for (hit = 0; hit < whole && (page(hit) in younger); hit++) ;
             matched += hit * P
-            for (i = 0; i < hit; i++) unlink(page(i))
-            need = int((length_ + P - 1) / P) + held - int(slots / P)
-            for (; slots && need > 0; need--) { unlink(younger[""]); evicted++ }
+            for (i = 0; i < hit; i++) { hits[tier[page(i)]] += P; unlink(page(i)) }
+            need = int((length_ + P - 1) / P) + held[0] - room[0]
+            for (; slots && need > 0; need--) { down(0); evicted++ }
             for (i = whole - 1; i >= 0; i--) append(page(i))
         }
-        END { print NR, tokens, matched, evicted + 0 }' "$1"
+        END { print NR, tokens, matched, evicted + 0, hits[0] + 0, hits[1] + 0, hits[2] + 0, dropped + 0 }' "$1"
 }
 
 # differs LABELS: says which number of the last run's table is not as in LABELS, `label=number,label=number`.
@@ -101,7 +117,9 @@ same_figures() {
         awk '/^(device|time in|peak memory)/ { next }
             { note = substr($0, 38); print substr($0, 1, 37) (note ~ /(B\/s| M\/s| s)$/ ? "" : note) }' out >$device
     done
-    [ "$(wc -l <cpu)" -eq 12 ] && cmp -s cpu cuda || fail "$name" "$(diff cpu cuda | head -n 4 | tr '\n' ' ')" || return
+    case "$*" in *--disk-slots*) lines=21 ;; *) lines=12 ;; esac
+    [ "$(wc -l <cpu)" -eq $lines ] && cmp -s cpu cuda || fail "$name" "$(diff cpu cuda | head -n 4 | tr '\n' ' ')" ||
+        return
     ok "$name"
 }
 
@@ -112,6 +130,12 @@ same_on_both() { # PREFIX
     same_figures "$1: pages of 48, layers, odd rows" --page 48 --slots 12000 --layers 3 --running 7 --kv-bytes 66
     same_figures "$1: rows of one byte" --slots 8000 --kv-bytes 2
     same_figures "$1: verify off" --slots 8000 --verify 0
+    same_figures "$1: host memory and disk" --slots 7000 --host-slots 5000 --disk-slots 9000 --disk-file tiers
+    same_figures "$1: disk, pages of 5, requests together" --slots 7000 --disk-slots 9000 --disk-file tiers --page 5 \
+        --kv-bytes 66 --running 5
+    same_figures "$1: host memory and disk" --slots 7000 --host-slots 5000 --disk-slots 9000 --disk-file tiers
+    same_figures "$1: disk, pages of 1, requests together" --slots 6144 --disk-slots 9000 --disk-file tiers --page 1 \
+        --kv-bytes 66 --running 5
     [ "$mode" != quick ] || return 0
     same_figures "$1: many batches" --slots 6144 --layers 2 --kv-bytes 16000 --requests 20
     same_figures "$1: rows wider than a batch" --slots 16 --kv-bytes 9000000 --requests 1
@@ -175,9 +199,83 @@ awk 'BEGIN { for (i = 0; i < 5000; i++)
     printf "{\"timestamp\": 0, \"input_length\": 1, \"output_length\": 0, \"hash_ids\": [%d]}\n", i }' >unlike
 counts "blocks that are not alike do not begin alike" "requests=5000,tokens matched=0" unlike --page 1
 
+# tiers NAME PAGE SLOTS HOST-SLOTS DISK-SLOTS LAYERS KV-BYTES: what is found in each tier, and the bytes it makes.
+tiers() {
+    # shellcheck disable=SC2046
+    set -- "$1" "$2" "$3" "$4" "$5" "$6" "$7" $(oracle "$trace" "$2" "$3" "$4" "$5")
+    bytes=$(($6 * $7)) up=$((${13} + ${14}))
+    numbers="tokens=$9,tokens matched=${10},pages evicted=${11},hits in the cache=${12},hits in host=${13}"
+    numbers="$numbers,hits on disk=${14},pages dropped=${15},mismatches=0,rows rejected=0"
+    numbers="$numbers,bytes to host=$((${11} * $2 * bytes)),bytes from host=$((up * bytes))"
+    numbers="$numbers,bytes stored=$((($9 - ${10}) * bytes)),bytes gathered=$(($9 * bytes))"
+    runs "$1" 0 "$numbers,rows verified=$((2 * $6 * $9))" "$trace" --page "$2" --slots "$3" --host-slots "$4" \
+        --disk-slots "$5" --layers "$6" --kv-bytes "$7" --device cpu && silent "$1" || return
+    [ $((${12} + up)) -eq "${10}" ] && [ "${15}" -gt 0 ] || fail "$1" "nothing was dropped" || return
+    [ "$4" -eq 0 ] || [ "${13}" -gt 0 ] || fail "$1" "nothing was found in host memory" || return
+    [ "$5" -eq 0 ] || [ "${14}" -gt 0 ] || fail "$1" "nothing was found on disk" || return
+    ok "$1"
+}
+tiers "host memory" 16 8000 5000 0 1 64
+tiers "disk" 16 8000 0 5000 1 64
+tiers "host memory and disk" 16 7000 4000 9000 1 64
+tiers "host memory of one page, pages of 48, 3 layers, odd rows" 48 7000 48 9000 3 66
+tiers "pages of 4, rows of one byte, a small disk" 4 6144 7000 700 1 2
+tiers "pages of 1024" 1024 6144 3072 9000 2 256
+# shellcheck disable=SC2046
+set -- $(oracle "$trace" 16 0)
+counts "tiers with room for all match as much as a cache with room for all" "tokens matched=$3,pages dropped=0" \
+    "$trace" --slots 7000 --host-slots 4000 --disk-slots 200000
+head -c 32 prompt.txt >32.txt && tail -c 32 prompt.txt >other.txt
+counts "tiers with pages larger than what moves at once" \
+    "mismatches=0,hits in host=32,hits on disk=32,pages dropped=0" --page 16 --slots 32 --host-slots 16 \
+    --disk-slots 16 --kv-bytes 600002 --text 32.txt --text other.txt --text 32.txt --text other.txt
+mkdir -p empty && rm -f empty/*
+
+tiers_together() {
+    for n in 2 5 60; do
+        runs "$1" 0 "mismatches=0,pages dropped=0" "$trace" --running $n --slots 12000 --host-slots 3000 \
+            --disk-slots 200000 --disk-file empty/file || return
+        [ -z "$(ls empty)" ] || fail "$1" "left $(ls empty)" || return
+        awk '{ n = substr($0, 19, 19); gsub(/,/, "", n) } /^hits/ { sum += n } /^tokens matched/ { all = n + 0 }
+            END { exit sum != all || !all }' out ||
+            fail "$1" "the tiers' hits are not all matches: $(grep -e hits -e matched out | tr '\n' ' ')" || return
+    done
+    ok "$1"
+}
+tiers_together "tiers and requests that run together"
+
+# A limit to the size of files acts as a full disk does.
+full_disk() {
+    (ulimit -f 100 && runs "$1" 2 '' "$trace" --slots 7000 --disk-slots 20000 --kv-bytes 4096 --disk-file empty/file) ||
+        fail "$1" "was not refused" || return
+    grep -q "^02_kv_replay: empty/file: writing at byte [0-9]* of 81920000: File too large$" err ||
+        fail "$1" "said '$(cat err)'" || return
+    [ ! -s out ] && [ -z "$(ls empty)" ] || fail "$1" "left '$(ls empty)', wrote '$(head -n 1 out)'" || return
+    ok "$1"
+}
+full_disk "a full disk"
+
+killed() {
+    "$replay" "$trace" --slots 7000 --disk-slots 20000 --layers 20 --disk-file empty/file >out 2>err &
+    child=$! tries=0
+    until ls -l /proc/$child/fd 2>/dev/null | grep -q 'empty/file (deleted)$'; do
+        tries=$((tries + 1))
+        [ $tries -lt 400 ] || { kill $child; wait $child; skip "$1" "/proc does not show the file"; return; }
+        sleep 0.01
+    done
+    kill $child
+    wait $child 2>/dev/null
+    code=$?
+    [ $code -eq 143 ] || fail "$1" "exit status $code, expected 143" || return
+    [ -z "$(ls empty)" ] || fail "$1" "left $(ls empty)" || return
+    ok "$1"
+}
+killed "a replay that is killed leaves no file"
+
 helps() {
     runs "$1" 0 '' "$1" || return
-    for option in --device --kv-bytes --page --slots --layers --running --requests --verify --seed --text --help; do
+    for option in --device --disk-file --host-slots --disk-slots --kv-bytes --page --slots --layers --running \
+        --requests --verify --seed --text --help; do
         grep -q -e "  $option " out || fail "$1" "does not name $option" || return
     done
     ok "$1"
@@ -281,11 +379,33 @@ negative slots|--slots is '-1', not a number|--slots -1
 odd --kv-bytes|--kv-bytes is 7,|--kv-bytes 7
 a seed of 2^64|--seed is '18446744073709551616', not a number|--seed 18446744073709551616
 --verify 2|--verify is '2', not a number from 0 to 1|--verify 2
+a host tier smaller than a page|--host-slots 15 holds no page of 16 tokens|--slots 8000 --host-slots 15
+a disk tier smaller than a page|--disk-slots 15 holds no page of 16 tokens|--slots 8000 --disk-slots 15
+a tier below a cache for all|--host-slots 16 without --slots|--host-slots 16
+a file without disk tier|--disk-file x without --disk-slots|--slots 8000 --disk-file x
+a file without name|--disk-file is empty|--slots 8000 --disk-slots 8000 --disk-file=
+a host tier larger than memory|--host-slots 2147483647 need 35184|--slots 1024 --requests 1 --host-slots 2147483647 \
+--kv-bytes 16384
+a disk tier larger than the disk|x: 35184371826688 bytes are needed, and its file system has|--slots 1024 --requests 1 \
+--disk-slots 2147483647 --kv-bytes 16384 --disk-file x
+a file that exists|err: File exists; name a file that does not exist|--slots 8000 --disk-slots 8000 --disk-file err
+a folder as file|.: File exists|--slots 8000 --disk-slots 8000 --disk-file .
+a device as file|/dev/full: File exists|--slots 8000 --disk-slots 8000 --disk-file /dev/full
+a file in no folder|none/x: No such file or directory|--slots 8000 --disk-slots 8000 --disk-file none/x
 a device that is none|--device is 'gpu', neither cpu nor cuda|--device gpu
 a device without name|--device is '', neither|--device=
 --device without value|--device needs a value|--device
 CUDA where none was built in|--device cuda: built without CUDA|--device cuda
 END
+refuses_folder() {
+    TMPDIR=$2
+    export TMPDIR
+    refuses "$1" "$2/kv_disk_" "$trace" --slots 8000 --disk-slots 8000
+    unset TMPDIR
+}
+mkdir -p locked && chmod 500 locked
+if [ "$(id -u)" -ne 0 ]; then refuses_folder "a folder that cannot be written" "$PWD/locked"; fi
+refuses_folder "a folder that does not exist" "$PWD/none"
 name="--device cpu, and none"
 runs "$name" 0 device=cpu "$trace" --device=cpu && runs "$name" 0 device=cpu "$trace" &&
     { grep -q '^device .* cpu   built without CUDA$' out || fail "$name" "$(head -n 1 out)"; } && ok "$name"
@@ -314,7 +434,8 @@ damaged() {
 
 tree() { # NAME
     for arguments in "" "--slots 8000" "--page 1 --slots 6144 --running 5" "--page 48 --slots 12000 --running 7" \
-        "--page 512 --running 60" "--running 8 --layers 2 --kv-bytes 66"; do
+        "--page 512 --running 60" "--running 8 --layers 2 --kv-bytes 66" \
+        "--slots 8000 --host-slots 3000 --disk-slots 9000 --running 5"; do
         # shellcheck disable=SC2086
         runs "$1" 0 device=cpu,mismatches=0 "$trace" --device cpu $arguments || return
     done
@@ -339,6 +460,21 @@ failing_calls() { # NAME
     ok "$1: $((n - 1)) calls"
 }
 
+# Of the calls that only tiers make, too: a page goes down to disk and comes up.
+failing_tiers() { # NAME
+    n=4
+    while LATE_CUDA_FAIL=$n "$replay" --text 32.txt --text other.txt --text 32.txt --page 32 --slots 32 \
+        --disk-slots 64 --kv-bytes 64 --disk-file empty/file --device cuda >out 2>err; status=$?; [ $status -eq 2 ]; do
+        [ ! -s out ] && [ "$(wc -l <err)" -eq 1 ] && [ -z "$(ls empty)" ] &&
+            grep -q -e 'error that was asked for' -e KVPRIM_ERROR_CUDA err ||
+            fail "$1" "call $n: said '$(cat out err)'" || return
+        n=$((n + 1))
+    done
+    [ $status -eq 0 ] && [ $n -gt 80 ] && [ -z "$(differs 'hits on disk=32,mismatches=0')" ] ||
+        fail "$1" "call $n: exit status $status, $(head -n 1 err)" || return
+    ok "$1: $((n - 1)) calls"
+}
+
 late() {
     checks="under address and undefined behaviour sanitizers"
     replay=./late
@@ -358,7 +494,9 @@ late() {
     runs "$name" 0 "device=cuda,mismatches=0,bytes gathered=$((150280 * 64))" "$trace" &&
         { grep -q "more than this GPU's memory: replaying with 64\$" err || fail "$name" "$(cat err)"; } && ok "$name"
     unset LATE_CUDA_MEMORY
-    [ "$mode" = quick ] || failing_calls "CUDA's calls fail"
+    [ "$mode" != quick ] || return 0
+    failing_calls "CUDA's calls fail"
+    failing_tiers "CUDA's calls fail with pages on disk"
 }
 
 if command -v "${compiler%% *}" >err; then

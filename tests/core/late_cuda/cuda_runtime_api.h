@@ -29,13 +29,15 @@ typedef struct CUevent_st {
 } * cudaEvent_t;
 
 typedef struct late_operation {
-    enum { late_copy, late_set, late_store, late_gather, late_record } what;
+    enum { late_copy, late_set, late_store, late_gather, late_transfer, late_record } what;
     void *dst;
     const void *src;
     int value;
     size_t bytes;
     kvprim_store_desc store;
     kvprim_gather_desc gather;
+    kvprim_transfer_desc transfer;
+    int32_t *indices; /* of the transfer, as they were at the call */
     cudaEvent_t event;
 } late_operation;
 
@@ -98,6 +100,10 @@ static void late_run(const late_operation *o, uint64_t number)
         break;
     case late_gather:
         late_check(kvprim_gather(&o->gather) == KVPRIM_OK, "kvprim_gather fails");
+        break;
+    case late_transfer:
+        late_check(kvprim_transfer(&o->transfer) == KVPRIM_OK, "kvprim_transfer fails");
+        free(o->indices);
         break;
     case late_record:
         o->event->done = number;
@@ -281,6 +287,26 @@ KVPRIM_API kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc, cons
     o.gather.index = late_on_host(desc->index);
     o.gather.rejected = (uint32_t *)late_on_host(desc->rejected);
     return late_enqueue(launch->stream, &o) == cudaSuccess ? KVPRIM_OK : KVPRIM_ERROR_CUDA;
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_transfer(const kvprim_transfer_desc *desc, const kvprim_cuda_launch *launch)
+{
+    late_operation o = {.what = late_transfer, .transfer = *desc};
+    const size_t count = (size_t)desc->count;
+    late_check(late_on_device(desc->dst.data) != late_on_device(desc->src.data), "a transfer that stays on one side");
+    late_check(desc->host_index && desc->index_type == KVPRIM_I32, "indices that the fake does not know");
+    o.indices = (int32_t *)malloc(2 * count * sizeof *o.indices);
+    late_check(o.indices != NULL, "out of memory");
+    memcpy(o.indices, desc->dst_index, count * sizeof *o.indices);
+    memcpy(o.indices + count, desc->src_index, count * sizeof *o.indices);
+    o.transfer.dst_index = o.indices;
+    o.transfer.src_index = o.indices + count;
+    o.transfer.dst.data = late_on_host(desc->dst.data);
+    o.transfer.src.data = late_on_host(desc->src.data);
+    const cudaError_t error = late_enqueue(launch->stream, &o);
+    if (error != cudaSuccess)
+        free(o.indices);
+    return error == cudaSuccess ? KVPRIM_OK : KVPRIM_ERROR_CUDA;
 }
 
 #endif
