@@ -48,6 +48,9 @@ static inline void kv_disk_close(kv_disk *d);
 static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset);
 static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset);
 
+/* Waits until all that was written is on the disk, and drops it from the page cache where that can be asked for. */
+static inline bool kv_disk_flush(kv_disk *d);
+
 #if defined(_WIN32)
 
 static inline bool kv_disk_open(kv_disk *d, const char *path, const char *folder, uint64_t bytes)
@@ -72,6 +75,12 @@ static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count,
 static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
 {
     return kv_disk_write(d, pieces, count, offset);
+}
+
+static inline bool kv_disk_flush(kv_disk *d)
+{
+    (void)d;
+    return false;
 }
 
 #else
@@ -201,6 +210,18 @@ static inline bool kv_disk_write(kv_disk *d, struct iovec *pieces, size_t count,
 static inline bool kv_disk_read(kv_disk *d, struct iovec *pieces, size_t count, uint64_t offset)
 {
     return kv_disk__move(d, false, pieces, count, offset);
+}
+
+static inline bool kv_disk_flush(kv_disk *d)
+{
+    if (fsync(d->file) != 0) {
+        snprintf(d->error, sizeof d->error, "%s: fsync: %s", d->path, strerror(errno));
+        return false;
+    }
+#if defined(POSIX_FADV_DONTNEED)
+    (void)posix_fadvise(d->file, 0, 0, POSIX_FADV_DONTNEED);
+#endif
+    return true;
 }
 
 #endif

@@ -1,17 +1,23 @@
 /* SPDX-License-Identifier: MIT */
 /* Measures how fast memory moves and what that takes: HBM to shared memory and HBM to HBM, against the datasheet. It
    uses 16-byte loads, cp.async (sm_80 and newer) and cp.async.bulk (sm_90 and newer), with many numbers and sizes of
-   blocks and bytes in flight, from HBM (cold) and from L2 (warm). The program sums everything it reads and compares
-   everything it copies. The kernels are in bandwidth_kernels.cuh, the plot is in bandwidth_plot.h.
+   blocks and bytes in flight, from HBM (cold) and from L2 (warm). Then it measures the way to the lowest tier of a KV
+   cache: pinned host memory to a temporary file and back. The program sums everything it reads and compares everything
+   it copies. The kernels are in bandwidth_kernels.cuh, the plot is in bandwidth_plot.h, the disk in bandwidth_disk.h.
 
        nvcc -arch=native -O3 examples/09_bandwidth/bandwidth.cu -o 09_bandwidth && ./09_bandwidth
 
-   With --svg FILE it draws the plot. */
+   With --svg FILE it draws the plot. --disk FOLDER says where the file is to be ($TMPDIR or /tmp), and --disk-mib N how
+   large (1024; 0: no file). The file has no name after it is opened, so it is gone however the program ends. */
+#include "bandwidth_disk.h"
 #include "bandwidth_kernels.cuh"
 #include "bandwidth_plot.h"
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
 
 /* The sweep has blocks of 64 to 1024 threads, 1 to 16 blocks per SM, and 16 to 256 bytes in flight per thread. The
    product of the three is the number of bytes in flight per SM. */
@@ -437,30 +443,108 @@ static void open_memory(void)
     cuda(cudaStreamSynchronize(g.stream), "fill");
 }
 
-/* Returns the exit code if the program is not to run, else -1. */
-static int parse_arguments(int argc, char **argv, const char **svg)
+/* ---- the disk ---------------------------------------------------------------------------------------------------- */
+
+enum { disk_block_mib = 16, disk_mib_max = 1 << 24 };
+
+static bandwidth_disk disk;
+
+/* A folder that the user has named must do. The usual one need not: then the table says why. */
+static int open_disk(const char *folder, uint64_t mib)
 {
-    const bool help = argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
-    const bool known = argc > 1 && strcmp(argv[1], "--svg") == 0;
-    if (argc == 1 || (known && argc == 3)) {
-        *svg = argc == 3 ? argv[2] : NULL;
-        return -1;
+    disk.block_bytes = (size_t)disk_block_mib << 20;
+    disk.bytes = mib << 20;
+#if !defined(_WIN32)
+    disk.progress = isatty(fileno(stderr)) != 0;
+#endif
+    if (mib == 0 || kv_disk_open(&disk.file, NULL, folder, disk.bytes))
+        return 0;
+    if (folder)
+        fprintf(stderr, "09_bandwidth: %s\n", disk.file.error);
+    return folder ? 2 : 0;
+}
+
+static int print_disk(void)
+{
+    if (disk.bytes == 0)
+        return 0;
+    printf("\nPinned host memory and disk, GB/s\n");
+    if (!disk.file.path[0]) {
+        printf("  skipped: %s\n", disk.file.error);
+        return 0;
     }
-    if (!help)
-        fprintf(stderr, "09_bandwidth: %s %s\n", known && argc == 2 ? "no file after" : "unknown argument",
-                argv[known && argc > 3 ? 3 : 1]);
-    fprintf(help ? stdout : stderr, "usage: 09_bandwidth [--svg FILE]\n");
-    if (help)
-        printf("\nMeasures how fast a GPU's memory moves, and draws it. Takes seconds.\n");
-    return help ? 0 : 2;
+    cuda(cudaMallocHost(&disk.block, disk.block_bytes), "cudaMallocHost");
+    const bool direct = disk.file.direct, ok = bandwidth_disk_measure(&disk);
+    if (ok)
+        printf("  write %6.2f   expected of an SSD: about 0.5\n"
+               "  read  %6.2f   expected of an SSD: 2 to 5\n"
+               "  %llu MiB in %s, %d MiB a call, one call at a time, %s; all bytes compared\n",
+               disk.write_gbs, disk.read_gbs, (unsigned long long)disk.bytes >> 20, disk.file.path, disk_block_mib,
+               disk.file.direct ? "past the page cache (O_DIRECT)"
+               : direct         ? "through the page cache: the file system refused O_DIRECT"
+                                : "through the page cache: the file system has no O_DIRECT");
+    else
+        printf("  FAILED: %s\n", disk.file.error);
+    kv_disk_close(&disk.file);
+    (void)cudaFreeHost(disk.block);
+    return !ok;
+}
+
+/* ---- arguments --------------------------------------------------------------------------------------------------- */
+
+typedef struct arguments {
+    const char *svg, *folder;
+    uint64_t disk_mib;
+} arguments;
+
+static int usage(const char *what, const char *argument)
+{
+    if (what)
+        fprintf(stderr, "09_bandwidth: %s %s\n", what, argument);
+    fprintf(what ? stderr : stdout, "usage: 09_bandwidth [--svg FILE] [--disk FOLDER] [--disk-mib N]\n");
+    if (!what)
+        printf(
+            "\nMeasures how fast a GPU's memory moves, and draws it. Takes seconds. Writes a temporary file of N MiB\n"
+            "(1024; 0: none) to FOLDER ($TMPDIR or /tmp), a multiple of %d, and reads it back.\n",
+            disk_block_mib);
+    return what ? 2 : 0;
+}
+
+static bool parse_mib(const char *text, uint64_t *mib)
+{
+    char *end;
+    errno = 0;
+    const long long value = strtoll(text, &end, 10);
+    *mib = (uint64_t)value;
+    return *text && !*end && errno == 0 && value >= 0 && value <= disk_mib_max && value % disk_block_mib == 0;
+}
+
+/* Returns the exit code if the program is not to run, else -1. */
+static int parse_arguments(int argc, char **argv, arguments *a)
+{
+    for (int i = 1; i < argc; i += 2) {
+        if (strcmp(argv[i], "-h") == 0 || strcmp(argv[i], "--help") == 0)
+            return usage(NULL, NULL);
+        if (strcmp(argv[i], "--svg") != 0 && strcmp(argv[i], "--disk") != 0 && strcmp(argv[i], "--disk-mib") != 0)
+            return usage("unknown argument", argv[i]);
+        if (i + 1 == argc)
+            return usage("nothing after", argv[i]);
+        if (strcmp(argv[i], "--svg") == 0)
+            a->svg = argv[i + 1];
+        else if (strcmp(argv[i], "--disk") == 0)
+            a->folder = argv[i + 1];
+        else if (!parse_mib(argv[i + 1], &a->disk_mib))
+            return usage("--disk-mib takes a multiple of 16 from 0 to 16777216, not", argv[i + 1]);
+    }
+    return -1;
 }
 
 int main(int argc, char **argv)
 {
     const run copying = {copy, to_hbm, cold, 0, 0, 0, 0, 0};
-    const char *svg;
-    const int code = parse_arguments(argc, argv, &svg);
-    if (code >= 0)
+    arguments a = {NULL, NULL, 1024};
+    int code = parse_arguments(argc, argv, &a);
+    if (code >= 0 || (code = open_disk(a.folder, a.disk_mib)) != 0)
         return code;
     open_gpu();
     open_methods();
@@ -474,7 +558,8 @@ int main(int argc, char **argv)
     print_cache();
     print_blocks();
     print_in_flight();
-    if (svg)
-        draw(svg);
-    return 0;
+    code = print_disk();
+    if (a.svg)
+        draw(a.svg);
+    return code;
 }
