@@ -122,15 +122,20 @@ static inline uint64_t below(uint64_t n)
     return random_u64() % n;
 }
 
+/* A word at a time: under sanitizers, a memcpy of a size that is not constant is a call. */
 static inline void fill(void *p, size_t bytes)
 {
     unsigned char *to = (unsigned char *)p;
-    for (uint64_t word; bytes > 0; to += sizeof word) {
-        word = random_u64();
-        const size_t n = bytes < sizeof word ? bytes : sizeof word;
-        memcpy(to, &word, n);
-        bytes -= n;
+    uint64_t n = random_state, word;
+    for (; bytes >= sizeof word; to += sizeof word, bytes -= sizeof word) {
+        word = hash_u64(n++);
+        memcpy(to, &word, sizeof word);
     }
+    if (bytes > 0) {
+        word = hash_u64(n++);
+        memcpy(to, &word, bytes);
+    }
+    random_state = n;
 }
 
 /* ---- memory ---- */
