@@ -292,33 +292,60 @@ static int trace_by_stream(const void *a, const void *b)
     return trace_by_begin(a, b);
 }
 
+/* The spans of one range on one stream. */
+typedef struct trace_span_sum {
+    const char *text;
+    uint32_t device, track;
+    uint64_t count, operations, ns;
+} trace_span_sum;
+
+static int trace_by_span_time(const void *a, const void *b)
+{
+    const trace_span_sum *const x = (const trace_span_sum *)a, *const y = (const trace_span_sum *)b;
+    TRACE_ORDER(y->ns, x->ns);
+    TRACE_ORDER(strcmp(x->text, y->text), 0);
+    TRACE_ORDER(x->device, y->device);
+    TRACE_ORDER(x->track, y->track);
+    return 0;
+}
+
+static void trace_begin_span_sum(trace_span_sum *sum, const char *text, const trace_event *span)
+{
+    memset(sum, 0, sizeof *sum);
+    sum->text = text;
+    sum->device = span->device;
+    sum->track = span->track;
+}
+
 /* Prints the ranges as the streams have seen them, `most` lines. */
-static void trace_print_spans(const trace *t, int phase, int most)
+static void trace_print_spans(const trace *t, int phase, size_t most)
 {
     const trace_list spans = trace_sorted(t, TRACE_SPAN, TRACE_SPAN, trace_by_stream);
-    uint64_t count = 0, ns = 0, operations = 0;
-    printf("7   ranges on streams, from the first operation to the last: count, operations, total, each\n");
-    for (size_t i = 0; i < spans.count && most > 0; i++) {
+    trace_span_sum *const sums = (trace_span_sum *)trace_room(NULL, (spans.count + 1) * sizeof *sums);
+    const trace_event *last = NULL;
+    size_t count = 0;
+    for (size_t i = 0; i < spans.count; i++) {
         const trace_event *const e = spans.events + i;
-        const int same_phase = e->phase == phase;
-        count += (uint64_t)same_phase;
-        ns += same_phase ? e->end - e->begin : 0;
-        operations += same_phase ? e->bytes : 0;
-        if (i + 1 < spans.count && e->name == e[1].name && e->device == e[1].device && e->track == e[1].track)
+        if (e->phase != phase)
             continue;
-        if (count) {
-            printf("    GPU %u stream %-5u %-24.24s %6llu %8llu %11.3f ms %10.2f us\n", e->device, e->track,
-                   t->names[e->name].text, (unsigned long long)count, (unsigned long long)operations, 1e-6 * (double)ns,
-                   1e-3 * (double)ns / (double)count);
-            most--;
-        }
-        count = ns = operations = 0;
+        if (!last || e->name != last->name || e->device != last->device || e->track != last->track)
+            trace_begin_span_sum(sums + count++, t->names[e->name].text, e);
+        last = e;
+        sums[count - 1].count++;
+        sums[count - 1].operations += e->bytes;
+        sums[count - 1].ns += e->end - e->begin;
     }
-    free(spans.events);
+    qsort(sums, count, sizeof *sums, trace_by_span_time);
+    printf("7   ranges on streams, from the first operation to the last: count, operations, total, each\n");
+    for (size_t i = 0; i < count && i < most; i++)
+        printf("    GPU %u stream %-5u %-24.24s %6llu %8llu %11.3f ms %10.2f us\n", sums[i].device, sums[i].track,
+               sums[i].text, (unsigned long long)sums[i].count, (unsigned long long)sums[i].operations,
+               1e-6 * (double)sums[i].ns, 1e-3 * (double)sums[i].ns / (double)sums[i].count);
+    free(spans.events), free(sums);
 }
 
 /* Prints the answers for one phase, the fifth for the kernels whose names contain `family`. */
-static void trace_report(const trace *t, int phase, const char *family)
+static inline void trace_report(const trace *t, int phase, const char *family)
 {
     enum { few = 6 };
     trace_busy busy = trace_busy_of(t, phase);
@@ -434,7 +461,7 @@ static void trace_print_sides(const char *what, uint64_t old, uint64_t now)
 }
 
 /* Prints what became slower and what faster, by operation and by what the GPU waited for. */
-static void trace_compare(const trace *old, const trace *now, int phase)
+static inline void trace_compare(const trace *old, const trace *now, int phase)
 {
     enum { few = 6 };
     const trace *const both[2] = {old, now};

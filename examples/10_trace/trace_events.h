@@ -233,7 +233,7 @@ static size_t trace_spans(const trace_event *range, const trace_list *calls, con
 }
 
 /* Adds the spans of all ranges that launched something. */
-static void trace_project(trace *t)
+static inline void trace_project(trace *t)
 {
     trace_event spans[trace_most_streams];
     const size_t before = t->count;
@@ -267,7 +267,7 @@ static int trace_within(const trace_list *ranges, const uint64_t *until, uint32_
 
 /* Makes phase 1 of the ranges with this name, what lies in them on their threads, and the operations that were started
    there; the rest becomes phase 0. Call it before trace_project(). Returns the number of ranges. */
-static size_t trace_select(trace *t, const char *range)
+static inline size_t trace_select(trace *t, const char *range)
 {
     trace_list ranges = trace_sorted(t, TRACE_RANGE, TRACE_RANGE, trace_by_track);
     size_t count = 0;
@@ -297,18 +297,36 @@ static size_t trace_select(trace *t, const char *range)
 
 /* ---- the file: https://ui.perfetto.dev reads Chrome's JSON ---- */
 
-/* Escapes each byte that is not printable ASCII, so that any name makes valid JSON. */
+/* Returns the length of the UTF-8 character of two or more bytes that the text begins with; 0: there is none. */
+static int trace_utf8(const unsigned char *text)
+{
+    static const uint32_t least[5] = {0, 0, 0x80, 0x800, 0x10000};
+    const int length = text[0] < 0xc0 ? 0 : text[0] < 0xe0 ? 2 : text[0] < 0xf0 ? 3 : text[0] < 0xf8 ? 4 : 0;
+    uint32_t code = text[0] & (0x7fu >> length);
+    for (int i = 1; i < length; i++) {
+        if ((text[i] & 0xc0) != 0x80)
+            return 0;
+        code = code << 6 | (text[i] & 63);
+    }
+    return length && code >= least[length] && code < 0x110000 && code >> 11 != 0xd800 >> 11 ? length : 0;
+}
+
+/* Escapes what is neither printable ASCII nor UTF-8, so that any name makes valid JSON. */
 static void trace_write_string(FILE *f, const char *text)
 {
     fputc('"', f);
-    for (; *text; text++) {
+    while (*text) {
         const unsigned char c = (unsigned char)*text;
-        if (c == '"' || c == '\\')
+        const int utf8 = trace_utf8((const unsigned char *)text);
+        if (utf8)
+            fwrite(text, 1, (size_t)utf8, f);
+        else if (c == '"' || c == '\\')
             fprintf(f, "\\%c", c);
         else if (c < 32 || c > 126)
             fprintf(f, "\\u%04x", c);
         else
             fputc(c, f);
+        text += utf8 ? utf8 : 1;
     }
     fputc('"', f);
 }
@@ -509,7 +527,7 @@ static void trace_write_all(FILE *f, const trace *t)
 
 /* Returns 0, or -1 if the file cannot be written; errno says why. The trace is written under another name first, so
    that an error leaves neither half a trace nor the loss of an old one. Devices and pipes are written directly. */
-static int trace_write(const trace *t, const char *path)
+static inline int trace_write(const trace *t, const char *path)
 {
     struct stat there;
     const int direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);

@@ -91,8 +91,9 @@ typedef struct trace_reading {
     unsigned char buffer[trace_buffer_bytes];
 
     /* the event that is being read */
-    bool ended; /* the error is that the file ends */
-    bool found; /* "traceEvents" */
+    uint32_t half; /* the first of two escapes that are one character */
+    bool ended;    /* the error is that the file ends */
+    bool found;    /* "traceEvents" */
     bool has[TRACE_FIELDS];
     char field[TRACE_NAME][64], name[trace_name_bytes];
 
@@ -229,43 +230,55 @@ static void trace_put(trace_text *text, unsigned byte)
 }
 
 /* Puts a code point as UTF-8. */
-static void trace_put_code(trace_text *text, unsigned code)
+static void trace_put_code(trace_text *text, uint32_t code)
 {
-    if (code < 0x80) {
-        trace_put(text, code);
+    const int more = code < 0x80 ? 0 : code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
+    static const uint32_t first[4] = {0, 0xc0, 0xe0, 0xf0};
+    if (text->used + (size_t)more + 1 >= text->room)
         return;
-    }
-    if (code < 0x800)
-        trace_put(text, 0xc0 | code >> 6);
-    else {
-        trace_put(text, 0xe0 | code >> 12);
-        trace_put(text, 0x80 | (code >> 6 & 63));
-    }
-    trace_put(text, 0x80 | (code & 63));
+    trace_put(text, first[more] | code >> 6 * more);
+    for (int i = more - 1; i >= 0; i--)
+        trace_put(text, 0x80 | (code >> 6 * i & 63));
 }
 
+static bool trace_hex(trace_reading *r, uint32_t *code)
+{
+    *code = 0;
+    for (int i = 0; i < 4; i++) {
+        const int c = trace_peek(r);
+        const bool digit = c >= '0' && c <= '9', letter = (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F');
+        if (!digit && !letter)
+            return trace_expected(r, "a hex digit after \\u");
+        *code = *code << 4 | (uint32_t)(digit ? c - '0' : (c | 32) - 'a' + 10);
+        r->at++;
+    }
+    return true;
+}
+
+/* Reads what follows a backslash. Two escapes are one character of more than 16 bits; half of one is left out, as
+   is 0, which would end the name. */
 static bool trace_escape(trace_reading *r, trace_text *text)
 {
     static const char from[] = "\"\\/bfnrt", to[] = "\"\\/\b\f\n\r\t";
     const int escape = trace_peek(r);
     const char *const known = escape > 0 ? strchr(from, escape) : NULL;
-    unsigned code = 0;
+    uint32_t code;
     if (!known && escape != 'u')
         return trace_expected(r, "one of \"\\/bfnrtu after \\");
     r->at++;
     if (known) {
+        r->half = 0;
         trace_put(text, (unsigned char)to[known - from]);
         return true;
     }
-    for (int i = 0; i < 4; i++) {
-        const int c = trace_peek(r);
-        const char *const digit = c > 0 ? strchr("0123456789abcdef", c >= 'A' && c <= 'F' ? c + 32 : c) : NULL;
-        if (!digit)
-            return trace_expected(r, "a hex digit after \\u");
-        code = code << 4 | (unsigned)(c <= '9' ? c - '0' : (c | 32) - 'a' + 10);
-        r->at++;
-    }
-    trace_put_code(text, code ? code : '?'); /* a name ends at 0 */
+    if (!trace_hex(r, &code))
+        return false;
+    const bool second = code >> 10 == 0xdc00 >> 10;
+    if (second && r->half)
+        code = 0x10000 + ((r->half & 0x3ff) << 10 | (code & 0x3ff));
+    r->half = code >> 10 == 0xd800 >> 10 ? code : 0;
+    if (!r->half && code && (!second || code > 0xffff))
+        trace_put_code(text, code);
     return true;
 }
 
@@ -273,8 +286,11 @@ static bool trace_escape(trace_reading *r, trace_text *text)
 static bool trace_string(trace_reading *r, trace_text *text)
 {
     r->at++;
+    r->half = 0;
     for (;;) {
         const int c = trace_peek(r);
+        if (c != '\\')
+            r->half = 0;
         if (c == '"') {
             r->at++;
             if (text->room)
@@ -430,6 +446,11 @@ static bool trace_integer(trace_reading *r, int field, const char *what, uint64_
     return true;
 }
 
+static bool trace_not_us(trace_reading *r, const char *what, const char *text)
+{
+    return trace_fail(r, "before this, %s is '%s', expected microseconds from 0 to 9e15", what, text);
+}
+
 /* Reads microseconds as nanoseconds, exactly. */
 static bool trace_time(trace_reading *r, int field, const char *what, uint64_t *ns)
 {
@@ -439,21 +460,22 @@ static bool trace_time(trace_reading *r, int field, const char *what, uint64_t *
     if (strchr(c, 'e') || strchr(c, 'E')) {
         const double us = strtod(c, NULL);
         *ns = us >= 0 && us < 9e15 ? (uint64_t)(us * 1000 + 0.5) : 0;
-        return (us >= 0 && us < 9e15) || trace_fail(r, "before this, %s is %s us", what, c);
+        return (us >= 0 && us < 9e15) || trace_not_us(r, what, c);
     }
     for (int point = 0; *c && digits < 3; c++) {
         if (*c == '.' && !point++)
             continue;
-        if (*c < '0' || *c > '9' || value > UINT64_MAX / 2 / 1000 / 10)
-            return trace_fail(r, "before this, %s is '%s', expected microseconds from 0 to 9e15", what,
-                              r->field[field]);
+        if (*c < '0' || *c > '9' || value > INT64_MAX / 10 - 9)
+            break;
         value = value * 10 + (uint64_t)(*c - '0');
         digits += point;
     }
     if (c == r->field[field])
-        return trace_fail(r, "before this, an event has no %s", what);
-    for (; digits < 3; digits++)
+        return r->field[field][0] ? trace_not_us(r, what, c) : trace_fail(r, "before this, an event has no %s", what);
+    for (; digits < 3 && value <= INT64_MAX / 10; digits++)
         value *= 10;
+    if (digits < 3 || strspn(c, "0123456789") != strlen(c))
+        return trace_not_us(r, what, r->field[field]);
     *ns = value + (*c >= '5' && *c <= '9'); /* the fourth decimal */
     return true;
 }
@@ -564,17 +586,15 @@ static uint64_t trace_place_of(const trace_reading *r)
 static bool trace_begin(trace_reading *r)
 {
     trace_kind kind;
-    trace_open_event *const open = r->open + r->open_count;
-    if (r->open_count == trace_open_most)
+    const size_t count = r->open_count;
+    if (count == trace_open_most)
         return trace_fail(r, "more than %d events have begun (\"B\") and not ended (\"E\")", (int)trace_open_most);
-    if (r->open == NULL) {
-        r->open = (trace_open_event *)trace_room(NULL, trace_open_most * sizeof *r->open);
-        return trace_begin(r);
-    }
+    if ((count & (count - 1)) == 0)
+        r->open = (trace_open_event *)trace_room(r->open, (2 * count + 1) * sizeof *r->open);
+    trace_open_event *const open = r->open + r->open_count++;
     memset(open, 0, sizeof *open);
     open->place = trace_place_of(r);
     open->read = trace_is_read(r, r->field[TRACE_CAT], &kind);
-    r->open_count++;
     if (!open->read)
         return true;
     trace_usual_name(r, kind);
@@ -810,8 +830,8 @@ static void trace_close(trace_reading *r)
         if (WEXITSTATUS(status) == 127)
             trace_fail(r, "it is compressed, and there is no gzip here");
         else
-            trace_fail(r, "gzip reports damage or an early end of the compressed file (exit code %d)%s%.300s",
-                       WEXITSTATUS(status), before[0] ? "; " : "", before);
+            trace_fail(r, "gzip reports damage or an early end (exit code %d)%s%.300s", WEXITSTATUS(status),
+                       before[0] ? ": " : "", before[0] ? strstr(before, " of its text: ") + 14 : "");
     }
     if (r->told && isatty(2))
         fprintf(stderr, "\r\033[K");
@@ -857,7 +877,7 @@ static void trace_check_kinds(trace_reading *r)
     trace_fail(r, "none of its %zu events is a kernel, copy or memset of a GPU%s", r->seen, others);
 }
 
-static trace_reading *trace_reading_new(const char *path)
+static inline trace_reading *trace_reading_new(const char *path)
 {
     trace_reading *const r = (trace_reading *)memset(trace_room(NULL, sizeof *r), 0, sizeof *r);
     r->path = path;
@@ -867,7 +887,7 @@ static trace_reading *trace_reading_new(const char *path)
 }
 
 /* Adds the file's events to the trace, as its phase. Returns 0, or -1; then r->error says why, in one line. */
-static int trace_read(trace_reading *r, trace *t)
+static inline int trace_read(trace_reading *r, trace *t)
 {
     const bool from_memory = r->size > 0;
     r->into = t;
