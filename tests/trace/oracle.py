@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: MIT
-"""Answers the questions of examples/10_trace in Python: from a trace file itself, from what the program prints, and from
-what the SQL files in examples/10_trace/sql return. Each gives a dictionary of the same shape, so that they can be
+"""Answers the questions of examples/10_trace in Python: from a trace file itself, from what the program prints, and
+from what the SQL files in examples/10_trace/sql return. Each gives a dictionary of the same shape, so that they can be
 compared. Times are in ns where they are exact, and None where the source does not have a figure."""
 import collections
 import re

@@ -3,7 +3,7 @@
 //
 //     node tests/trace/perfetto.js FOLDER TRACE SQL...
 //
-// FOLDER has the UI's engine_bundle.js and trace_processor*.wasm. Prints one JSON object per SQL file, on one line each:
+// FOLDER has the UI's engine_bundle.js and trace_processor*.wasm. Prints one JSON object per SQL file, one line each:
 // {"columns": [...], "rows": [[...], ...]} or {"error": "..."}. The engine is a worker that speaks the protocol of
 // protos/perfetto/trace_processor/trace_processor.proto; here this program is its page.
 'use strict';

@@ -31,7 +31,7 @@ def run():
             device, thread = (1, 72) if i == 4 else (0, 71)
             add('call', 'cudaLaunchKernel', now + 2_000 + 7_000 * i, 4_321 + i, thread=thread, correlation=correlation)
             add('kernel', 'void fill_rows<(anonymous namespace)::half4, 8>(int const*, long)' if i % 2 else 'attend',
-                now + 9_000 + 8_123 * i, 8_900 if i == 2 else 2_345 + i, device=device, stream=7 + i % 2,
+                now + 9_000 + 8_123 * i, 27_900 if i == 2 else 2_345 + i, device=device, stream=7 + i % 2,
                 correlation=correlation)
             correlation += 1
         add('call', 'cudaGraphLaunch', now + 40_000, 9_000, thread=71, correlation=correlation)
@@ -70,7 +70,7 @@ def chrome(pairs):
             timed.append((begin, 2, -end, {'ph': 'X', **event, 'dur': (end - begin) / 1000}))
     timed.sort(key=lambda e: e[:3])
     out += [event for *_, event in timed]
-    out.append({'ph': 'X', 'cat': 'cpu_op', 'name': 'aten::mm', 'pid': 70, 'tid': 71, 'ts': 1000, 'dur': 3.5})
+    out.append({'ph': 'X', 'cat': 'cpu_op', 'name': 'aten::mm', 'pid': 70, 'tid': 71, 'ts': 990, 'dur': 3.5})
     return out
 
 
