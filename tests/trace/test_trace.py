@@ -270,10 +270,12 @@ def outputs():
     refuses('a folder that is not there', 1, 'none/out.json: No such file', trace, '--out', scratch / 'none/out.json')
     refuses('a folder as output', 1, ': Is a directory', trace, '--out', scratch)
     refuses('a file as folder', 1, 'Not a directory', trace, '--out', old / 'out.json')
-    refuses('a full device', 1, '/dev/full: No space left', trace, '--out', '/dev/full')
+    device = scratch / 'full'
+    device.symlink_to('/dev/full')  # the device itself would be lost if a broken program replaced it
+    refuses('a full device', 1, 'full: No space left', trace, '--out', device)
     refuses('a full disk', 1, 'out.json: File too large', trace, '--out', old, preexec_fn=small_files)
     judge('... leaves the old file and nothing else', [] if old.read_text() == 'old' and
-          not list(scratch.glob('*.part')) and pathlib.Path('/dev/full').is_char_device() else os.listdir(scratch))
+          not list(scratch.glob('*.part')) and device.is_symlink() else os.listdir(scratch))
     with open('/dev/full', 'w', encoding='utf-8') as full:
         result = subprocess.run([program, trace], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     judge('full standard output', [] if result.returncode == 1 and 'standard output: No space' in result.stderr
@@ -329,7 +331,7 @@ def comparisons():
     judge('a comparison shows gaps by what is after them', [] if any(line.startswith('node2 0 4') for line in gap)
           else gap)
     whole, part = oracle.printed(runs(plain)), oracle.printed(runs(plain, '--range', 'layer'))
-    judge('--range takes what was launched inside', [] if part['small'][1] == 7 * 4 and whole['small'][1] == 52 and
+    judge('--range takes what was launched inside', [] if part['small'][1] == 7 * 4 and whole['small'][1] == 53 and
           part['row'][0] == 5 * 4 else [part])
 
 

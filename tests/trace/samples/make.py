@@ -21,7 +21,7 @@ def add(kind, name, begin, ns, **more):
 
 
 def run():
-    """Two GPUs and two threads; kernels that overlap as under PDL; a graph whose kernels have one correlation; a gap
+    """Two GPUs and three threads, of which two launch at the same time; kernels that overlap as under PDL; a graph whose kernels have one correlation; a gap
     whose call is missing; ranges inside each other; a copy of each direction."""
     correlation, now = 100, 1_000_000
     for step in range(4):
@@ -29,7 +29,8 @@ def run():
         add('range', 'layer', now + 1_000, 60_000, thread=71)
         for i in range(5):
             device, thread = (1, 72) if i == 4 else (0, 71)
-            add('call', 'cudaLaunchKernel', now + 2_000 + 7_000 * i, 4_321 + i, thread=thread, correlation=correlation)
+            add('call', 'cudaLaunchKernel', now + (2_000 + 7_000 * i if i < 4 else 25_000), 4_321 + i, thread=thread,
+                correlation=correlation)  # ends after the one before it, on the other thread
             add('kernel', 'void fill_rows<(anonymous namespace)::half4, 8>(int const*, long)' if i % 2 else 'attend',
                 now + 9_000 + 8_123 * i, 27_900 if i == 2 else 2_345 + i, device=device, stream=7 + i % 2,
                 correlation=correlation)
@@ -50,6 +51,8 @@ def run():
         add('call', 'cudaStreamSynchronize', now + 96_000, 12_000, thread=71, correlation=correlation)
         correlation += 1
         now += 120_000 + 1_001 * step
+    add('call', 'cudaLaunchKernel', now, 4_000, thread=73, correlation=correlation)
+    add('kernel', 'last', now + 6_000, 5_000, device=0, stream=7, correlation=correlation)
 
 
 def chrome(pairs):
