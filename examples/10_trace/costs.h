@@ -8,6 +8,7 @@
 #include <cuda_runtime.h>
 #include <nvtx3/nvToolsExt.h>
 #include <time.h>
+#include <unistd.h>
 
 typedef enum { COST_NOTHING, COST_RANGES, COST_CLOCK, COST_EVENTS, COST_SYNCHRONISE } cost_method;
 
@@ -121,7 +122,9 @@ static void cost_table(void (*loop)(void), int calls, void (*traced)(int), const
     static cost rounds[sizeof rows / sizeof(cost_row)][cost_rounds];
     for (cudaEvent_t &event : cost_now.events)
         cost_check(cudaEventCreate(&event));
-    for (int round = 0; round < cost_rounds; round++)
+    for (int round = 0; round < cost_rounds; round++) {
+        if (isatty(2))
+            fprintf(stderr, "\rmeasuring what recording costs, round %d of %d\033[K\r", round + 1, (int)cost_rounds);
         for (int r = 0; r < count; r++) {
             if (rows[r].traced)
                 traced(1);
@@ -129,6 +132,7 @@ static void cost_table(void (*loop)(void), int calls, void (*traced)(int), const
             if (rows[r].traced)
                 traced(0);
         }
+    }
     const cost untraced = cost_median(rounds[0], cost_rounds);
     printf("\n%-45s %8s  %8s  %8s  %6s  %8s\n", "what measuring costs", "launched", "CPU time", "GPU done", "times",
            "a call");

@@ -70,12 +70,10 @@ static int cupti_trace_kernel_name(trace *t, const char *mangled)
     return trace_name(t, TRACE_KERNEL, name);
 }
 
-/* Returns "copy DtoD" and the like. H is host, D device, A array, P peer; the array is indexed by CUPTI's numbers. */
-static int cupti_trace_copy_name(trace *t, unsigned kind)
+static int cupti_trace_copy_name(trace *t, unsigned direction)
 {
-    static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
     char name[16];
-    snprintf(name, sizeof name, "copy %.4s", directions + 4 * (kind <= CUPTI_ACTIVITY_MEMCPY_KIND_PTOP ? kind : 0));
+    trace_copy_name(direction, name);
     return trace_name(t, TRACE_COPY, name);
 }
 

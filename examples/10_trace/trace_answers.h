@@ -456,8 +456,11 @@ static trace_change *trace_changes(const trace *const both[2], const trace_busy 
 
 static void trace_print_sides(const char *what, uint64_t old, uint64_t now)
 {
-    printf("    %-45s %11.3f %11.3f %+11.3f ms %9.2f times\n", what, 1e-6 * (double)old, 1e-6 * (double)now,
-           1e-6 * ((double)now - (double)old), (double)now / (double)(old ? old : 1));
+    printf("    %-45s %11.3f %11.3f %+11.3f ms", what, 1e-6 * (double)old, 1e-6 * (double)now,
+           1e-6 * ((double)now - (double)old));
+    if (old)
+        printf(" %9.2f times", (double)now / (double)old);
+    printf("\n");
 }
 
 /* Prints what became slower and what faster, by operation and by what the GPU waited for. */

@@ -123,6 +123,13 @@ static void trace_short_name(const char *full, char *text, size_t room)
     snprintf(text, room, "%.*s", (int)(end - begin), begin);
 }
 
+/* Writes "copy DtoD" and the like, into 16 bytes. H is host, D device, A array, P peer; CUPTI and nsys number them so. */
+static void trace_copy_name(uint64_t direction, char *text)
+{
+    static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
+    snprintf(text, 16, "copy %.4s", directions + 4 * (direction < sizeof directions / 4 ? direction : 0));
+}
+
 static void trace_add(trace *t, int name, trace_event event)
 {
     if (t->count == t->room) {
@@ -465,6 +472,8 @@ static void trace_place(FILE *f, trace_placed *placed, size_t count)
         p->thread = lanes[lane].thread = ++threads;
         trace_write_thread(f, p, lane);
         if (i == 0 || p->process != p[-1].process) {
+            fprintf(f, ",\n{\"ph\":\"M\",\"pid\":%u,\"name\":\"process_sort_index\",\"args\":{\"sort_index\":%u}}",
+                    p->process, p->process);
             fprintf(f, ",\n{\"ph\":\"M\",\"pid\":%u,\"name\":\"process_name\",\"args\":{\"name\":", p->process);
             p->process == 1 ? fprintf(f, "\"host\"}}") : fprintf(f, "\"GPU %u\"}}", p->process - 2);
         }

@@ -705,9 +705,6 @@ static bool trace_is_nsys(trace_reading *r, trace_kind *kind)
     return false;
 }
 
-/* H is host, D device, A array, P peer; ENUM_CUDA_MEMCPY_OPER numbers them as CUPTI does. */
-static const char trace_directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
-
 /* Takes the row whose fields have been read. */
 static bool trace_nsys_row(trace_reading *r)
 {
@@ -733,8 +730,7 @@ static bool trace_nsys_row(trace_reading *r)
     if (strcmp(r->field[TRACE_TABLE], "CUPTI_ACTIVITY_KIND_MEMSET") == 0)
         strcpy(r->name, "memset");
     else if (kind == TRACE_COPY)
-        snprintf(r->name, sizeof r->name, "copy %.4s",
-                 trace_directions + 4 * (direction < sizeof trace_directions / 4 ? direction : 0));
+        trace_copy_name(direction, r->name);
     else
         trace_name_of_id(r, kind == TRACE_KERNEL && r->full_names ? TRACE_FULL_ID : TRACE_SHORT_ID);
     return trace_keep(r, kind, event);
