@@ -417,40 +417,38 @@ static void trace_print_changes(const char *title, trace_change *changes, size_t
             printf("    ... %zu others between\n", count - 2 * most);
 }
 
-/* Finds the name among the changes, or adds it. The names of a trace differ, so only those of the old one, the first
-   `old`, need a search. */
-static trace_change *trace_change_of(trace_change *changes, size_t old, size_t *count, const char *text)
-{
-    for (size_t i = 0; i < old; i++)
-        if (strcmp(changes[i].text, text) == 0)
-            return changes + i;
-    memset(changes + *count, 0, sizeof *changes);
-    changes[*count].text = text;
-    return changes + (*count)++;
-}
-
 /* Lists both traces' operations (or, with `gaps`, what is before them) by name. */
 static trace_change *trace_changes(const trace *const both[2], const trace_busy *busy, int phase, int gaps,
                                    size_t *count)
 {
-    const size_t most = (size_t)both[0]->names_count + (size_t)both[1]->names_count + 1;
-    trace_change *const changes = (trace_change *)trace_room(NULL, most * sizeof *changes);
-    size_t old = 0;
+    const size_t old_names = (size_t)both[0]->names_count, most = old_names + (size_t)both[1]->names_count + 1;
+    trace_change *const changes =
+        (trace_change *)memset(trace_room(NULL, most * sizeof *changes), 0, most * sizeof *changes);
+    size_t *const place = (size_t *)memset(trace_room(NULL, most * sizeof *place), 0, most * sizeof *place);
     *count = 0;
     for (int side = 0; side < 2; side++) {
         const trace *const t = both[side];
         trace_sum *const sums = trace_sums(t, phase, TRACE_KERNEL, TRACE_COPY, UINT64_MAX);
         for (int n = 0; n < t->names_count; n++) {
+            const trace_kind_name *const name = t->names + sums[n].name;
             const trace_gap *const gap = busy[side].gaps + sums[n].name;
             if ((gaps ? gap->count : sums[n].count) == 0)
                 continue;
-            trace_change *const c = trace_change_of(changes, old, count, t->names[sums[n].name].text);
-            c->count[side] = gaps ? gap->count : sums[n].count;
-            c->ns[side] = gaps ? gap->ns : sums[n].ns;
+            const int old = side == 0   ? sums[n].name
+                            : old_names ? both[0]->slots[trace_slot(both[0], name->kind, name->text)] - 1
+                                        : -1;
+            size_t at = old < 0 ? 0 : place[old]; /* plus 1; 0: not in the old trace */
+            if (at == 0)
+                at = ++*count;
+            if (old >= 0)
+                place[old] = at;
+            changes[at - 1].text = name->text;
+            changes[at - 1].count[side] = gaps ? gap->count : sums[n].count;
+            changes[at - 1].ns[side] = gaps ? gap->ns : sums[n].ns;
         }
-        old = *count;
         free(sums);
     }
+    free(place);
     return changes;
 }
 

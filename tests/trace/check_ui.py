@@ -108,13 +108,15 @@ def titles(path):
 
 
 def check(browser, path):
+    """Waits until all rows are there and drawn."""
     want, shown, until = titles(path), '', time.monotonic() + SECONDS
     while time.monotonic() < until:
         shown = browser.run(SHOW) or ''
         missing = [title for title in want if title not in shown]
-        if not missing and want:
+        if not missing and want and 'Loading...' not in shown:
             return []
         time.sleep(0.5)
+    missing = missing or ['all drawn']
     return [f'the UI shows no row "{title}"' for title in sorted(missing)] + [' / '.join(shown.split('\n'))[:2000]]
 
 

@@ -6,8 +6,8 @@
 
 Compares what PROGRAM prints with an independent count (oracle.py) from the samples or from TRACE, and with the answers
 of the SQL files in Perfetto's trace processor, if there is one: TRACE_PROCESSOR names trace_processor_shell, or a
-folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. Then tries bad
-input.
+folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. SQLite runs them
+always, over tables as Perfetto has them. Then tries bad input.
 """
 import csv
 import gzip
@@ -18,6 +18,7 @@ import pathlib
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -139,7 +140,31 @@ def by_shell(shell, trace, files):
     return results
 
 
-def sql(name, path, query, whole):
+def by_sqlite(trace, files):
+    """Runs the files over the tables that the trace processor makes of Chrome's JSON, as far as the files need them
+    (https://perfetto.dev/docs/analysis/sql-tables)."""
+    tables, args, tracks = sqlite3.connect(':memory:'), [], {}
+    tables.create_function('EXTRACT_ARG', 2, lambda at, key: args[at].get(key.removeprefix('args.')))
+    tables.execute('CREATE TABLE slice (id, ts, dur, name, category, track_id, arg_set_id)')
+    tables.execute('CREATE TABLE thread_track (id, utid)')
+    tables.execute('CREATE TABLE stats (name, value, severity)')
+    for number, event in enumerate(e for e in check_trace.load(str(trace)) if e['ph'] == 'X'):
+        track = tracks.setdefault((event['pid'], event['tid']), len(tracks))
+        tables.execute('INSERT INTO slice VALUES (?, ?, ?, ?, ?, ?, ?)', (number, check_trace.ns(event['ts']),
+                       check_trace.ns(event['dur']), event['name'], event['cat'], track, number))
+        args.append(event.get('args', {}))
+    tables.executemany('INSERT INTO thread_track VALUES (?, ?)', [(track, track + 1) for track in tracks.values()])
+    results = []
+    for file in files:
+        try:
+            text = file[4:] if str(file).startswith('sql:') else pathlib.Path(file).read_text(encoding='utf-8')
+            results.append({'rows': [list(row) for row in tables.execute(text)]})
+        except sqlite3.Error as error:
+            results.append({'rows': [], 'error': str(error)})
+    return results
+
+
+def sql(name, path, engine_name, query, whole):
     """Runs the SQL files on what the program has written from this trace, and on the trace itself if no slices of it
     overlap (`whole`), and compares with the program's answers."""
     out = scratch / 'for_sql.json'
@@ -147,7 +172,7 @@ def sql(name, path, query, whole):
         faults = []
         try:
             text = oracle.printed(runs(path, '--family', 'kvpc_', '--full-names', '--out', out))
-            lost = 'sql:select name, value from stats where value > 0 and severity in ("error", "data_loss")'
+            lost = "sql:select name, value from stats where value > 0 and severity in ('error', 'data_loss')"
             *results, losses = query(trace, [*SQL, lost])
             faults += [f'{file.name}: {result["error"]}' for file, result in zip(SQL, results) if 'error' in result]
             faults += [f'the trace processor says {loss}' for loss in losses['rows']]
@@ -156,7 +181,7 @@ def sql(name, path, query, whole):
                 faults = compare(exact, text, 510)
         except (RuntimeError, KeyError, TypeError, ValueError, subprocess.SubprocessError) as error:
             faults = [repr(error)]
-        judge(f'{name}: Perfetto answers the SQL files as the program answers'
+        judge(f'{name}: {engine_name} answers the SQL files as the program answers'
               f'{", from what it wrote" if trace is out else ""}', faults)
 
 
@@ -336,6 +361,8 @@ def comparisons():
 
 
 def samples():
+    if not list(SAMPLES.glob('torch_*.json.gz')):
+        report('skip', 'a trace of torch: none is in samples (torch_trace.py)')
     for path in sorted(SAMPLES.glob('torch_*.json.gz')):
         answers(path.name, path, family='')
         answers(f'{path.name} with full names', path, family='at::native', full_names=True)
@@ -388,10 +415,13 @@ def main():
                     test()
                 except (RuntimeError, OSError, subprocess.SubprocessError) as error:
                     judge(test.__name__, [repr(error)])
-            paths = [(path, False) for path in sorted(SAMPLES.glob('*.json*')) if path.stem != 'pairs']
+            paths = [(path, path.stem.startswith('torch')) for path in sorted(SAMPLES.glob('*.json*'))]
         for path, whole in paths:
+            sql(path.name, path, 'SQLite', by_sqlite, whole)
+            if path.name in ('pairs.json', 'nsys.jsonl', 'torch_dynamic.json.gz'):
+                continue  # Perfetto takes a second for each
             if callable(query):
-                sql(path.name, path, query, whole)
+                sql(path.name, path, 'Perfetto', query, whole)
             else:
                 report('skip', f'{path.name}: SQL in Perfetto: {query}')
     print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")
