@@ -111,7 +111,7 @@ def gaps_and_ranges(a, operations, calls, ranges):
     spans = collections.defaultdict(lambda: [0, 0, 0])
     for r in ranges:
         for stream, inside in projected(r, row, by_correlation).items():
-            line = spans[r['name'], *stream]
+            line = spans[(r['name'], *stream)]
             line[0] += 1
             line[1] += len(inside)
             line[2] += max(e['end'] for e in inside) - min(e['begin'] for e in inside)

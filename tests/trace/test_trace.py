@@ -301,8 +301,9 @@ def outputs():
     refuses('a full disk', 1, 'out.json: File too large', trace, '--out', old, preexec_fn=small_files)
     judge('... leaves the old file and nothing else', [] if old.read_text() == 'old' and
           not list(scratch.glob('*.part')) and device.is_symlink() else os.listdir(scratch))
-    with open('/dev/full', 'w', encoding='utf-8') as full:
-        result = subprocess.run([program, trace], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    full = os.open('/dev/full', os.O_WRONLY)
+    result = subprocess.run([program, trace], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(full)
     judge('full standard output', [] if result.returncode == 1 and 'standard output: No space' in result.stderr
           else [result])
 
