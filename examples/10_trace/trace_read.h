@@ -389,7 +389,7 @@ static bool trace_value(trace_reading *r, const char *parent, const char *key, i
             if (!first && trace_peek(r) != ',')
                 return trace_expected(r, "',' or ']' of an array");
             r->at += (size_t)!first;
-            if (!trace_value(r, "[]", "", depth + 1))
+            if (!trace_value(r, "[]", "[]", depth + 1))
                 return false;
         }
         r->at++;
@@ -457,6 +457,8 @@ static bool trace_time(trace_reading *r, int field, const char *what, uint64_t *
     const char *c = r->field[field];
     uint64_t value = 0;
     int digits = 0;
+    if (!trace_is_number(c))
+        return c[0] ? trace_not_us(r, what, c) : trace_fail(r, "before this, an event has no %s", what);
     if (strchr(c, 'e') || strchr(c, 'E')) {
         const double us = strtod(c, NULL);
         *ns = us >= 0 && us < 9e15 ? (uint64_t)(us * 1000 + 0.5) : 0;
@@ -470,8 +472,6 @@ static bool trace_time(trace_reading *r, int field, const char *what, uint64_t *
         value = value * 10 + (uint64_t)(*c - '0');
         digits += point;
     }
-    if (c == r->field[field])
-        return r->field[field][0] ? trace_not_us(r, what, c) : trace_fail(r, "before this, an event has no %s", what);
     for (; digits < 3 && value <= INT64_MAX / 10; digits++)
         value *= 10;
     if (digits < 3 || strspn(c, "0123456789") != strlen(c))
@@ -754,7 +754,7 @@ static bool trace_nsys_rows(trace_reading *r)
 }
 
 /* Replaces the numbers of strings by the strings. */
-static bool trace_resolve(trace_reading *r)
+static void trace_resolve(trace_reading *r)
 {
     trace *const t = r->into;
     trace fresh = {NULL, 0, 0, NULL, 0, NULL, 0, 0};
@@ -777,7 +777,6 @@ static bool trace_resolve(trace_reading *r)
     trace_free(t);
     *t = fresh;
     free(number);
-    return true;
 }
 
 /* ---- the file ---- */
@@ -895,7 +894,7 @@ static inline int trace_read(trace_reading *r, trace *t)
         r->error[0] = 0;
     }
     if (r->ids.names_count || t->count)
-        (void)trace_resolve(r);
+        trace_resolve(r);
     if (r->error[0] == 0)
         trace_check_kinds(r);
     for (int i = 0; i < r->ids.names_count; i++)

@@ -239,6 +239,8 @@ def bad_files():
         ('no dur', 'an event has no dur', '[' + event.replace('"dur":2,', '') + ']'),
         ('no ph', 'an event has no "ph"', '[' + event.replace('"ph":"X",', '') + ']'),
         ('a negative ts', "ts is '-1.5', expected microseconds", '[' + event.replace('1.5', '-1.5') + ']'),
+        ('a ts that is true', "ts is 'true', expected microseconds", '[' + event.replace('1.5', 'true') + ']'),
+        ('a ts that is a word', "ts is 'one', expected microseconds", '[' + event.replace('1.5', '"one"') + ']'),
         ('a ts past 64 bits', "ts is '99999999999999999999'", '[' + event.replace('1.5', '9' * 20) + ']'),
         ('a negative stream of bytes', "the number of bytes is '-4'",
          '[' + event.replace('kernel', 'gpu_memcpy').replace('"stream"', '"bytes":-4,"stream"') + ']'),

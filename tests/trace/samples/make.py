@@ -35,6 +35,7 @@ def run():
                 now + 9_000 + 8_123 * i, 27_900 if i == 2 else 2_345 + i, device=device, stream=7 + i % 2,
                 correlation=correlation)
             correlation += 1
+        events[-1][4]['inputs'] = [{'ts': 1, 'name': 'no event', 'stream': 3}, [{'ph': 'Z', 'dur': None}]]
         add('call', 'cudaGraphLaunch', now + 40_000, 9_000, thread=71, correlation=correlation)
         for i in range(3):
             add('kernel', 'node', now + 52_000 + 1_500 * i, 1_250, device=0, stream=7, correlation=correlation)
@@ -87,7 +88,7 @@ def nsys():
         row = {'table': tables[kind], 'start': begin, 'end': end}
         if 'device' in more:
             row |= {'deviceId': more['device'], 'contextId': 1, 'streamId': more['stream'],
-                    'correlationId': more['correlation'], 'globalPid': 70 << 24}
+                    'correlationId': more['correlation'], 'globalPid': 70 << 24, 'inputs': more.get('inputs')}
         else:
             row['globalTid'] = 1 << 56 | 70 << 24 | more['thread']
         if kind == 'kernel':
