@@ -9,6 +9,7 @@ of the SQL files in Perfetto's trace processor, if there is one: TRACE_PROCESSOR
 folder with the Perfetto UI's engine (default: build/perfetto, see fetch_perfetto.py), which node runs. SQLite runs them
 always, over tables as Perfetto has them. Then tries bad input.
 """
+import collections
 import csv
 import gzip
 import io
@@ -145,13 +146,21 @@ def by_sqlite(trace, files):
     (https://perfetto.dev/docs/analysis/sql-tables)."""
     tables, args, tracks = sqlite3.connect(':memory:'), [], {}
     tables.create_function('EXTRACT_ARG', 2, lambda at, key: args[at].get(key.removeprefix('args.')))
-    tables.execute('CREATE TABLE slice (id, ts, dur, name, category, track_id, arg_set_id)')
+    tables.execute('CREATE TABLE slice (id INTEGER PRIMARY KEY, ts, dur, name, category, track_id, arg_set_id, '
+                   'parent_id)')
     tables.execute('CREATE TABLE thread_track (id, utid)')
     tables.execute('CREATE TABLE stats (name, value, severity)')
-    for number, event in enumerate(e for e in check_trace.load(str(trace)) if e['ph'] == 'X'):
+    slices = sorted((check_trace.ns(e['ts']), -check_trace.ns(e['dur']), i, e)
+                    for i, e in enumerate(check_trace.load(str(trace))) if e['ph'] == 'X')
+    around = collections.defaultdict(list)  # of each track: the slices that are open, as (end, id)
+    for number, (begin, minus_ns, _, event) in enumerate(slices):
         track = tracks.setdefault((event['pid'], event['tid']), len(tracks))
-        tables.execute('INSERT INTO slice VALUES (?, ?, ?, ?, ?, ?, ?)', (number, check_trace.ns(event['ts']),
-                       check_trace.ns(event['dur']), event['name'], event['cat'], track, number))
+        while around[track] and around[track][-1][0] <= begin:
+            around[track].pop()
+        parent = around[track][-1][1] if around[track] else None
+        around[track].append((begin - minus_ns, number))
+        tables.execute('INSERT INTO slice VALUES (?, ?, ?, ?, ?, ?, ?, ?)', (number, begin, -minus_ns, event['name'],
+                       event.get('cat'), track, number, parent))
         args.append(event.get('args', {}))
     tables.executemany('INSERT INTO thread_track VALUES (?, ?)', [(track, track + 1) for track in tracks.values()])
     results = []

@@ -1,20 +1,8 @@
 -- SPDX-License-Identifier: MIT
 -- 7: ranges projected onto streams: of each NVTX range, the operations that were started by calls inside it, on its
 -- thread, found by their correlation; from the first one's start to the last one's end, per stream.
-WITH
-    ranges AS (
-        SELECT s.id, s.name, s.ts, s.ts + s.dur AS end_ts, t.utid
-        FROM slice AS s
-        JOIN thread_track AS t ON s.track_id = t.id
-        WHERE s.category = 'user_annotation'
-    ),
-    calls AS (
-        SELECT s.ts, t.utid, EXTRACT_ARG(s.arg_set_id, 'args.correlation') AS correlation
-        FROM slice AS s
-        JOIN thread_track AS t ON s.track_id = t.id
-        WHERE s.category IN ('cuda_runtime', 'cuda_driver')
-    ),
-    operations AS (
+WITH RECURSIVE
+    operations AS MATERIALIZED (
         SELECT
             ts,
             ts + dur AS end_ts,
@@ -24,28 +12,49 @@ WITH
         FROM slice
         WHERE category IN ('kernel', 'gpu_memcpy', 'gpu_memset')
     ),
-    -- What each call started, per stream, so that a range has to look only at the calls.
-    launches AS (
-        SELECT c.ts, c.utid, o.device, o.stream, min(o.ts) AS begin_ts, max(o.end_ts) AS end_ts, count(*) AS operations
+    calls AS MATERIALIZED (
+        SELECT id, parent_id, EXTRACT_ARG(arg_set_id, 'args.correlation') AS correlation
+        FROM slice
+        WHERE category IN ('cuda_runtime', 'cuda_driver')
+    ),
+    -- What each call started, per stream.
+    launches AS MATERIALIZED (
+        SELECT
+            c.id AS call,
+            c.parent_id,
+            o.device,
+            o.stream,
+            min(o.ts) AS ts,
+            max(o.end_ts) AS end_ts,
+            count(*) AS operations
         FROM calls AS c
         JOIN operations AS o ON o.correlation = c.correlation
-        GROUP BY c.correlation, c.ts, c.utid, o.device, o.stream
+        GROUP BY c.id, c.parent_id, o.device, o.stream
+    ),
+    -- The same for every slice that contains the call, from the innermost outwards.
+    around AS (
+        SELECT parent_id AS id, device, stream, ts, end_ts, operations FROM launches WHERE parent_id IS NOT NULL
+        UNION ALL
+        SELECT s.parent_id, a.device, a.stream, a.ts, a.end_ts, a.operations
+        FROM around AS a
+        JOIN slice AS s ON s.id = a.id
+        WHERE s.parent_id IS NOT NULL
     ),
     spans AS (
-        SELECT r.name, l.device, l.stream, min(l.begin_ts) AS begin_ts, max(l.end_ts) AS end_ts,
-            sum(l.operations) AS operations
-        FROM ranges AS r
-        JOIN launches AS l ON l.utid = r.utid AND l.ts BETWEEN r.ts AND r.end_ts
-        GROUP BY r.id, r.name, l.device, l.stream
+        SELECT id, device, stream, min(ts) AS ts, max(end_ts) AS end_ts, sum(operations) AS operations
+        FROM around
+        GROUP BY id, device, stream
     )
 SELECT
-    name,
-    device,
-    stream,
+    r.name,
+    s.device,
+    s.stream,
     count(*) AS count,
-    sum(operations) AS operations,
-    sum(end_ts - begin_ts) AS total_ns,
-    sum(end_ts - begin_ts) / count(*) AS each_ns
-FROM spans
-GROUP BY name, device, stream
-ORDER BY name, device, stream;
+    sum(s.operations) AS operations,
+    sum(s.end_ts - s.ts) AS total_ns,
+    sum(s.end_ts - s.ts) / count(*) AS each_ns
+FROM spans AS s
+JOIN slice AS r ON r.id = s.id
+WHERE r.category = 'user_annotation'
+GROUP BY r.name, s.device, s.stream
+ORDER BY r.name, s.device, s.stream;
