@@ -21,8 +21,9 @@ def add(kind, name, begin, ns, **more):
 
 
 def run():
-    """Two GPUs and three threads, of which two launch at the same time; kernels that overlap as under PDL; a graph whose kernels have one correlation; a gap
-    whose call is missing; ranges inside each other; a copy of each direction."""
+    """Two GPUs and three threads, of which two launch at the same time; kernels that overlap as under PDL; a graph
+    whose kernels have one correlation; an operation whose call is missing; ranges inside each other; a copy of each
+    direction; arguments that look like events."""
     correlation, now = 100, 1_000_000
     for step in range(4):
         add('range', f'decode "step" \u00e9', now, 95_000, thread=71)
