@@ -57,7 +57,7 @@ $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no 
 endif
 
 HEADERS = kvprim.h kvprim_cuda.cuh kvprim_nccl.h $(wildcard examples/*/*.h tests/*.h tests/*/*.h)
-EXAMPLES = build/01_rows build/02_kv_replay
+EXAMPLES = build/01_rows build/02_kv_replay build/10_trace_read
 
 help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
@@ -121,7 +121,7 @@ test: build/02_kv_replay
 	    'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
 	    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
 	    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' \
-	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile)
+	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile trace)
 
 check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
@@ -163,6 +163,9 @@ CUPTI_INCLUDE ?= $(patsubst %/cupti.h,%,$(firstword $(wildcard $(CUPTI_PLACES:%=
 CUPTI_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(CUPTI_PLACES),$(foreach folder,lib64 lib \
     lib/x86_64-linux-gnu lib/aarch64-linux-gnu,$(place)/$(folder)/libcupti.so $(place)/$(folder)/libcupti.so.1[2-9]))))
 CUPTI_HERE = $(and $(CUPTI_INCLUDE),$(CUPTI_LIBRARY))
+# Records a trace, and checks it against the format; with python3, also against an independent count.
+RECORD_TRACE = build/10_trace --out build/10_trace.json || failed=1; ! command -v python3 >/dev/null || \
+    python3 tests/trace/test_trace.py build/10_trace build/10_trace.json || failed=1
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
@@ -187,7 +190,7 @@ cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 	$(call keep,gpu_test,$(CHECKSUMS)$(GPU_EXAMPLES:%=; % || failed=1); build/test_cuda || failed=1; \
 	    build/test_cuda_debug quick || failed=1; \
 	    sh tests/core/test_replay.sh gpu build/02_kv_replay_cuda build/test_replay_gpu || failed=1; \
-	    $(if $(CUPTI_HERE),build/10_trace --out build/10_trace.json || failed=1,$(NO_TRACE)))
+	    $(if $(CUPTI_HERE),$(RECORD_TRACE),$(NO_TRACE)))
 
 cuda-bench: $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
@@ -291,6 +294,10 @@ build/01_rows: build/%: examples/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
+	$(COMPILE_C) $< -o $@ $(LDFLAGS)
+
+# Reads traces of torch, nsys and kvprim, without CUDA.
+build/10_trace_read: examples/10_trace/trace_file.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags

@@ -65,23 +65,15 @@ static int cupti_trace_kernel_name(trace *t, const char *mangled)
     char name[128];
     int status;
     char *const readable = abi::__cxa_demangle(mangled, NULL, NULL, &status);
-    const char *begin = status == 0 ? readable : mangled, *end = begin;
-    if (strncmp(begin, "void ", 5) == 0) /* the return type of a template */
-        begin = end = begin + 5;
-    for (; *end && *end != '<' && (*end != '(' || strncmp(end, "(anonymous", 10) == 0); end++)
-        if (*end == ':' || *end == ' ')
-            begin = end + 1;
-    snprintf(name, sizeof name, "%.*s", (int)(end - begin), begin);
+    trace_short_name(status == 0 ? readable : mangled, name, sizeof name);
     free(readable);
     return trace_name(t, TRACE_KERNEL, name);
 }
 
-/* Returns "copy DtoD" and the like. H is host, D device, A array, P peer; the array is indexed by CUPTI's numbers. */
-static int cupti_trace_copy_name(trace *t, unsigned kind)
+static int cupti_trace_copy_name(trace *t, unsigned direction)
 {
-    static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";
     char name[16];
-    snprintf(name, sizeof name, "copy %.4s", directions + 4 * (kind <= CUPTI_ACTIVITY_MEMCPY_KIND_PTOP ? kind : 0));
+    trace_copy_name(direction, name);
     return trace_name(t, TRACE_COPY, name);
 }
 
@@ -97,10 +89,10 @@ static int cupti_trace_call_name(trace *t, CUpti_CallbackId call)
     return trace_name(t, TRACE_CALL, name);
 }
 
-static void cupti_trace_add(trace *t, int name, uint64_t begin, uint64_t end, uint64_t bytes, uint32_t track,
-                            uint32_t correlation)
+static void cupti_trace_add(trace *t, int name, uint64_t begin, uint64_t end, uint64_t bytes, uint32_t device,
+                            uint32_t track, uint32_t correlation)
 {
-    const trace_event event = {name, 0, begin, end, bytes, track, correlation};
+    const trace_event event = {name, 0, begin, end, bytes, device, track, correlation};
     if (begin == 0 || end < begin)
         cupti_tracing.missing++;
     else
@@ -111,23 +103,23 @@ static void cupti_trace_record(trace *t, const CUpti_Activity *record)
 {
     if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL || record->kind == CUPTI_ACTIVITY_KIND_KERNEL) {
         const cupti_trace_kernel *const k = (const cupti_trace_kernel *)record;
-        cupti_trace_add(t, cupti_trace_kernel_name(t, k->name ? k->name : "unnamed"), k->start, k->end, 0, k->streamId,
-                        k->correlationId);
+        cupti_trace_add(t, cupti_trace_kernel_name(t, k->name ? k->name : "unnamed"), k->start, k->end, 0, k->deviceId,
+                        k->streamId, k->correlationId);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
         const cupti_trace_copy *const c = (const cupti_trace_copy *)record;
-        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->streamId,
+        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->deviceId, c->streamId,
                         c->correlationId);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) { /* between GPUs */
         const CUpti_ActivityMemcpyPtoP4 *const c = (const CUpti_ActivityMemcpyPtoP4 *)record;
-        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->streamId,
+        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->deviceId, c->streamId,
                         c->correlationId);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
         const CUpti_ActivityMemset4 *const m = (const CUpti_ActivityMemset4 *)record;
-        cupti_trace_add(t, trace_name(t, TRACE_COPY, "memset"), m->start, m->end, m->bytes, m->streamId,
+        cupti_trace_add(t, trace_name(t, TRACE_COPY, "memset"), m->start, m->end, m->bytes, m->deviceId, m->streamId,
                         m->correlationId);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_RUNTIME) {
         const CUpti_ActivityAPI *const a = (const CUpti_ActivityAPI *)record;
-        cupti_trace_add(t, cupti_trace_call_name(t, a->cbid), a->start, a->end, 0, a->threadId, a->correlationId);
+        cupti_trace_add(t, cupti_trace_call_name(t, a->cbid), a->start, a->end, 0, 0, a->threadId, a->correlationId);
     }
 }
 
@@ -185,7 +177,7 @@ static int NVTX_API cupti_trace_pop(void)
     const int depth = --cupti_trace_open.depth;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
     if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth] >= 0)
-        cupti_trace_add(cupti_tracing.into, cupti_trace_open.name[depth], cupti_trace_open.begin[depth], end, 0,
+        cupti_trace_add(cupti_tracing.into, cupti_trace_open.name[depth], cupti_trace_open.begin[depth], end, 0, 0,
                         (uint32_t)syscall(SYS_gettid), 0);
     return depth;
 }

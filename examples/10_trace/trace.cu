@@ -5,13 +5,17 @@
 
        nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace
 
-   With --out FILE it writes the trace for ui.perfetto.dev. If cupti.h is not found, add -I and -L for include and lib64
-   under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold the same rows in the
-   end, and that the trace has every launch and byte once. The two caches take half a GB of the GPU's memory. */
+   With --out FILE it writes the trace for ui.perfetto.dev. With the name of a trace file it answers the same questions
+   about that, and compares two (--help); trace_file.c is that part alone, without CUDA. If cupti.h is not found, add -I
+   and -L for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both
+   caches hold the same rows in the end, and that the trace has every launch and byte once. The two caches take half a
+   GB of the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
 #include "cupti_trace.h"
+#include "costs.h"
+#include "trace_files.h"
 #include <cuda_runtime.h>
 
 /* Each layer has rows of 2 KB for K and V. A run has a prompt, a few tokens that load the kernels, and the tokens that
@@ -161,15 +165,21 @@ static void forward(kv_cache *c, int tokens)
     copy(c->slot + first, c->planned + first, (size_t)rows * sizeof *c->slot, cudaMemcpyHostToDevice);
     embed();
     for (int l = 0; l < layers; l++) {
+        cost_begin("project");
         project<<<rows * row_words / 256, 256, 0, s.stream>>>(s.k_new, s.v_new, s.hidden, l, first, rows);
+        cost_end();
+        cost_begin("cache");
         if (c->stores)
             store(c, l, tokens);
         else {
             concatenate(&c->k[l], c->tokens, s.k_new, tokens);
             concatenate(&c->v[l], c->tokens, s.v_new, tokens);
         }
+        cost_end();
+        cost_begin("attend");
         attend<<<dim3(row_words / attention_words, batch, attention_splits), attention_words, 0, s.stream>>>(
             s.hidden, c->k[l], c->v[l], c->slot, c->tokens + tokens);
+        cost_end();
     }
     sample<<<1, batch, 0, s.stream>>>(s.token, s.hidden);
     cuda(cudaGetLastError(), "launch");
@@ -178,15 +188,22 @@ static void forward(kv_cache *c, int tokens)
     c->tokens += tokens;
 }
 
-/* Runs prompt and steps, and records the last `steps` steps as the next phase of the trace. Returns the number of
-   missing records. */
-static size_t decode(kv_cache *c)
+/* Runs the prompt and the first steps, which load the kernels. */
+static void begin(kv_cache *c)
 {
     cuda(cudaMemsetAsync(s.token, 0, batch * sizeof *s.token, s.stream), "cudaMemsetAsync");
+    c->tokens = 0;
     forward(c, prompt);
     for (int i = 0; i < unrecorded; i++)
         forward(c, 1);
     cuda(cudaDeviceSynchronize(), "before recording");
+}
+
+/* Runs prompt and steps, and records the last `steps` steps as the next phase of the trace. Returns the number of
+   missing records. */
+static size_t decode(kv_cache *c)
+{
+    begin(c);
     cupti_trace_start(&s.recorded);
     nvtxRangePushA(c->title);
     for (int i = 0; i < steps; i++) {
@@ -197,6 +214,30 @@ static size_t decode(kv_cache *c)
     cuda(cudaDeviceSynchronize(), "decode");
     nvtxRangePop();
     return cupti_trace_stop();
+}
+
+/* ---- what recording costs ---- */
+
+static kv_cache caches[2];
+
+/* Runs the last steps of the storing cache, again if they have run. */
+static void storing_steps(void)
+{
+    caches[1].tokens = prompt + unrecorded;
+    for (int i = 0; i < steps; i++)
+        forward(&caches[1], 1);
+}
+
+/* Records into a trace that is thrown away. */
+static void record(int on)
+{
+    static trace scrap;
+    if (on)
+        cupti_trace_start(&scrap);
+    else {
+        (void)cupti_trace_stop();
+        trace_free(&scrap);
+    }
 }
 
 /* ---- the checks ---- */
@@ -336,50 +377,37 @@ static void print_lesson(void)
            "over the cache, and all except the newest were last touched a step ago.\n\n");
 }
 
-/* Returns the exit code if the program is not to run, else -1. */
-static int parse_arguments(int argc, char **argv, const char **out)
+/* Prints the phase's answers and checks its counts. Returns the number of faults. */
+static int report(const kv_cache *c, int phase, size_t missing)
 {
-    const bool help = argc > 1 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
-    const bool known = argc > 1 && strcmp(argv[1], "--out") == 0;
-    if (argc == 1 || (known && argc == 3)) {
-        *out = argc == 3 ? argv[2] : NULL;
-        return -1;
-    }
-    if (!help)
-        fprintf(stderr, "10_trace: %s %s\n", known && argc == 2 ? "no file after" : "unknown argument",
-                argv[known && argc > 3 ? 3 : 1]);
-    fprintf(help ? stdout : stderr, "usage: 10_trace [--out FILE]\n");
-    if (help)
-        printf("\nRecords two ways to keep a KV cache, prints where the time goes, and writes the trace for "
-               "ui.perfetto.dev.\n");
-    return help ? 0 : 2;
+    printf("%s== %s\n", phase > 1 ? "\n" : "", c->title);
+    trace_report(&s.recorded, phase, kvprim_kernels);
+    if (missing)
+        printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
+    return (missing != 0) + miscounts(c, phase);
 }
 
-int main(int argc, char **argv)
+/* Records both caches, and writes the trace if `out` is not NULL. Returns the exit code. */
+static int record_caches(const char *out)
 {
-    const char *out;
-    int devices = 0, wrong = 0;
-    const int code = parse_arguments(argc, argv, &out);
-    if (code >= 0)
-        return code;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("this program needs a CUDA device, and there is none\n");
-        return 1;
-    }
+    int wrong = 0;
+    size_t missing[2];
     set_up();
-    kv_cache caches[2] = {new_cache("concatenating cache", 0), new_cache("storing cache", 1)};
-    for (int c = 0; c < 2; c++) {
-        const size_t missing = decode(&caches[c]);
-        printf("%s== %s\n", c ? "\n" : "", caches[c].title);
-        trace_report(&s.recorded, s.recorded.phase, kvprim_kernels);
-        if (missing)
-            printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
-        wrong += (missing != 0) + miscounts(&caches[c], s.recorded.phase);
-    }
+    caches[0] = new_cache("concatenating cache", 0);
+    caches[1] = new_cache("storing cache", 1);
+    begin(&caches[1]);
+    (void)cost_of(COST_NOTHING, storing_steps);
+    const cost first = cost_of(COST_NOTHING, storing_steps);
+    for (int c = 0; c < 2; c++)
+        missing[c] = decode(&caches[c]);
+    trace_project(&s.recorded);
+    for (int c = 0; c < 2; c++)
+        wrong += report(&caches[c], c + 1, missing[c]);
     print_lesson();
     const int rows = wrong_rows(&caches[0], &caches[1]);
     printf("%d rows of the two caches compared, %d wrong; %severy launch and byte is in the trace, once\n",
            2 * layers * slots, rows, wrong ? "NOT " : "");
+    cost_table(storing_steps, 3 * layers * steps, record, &first);
     if (out && trace_write(&s.recorded, out) != 0) {
         perror(out);
         return 1;
@@ -387,4 +415,21 @@ int main(int argc, char **argv)
     if (out)
         printf("%zu events in %s, for ui.perfetto.dev\n", s.recorded.count, out);
     return wrong || rows;
+}
+
+int main(int argc, char **argv)
+{
+    int devices = 0;
+    const bool records = argc == 1 || (argc == 3 && strcmp(argv[1], "--out") == 0);
+    const bool help = argc == 2 && (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0);
+    if (help)
+        printf("usage: 10_trace [--out FILE]\n\nRecords two ways to keep a KV cache, prints where the time goes and "
+               "what recording costs, and writes the\ntrace for ui.perfetto.dev. Or reads traces:\n\n");
+    if (!records)
+        return trace_files("10_trace", argc, argv);
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+        printf("this program needs a CUDA device, and there is none; with the name of a trace it needs none\n");
+        return 1;
+    }
+    return record_caches(argc == 3 ? argv[2] : NULL);
 }

@@ -11,6 +11,7 @@
 #     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
 #     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     trace         the part of examples/10_trace that reads traces; its SQL files, where Perfetto is (TRACE_PROCESSOR)
 #     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
 #
 # and of `make check`
@@ -182,6 +183,24 @@ emulated()
     program "test_cuda_emulated $quick" "$build/test_cuda_emulated" $quick
 }
 
+# ---- traces ----
+
+trace()
+{
+    checks=$address
+    compiler_with $address || { cc=$CC checks=-O1 launcher=; }
+    cell "test_trace, $cc $checks" $cc -std=c11 $warnings $checks -I. tests/trace/test_trace.c -o "$build/test_trace"
+    group "test_trace compiled, $cc $checks"
+    program 'test_trace' $launcher "$build/test_trace" tests/trace/samples
+    cell 'make build/10_trace_read' env MAKEFLAGS= make -s build/10_trace_read
+    group 'build/10_trace_read'
+    if has python3; then
+        program 'test_trace.py' python3 tests/trace/test_trace.py build/10_trace_read
+    else
+        skip 'build/10_trace_read: no python3'
+    fi
+}
+
 # ---- pictures ----
 
 pictures()
@@ -292,7 +311,7 @@ fuzzers()
 . tests/build/compilers.sh
 
 case $part in
-readme | callers | emulated | core | nccl | profile | sanitizers | fuzzers | kernels | programs | nccl_cuda | \
+readme | callers | emulated | core | nccl | profile | trace | sanitizers | fuzzers | kernels | programs | nccl_cuda | \
     nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | format)
     "$part"
     ;;

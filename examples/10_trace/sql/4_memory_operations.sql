@@ -1,0 +1,16 @@
+-- SPDX-License-Identifier: MIT
+-- 4: memory operations by direction.
+SELECT
+    CASE
+        WHEN category = 'gpu_memset' THEN 'memset'
+        WHEN name GLOB 'Memcpy *' THEN 'copy ' || substr(name, 8, 4) -- torch: Memcpy HtoD (Pinned -> Device)
+        ELSE name
+    END AS direction,
+    count(*) AS count,
+    sum(dur) AS total_ns,
+    sum(EXTRACT_ARG(arg_set_id, 'args.bytes')) AS bytes,
+    1.0 * sum(EXTRACT_ARG(arg_set_id, 'args.bytes')) / sum(dur) AS gb_per_s
+FROM slice
+WHERE category IN ('gpu_memcpy', 'gpu_memset')
+GROUP BY direction
+ORDER BY total_ns DESC, direction;

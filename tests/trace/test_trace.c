@@ -1,0 +1,258 @@
+/* SPDX-License-Identifier: MIT */
+/* Tests the reader of traces from memory: exact times and names, and that cut or spoilt files are refused with a reason
+   and a place, whatever the byte. test_trace.py tests the program.
+
+       test_trace FOLDER    with chrome.json, pairs.json and nsys.jsonl */
+#define _POSIX_C_SOURCE 200809L
+#include "examples/10_trace/trace_answers.h"
+#include "examples/10_trace/trace_read.h"
+
+#include "../harness.h"
+
+static const char *folder;
+
+/* Reads the bytes, of which exactly `size` may be touched. */
+static int read_bytes(trace *t, const char *bytes, size_t size, char *error)
+{
+    trace_reading *const r = trace_reading_new("memory");
+    unsigned char *const copy = (unsigned char *)allocate(size);
+    memcpy(copy, bytes, size);
+    r->bytes = copy;
+    r->size = size;
+    memset(t, 0, sizeof *t);
+    const int result = trace_read(r, t);
+    CHECK(result == 0 || result == -1);
+    CHECK((result == 0) == (r->error[0] == 0));
+    CHECK(result == 0 || strncmp(r->error, "memory: byte ", 13) == 0);
+    CHECK(strlen(r->error) < sizeof r->error - 1 && !strpbrk(r->error, "\n\r\t"));
+    snprintf(error, sizeof r->error, "%s", r->error);
+    free(r), free(copy);
+    return result;
+}
+
+/* What was read can be projected, answered and written, whatever it is. */
+static void check_use(trace *t)
+{
+    trace_project(t);
+    for (size_t i = 0; i < t->count; i++) {
+        const trace_event *const e = t->events + i;
+        CHECK(e->end >= e->begin && e->name >= 0 && e->name < t->names_count);
+        CHECK(t->names[e->name].text[0] != 1 && t->names[e->name].text[0] != 0);
+    }
+    trace_busy busy = trace_busy_of(t, 0);
+    CHECK(busy.all.ns == busy.all.before_call + busy.all.in_call + busy.all.after_call + busy.all.unknown);
+    CHECK(busy.span == busy.busy + busy.all.ns);
+    trace_busy_free(&busy);
+    FILE *const null = fopen("/dev/null", "w");
+    trace_write_all(null, t);
+    fclose(null);
+}
+
+static char *file_of(const char *name, size_t *size)
+{
+    char path[500];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *const f = fopen(path, "rb");
+    char *const bytes = (char *)allocate(1 << 16);
+    *size = f ? fread(bytes, 1, 1 << 16, f) : 0;
+    CHECK(f && *size > 1000 && *size < 1 << 16);
+    if (f)
+        fclose(f);
+    return bytes;
+}
+
+static const char *const files[] = {"chrome.json", "pairs.json", "nsys.jsonl"};
+
+/* Every prefix of Chrome's JSON is refused because it ends, with its length as the place. Of nsys's lines, those that
+   end after a line are whole files. */
+static void cut(void)
+{
+    for (int f = 0; f < 3; f++) {
+        size_t size;
+        char *const bytes = file_of(files[f], &size), error[640];
+        for (size_t cut = 1; cut + 2 < size; cut += cut < 1500 ? 1 : 41) {
+            trace t;
+            char place[40];
+            const int result = read_bytes(&t, bytes, cut, error);
+            snprintf(place, sizeof place, "memory: byte %zu: ", cut);
+            if (f < 2)
+                CHECK(result == -1 && strstr(error, place) && strstr(error, "the file ends where"));
+            else if (result == -1 && !strstr(error, "none of its"))
+                CHECK(bytes[cut - 1] != '\n' && bytes[cut] != '\n' && strstr(error, place));
+            trace_free(&t);
+        }
+        free(bytes);
+    }
+}
+
+/* Changes a few bytes; what is still accepted must be usable. */
+static void spoilt(void)
+{
+    size_t accepted = 0, refused = 0;
+    random_state = 17;
+    for (int round = 0; round < 1500; round++) {
+        static const char parts[] = "\"\\{}[]:,0179-+eE.u \n\1BEX";
+        size_t size;
+        static char *bytes[3];
+        static size_t sizes[3];
+        char copy[1 << 12], error[640];
+        const int f = round % 3;
+        trace t;
+        if (!bytes[f])
+            bytes[f] = file_of(files[f], &sizes[f]);
+        size = sizes[f] < sizeof copy ? sizes[f] : sizeof copy - 2;
+        memcpy(copy, bytes[f], size);
+        for (; copy[size - 1] != '\n'; size--) /* whole lines, with what closes them */
+            continue;
+        if (f < 2) {
+            size -= 2; /* the comma */
+            memcpy(copy + size, f ? "]" : "]}", 2);
+            size += f ? 1 : 2;
+        }
+        for (uint64_t changes = below(4); changes; changes--)
+            copy[below(size)] = below(3) ? parts[below(sizeof parts - 1)] : (char)below(256);
+        if (read_bytes(&t, copy, size, error) == 0) {
+            check_use(&t);
+            accepted++;
+        } else
+            refused++;
+        trace_free(&t);
+    }
+    CHECK(accepted > 300 && refused > 300);
+}
+
+static const char event[] =
+    "[{\"ph\":\"X\",\"cat\":\"%s\",\"name\":\"%s\",\"pid\":1,\"tid\":\"%s\",\"ts\":%s,\"dur\":%s}]";
+
+/* Reads one event. */
+static trace_event read_event(const char *category, const char *name, const char *tid, const char *ts, const char *dur,
+                              char *got)
+{
+    char text[3000], error[640];
+    trace t;
+    trace_event e = {0, 0, 0, 0, 0, 0, 0, 0};
+    snprintf(text, sizeof text, event, category, name, tid, ts, dur);
+    if (read_bytes(&t, text, strlen(text), error) == 0 && t.count == 1) {
+        e = t.events[0];
+        snprintf(got, 300, "%s", t.names[e.name].text);
+    } else
+        fail("%s: %s", text, error);
+    trace_free(&t);
+    return e;
+}
+
+static void times(void)
+{
+    static const struct {
+        const char *us;
+        uint64_t ns;
+    } cases[] = {{"0", 0},
+                 {"7", 7000},
+                 {"0.001", 1},
+                 {"0.0005", 1},
+                 {"0.0004", 0},
+                 {"1.5", 1500},
+                 {"4524124798798.264", 4524124798798264u},
+                 {"1790857026000000.999", 1790857026000000999u},
+                 {"1.5e3", 1500000},
+                 {"12E-1", 1200}};
+    char name[300];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const trace_event e = read_event("kernel", "k", "7", cases[i].us, cases[i].us, name);
+        if (e.begin != cases[i].ns || e.end != 2 * cases[i].ns)
+            fail("%s us are %llu to %llu ns", cases[i].us, (unsigned long long)e.begin, (unsigned long long)e.end);
+    }
+}
+
+static void names(void)
+{
+    static const char *const cases[][3] = {
+        {"kernel", "kvpc_store_kernel", "kvpc_store_kernel"},
+        {"kernel", "void at::native::(anonymous namespace)::CatArrayBatchedCopy<c10::half, (int)4>(long, int)",
+         "CatArrayBatchedCopy"},
+        {"kernel",
+         "std::enable_if<!(false), void>::type internal::gemvx::kernel<int, a<(b)1>>(cublasGemvParamsEx<int>)",
+         "kernel"},
+        {"kernel", "ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "ncclDevKernel_AllReduce_Sum_f16_RING_LL"},
+        {"kernel", "<>", "<>"},
+        {"kernel", "", "unnamed"},
+        {"kernel", "\\u00e9\\ud83d\\ude00\\ud83d\\n\\u0000\\udc00x", "\xc3\xa9\xf0\x9f\x98\x80\nx"},
+        {"gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", "copy HtoD"},
+        {"gpu_memcpy", "copy DtoD", "copy DtoD"},
+        {"gpu_memset", "Memset (Unknown)", "memset"},
+    };
+    char name[300];
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        (void)read_event(cases[i][0], cases[i][1], "7", "1", "1", name);
+        if (strcmp(name, cases[i][2]) != 0)
+            fail("\"%s\" is named \"%s\"", cases[i][1], name);
+    }
+    CHECK(read_event("cuda", "k", "Stream 13", "1", "1", name).track == 13);
+    CHECK(read_event("cuda", "k", "default", "1", "1", name).track !=
+          read_event("cuda", "k", "other", "1", "1", name).track);
+}
+
+/* Writes a trace into memory and reads it again. Names that are no UTF-8 are still valid JSON. */
+static void written(void)
+{
+    static const char *const texts[] = {"plain",    "\"\\\x01", "\xc3\xa9",     "\xe2\x82\xac\xf0\x9f\x98\x80",
+                                        "\xff\xc3", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80"};
+    static const char *const back[] = {"plain",
+                                       "\"\\\x01",
+                                       "\xc3\xa9",
+                                       "\xe2\x82\xac\xf0\x9f\x98\x80",
+                                       "\xc3\xbf\xc3\x83",
+                                       "\xc3\x80\xc2\x80",
+                                       "\xc3\xad\xc2\xa0\xc2\x80",
+                                       "\xc3\xb4\xc2\x90\xc2\x80\xc2\x80"};
+    trace t = {0}, again;
+    char *bytes = NULL, error[640];
+    size_t size = 0;
+    for (uint32_t i = 0; i < 8; i++) {
+        const trace_event e = {0, 0, 5000 + i, 12345678 + i, 0, i % 2, i, 0};
+        trace_add(&t, trace_name(&t, TRACE_KERNEL, texts[i]), e);
+    }
+    FILE *const f = open_memstream(&bytes, &size);
+    trace_write_all(f, &t);
+    fclose(f);
+    CHECK(read_bytes(&again, bytes, size, error) == 0 && again.count == 8);
+    for (uint32_t i = 0; i < 8 && i < again.count; i++) {
+        size_t at = 0;
+        while (at < 8 && again.events[at].track != i)
+            at++;
+        const trace_event *const e = again.events + at % 8;
+        if (strcmp(again.names[e->name].text, back[i]) != 0)
+            fail("name %u is read as \"%s\"", i, again.names[e->name].text);
+        CHECK(at < 8 && e->begin == i && e->end - e->begin == 12340678 && e->device == i % 2);
+    }
+    free(bytes);
+    trace_free(&t), trace_free(&again);
+}
+
+/* 100,000 names are found again, and get one number each. */
+static void many_names(void)
+{
+    trace t = {0};
+    char text[20];
+    for (int round = 0; round < 2; round++)
+        for (int n = 0; n < 100000; n++) {
+            snprintf(text, sizeof text, "name %d", n / 2);
+            if (trace_name(&t, n % 2 ? TRACE_CALL : TRACE_KERNEL, text) != n)
+                fail("name %d has another number", n);
+        }
+    CHECK(t.names_count == 100000);
+    trace_free(&t);
+}
+
+int main(int argc, char **argv)
+{
+    folder = argc > 1 ? argv[1] : "tests/trace/samples";
+    run("trace: times are read to the nanosecond", times);
+    run("trace: names", names);
+    run("trace: what is written is read again", written);
+    run("trace: many names", many_names);
+    run("trace: files that are cut at any byte", cut);
+    run("trace: files with spoilt bytes", spoilt);
+    return finish();
+}
