@@ -11,7 +11,7 @@
 #     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
 #     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
-#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
+#     profile       what `make ncu`, `make sass`, `make sanitize` and the like print for recorded input
 #
 # and of `make check`
 #

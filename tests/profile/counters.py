@@ -288,7 +288,7 @@ def link_bytes(r):
         r.plan.bytes / 2 / r.plan.us * 1e-3, LINK_GBS)
 
 
-# Operation, what is expected of it, where it is counted, from, to, whether more (1) or less (-1) than that is better, or
+# Operation, what is expected of it, where it is counted, from, to, whether more (1) or less (-1) than that is better or
 # neither (0), and what explains a figure out of range.
 EXPECTED = [
     ('gather, 64 Ki rows', 'DRAM, % of peak', None, 70, 80, 1, memory_busy),

@@ -53,8 +53,8 @@ class Sources:
 
 
 def interleaved(with_lines, with_live, sources):
-    """Merges `nvdisasm -c -gi` with the counts of `nvdisasm -c -lrm count`, which cannot be printed at once. Returns the
-    listing's lines, the number of instructions, and the most registers in use, with their addresses."""
+    """Merges `nvdisasm -c -gi` with the counts of `nvdisasm -c -lrm count`, which cannot be printed at once. Returns
+    the listing's lines, the number of instructions, and the most registers in use, with their addresses."""
     live, listing, place, told, fresh = live_registers(with_live), [], '', '', True
     instructions, most, where = 0, 0, []
     for line in with_lines:

@@ -2,7 +2,7 @@
 """usage: python3 tests/profile/profile.py sass|cfg [CUBIN...]   from the top folder; `make sass` and so on call it
        python3 tests/profile/profile.py nvdisasm KERNEL [CUBIN...]
        python3 tests/profile/profile.py ptx PTX...
-       python3 tests/profile/profile.py ncu|sanitize
+       python3 tests/profile/profile.py ncu|sanitize|sanitize-collectives
        python3 tests/profile/profile.py source KERNEL
        python3 tests/profile/profile.py nsys [PROGRAM [ARGUMENT...]]
        python3 tests/profile/profile.py compare A B            two copies of build/ncu.csv, or two of ncu's reports
@@ -18,6 +18,7 @@
     source    prints the lines at which the warps of a kernel wait; needs a GPU
     nsys      records a program's timeline, and prints where its time went; without PROGRAM only says whether it can
     sanitize  runs compute-sanitizer's four tools on some cases of every kernel, build/test_cuda; needs a GPU
+    sanitize-collectives   the same for build/test_nccl_gpu, on two GPUs
 
 CUDA_HOME, NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put them. Exits with 1 if something is not as
@@ -444,7 +445,8 @@ def find_nsys():
                 [place, '--version'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
             return place
     raise Missing('no nsys on PATH, under CUDA_HOME or in /opt/nvidia/nsight-systems: it is in Nsight Systems, package '
-                  'nsight-systems-cli or nsight-systems. build/10_trace needs only CUPTI and answers the same questions')
+                  'nsight-systems-cli or nsight-systems. build/10_trace needs only CUPTI, and answers the same '
+                  'questions')
 
 
 def nsys(program):
@@ -682,16 +684,17 @@ def ncu():
 
 
 SANITIZERS = 'synccheck', 'racecheck', 'memcheck', 'initcheck'
-SANITIZE_SECONDS = 300  # for each; they run side by side
+SANITIZE_SECONDS = 300  # for each
 
 
-def kernels_in(program):
-    """Returns the names of kvprim's kernels in a program, or None without cuobjdump."""
+def kernels_in(program, pattern):
+    """Returns the names of those kernels in a program that match, or None without cuobjdump."""
     try:
         cuobjdump = tool('cuobjdump', '')
     except Missing:
         return None
-    return set(re.findall(r'^ *Function (\w*kvp[cn]_\w+):', output_of(cuobjdump, '--dump-resource-usage', program), re.M))
+    names = re.findall(r'^ *Function (\w+):', output_of(cuobjdump, '--dump-resource-usage', program), re.M)
+    return {name for name in names if re.search(pattern, name)}
 
 
 def judge_sanitizer(check, ended, said, kernels):
@@ -715,32 +718,45 @@ def judge_sanitizer(check, ended, said, kernels):
     return wrong
 
 
-def each_sanitizer(sanitizer):
+def each_sanitizer(sanitizer, kernels, command, *options):
     """Runs all of them at once, as the host does most of their work, and prints what they say in their order."""
-    started, running = time.time(), []
+    started, running, wrong = time.time(), [], []
     os.makedirs('build/sanitize', exist_ok=True)
     for check in SANITIZERS:
         log = open('build/sanitize/%s.log' % check, 'w')
-        command = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
-                   'build/test_cuda', 'sanitize']
-        running.append((check, log.name, subprocess.Popen(command, stdout=log, stderr=log)))
-    kernels, wrong = kernels_in('build/test_cuda'), []
+        whole = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
+                 *options, *command]
+        running.append((check, log.name, subprocess.Popen(whole, stdout=log, stderr=log)))
     for check, log, process in running:
         ended = process.wait()
         print('== %s, done after %.0f s' % (check, time.time() - started))
-        wrong += judge_sanitizer(check, ended, open(log).read(), kernels)
+        wrong += judge_sanitizer(check, ended, '\n'.join(lines_of(log)), kernels)
     return len(wrong) > 0
 
 
-def sanitize():
+def find_sanitizer():
     need(gpus(), NO_GPU)
-    sanitizer = tool('compute-sanitizer', "the toolkit's package cuda-sanitizer-X-Y")
-    return recorded('gpu_sanitize.txt', HEADERS[:2], lambda: each_sanitizer(sanitizer))  # it tests only these
+    return tool('compute-sanitizer', "the toolkit's package cuda-sanitizer-X-Y")
+
+
+def sanitize():
+    sanitizer, program = find_sanitizer(), 'build/test_cuda'
+    return recorded('gpu_sanitize.txt', HEADERS[:2],  # it tests only these
+                    lambda: each_sanitizer(sanitizer, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
+
+
+def sanitize_collectives():
+    """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. Two ranks run the kernels for two.
+    Errors of the API are not reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer.
+    """
+    return each_sanitizer(find_sanitizer(), kernels_in('build/kvprim_nccl_counted.o', 'kvpn_kernel.*Li2E'),
+                          ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no')
 
 
 def main(job='', *inputs):
     jobs = {'sass': sass, 'ptx': ptx, 'cfg': cfg, 'compare': compare, 'nvdisasm': disassemble, 'nsys': nsys,
-            'source': source, 'ncu': lambda _: ncu(), 'sanitize': lambda _: sanitize()}
+            'source': source, 'ncu': lambda _: ncu(), 'sanitize': lambda _: sanitize(),
+            'sanitize-collectives': lambda _: sanitize_collectives()}
     if job not in jobs:
         print(__doc__.split('\n\n')[0], file=sys.stderr)
         return 2

@@ -69,8 +69,8 @@ COMPARED = [
 
 # Tables that are none of ncu's, and what is said of them.
 TABLES = [
-    ('cut in a row', r'a row of 3 columns in a table of 1\d: the file is cut', altered('^("[^"]*",){3}.*', r'"0","9","x"',
-                                                                                 '"0","9","profile"')),
+    ('cut in a row', r'a row of 3 columns in a table of 1\d: the file is cut',
+     altered('^("[^"]*",){3}.*', r'"0","9","x"', '"0","9","profile"')),
     ('cut before the units', 'without a row of units', altered('.+', '', '"","",""')),
     ('without headings', 'does not begin with "ID"', altered('.+', '', '"ID"')),
     ('other headings', 'without the column "Kernel Name"', altered('Kernel Name', 'Name', '"ID"')),
