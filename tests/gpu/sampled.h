@@ -5,6 +5,8 @@
 #ifndef SAMPLED_H
 #define SAMPLED_H
 #include <cuda_runtime.h>
+#include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <set>

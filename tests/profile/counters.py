@@ -95,10 +95,9 @@ class Launch:
                 f[label + ' a byte'] = f[label] / traffic
         if 'operations' in f and f.get('peak, GFLOP/s') and f.get('time, us'):
             f['compute, % of peak'] = 0.1 * f['operations'] / f['time, us'] / f['peak, GFLOP/s']
-        if self.plan and self.plan.us and self.plan.kind != 'linked':
-            f['moved, GB/s'] = self.plan.bytes / self.plan.us * 1e-3
-            if f.get('peak, GB/s'):
-                f['moved, % of peak'] = 100 * f['moved, GB/s'] / f['peak, GB/s']
+        for label in 'L1 hits, %', 'L2 hits, %':
+            if f.get(label, 0) > 100.5:  # of kernels so small that ncu's passes differ
+                del f[label]
 
     def shown(self, label, form='%.0f'):
         return form % self.figures[label] if label in self.figures else '-'
@@ -269,21 +268,31 @@ def link_share(launch):
     return 100 * launch.plan.bytes / 2 / launch.plan.us * 1e-3 / LINK_GBS if launch.plan.us else None
 
 
-def few_instructions(r):
-    return 'issue slots are busy %s of the time, DRAM %s' % (r.shown('issue slots, %', '%.0f %%'),
-                                                           r.shown('DRAM, % of peak', '%.0f %%'))
+def few_instructions(r, _):
+    return 'it needs few instructions: issue slots are busy %s of the time, DRAM %s' % (
+        r.shown('issue slots, %', '%.0f %%'), r.shown('DRAM, % of peak', '%.0f %%'))
 
 
-def nothing_else(r):
-    return 'warps wait for little but DRAM: it runs at %s of its peak, and few warps are ready at a time (not ' \
-        'selected %s)' % (r.shown('DRAM, % of peak', '%.0f %%'), r.shown('not selected, %', '%.0f %%'))
+def nothing_else(r, _):
+    return 'nothing else is waited for: DRAM %s of peak, issue slots %s, so warps that are ready seldom queue' % (
+        r.shown('DRAM, % of peak', '%.0f %%'), r.shown('issue slots, %', '%.0f %%'))
 
 
-def memory_busy(r):
-    return 'of %s GB/s; long scoreboard %s' % (r.shown('peak, GB/s'), r.shown('long scoreboard, %', '%.0f %%'))
+def memory_busy(r, _):
+    return 'all loads of a row before its stores: %s GB/s of %s' % (r.shown('DRAM, GB/s'), r.shown('peak, GB/s'))
 
 
-def link_bytes(r):
+def than_in_order(r, launches):
+    """Random slots, against slots in order."""
+    other = next((o for o in launches if o.name == 'store, 64 Ki tokens, in order'), None)
+    if not other or any(label not in x.figures for x in (r, other)
+                        for label in ('time, us', 'DRAM read, MB', 'DRAM written, MB')):
+        return memory_busy(r, launches)
+    return 'than in order: time %.3f, bytes read %.3f, written %.3f; so the memory itself is slower at it' % tuple(
+        r.figures[label] / other.figures[label] for label in ('time, us', 'DRAM read, MB', 'DRAM written, MB'))
+
+
+def link_bytes(r, _):
     return 'a sum of two ranks sends and receives its size once: %.0f of %d GB/s each way' % (
         r.plan.bytes / 2 / r.plan.us * 1e-3, LINK_GBS)
 
@@ -297,7 +306,7 @@ EXPECTED = [
     ('gather, 64 Ki rows', 'long scoreboard, %', None, 50, 60, 0, nothing_else),
     ('gather, 64 Ki rows', 'not selected, %', None, 20, 30, -1, nothing_else),
     ('store, 64 Ki tokens, in order', 'DRAM, % of peak', None, 70, 75, 1, memory_busy),
-    ('store, 64 Ki tokens, random slots', 'DRAM, % of peak', None, 55, 65, 1, memory_busy),
+    ('store, 64 Ki tokens, random slots', 'DRAM, % of peak', None, 55, 65, 1, than_in_order),
     ('all-reduce, 8 MB of bf16', 'us, without ncu', lambda r: r.plan.us or None, 20, 25, -1, link_bytes),
     ('all-reduce, 8 MB of bf16', 'NVLink, %', link_share, 60, 70, 1, link_bytes)]
 
@@ -317,7 +326,7 @@ def print_expected(launches):
             if figure is not None:
                 said = verdict(figure, low, high, better)
                 rows.append((operation, label, '%d-%d' % (low, high) if high > low else '%d' % low, '%.0f' % figure,
-                             said + ('' if said == 'in range' else ': ' + because(r))))
+                             said + ('' if said == 'in range' else ': ' + because(r, launches))))
     if not rows:
         return
     print('-- against what the documents expect')
