@@ -586,7 +586,7 @@ static double order_point(operation op, int64_t row_bytes, int64_t rows)
     return c[5].us / c[2].us;
 }
 
-/* mini-sglang's report expects of its store 70 to 75 % of the peak with slots in order, and 55 to 65 % with random ones,
+/* mini-sglang's report expects of its store 70 to 75 % of the peak with slots in order, 55 to 65 % with random ones,
    which take 10 to 20 % longer. */
 static void order()
 {
