@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Stands between kvprim_cuda.cuh and CUDA in test_cuda.cu: counts the launches of each kernel, and chooses the few cases
-   of the tests that run under compute-sanitizer, where a launch takes milliseconds. Included twice: before
+/* Stands between kvprim_cuda.cuh and CUDA in test_cuda.cu: counts the launches of each kernel, and chooses the few
+   cases of the tests that run under compute-sanitizer, where a launch takes milliseconds. Included twice: before
    kvprim_cuda.cuh, and after it, so that the tests' own calls are CUDA's again. */
 #ifndef SAMPLED_H
 #define SAMPLED_H

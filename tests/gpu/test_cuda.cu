@@ -1817,6 +1817,44 @@ static bool find_device()
     return true;
 }
 
+#ifndef KVPRIM_DEBUG
+/* Tables claim more rows than 32 bits count, and have the first few: moves by other kernels, of one task or of two. The
+   caches come last, as nothing may lie where they claim to; K's rows and V's take turns. */
+static void claimed_rows(arena *a)
+{
+    const int64_t count = 40, rows = 64, row_bytes = 24;
+    for (const bool both : {false, true}) {
+        empty(a);
+        kvprim_store_desc d = {};
+        void *const slot = place_index(a, KVPRIM_I64, count, 0, rows, true);
+        for (int64_t i = 0; i < count; i++)
+            set_index(slot, KVPRIM_I64, i, i % 9 == 0 ? -1 - i : i % 9 == 1 ? large_rows : i * 11 % rows);
+        d.slot = slot, d.slot_type = KVPRIM_I64, d.count = count, d.rejected = reserve_counter(a);
+        d.k = place(a, &layouts[0], count, row_bytes, 0);
+        d.v = place(a, &layouts[0], count, row_bytes - 4, 0);
+        d.k_bytes = row_bytes, d.v_bytes = row_bytes - 4; /* or they are two layers of one task */
+        char *const caches = static_cast<char *>(reserve(a, size_t(2 * rows * row_bytes), 0));
+        d.k_cache = table_of(caches, large_rows, 2 * row_bytes);
+        d.v_cache = table_of(caches + row_bytes, large_rows, 2 * row_bytes);
+        if (!both)
+            drop_v(&d);
+        CHECK(try_move(a, &d, "claimed rows") == RAN);
+    }
+}
+#endif
+
+/* As `uses`, except for tests that look at results which sampling leaves out. */
+static void kinds_of_rows(arena *a)
+{
+    padding_alone(a);
+    row_tails(a);
+    row_parts(a);
+    plain_sizes(a);
+#ifndef KVPRIM_DEBUG
+    claimed_rows(a);
+#endif
+}
+
 /* Prints how long the test took, and how many kernels kvprim launched in it. */
 static void run_timed(const char *name, void (*test)())
 {
@@ -1838,7 +1876,7 @@ static void run_sanitize()
     run_timed("cuda: each kernel of plain rows", test_kernels);
     run_timed("cuda: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
     run_timed("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
-    run_timed("cuda: vocabulary shard, padding alone", in_memory<uses>);
+    run_timed("cuda: tails, parts, sizes of rows", in_memory<kinds_of_rows>);
     run_timed("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run_timed("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run_timed("cuda: max_sms, pdl", test_options);
@@ -1882,6 +1920,9 @@ static void run_quick()
     run("cuda: vocabulary shard, padding alone", in_memory<uses>);
     run("cuda: bad descriptors", in_memory<bad_descriptors>);
     run("cuda: bad index types", test_bad_types);
+#ifndef KVPRIM_DEBUG
+    run("cuda: tables that claim more rows than there are", in_memory<claimed_rows>);
+#endif
     run("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);

@@ -117,26 +117,33 @@ def number_of(text):
     return float(text) if re.match(r'-?\d+(\.\d*)?$', text) else 0
 
 
+def fields_of(line, columns):
+    """Splits a row. ncu does not escape the quotes in the text of a line, which is the second of the columns."""
+    fields = line.strip()[1:-1].split('","')
+    more = len(fields) - columns
+    return fields if more <= 0 else fields[:1] + ['","'.join(fields[1:2 + more])] + fields[2 + more:]
+
+
 def read_source(lines):
-    """Reads `ncu --page source --csv --print-source cuda`: for each file a line that names it, headings and a row for
-    each line. Returns lines that have samples. Raises ValueError at another table."""
+    """Reads `ncu --page source --csv --print-source cuda,sass`: for each file a row that names it, headings, and for
+    each line a row, which is followed by one for each of its instructions. Returns lines that have samples. Raises
+    ValueError at another table."""
     path, columns, hot, samples = '', None, [], None
-    for row in csv.reader(lines):
-        if len(row) == 2 and row[0] in ('File Path', 'File Name'):
-            path, columns = row[1], None
-        elif 'Source' in row and columns is None and len(row) > 2:
-            columns = row
-            samples = next((row.index(name) for name in SAMPLES if name in row), None)
-            if 'Line No' not in row and '#' not in row or samples is None:
-                raise ValueError('no lines or no samples in this table: not the source page of ncu --csv')
-            line_at = row.index('Line No') if 'Line No' in row else row.index('#')
-        elif columns and len(row) == len(columns) and number_of(row[samples]):
-            stalls = {name[6:]: number_of(text) for name, text in zip(columns, row)
+    for line in lines:
+        fields = fields_of(line, len(columns) if columns else 2)
+        if fields[0] in ('File Path', 'File Name'):
+            path, columns = fields[1], None
+        elif fields[0] == 'Line No':
+            columns = line.strip()[1:-1].split('","')
+            samples = next((columns.index(name) for name in SAMPLES if name in columns), None)
+            if samples is None:
+                raise ValueError('no samples in this table: not the source page of ncu --csv')
+        elif columns and len(fields) != len(columns) and line.strip():
+            raise ValueError('a row of %d columns in a table of %d: the file is cut' % (len(fields), len(columns)))
+        elif columns and fields[0].isdigit() and number_of(fields[samples]):
+            stalls = {name[6:]: number_of(text) for name, text in zip(columns, fields)
                       if re.match(r'stall_\w+$', name) and not name.endswith('_not_issued')}
-            hot.append(Hot(path, int(number_of(row[line_at])), row[columns.index('Source')].strip(),
-                           number_of(row[samples]), stalls))
-        elif columns and len(row) not in (0, 1, 2, len(columns)):
-            raise ValueError('a row of %d columns in a table of %d: the file is cut' % (len(row), len(columns)))
+            hot.append(Hot(path, int(fields[0]), fields[1].strip(), number_of(fields[samples]), stalls))
     if columns is None:
         raise ValueError('not the source page of ncu --csv')
     return hot

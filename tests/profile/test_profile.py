@@ -311,6 +311,35 @@ def test_nsys():
         check('nsys: a %s table' % name, isinstance(found, str), found)
 
 
+# What `ncu --page source --csv --print-source cuda,sass` writes, which leaves quotes in the text as they are.
+SOURCE = """\
+"File Path","/x/kernels.cuh"
+"Function Name","gather"
+"Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_long_sb","stall_wait"
+"7","    asm("mad %0","%1");","-","-","30","30","20","10"
+"","","0x10","IMAD R2, R3, R4","30","30","20","10"
+"8","    store(v);","-","-","1,070","1,070","1,000","70"
+"","","0x20","STG.E R2, R4","1,070","1,070","1,000","70"
+"9","}","-","-","0","0","0","0"
+""".splitlines()
+
+
+def test_source():
+    rows, text = printed(lambda: listing.print_hot(listing.read_source(SOURCE), listing.Sources()))
+    check('source: hot lines', rows == 2 and re.search(
+        r'^ *97\.3%  long sb 93% +kernels\.cuh:8 +store\(v\);\n +2\.7%  long sb 67% +kernels\.cuh:7 +'
+        r'asm\("mad %0","%1"\);\n1100 samples in 2 lines', text, re.M), text)
+    for name, said, lines in (('cut', 'the file is cut', SOURCE[:-2] + ['"8","    store(v);","-"']),
+                              ('without samples', 'no samples', ['"Line No","Source"', '"1","int i;"']),
+                              ('foreign', 'not the source page', ['"ID","Kernel Name"', '"0","gather"']),
+                              ('empty', 'not the source page', [])):
+        try:
+            found = str(listing.read_source(lines))
+        except ValueError as error:
+            found = str(error)
+        check('source: %s table' % name, said in found, found)
+
+
 SANITIZED = """\
 ========= COMPUTE-SANITIZER
 ok cuda: gather
@@ -355,6 +384,7 @@ def main():
     test_cfg()
     test_nvdisasm()
     test_nsys()
+    test_source()
     print('%d passed, %d failed, 0 skipped' % (passed, failed))
     return failed != 0
 
