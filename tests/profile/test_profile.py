@@ -244,8 +244,32 @@ def test_tables():
     for figure, low, high, better, said in VERDICTS:
         found = counters.verdict(figure, low, high, better)
         check('verdict: %s of %d to %d' % (figure, low, high), found == said, found)
-    faults, text = printed(counters.judge_counters, altered('', ''))
+
+
+def test_h200():
+    """As an H200 counted. The lines of a table end the same way, whatever is added to it."""
+    with open(COUNTERS.replace('.csv', '_h200.csv')) as file:
+        lines = file.read().splitlines()
+    lines.insert(6, '# all-reduce, 8 MB of bf16|kvpn_kernel|16777216|linked|26.98')
+    lines += [re.sub('copy_kernel.*?"', 'kvpn_kernel"', lines[9])]
+    faults, text = printed(counters.judge_counters, lines)
+    check('counters of an H200: nothing is wrong', faults == 0, text)
     check('counters: no line is wider than 160 columns', max(map(len, text.splitlines())) <= 160, text)
+    for what, line in (
+            ('memory', r'gather, 64 Ki rows +64\.96 +4132 +3776 +78\.5% +134\.5 +110\.8 +88% +51% +29% +1% +11\.0 '
+             r'+16\.0 +68\.38'),
+            ('stalls', r'gather, 64 Ki rows +11% +11% +0% +long scoreboard 95  drain 2  wait 1  short scoreboard 1'),
+            ('instructions', r'gather, 64 Ki rows +7208960 +524288 +262144 +0 +32\.0 +30\.8'),
+            ('occupancy', r'gather, 64 Ki rows +32768 +128 +15\.52 +23 +86% +100% +warps: 16'),
+            ('roofline', r'gather, 64 Ki rows +0\.000 +0\.513 +14\.0 +78\.5% +0\.00% +11\.4% +memory'),
+            ('roofline, far from both', r'slots, 16 Mi tokens .*54\.8% .* latency'),
+            ('expected, in range', r'gather.* DRAM, % of peak +70-80 +78  in range'),
+            ('expected, better', r' +SM, % +30-40 +11  better: few instructions: .*11 %, DRAM 78 %'),
+            ('expected, outside', r' +long scoreboard, % +50-60 +95  outside: little else to wait for: .*'),
+            ('expected, random slots', r'store.*random.* 55-65 +81  better: time 1\.052 of that in order for 1\.00.+'),
+            ('expected, link', r' +NVLink, % +60-70 +69  in range'),
+            ('expected, us', r'all-reduce, 8 MB.* us, without ncu +20-25 +27  outside: each rank .*: 311 of 450 GB/s')):
+        check('counters of an H200: ' + what, re.search('^' + line + '$', text, re.M), text)
 
 
 # What `nvdisasm -c -gi` and `nvdisasm -c -lrm count` write of one kernel.
@@ -378,6 +402,7 @@ def main():
         check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
               len(re.findall(' only$', text, re.M)) == lonely, text)
     test_tables()
+    test_h200()
     test_sanitizers()
     test_sass()
     test_ptx()
