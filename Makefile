@@ -77,16 +77,18 @@ help:
 	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
-	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
-	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them)'
-	@echo 'make ncu       check the counters of each operation on a GPU (make ncu-compare A=old.csv B=new.csv)'
+	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'
+	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them;'
+	@echo '               make nvdisasm KERNEL=...: list them with source lines and registers in use)'
+	@echo 'make ncu       check the counters of each operation on a GPU (make ncu-compare A=old.csv B=new.csv;'
+	@echo '               make ncu-source KERNEL=...: hot lines; make nsys PROGRAM=...: where its time went)'
 	@echo 'make results   copy what was measured from build/results/ to tests/results/, which are committed'
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
-    nccl-bench bandwidth torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg ncu \
-    results
+    nccl-bench bandwidth torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg \
+    nvdisasm ncu ncu-source nsys results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -170,7 +172,7 @@ NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOM
 
 # Fails before anything is built, whatever -j says.
 ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench transformers sanitize \
-    cuda-sanitize bandwidth engine ncu,$(MAKECMDGOALS)),)
+    cuda-sanitize bandwidth engine ncu ncu-source,$(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
 
@@ -235,6 +237,20 @@ sass cfg ncu cuda-sanitize:
 
 ncu-compare:
 	@$(PROFILE) compare '$(A)' '$(B)'
+
+# KERNEL is a regular expression for a kernel's name.
+KERNEL ?= kvpc_gather_kernel
+nvdisasm:
+	@$(PROFILE) $@ '$(KERNEL)'
+ncu-source:
+	@$(PROFILE) source '$(KERNEL)'
+
+# The default program is built only where there is nsys.
+PROGRAM ?= build/02_kv_replay_cuda --device cuda $(ARGS) '$(TRACE)'
+nsys:
+	@$(PROFILE) $@
+	@$(if $(filter file,$(origin PROGRAM)),$(MAKE) --no-print-directory build/02_kv_replay_cuda)
+	@$(PROFILE) $@ $(PROGRAM)
 
 # ---- programs and libraries ----
 

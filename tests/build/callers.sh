@@ -305,7 +305,7 @@ builds_for_two()
 targets()
 {
     if [ "$gpus" -eq 0 ]; then
-        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu \
+        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu ncu-source \
             transformers; do
             cell "make $target without a GPU" leaves_results $target
         done

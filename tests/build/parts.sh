@@ -12,7 +12,7 @@
 #     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
 #     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     trace         the part of examples/10_trace that reads traces; its SQL files, where Perfetto is (TRACE_PROCESSOR)
-#     profile       what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print for recorded input
+#     profile       what `make ncu`, `make sass`, `make sanitize` and the like print for recorded input
 #
 # and of `make check`
 #

@@ -128,6 +128,8 @@ nccl_programs()
     cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -o "$build/test_nccl"
     cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
         -o "$build/06_allreduce"
+    ! has "$CXX" || cell 'counted.cu in C++' $CXX -x c++ -std=c++17 $warnings -I. $system -fsyntax-only \
+        tests/nccl/counted.cu
     if has mpicc; then
         cell 'example 06 for MPI' mpicc -std=c11 $warnings -I. $system examples/06_allreduce_mpi.c $libraries \
             -o "$build/06_allreduce_mpi"
@@ -205,9 +207,9 @@ nccl_headers()
 profile()
 {
     if has python3; then
-        program 'what make sass, cfg, ncu and ncu-compare print' python3 tests/profile/test_profile.py
+        program 'what make ncu, sass, sanitize and the like print' python3 tests/profile/test_profile.py
     else
-        skip 'what make sass, cfg, ncu and ncu-compare print: no python3'
+        skip 'what make ncu, sass, sanitize and the like print: no python3'
     fi
 }
 

@@ -62,6 +62,8 @@ static outcome try_copy(arena *a, const copy_items &items, const char *what, int
         a, want, want_text, runs && bytes, [&] { return kvprim_copy(&desc); },
         [&] {
             const kvprim_status got = kvprim_cuda_copy(&on, a->launch);
+            if (is_asked())
+                return got;
             if (!moved_items.empty())
                 memset(static_cast<void *>(moved_items.data()), 0xff, moved_items.size() * sizeof moved_items[0]);
             memset(static_cast<void *>(&on), 0xff, sizeof on);

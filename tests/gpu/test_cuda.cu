@@ -4,10 +4,12 @@
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/gpu/test_cuda.cu -o test_cuda && ./test_cuda
 
-   The argument `quick` runs about a tenth of the cases, for compute-sanitizer. `brief` runs each kernel a few times,
-   for those of its tools that look for shared memory and barriers, which no kernel here has. */
+   The argument `quick` runs about a tenth of the cases. `sanitize` runs some of those, for compute-sanitizer: of each
+   kernel, the first, second, fourth, eighth ... case that launches it (sampled.h). It ends with what was launched. */
 #define KVPRIM_IMPLEMENTATION
+#include "sampled.h"
 #include "../../kvprim_cuda.cuh"
+#include "sampled.h"
 #include "test_rows.h"
 #include "test_transfers.h"
 #include "test_fragments.h"
@@ -1538,7 +1540,7 @@ static void test_warps()
     const gpu_array<unsigned char> src_on(src.data(), most);
     CUDA(cudaDeviceSynchronize());
     empty(&memory);
-    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += quick && bytes > 64 ? 17 : 1) {
+    for (size_t bytes = 0; bytes <= longest_warp_copy; bytes += bytes <= 64 || !quick ? 1 : sampled_on ? 97 : 17) {
         one_warp_length(src.data(), src_on.p, bytes, false, blocks[bytes % 4]);
         if (bytes % 3 == 0 || bytes < 300)
             one_warp_length(src.data(), src_on.p, bytes, true, blocks[bytes / 3 % 4]);
@@ -1815,16 +1817,96 @@ static bool find_device()
     return true;
 }
 
-static void run_brief()
+#ifndef KVPRIM_DEBUG
+/* Tables claim more rows than 32 bits count, and have the first few: moves by other kernels, of one task or of two. The
+   caches come last, as nothing may lie where they claim to; K's rows and V's take turns. */
+static void claimed_rows(arena *a)
 {
-    run("cuda: max_sms, pdl", test_options);
-    run("cuda: transfers in graphs", test_transfer_graphs);
-    run("cuda: warp copy and zero, lengths x alignments", test_warps);
-    run("cuda: graphs replayed with other indices", test_graphs);
-    run("cuda: unpack, max_sms, pdl", test_unpack_options);
-    run("cuda: copy, max_sms, pdl", test_copy_options);
-    run("cuda: two threads, two streams", test_threads);
-    run("cuda: slots, max_sms, pdl", test_slots_options);
+    const int64_t count = 40, rows = 64, row_bytes = 24;
+    for (const bool both : {false, true}) {
+        empty(a);
+        kvprim_store_desc d = {};
+        void *const slot = place_index(a, KVPRIM_I64, count, 0, rows, true);
+        for (int64_t i = 0; i < count; i++)
+            set_index(slot, KVPRIM_I64, i, i % 9 == 0 ? -1 - i : i % 9 == 1 ? large_rows : i * 11 % rows);
+        d.slot = slot, d.slot_type = KVPRIM_I64, d.count = count, d.rejected = reserve_counter(a);
+        d.k = place(a, &layouts[0], count, row_bytes, 0);
+        d.v = place(a, &layouts[0], count, row_bytes - 4, 0);
+        d.k_bytes = row_bytes, d.v_bytes = row_bytes - 4; /* or they are two layers of one task */
+        char *const caches = static_cast<char *>(reserve(a, size_t(2 * rows * row_bytes), 0));
+        d.k_cache = table_of(caches, large_rows, 2 * row_bytes);
+        d.v_cache = table_of(caches + row_bytes, large_rows, 2 * row_bytes);
+        if (!both)
+            drop_v(&d);
+        CHECK(try_move(a, &d, "claimed rows") == RAN);
+    }
+}
+#endif
+
+/* As `uses`, except for tests that look at results which sampling leaves out. */
+static void kinds_of_rows(arena *a)
+{
+    padding_alone(a);
+    row_tails(a);
+    row_parts(a);
+    plain_sizes(a);
+#ifndef KVPRIM_DEBUG
+    claimed_rows(a);
+#endif
+}
+
+/* Prints how long the test took, and how many kernels kvprim launched in it. */
+static void run_timed(const char *name, void (*test)())
+{
+    static unsigned before_it;
+    const auto start = std::chrono::steady_clock::now();
+    run(name, test);
+    unsigned launches = 0;
+    for (const auto &kernel : sampled_launches)
+        launches += kernel.second;
+    printf("   %.1f s, %u launches\n", std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(),
+           launches - before_it);
+    before_it = launches;
+    fflush(stdout);
+}
+
+/* Each kernel, and each function for kernels of others. The tests up to the empty line sample their cases. */
+static void run_sanitize()
+{
+    run_timed("cuda: each kernel of plain rows", test_kernels);
+    run_timed("cuda: gather, sizes x layouts, sizes x alignments", in_memory<gather_matrix>);
+    run_timed("cuda: store, sizes x layouts, sizes x alignments", in_memory<store_matrix>);
+    run_timed("cuda: tails, parts, sizes of rows", in_memory<kinds_of_rows>);
+    run_timed("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
+    run_timed("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
+    run_timed("cuda: max_sms, pdl", test_options);
+    run_timed("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
+    run_timed("cuda: transfer, layers", in_memory<layer_matrix>);
+    run_timed("cuda: transfer inside one cache", in_memory<copies_on_write>);
+    run_timed("cuda: random transfers", in_memory<fuzz<random_move<kvprim_transfer_desc>>>);
+    run_timed("cuda: several moves at once", test_moves);
+    run_timed("cuda: transfers, layers of the GPU, lists of the host", test_listed);
+    run_timed("cuda: slots, forms x types x sizes, limits", test_slots);
+    run_timed("cuda: slots, max_sms, pdl", test_slots_options);
+    run_timed("cuda: random slots", in_memory<fuzz<random_slots>>);
+    run_timed("cuda: unpack, sizes x kinds x orders", test_unpack);
+    run_timed("cuda: unpack, lengths x alignments", test_unpack_lengths);
+    run_timed("cuda: unpack, counts", test_unpack_counts);
+    run_timed("cuda: unpack, max_sms, pdl", test_unpack_options);
+    run_timed("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
+    run_timed("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
+    run_timed("cuda: copy, lengths x alignments", test_copy_lengths);
+    run_timed("cuda: copy, max_sms, pdl", test_copy_options);
+    run_timed("cuda: random copies", in_memory<fuzz<random_copy>>);
+
+    run_timed("cuda: allocations that end with the table", test_exact_memory);
+    run_timed("cuda: duplicate slots", test_duplicates);
+    run_timed("cuda: layouts of engines", test_layouts);
+    run_timed("cuda: device functions: rows", test_device_rows);
+    run_timed("cuda: device functions: addresses", test_device_bytes);
+    run_timed("cuda: warp copy and zero, lengths x alignments", test_warps);
+    run_timed("cuda: two threads, two streams", test_threads);
+    sampled_print();
 }
 
 static void run_quick()
@@ -1838,6 +1920,9 @@ static void run_quick()
     run("cuda: vocabulary shard, padding alone", in_memory<uses>);
     run("cuda: bad descriptors", in_memory<bad_descriptors>);
     run("cuda: bad index types", test_bad_types);
+#ifndef KVPRIM_DEBUG
+    run("cuda: tables that claim more rows than there are", in_memory<claimed_rows>);
+#endif
     run("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);
     run("cuda: transfer, sizes x layouts, sizes x alignments, counts", test_transfer);
@@ -1904,10 +1989,10 @@ static void run_long()
 
 int main(int argc, char **argv)
 {
-    const bool brief = argc == 2 && strcmp(argv[1], "brief") == 0;
-    quick = brief || (argc == 2 && strcmp(argv[1], "quick") == 0);
+    sampled_on = argc == 2 && strcmp(argv[1], "sanitize") == 0;
+    quick = sampled_on || (argc == 2 && strcmp(argv[1], "quick") == 0);
     if (argc > 2 || (argc == 2 && !quick)) {
-        fprintf(stderr, "usage: %s [quick|brief]\n", argv[0]);
+        fprintf(stderr, "usage: %s [quick|sanitize]\n", argv[0]);
         return 2;
     }
     if (!find_device())
@@ -1916,7 +2001,7 @@ int main(int argc, char **argv)
     fuzz_rounds = quick ? 300 : 5000;
     CUDA(cudaStreamCreateWithFlags(&main_launch.stream, cudaStreamNonBlocking));
     open_arena(&memory, size_t(288) << 20, &main_launch);
-    brief ? run_brief() : run_quick();
+    sampled_on ? run_sanitize() : run_quick();
     if (!quick) {
         run_long();
         return finish(); /* nothing can be freed after a trap */

@@ -77,6 +77,8 @@ static outcome try_unpack(arena *a, const kvprim_unpack_desc *desc, const char *
         a, want, want_text, runs && any_bytes(desc), [&] { return kvprim_unpack(desc); },
         [&] {
             const kvprim_status got = kvprim_cuda_unpack(&on, a->launch);
+            if (is_asked())
+                return got;
             if (!fragments.empty())
                 memset(fragments.data(), 0xff, fragments.size() * sizeof fragments[0]);
             memset(&on, 0xff, sizeof on);

@@ -100,7 +100,8 @@ static outcome try_listed(arena *a, const kvprim_transfer_desc *d, unsigned how,
         a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(d); },
         [&] {
             const kvprim_status status = kvprim_cuda_transfer(&listed.on.d, a->launch);
-            listed.forget_lists();
+            if (!is_asked())
+                listed.forget_lists();
             return status;
         });
 }

@@ -4,7 +4,7 @@
 # sanitize; quick: fewer sizes and environments
 #
 # Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
-# collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's memcheck on 2. With one GPU,
+# collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's tools on 2. With one GPU,
 # tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
 # also goes to build/results/, after the checksums of the headers.
 #
@@ -132,20 +132,21 @@ run_benches()
     return $code
 }
 
-# Errors of the API are not reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer.
-run_memcheck()
+# Runs compute-sanitizer's four tools. The implementation also says which kernels were launched.
+run_sanitizers()
 {
-    build_implementation && build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o || return 1
-    run 0,1 "$sanitizer" --tool memcheck --report-api-errors no --error-exitcode 1 build/test_nccl_gpu quick on
-    return $code
+    $cuda -c tests/nccl/counted.cu -o build/kvprim_nccl_counted.o &&
+        build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl_counted.o || return 1
+    CUDA_VISIBLE_DEVICES=0,1 python3 tests/profile/profile.py sanitize-collectives
 }
 
 case $1 in
 test) recorded nccl_test.txt 'kvprim.h kvprim_nccl.h' run_tests ;;
 bench) recorded nccl_bench.txt 'kvprim.h kvprim_nccl.h' run_benches ;;
 sanitize)
-    sanitizer=$(tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y") || exit 1
-    recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_memcheck
+    tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y" >/dev/null || exit 1
+    command -v python3 >/dev/null || { echo 'no python3; install it, it needs nothing else' >&2; exit 1; }
+    recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_sanitizers
     ;;
 *)
     echo 'usage: tests/nccl/nccl.sh test [quick]|bench|sanitize' >&2

@@ -2,7 +2,7 @@
 /* What `make ncu` looks at. Each operation runs once between cudaProfilerStart and cudaProfilerStop, on rows of 2 KB.
    Large ones read and write at least 256 MiB, those of a decode step move 64 rows. Every result is compared with
    kvprim.h's. The program prints the plan that tests/profile/profile.py reads, a line for each operation:
-   `# operation|kernel|bytes moved|kind`.
+   `# operation|kernel|bytes moved|kind|us`, with the microseconds of a call without ncu, or 0.
 
        build/ncu/profile                     on one GPU
        build/ncu/profile all_reduce 0|1 ID   as rank 0 or 1 of two processes that meet through the file ID */
@@ -63,6 +63,8 @@ static void open_gpu(int device)
 typedef struct place {
     char *src, *dst;                       /* all_bytes each */
     int32_t *of_all, *of_half, *to, *from; /* rows of both tables, of one, of a layer, in random order */
+    int32_t *in_order;                     /* rows of one table */
+    int32_t *pages, *request, *position;   /* of tokens: see run_slots */
 } place;
 static place gpu, host;
 
@@ -91,6 +93,10 @@ enum {
     fragment_bytes = 16384,
     fragment_rows = fragment_bytes / row_bytes,
     most_fragments = 8192,
+    requests = 1024, /* each of so many pages, of so many rows */
+    request_pages = 1024,
+    page_rows = 16,
+    tokens = requests * request_pages * page_rows,
     poison = 0xee
 };
 static const size_t all_bytes = (size_t)all_rows * row_bytes;
@@ -143,18 +149,28 @@ static void run_gather(const place *p, int64_t rows)
     check_kvprim(p == &gpu ? kvprim_cuda_gather(&gather, &launch) : kvprim_gather(&gather));
 }
 
-static void run_store(const place *p, int64_t tokens)
+static void store_to(const place *p, const int32_t *slots, int64_t count)
 {
     kvprim_store_desc store = {};
     store.k_cache = table_of(p->dst, 0, cache_rows);
     store.v_cache = table_of(p->dst, cache_rows, cache_rows);
-    store.k = table_of(p->src, 0, tokens);
-    store.v = table_of(p->src, cache_rows, tokens);
+    store.k = table_of(p->src, 0, count);
+    store.v = table_of(p->src, cache_rows, count);
     store.k_bytes = store.v_bytes = row_bytes;
-    store.slot = p->of_half;
+    store.slot = slots;
     store.slot_type = KVPRIM_I32;
-    store.count = tokens;
+    store.count = count;
     check_kvprim(p == &gpu ? kvprim_cuda_store(&store, &launch) : kvprim_store(&store));
+}
+
+static void run_store(const place *p, int64_t count)
+{
+    store_to(p, p->of_half, count);
+}
+
+static void run_store_in_order(const place *p, int64_t count)
+{
+    store_to(p, p->in_order, count);
 }
 
 static void run_transfer(const place *p, int64_t rows)
@@ -182,21 +198,51 @@ static void run_unpack(const place *p, int64_t count)
     check_kvprim(p == &gpu ? kvprim_cuda_unpack(&unpack, &launch) : kvprim_unpack(&unpack));
 }
 
+static void run_copies(const place *p, int64_t count)
+{
+    static kvprim_copy_item items[most_fragments];
+    for (int64_t i = 0; i < count; i++)
+        items[i] = {p->src + fragments[i].src_offset, p->dst + fragments[i].dst_offset, fragments[i].bytes};
+    const kvprim_copy_desc copy = {items, (size_t)count, 0};
+    check_kvprim(p == &gpu ? kvprim_cuda_copy(&copy, &launch) : kvprim_copy(&copy));
+}
+
+static void run_slots(const place *p, int64_t count)
+{
+    kvprim_slots_desc slots = {};
+    slots.pages = p->pages;
+    slots.requests = requests;
+    slots.max_pages = request_pages;
+    slots.page_rows = page_rows;
+    slots.rows = tokens;
+    slots.request = p->request;
+    slots.position = p->position;
+    slots.slot = p->dst;
+    slots.pages_type = slots.token_type = slots.slot_type = KVPRIM_I32;
+    slots.count = count;
+    check_kvprim(p == &gpu ? kvprim_cuda_slots(&slots, &launch) : kvprim_slots(&slots));
+}
+
 typedef struct operation {
     const char *name, *kernel, *kind;
     void (*run)(const place *p, int64_t count);
-    int64_t count, rows; /* rows: that move */
+    int64_t count, bytes; /* bytes: read, and as many written */
 } operation;
 
 static const operation operations[] = {
-    {"copy, 64 Ki rows in order", "copy_kernel", "copy", run_copy, 65536, 65536},
-    {"gather, 64 Ki rows", "kvpc_gather_kernel", "large", run_gather, 65536, 65536},
-    {"store, 64 Ki tokens, K and V", "kvpc_store_kernel", "large", run_store, 65536, 2 * 65536},
-    {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, 2048, 2048 * layers},
+    {"copy, 64 Ki rows in order", "copy_kernel", "copy", run_copy, 65536, 65536 * row_bytes},
+    {"gather, 64 Ki rows", "kvpc_gather_kernel", "large", run_gather, 65536, 65536 * row_bytes},
+    {"store, 64 Ki tokens, in order", "kvpc_store_kernel", "large", run_store_in_order, 65536, 2 * 65536 * row_bytes},
+    {"store, 64 Ki tokens, random slots", "kvpc_store_kernel", "large", run_store, 65536, 2 * 65536 * row_bytes},
+    {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, 2048, 2048 * layers *row_bytes},
     {"unpack, 8,192 fragments of 16 KB", "kvpc_unpack_kernel", "large", run_unpack, most_fragments,
-     most_fragments *fragment_rows},
-    {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, 64, 64},
-    {"store, 64 tokens, K and V", "kvpc_store_kernel", "small", run_store, 64, 2 * 64}};
+     most_fragments *fragment_bytes},
+    {"copy by address, 8,192 of 16 KB", "kvpc_unpack_kernel", "large", run_copies, most_fragments,
+     most_fragments *fragment_bytes},
+    {"slots, 16 Mi tokens", "kvpc_slots_kernel", "slots", run_slots, tokens, 6 * tokens}, /* 8 bytes to 4 */
+    {"gather, 64 rows", "kvpc_gather_kernel", "small", run_gather, 64, 64 * row_bytes},
+    {"store, 64 tokens, random slots", "kvpc_store_kernel", "small", run_store, 64, 2 * 64 * row_bytes},
+    {"slots, 64 tokens", "kvpc_slots_kernel", "small", run_slots, 64, 6 * 64}};
 
 /* Ends the program at a row that is neither as it should be, nor unchanged. */
 static void compare(const operation *o)
@@ -212,7 +258,7 @@ static void compare(const operation *o)
 
 static void profile(const operation *o)
 {
-    o->run(&gpu, o->count); /* CUDA loads a kernel at its first launch */
+    const double us = time_calls(o->run, o->count, 20); /* CUDA loads a kernel at its first launch */
     CUDA(cudaMemsetAsync(gpu.dst, poison, all_bytes, stream));
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStart());
@@ -220,7 +266,9 @@ static void profile(const operation *o)
     CUDA(cudaStreamSynchronize(stream));
     CUDA(cudaProfilerStop());
     compare(o);
-    printf("# %s|%s|%lld|%s\n", o->name, o->kernel, (long long)(2 * o->rows * row_bytes), o->kind);
+    /* Calls of small operations follow each other as fast as the host enqueues them. */
+    printf("# %s|%s|%lld|%s|%.2f\n", o->name, o->kernel, (long long)(2 * o->bytes), o->kind,
+           strcmp(o->kind, "small") == 0 ? 0 : us);
 }
 
 /* Allocates on the GPU, with the host's bytes. */
@@ -244,6 +292,20 @@ static void make_order(int32_t **on_host, int32_t **on_device, int32_t n)
     *on_device = on_gpu(order, (size_t)n * sizeof *order);
 }
 
+/* Token i is of request i / (tokens / requests), in whose pages it is the next. */
+static void open_tokens(void)
+{
+    make_order(&host.pages, &gpu.pages, requests * request_pages);
+    host.request = (int32_t *)allocate(tokens * sizeof *host.request);
+    host.position = (int32_t *)allocate(tokens * sizeof *host.position);
+    for (int32_t i = 0; i < tokens; i++) {
+        host.request[i] = i / (request_pages * page_rows);
+        host.position[i] = i % (request_pages * page_rows);
+    }
+    gpu.request = on_gpu(host.request, tokens * sizeof *host.request);
+    gpu.position = on_gpu(host.position, tokens * sizeof *host.position);
+}
+
 static void open_rows(void)
 {
     int32_t *places, *unused;
@@ -258,6 +320,11 @@ static void open_rows(void)
     make_order(&host.to, &gpu.to, layer_rows);
     make_order(&host.from, &gpu.from, layer_rows);
     make_order(&places, &unused, cache_rows / fragment_rows);
+    host.in_order = (int32_t *)allocate(cache_rows * sizeof *host.in_order);
+    for (int32_t i = 0; i < cache_rows; i++)
+        host.in_order[i] = i;
+    gpu.in_order = on_gpu(host.in_order, cache_rows * sizeof *host.in_order);
+    open_tokens();
     for (int f = 0; f < most_fragments; f++) {
         fragments[f].src_offset = (uint64_t)places[f] * fragment_bytes;
         fragments[f].dst_offset = (uint64_t)f * fragment_bytes;
@@ -282,7 +349,7 @@ static int profile_rows(void)
 #ifdef PROFILE_NCCL
 static kvprim_comm comm;
 static uint16_t *send_bf16, *recv_bf16; /* on the GPU */
-enum { most_count = 2 << 20 };          /* of elements */
+enum { most_count = 4 << 20 };          /* of elements */
 
 static void write_id(const kvprim_comm_id *id, const char *path)
 {
@@ -331,8 +398,9 @@ static void run_all_reduce(const place *, int64_t count)
     check_kvprim(kvprim_all_reduce(&comm, recv_bf16, send_bf16, (size_t)count, KVPRIM_BF16, KVPRIM_SUM, stream));
 }
 
-/* What can be measured without ncu: the median of some rounds. In the first round the other rank may not have begun. */
-static void describe_all_reduce(const char *name, int64_t count)
+/* What can be measured without ncu: the median of some rounds, in microseconds. In the first round the other rank may
+   not have begun. */
+static double describe_all_reduce(const char *name, int64_t count)
 {
     enum { rounds = 9 };
     double us[rounds];
@@ -353,6 +421,7 @@ static void describe_all_reduce(const char *name, int64_t count)
 #else
     (void)name;
 #endif
+    return us[rounds / 2];
 }
 
 static void compare_all_reduce(int64_t count)
@@ -370,7 +439,7 @@ static void compare_all_reduce(int64_t count)
 
 static void profile_all_reduce(const char *name, int64_t count)
 {
-    describe_all_reduce(name, count);
+    const double us = describe_all_reduce(name, count);
     CUDA(cudaMemsetAsync(recv_bf16, poison, (size_t)count * sizeof *recv_bf16, stream));
     CUDA(cudaStreamSynchronize(stream));
     if (comm.rank == 0)
@@ -382,7 +451,7 @@ static void profile_all_reduce(const char *name, int64_t count)
     check_kvprim(kvprim_comm_check(&comm));
     compare_all_reduce(count);
     if (comm.rank == 0)
-        printf("# %s|kvpn_kernel|%lld|linked\n", name, (long long)(4 * count));
+        printf("# %s|kvpn_kernel|%lld|linked|%.2f\n", name, (long long)(4 * count), us);
 }
 
 static void open_all_reduce(int rank, const char *path)
@@ -416,7 +485,7 @@ static int profile_collectives(int rank, const char *path)
         printf("%s\n", kvprim_comm_describe(&comm));
     if (comm.peer[0]) {
         profile_all_reduce("all-reduce, 64 KB of bf16", 32768);
-        profile_all_reduce("all-reduce, 4 MB of bf16", most_count);
+        profile_all_reduce("all-reduce, 8 MB of bf16", most_count);
     } else if (rank == 0) {
         printf("all-reduce is NCCL's here, which is not looked at\n");
     }

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: MIT
 """usage: python3 tests/profile/profile.py sass|cfg [CUBIN...]   from the top folder; `make sass` and so on call it
+       python3 tests/profile/profile.py nvdisasm KERNEL [CUBIN...]
        python3 tests/profile/profile.py ptx PTX...
-       python3 tests/profile/profile.py ncu|sanitize
+       python3 tests/profile/profile.py ncu|sanitize|sanitize-collectives
+       python3 tests/profile/profile.py source KERNEL
+       python3 tests/profile/profile.py nsys [PROGRAM [ARGUMENT...]]
        python3 tests/profile/profile.py compare A B            two copies of build/ncu.csv, or two of ncu's reports
 
     sass      prints registers, stack and widths of memory accesses of every kernel; checks main paths for 128 bits,
@@ -9,8 +12,13 @@
               the benchmark's opponents load rows before they store
     ptx       checks only that they wait, in what nvcc -ptx wrote of kvprim_cuda.cuh for sm_90 or newer
     cfg       draws control-flow graphs of the kernels: build/cfg/*.dot, and .svg if there is Graphviz
-    ncu       prints counters of one launch of each operation, as a table and a checklist; needs a GPU
-    sanitize  runs compute-sanitizer's four tools on a tenth of the tests, build/test_cuda; needs a GPU
+    nvdisasm  lists the kernels whose name matches KERNEL in build/nvdisasm/: code after its lines of source, live
+              registers, control flow
+    ncu       prints counters of one launch of each operation, as tables and a checklist; needs a GPU
+    source    prints the lines at which the warps of a kernel wait; needs a GPU
+    nsys      records a program's timeline, and prints where its time went; without PROGRAM only says whether it can
+    sanitize  runs compute-sanitizer's four tools on some cases of every kernel, build/test_cuda; needs a GPU
+    sanitize-collectives   the same for build/test_nccl_gpu, on two GPUs
 
 CUDA_HOME, NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put them. Exits with 1 if something is not as
@@ -26,10 +34,16 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+
+sys.dont_write_bytecode = True  # tests/ is not the place for it
+import counters  # noqa: E402: of this folder
+import listing  # noqa: E402
 
 NVCC, CUDA_HOME, NCCL_INCLUDE, NCCL_LIBRARY = (
     os.environ.get(name, '') for name in ('NVCC', 'CUDA_HOME', 'NCCL_INCLUDE', 'NCCL_LIBRARY'))
 NO_GPU = 'no GPU here (nvidia-smi lists none)'
+NVDISASM = "the toolkit's package cuda-nvdisasm-X-Y, or pip's nvidia-cuda-nvdisasm"
 NO_NVCC = 'no nvcc on PATH, under CUDA_HOME or in the usual places: install CUDA'
 HEADERS = ['kvprim.h', 'kvprim_cuda.cuh'] + ['kvprim_nccl.h'] * (NCCL_INCLUDE != '')
 # nvcc searches folders given by -I before its own.
@@ -61,6 +75,12 @@ def tool(name, package):
         if place and os.path.isfile(place) and os.access(place, os.X_OK):
             return place
     raise Missing('no %s on PATH, under CUDA_HOME or beside nvcc: it is in %s' % (name, package))
+
+
+def lines_of(path):
+    """Bytes that are no UTF-8 are kept out of the way, for the reader to say what the file is not."""
+    with open(path, errors='replace') as file:
+        return file.read().splitlines()
 
 
 def gpus():
@@ -327,10 +347,13 @@ def loops_of(edges, entry):
     return back, len(heads)
 
 
-def draw(graphs, folder):
-    """Reads `nvdisasm -bbcfg`, writes a .dot file for each kernel and prints a line. Returns how many there were."""
+def draw(graphs, folder, wanted=None):
+    """Reads `nvdisasm -bbcfg`, writes a .dot file for each kernel that is wanted and prints a line. Returns how many
+    there were."""
     print('basic       back\nblocks edges  edges loops  graph')
-    kernels = re.findall(r'^subgraph "cluster_(.*?)"[^\n]*\n(.*?^\})', graphs, re.M | re.S)
+    kernels = [(name, body) for name, body in
+               re.findall(r'^subgraph "cluster_(.*?)"[^\n]*\n(.*?^\})', graphs, re.M | re.S)
+               if wanted is None or name in wanted]
     names = short_names(name for name, _ in kernels)
     for name, body in kernels:
         blocks = re.findall(r'^("[^"]*")$', body, re.M)
@@ -347,7 +370,7 @@ def draw(graphs, folder):
 
 
 def cfg(cubins):
-    nvdisasm = tool('nvdisasm', "the toolkit's package cuda-nvdisasm-X-Y, or pip's nvidia-cuda-nvdisasm")
+    nvdisasm = tool('nvdisasm', NVDISASM)
     cubins, code = cubins or compile_kernels(), 0
     shutil.rmtree('build/cfg', ignore_errors=True)
     os.makedirs('build/cfg')
@@ -363,160 +386,102 @@ def cfg(cubins):
     return code
 
 
-# ---- counters ----
+# ---- nvdisasm ----
 
-FIGURES = [('time, us', 'gpu__time_duration.sum', 1e6),
-           ('DRAM, GB/s', 'dram__bytes.sum.per_second', 1e-9),
-           ('DRAM, % of peak', 'dram__throughput.avg.pct_of_peak_sustained_elapsed', 1),
-           ("stall's share, %", '', 0),
-           ('long scoreboard, %', '', 0),
-           ('occupancy, %', 'sm__warps_active.avg.pct_of_peak_sustained_active', 1),
-           ('of at most, %', 'sm__maximum_warps_per_active_cycle_pct', 1),
-           ('registers', 'launch__registers_per_thread', 1),
-           ('local accesses', 'smsp__inst_executed_op_local_ld.sum', 1),
-           ('local accesses', 'smsp__inst_executed_op_local_st.sum', 1)]
-STALL = 'smsp__average_warps_issue_stalled_%s_per_issue_active.ratio'
-STALLS = '''barrier branch_resolve dispatch_stall drain gmma imc_miss lg_throttle long_scoreboard math_pipe_throttle
-    membar mio_throttle misc no_instruction not_selected short_scoreboard sleeping tex_throttle wait
-    warpgroup_arrive'''.split()
-Plan = collections.namedtuple('Plan', 'operation kernel bytes kind')
+def wanted_kernels(pattern, names):
+    """Returns those whose name, mangled or short, matches the pattern."""
+    try:
+        wanted = re.compile(pattern)
+    except re.error as error:
+        raise Missing('KERNEL=%s is no regular expression: %s' % (pattern, error))
+    return [kernel for kernel in names if wanted.search(kernel) or wanted.search(names[kernel])]
 
 
-class Launch:
-    """One kernel, as ncu counted it."""
-
-    def __init__(self, plan, kernel, counters):
-        self.plan, self.kernel = plan, kernel
-        self.name = plan.operation if plan else kernel
-        self.figures = {}
-        for label, metric, factor in FIGURES:
-            if metric in counters:
-                self.figures[label] = self.figures.get(label, 0) + counters[metric] * factor
-        stalls = {stall: counters[STALL % stall] for stall in STALLS if STALL % stall in counters}
-        self.stall = max(stalls, key=stalls.get) if sum(stalls.values()) else ''
-        if self.stall:
-            for label, stall in ("stall's share, %", self.stall), ('long scoreboard, %', 'long_scoreboard'):
-                self.figures[label] = 100 * stalls.get(stall, 0) / sum(stalls.values())
-
-    def shown(self, label, form='%.0f'):
-        return form % self.figures[label] if label in self.figures else '-'
-
-    def moved(self):
-        """GB/s of all bytes that the kernel is asked to move, read and written."""
-        us = self.figures.get('time, us', 0)
-        return self.plan.bytes / us * 1e-3 if self.plan and us else 0
+def list_kernel(kernel, name, texts, sources):
+    """Writes the kernel's listings and prints a line about it."""
+    base = 'build/nvdisasm/' + re.sub(r'[^A-Za-z0-9_]+', '_', name.replace('>', ''))
+    lines, instructions, most, where = listing.interleaved(texts['lines'][kernel], texts['count'][kernel], sources)
+    with open(base + '.txt', 'w') as file:
+        file.write('%s\n address live  instruction, after its line of source (innermost; "in": inlined there)\n%s\n' %
+                   (name, '\n'.join(lines)))
+    with open(base + '.life.txt', 'w') as file:
+        file.write('\n'.join(line.rstrip() for line in texts['life'][kernel]) + '\n')
+    print('%6d %9d  %-14s %s.txt' % (instructions, most, ' '.join(where[:2]) + (' ...' if where[2:] else ''), base))
 
 
-def scale(unit):
-    """Converts to seconds and bytes."""
-    prefix = re.match('([numkKMGT])(s|second|byte)', unit)
-    return {'n': 1e-9, 'u': 1e-6, 'm': 1e-3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'T': 1e12}[
-        prefix.group(1).replace('k', 'K')] if prefix else 1
-
-
-def read_counters(lines):
-    """Reads tables: the plan that build/ncu/profile prints, then ncu's raw page as CSV. Several may follow each other.
-    A plan's line is `# operation|kernel|bytes moved|kind`, in the order in which kernels run. ncu's first row names the
-    columns, the second their units; then each kernel has a row."""
-    lines = [line for line in lines if not line.startswith('# SPDX')]
-    plan = [Plan(name, kernel, int(size), kind) for name, kernel, size, kind in
-            (line[2:].strip().split('|') for line in lines if line.startswith('# '))]
-    launches, columns, units = [], [], []
-    for row in csv.reader(line for line in lines if line.startswith('"')):
-        if row[0] == 'ID':
-            columns = row
-        elif row[0] == '':
-            units = [scale(unit) for unit in row]
-        else:
-            counters = {column: float(text.replace(',', '')) * unit for column, text, unit in zip(columns, row, units)
-                        if re.match(r'[-+]?[0-9][0-9,]*([.][0-9]*)?([eE][-+]?[0-9]+)?$', text)}
-            kernel = re.sub(r'^void |[<(].*', '', row[columns.index('Kernel Name')])
-            launches.append(Launch(plan[len(launches)] if len(launches) < len(plan) else None, kernel, counters))
-    return plan, launches
-
-
-def print_table(launches):
-    form = '%-36s %8s %6s %6s %6s  %-15s %4s %5s %5s %5s %5s'
-    print(form % ('', '', 'moved', 'DRAM', 'of', 'dominating', '', 'occu-', 'of at', '', 'local'))
-    print(form % ('operation', 'us', 'GB/s', 'GB/s', 'peak', 'stall', '', 'pancy', 'most', 'regs', 'ld+st'))
-    for r in launches:
-        print(form % (r.name, r.shown('time, us', '%.2f'), '%.0f' % r.moved() if r.moved() else '-',
-                      r.shown('DRAM, GB/s'), r.shown('DRAM, % of peak', '%.1f%%'), r.stall or '-',
-                      r.shown("stall's share, %", '%.0f%%'), r.shown('occupancy, %', '%.0f%%'),
-                      r.shown('of at most, %', '%.0f%%'), r.shown('registers'), r.shown('local accesses')))
-    print()
-
-
-def judge_counters(lines):
-    """Prints the table, and a checklist: what it asks for, and where that is not so. Returns the number of faults."""
-    plan, launches = read_counters(lines)
-    print_table(launches)
-    large = [r for r in launches if r.plan and r.plan.kind == 'large']
-    copy = next((r.moved() for r in launches if r.plan and r.plan.kind == 'copy'), 0)
-    none = [] if large else ['no large operation']
-    nothing = Plan('nothing', 'nothing', 0, '')
-    others = [(r.kernel if r else 'nothing', p or nothing) for p, r in itertools.zip_longest(plan, launches)]
-    checks = [('phases: each operation is its one kernel, %d in this order' % len(plan),
-               ['%s for %s' % (kernel, p.operation) for kernel, p in others if kernel != p.kernel]
-               if plan else ['no plan']),
-              ("bandwidth: large ones move at least 0.80 of the copy kernel's %.0f GB/s" % copy,
-               none + ['%s %.2f' % (r.name, copy and r.moved() / copy) for r in large
-                       if not copy or r.moved() < 0.8 * copy]),
-              ('stalls: large ones wait for loads from memory most (long scoreboard)',
-               none + ['%s %s' % (r.name, r.stall or '-') for r in large if r.stall != 'long_scoreboard']),
-              ('spills: no kernel reads or writes local memory',
-               [r.name + ' ' + r.shown('local accesses') for r in launches if r.figures.get('local accesses') != 0]),
-              ('occupancy: large ones reach at least 0.60 of what registers and blocks allow',
-               none + ['%s %s of %s' % (r.name, r.shown('occupancy, %'), r.shown('of at most, %')) for r in large
-                       if r.figures.get('occupancy, %', 0) < 0.6 * r.figures.get('of at most, %', 1e9)])]
-    for asked, wrong in checks:
-        print('%-4s %s' % ('NOT' if wrong else 'ok', asked) + (wrong and ': ' + ', '.join(wrong) or ''))
-    return sum(1 for _, wrong in checks if wrong)
-
-
-def by_name(launches):
-    """Returns launches by operation, or by kernel and number."""
-    return {r.name if r.plan else '%s %d' % (r.kernel, n): r for n, r in enumerate(launches, 1)}
-
-
-def print_changes(name, a, b):
-    for label in collections.OrderedDict.fromkeys(label for label, _, _ in FIGURES):
-        before, after = a.figures.get(label), b.figures.get(label)
-        if before is None and after is None:
+def disassemble(inputs):
+    """Lists kernels: code after its lines of source, with the number of registers in use; their life ranges; and their
+    control flow, as `cfg` does."""
+    nvdisasm = tool('nvdisasm', NVDISASM)
+    pattern = inputs[0] if inputs else ''
+    need(pattern, "usage: make nvdisasm KERNEL='a part of its name, or a regular expression'")
+    cubins, found, sources = inputs[1:] or compile_kernels(), 0, listing.Sources()
+    shutil.rmtree('build/nvdisasm', ignore_errors=True)
+    os.makedirs('build/nvdisasm')
+    for cubin in cubins:
+        texts = {'lines': listing.sections_of(output_of(nvdisasm, '-c', '-gi', cubin))}
+        names = short_names(texts['lines'])
+        kernels = wanted_kernels(pattern, names)
+        if not kernels:
             continue
-        change = '' if before == after else '-'
-        if before and after is not None:
-            change = '%+.1f%%' % (100 * (after - before) / before)
-        print('%-36s %-20s %12s %12s %9s' % (name, label, a.shown(label, '%.2f'), b.shown(label, '%.2f'), change))
-        name = ''
-    if a.stall != b.stall:
-        print('%-36s %-20s %s, then %s' % ('', 'dominating stall', a.stall, b.stall))
-
-
-def print_comparison(a_lines, b_lines):
-    a, b = by_name(read_counters(a_lines)[1]), by_name(read_counters(b_lines)[1])
-    if not a or not b:
-        print('no kernel in', 'B' if a else 'A')
-        return 1
-    print('%-36s %-20s %12s %12s %9s' % ('', '', 'A', 'B', 'change'))
-    for name in list(a) + [name for name in b if name not in a]:
-        if name in a and name in b:
-            print_changes(name, a[name], b[name])
-        else:
-            print('%-36s in %s only' % (name, 'A' if name in a else 'B'))
+        texts['count'] = listing.sections_of(output_of(nvdisasm, '-c', '-lrm', 'count', cubin))
+        texts['life'] = listing.sections_of(output_of(nvdisasm, '-c', '-lrm', 'narrow', cubin))
+        print('instruc-  most in\n  tions registers  at             listing')
+        for kernel in sorted(kernels):
+            list_kernel(kernel, names[kernel], texts, sources)
+        draw(output_of(nvdisasm, '-bbcfg', '-poff', cubin), 'build/nvdisasm', kernels)
+        found += len(kernels)
+    need(found, 'no kernel matches KERNEL=%s' % pattern)
     return 0
 
+
+# ---- nsys ----
+
+def find_nsys():
+    """Nsight Compute's own copy records, but makes no report."""
+    places = [shutil.which('nsys'), CUDA_HOME + '/bin/nsys', '/usr/local/cuda/bin/nsys']
+    for place in places + sorted(glob.glob('/opt/nvidia/nsight-systems*/*/bin/nsys'), reverse=True):
+        if place and os.access(place, os.X_OK) and subprocess.call(
+                [place, '--version'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) == 0:
+            return place
+    raise Missing('no nsys on PATH, under CUDA_HOME or in /opt/nvidia/nsight-systems: it is in Nsight Systems, package '
+                  'nsight-systems-cli or nsight-systems. build/10_trace needs only CUPTI, and answers the same '
+                  'questions')
+
+
+def nsys(program):
+    """Records a program's timeline, and prints where its time went."""
+    found = find_nsys()
+    need(gpus(), NO_GPU)
+    if not program:  # only asks whether it is here
+        return 0
+    os.makedirs('build/nsys', exist_ok=True)
+    report = 'build/nsys/report'
+    code = run('timeout', '-k', 10, 300, found, 'profile', '--trace=cuda,nvtx', '--force-overwrite=true',
+               '--output=' + report, *program, stdout=sys.stderr)
+    need(code == 0, 'nsys, or the program under it, ended with %d' % code)
+    rows = 0
+    for title, table in (('kernels', 'cuda_gpu_kern_sum'), ('copies and memsets', 'cuda_gpu_mem_time_sum'),
+                         ('calls of CUDA, on the host', 'cuda_api_sum'), ('ranges of NVTX', 'nvtx_sum')):
+        text = output_of(found, 'stats', '--report', table, '--format', 'csv', '--force-export=true',
+                         report + '.nsys-rep')
+        rows += listing.print_nsys(title, text.splitlines())
+    print('timeline: %s.nsys-rep, for Nsight Systems' % report)
+    return rows == 0
+
+
+# ---- counters ----
 
 def find_ncu():
     os.makedirs('build/ncu', exist_ok=True)
     return tool('ncu', "Nsight Compute, the toolkit's package cuda-nsight-compute-X-Y")
 
 
-def as_csv(ncu, report, table):
-    """Writes the report's counters; says whether there are any."""
+def as_csv(ncu, report, table, *page):
+    """Writes a page of the report; says whether there is anything on it."""
     with open(table, 'w') as to:
-        return run(ncu, '--import', report, '--csv', '--page', 'raw', '--print-units', 'base', stdout=to) == 0 and \
-            os.path.getsize(table) > 0
+        return run(ncu, '--import', report, '--csv', *(page or ('--page', 'raw', '--print-units', 'base')),
+                   stdout=to) == 0 and os.path.getsize(table) > 0
 
 
 def compare(inputs):
@@ -528,7 +493,12 @@ def compare(inputs):
             tables[n] = 'build/ncu/compare_%d.csv' % (n + 1)
             need(as_csv(find_ncu(), given, tables[n]), 'ncu finds no counters in ' + given)
     need(len(tables) == 2, 'usage: make ncu-compare A=before.csv B=after.csv')
-    return print_comparison(*(open(table).read().splitlines() for table in tables))
+    for table in tables:
+        try:
+            counters.read_counters(lines_of(table))
+        except ValueError as error:
+            raise Missing('%s: %s' % (table, error))
+    return counters.print_comparison(*(lines_of(table) for table in tables))
 
 
 # ---- on a GPU ----
@@ -558,10 +528,10 @@ def recorded(name, headers, action):
             os.replace('build/results/' + name, 'build/results/' + name.replace('.txt', '.failed'))
 
 
-def build_program():
+def build_program(with_collectives=True):
     """Builds build/ncu/profile. Says whether it has the collectives."""
     options = []
-    if gpus() > 1 and NCCL_INCLUDE and NCCL_LIBRARY:
+    if with_collectives and gpus() > 1 and NCCL_INCLUDE and NCCL_LIBRARY:
         options = ['-DPROFILE_NCCL', *NCCL_HEADERS, '-lpthread']
         for word in NCCL_LIBRARY, '-rpath', os.path.dirname(NCCL_LIBRARY):
             options += ['-Xlinker', word]
@@ -569,38 +539,58 @@ def build_program():
     return options != []
 
 
-def chosen_metrics(ncu):
-    """Returns those of the counters that this GPU has, according to ncu."""
+def known_metrics(ncu):
+    """Returns the base names of this GPU's counters, according to ncu, or nothing if it does not list them."""
     known = subprocess.run([ncu, '--query-metrics'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                            universal_newlines=True).stdout
     names = set(re.findall(r'^ *(\w+) ', known, re.M))
-    wanted = [metric for _, metric, _ in FIGURES if '__' in metric and '.' in metric] + [STALL % s for s in STALLS]
-    unknown = [m for m in wanted if m.split('.')[0] not in names] if 'gpu__time_duration' in names else []
+    return names if 'gpu__time_duration' in names else set()
+
+
+def chosen_metrics(known, collective=False):
+    """Returns those of the counters that this GPU has."""
+    wanted = counters.metrics(collective)
+    unknown = [m for m in wanted if m.split('.')[0] not in known] if known else []
     if unknown:
         print('not counted on this GPU:', *unknown)
     return ','.join(m for m in wanted if m not in unknown)
 
 
-def measure(ncu, name, seconds, metrics, *command):
-    """Writes build/ncu/NAME.ncu-rep and .csv, and says whether that went well."""
-    report, table, log = ('build/ncu/%s.%s' % (name, kind) for kind in ('ncu-rep', 'csv', 'log'))
-    for old in report, table:
-        if os.path.exists(old):
-            os.remove(old)
+def count_for(metrics):
+    """What ncu collects for the tables."""
+    return '--section', 'LaunchStats', '--section', 'Occupancy', '--metrics', metrics
+
+
+def measure(ncu, name, seconds, collect, *command):
+    """Writes build/ncu/NAME.ncu-rep, and says whether that went well."""
+    report, log = 'build/ncu/%s.ncu-rep' % name, 'build/ncu/%s.log' % name
+    if os.path.exists(report):
+        os.remove(report)
     with open(log, 'w') as to:
         code = run('timeout', '-k', 10, seconds, ncu, '--clock-control', 'none', '--profile-from-start', 'off',
                    '--target-processes', 'application-only', '--force-overwrite', '--export', report[:-len('.ncu-rep')],
-                   '--section', 'LaunchStats', '--section', 'Occupancy', '--metrics', metrics, *command, stdout=to,
-                   stderr=to)
-    if code == 0 and as_csv(ncu, report, table):
+                   *collect, *command, stdout=to, stderr=to)
+    if code == 0 and os.path.exists(report):
         return True
     said = open(log).read()
     print(*said.splitlines()[-20:], sep='\n')
     if 'ERR_NVGPUCTRPERM' in said:
         print('only root may read the counters, unless the driver is loaded with NVreg_RestrictProfilingToAdminUsers=0')
     print('ncu made no %s: exit code %d (124: not done after %d s; 142: a rank waited too long)' %
-          (table, code, seconds))
+          (report, code, seconds))
     return False
+
+
+def count(ncu, name, seconds, plan, collect, *command):
+    """Appends the plan and its counters to build/ncu.csv. Says whether that went well."""
+    table = 'build/ncu/%s.csv' % name
+    if not measure(ncu, name, seconds, collect, *command):
+        return False
+    if not as_csv(ncu, 'build/ncu/%s.ncu-rep' % name, table):
+        print('ncu finds no counters in build/ncu/%s.ncu-rep' % name)
+        return False
+    append('build/ncu.csv', plan, open(table).read())
+    return True
 
 
 def planned(program, plan, seconds):
@@ -633,10 +623,8 @@ def measure_all_reduce(ncu, metrics):
         plan, code = planned(rank0, 'build/ncu/all_reduce.plan', 100)
         if code:
             wrong.append('rank 0, without ncu: exit code %d' % code)
-        elif plan and measure(ncu, 'all_reduce', 60, metrics, '--replay-mode', 'application', '--cache-control', 'none',
-                              *rank0):
-            append('build/ncu.csv', plan, open('build/ncu/all_reduce.csv').read())
-        elif plan:
+        elif plan and not count(ncu, 'all_reduce', 60, plan, (*count_for(metrics), '--replay-mode', 'application',
+                                                              '--cache-control', 'none'), *rank0):
             wrong.append('no counters; what stands above is all that was measured of it')
     finally:  # a word where rank 1 waits for the next id ends it
         append(meeting + '.new', 'end\n')
@@ -658,17 +646,34 @@ def count_operations(ncu):
     if os.path.exists(table):
         os.remove(table)
     plan, code = planned(['build/ncu/profile'], 'build/ncu/rows.plan', 100)
-    metrics = code == 0 and chosen_metrics(ncu)
-    if code or not measure(ncu, 'rows', 300, metrics, 'build/ncu/profile'):
+    known = known_metrics(ncu)
+    if code or not count(ncu, 'rows', 300, plan, count_for(chosen_metrics(known)), 'build/ncu/profile'):
         return 1
-    append(table, plan, open('build/ncu/rows.csv').read())
     wrong = []
     if collectives:
-        wrong = measure_all_reduce(ncu, metrics)
+        wrong = measure_all_reduce(ncu, chosen_metrics(known, True))
     else:
         print('without all-reduce: it takes two GPUs and NCCL')
     print()
-    return judge_counters(open(table).read().splitlines()) + len(wrong) > 0
+    return counters.judge_counters(lines_of(table)) + len(wrong) > 0
+
+
+def source(inputs):
+    """Prints the lines of a kernel at which its warps were found most often, in the first launch of it that
+    build/ncu/profile makes."""
+    need(inputs and inputs[0], "usage: make ncu-source KERNEL='a regular expression for its name, without arguments'")
+    need(gpus(), NO_GPU)
+    need(NVCC, NO_NVCC)
+    ncu, table = find_ncu(), 'build/ncu/source.csv'
+    build_program(False)
+    if not measure(ncu, 'source', 120, ('--section', 'SourceCounters', '--import-source', 'yes', '--launch-count', '1',
+                                        '--kernel-name', 'regex:' + inputs[0]), 'build/ncu/profile'):
+        print('build/ncu/profile runs ' + ', '.join(sorted(
+            set(re.findall(r'"(\w+_kernel)"', open('tests/profile/profile.cu').read())))))
+        return 1
+    need(as_csv(ncu, 'build/ncu/source.ncu-rep', table, '--page', 'source', '--print-source', 'cuda,sass'),
+         'ncu finds no lines in build/ncu/source.ncu-rep')
+    return listing.print_hot(listing.read_source(lines_of(table)), listing.Sources()) == 0
 
 
 def ncu():
@@ -678,34 +683,88 @@ def ncu():
     return recorded('gpu_ncu.txt', HEADERS, lambda: count_operations(found))
 
 
-def each_sanitizer(sanitizer):
-    code = 0
-    for check, some in ('memcheck', 'quick'), ('initcheck', 'quick'), ('racecheck', 'brief'), ('synccheck', 'brief'):
-        print('== %s, %s' % (check, some))
-        ended = run('timeout', '-k', 10, 600, sanitizer, '--tool', check, '--error-exitcode', 1, 'build/test_cuda',
-                    some)
-        if ended:
-            print('FAIL %s: exit code %d' % (check, ended))
-            code = 1
-    return code
+SANITIZERS = 'synccheck', 'racecheck', 'memcheck', 'initcheck'
+SANITIZE_SECONDS = 300  # for each
+
+
+def kernels_in(program, pattern):
+    """Returns the names of those kernels in a program that match, or None without cuobjdump."""
+    try:
+        cuobjdump = tool('cuobjdump', '')
+    except Missing:
+        return None
+    names = re.findall(r'^ *Function (\w+):', output_of(cuobjdump, '--dump-resource-usage', program), re.M)
+    return {name for name in names if re.search(pattern, name)}
+
+
+def judge_sanitizer(check, ended, said, kernels):
+    """Prints what a sanitizer said, and whether each kernel ran under it. Returns what went wrong."""
+    lines = said.splitlines()
+    launched = dict(re.findall(r'^launched (\w+) (\d+)$', said, re.M))
+    wrong = ['exit code %d%s' % (ended, ' (124: not done in time)' if ended == 124 else '')] if ended else []
+    print(*(line for line in lines if not line.startswith('launched ')), sep='\n')
+    if not kernels:
+        print('whether each kernel ran is unknown: no cuobjdump')
+    elif not launched:
+        print('whether each kernel ran is unknown: CUDA before 12.3 does not name them')
+    else:
+        missing = short_names(kernels - set(launched)).values()
+        print('%d of %d kernels ran, %d launches' % (len(kernels) - len(missing), len(kernels),
+                                                    sum(map(int, launched.values()))))
+        wrong += ['did not run: ' + ', '.join(sorted(missing))] if missing else []
+    if not re.search('(ERROR|RACECHECK) SUMMARY: 0 ', said):
+        wrong.append('no summary without errors')
+    print(''.join('FAIL %s: %s\n' % (check, fault) for fault in wrong), end='', flush=True)
+    return wrong
+
+
+def each_sanitizer(sanitizer, kernels, command, *options):
+    """Runs all of them at once, as the host does most of their work, and prints what they say in their order."""
+    started, running, wrong = time.time(), [], []
+    os.makedirs('build/sanitize', exist_ok=True)
+    for check in SANITIZERS:
+        log = open('build/sanitize/%s.log' % check, 'w')
+        whole = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
+                 *options, *command]
+        running.append((check, log.name, subprocess.Popen(whole, stdout=log, stderr=log)))
+    for check, log, process in running:
+        ended = process.wait()
+        print('== %s, done after %.0f s' % (check, time.time() - started))
+        wrong += judge_sanitizer(check, ended, '\n'.join(lines_of(log)), kernels)
+    return len(wrong) > 0
+
+
+def find_sanitizer():
+    need(gpus(), NO_GPU)
+    return tool('compute-sanitizer', "the toolkit's package cuda-sanitizer-X-Y")
 
 
 def sanitize():
-    need(gpus(), NO_GPU)
-    sanitizer = tool('compute-sanitizer', "the toolkit's package cuda-sanitizer-X-Y")
-    return recorded('gpu_sanitize.txt', HEADERS[:2], lambda: each_sanitizer(sanitizer))  # it tests only these
+    sanitizer, program = find_sanitizer(), 'build/test_cuda'
+    return recorded('gpu_sanitize.txt', HEADERS[:2],  # it tests only these
+                    lambda: each_sanitizer(sanitizer, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
+
+
+def sanitize_collectives():
+    """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. Two ranks run the kernels for two.
+    NCCL's own kernels are left out: their barriers are not those that synccheck expects. Errors of the API are not
+    reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
+    return each_sanitizer(find_sanitizer(), kernels_in('build/kvprim_nccl_counted.o', 'kvpn_kernel.*Li2E'),
+                          ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
+                          'kernel_substring=kvpn_')
 
 
 def main(job='', *inputs):
-    jobs = {'sass': sass, 'ptx': ptx, 'cfg': cfg, 'compare': compare, 'ncu': lambda _: ncu(),
-            'sanitize': lambda _: sanitize()}
+    jobs = {'sass': sass, 'ptx': ptx, 'cfg': cfg, 'compare': compare, 'nvdisasm': disassemble, 'nsys': nsys,
+            'source': source, 'ncu': lambda _: ncu(), 'sanitize': lambda _: sanitize(),
+            'sanitize-collectives': lambda _: sanitize_collectives()}
     if job not in jobs:
         print(__doc__.split('\n\n')[0], file=sys.stderr)
         return 2
     os.environ.setdefault('NCCL_NVLS_ENABLE', '0')  # NVLink multicast stays off unless the caller says otherwise
     try:
         return int(jobs[job](inputs))
-    except Missing as missing:
+    except (Missing, ValueError) as missing:
         sys.stdout.flush()
         print(missing, file=sys.stderr)
         return 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Tests what `make ncu`, `make ncu-compare`, `make sass` and `make cfg` print: on recorded counters, made-up code."""
+"""Tests what tests/profile/profile.py makes of the output of NVIDIA's tools: of recorded counters, and made-up code."""
 import contextlib
 import io
 import os
@@ -9,7 +9,9 @@ import tempfile
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # before Python's own profile
-import profile  # noqa: E402: of this folder
+import counters  # noqa: E402: of this folder
+import listing  # noqa: E402
+import profile  # noqa: E402
 
 COUNTERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'profile.csv')
 passed = failed = 0
@@ -64,6 +66,23 @@ COMPARED = [
     ('only before', 1, 'all-reduce +in A only', altered('', '')[:-4]),
     ('only after', 2, 'all-reduce 2 +in B only', altered('# all-reduce', '# all-reduce 2')),
 ]
+
+# Tables that are none of ncu's, and what is said of them.
+TABLES = [
+    ('cut in a row', r'a row of 3 columns in a table of 1\d: the file is cut',
+     altered('^("[^"]*",){3}.*', r'"0","9","x"', '"0","9","profile"')),
+    ('cut before the units', 'without a row of units', altered('.+', '', '"","",""')),
+    ('without headings', 'does not begin with "ID"', altered('.+', '', '"ID"')),
+    ('other headings', 'without the column "Kernel Name"', altered('Kernel Name', 'Name', '"ID"')),
+    ('of another program', 'does not begin with "ID"', ['"Time (%)","Name"', '"12.0","gather"']),
+    ('a short plan', 'a plan has operation', altered(r'\|200000000\|copy$', '', '# copy')),
+    ('a plan of words', 'invalid literal', altered('200000000', 'many', '# copy')),
+]
+
+# A figure, its range, whether more or less is better, and the verdict.
+VERDICTS = [(35, 30, 40, -1, 'in range'), (29.6, 30, 40, -1, 'in range'), (29.4, 30, 40, -1, 'better'),
+            (41, 30, 40, -1, 'outside'), (79, 70, 75, 1, 'better'), (60, 70, 75, 1, 'outside'),
+            (92, 50, 60, 0, 'outside'), (0, 0, 0, 0, 'in range'), (20, 30, 40, 0, 'outside')]
 
 # Instructions of a collective's main path, and what is wrong with it.
 WAIT, WIDE = 'ACQBULK', ['LDG.E.128', 'STG.E.128']
@@ -212,18 +231,185 @@ def test_cfg():
         check('control-flow graph: two loops', count == 1 and dot and os.path.getsize(dot.group(1)), text)
 
 
+def test_tables():
+    for name, said, lines in TABLES:
+        try:
+            counters.read_counters(lines)
+            found = 'no error'
+        except ValueError as error:
+            found = str(error)
+        check('counters: a table ' + name, re.search(said, found), found)
+    faults, text = printed(counters.judge_counters, [])
+    check('counters: an empty table', faults and 'NOT  phases: ' in text and ': no plan' in text, text)
+    for figure, low, high, better, said in VERDICTS:
+        found = counters.verdict(figure, low, high, better)
+        check('verdict: %s of %d to %d' % (figure, low, high), found == said, found)
+
+
+def test_h200():
+    """As an H200 counted. The lines of a table end the same way, whatever is added to it."""
+    with open(COUNTERS.replace('.csv', '_h200.csv')) as file:
+        lines = file.read().splitlines()
+    lines.insert(6, '# all-reduce, 8 MB of bf16|kvpn_kernel|16777216|linked|26.98')
+    lines += [re.sub('copy_kernel.*?"', 'kvpn_kernel"', lines[9])]
+    faults, text = printed(counters.judge_counters, lines)
+    check('counters of an H200: nothing is wrong', faults == 0, text)
+    check('counters: no line is wider than 160 columns', max(map(len, text.splitlines())) <= 160, text)
+    for what, line in (
+            ('memory', r'gather, 64 Ki rows +64\.96 +4132 +3776 +78\.5% +134\.5 +110\.8 +88% +51% +29% +1% +11\.0 '
+             r'+16\.0 +68\.38'),
+            ('stalls', r'gather, 64 Ki rows +11% +11% +0% +long scoreboard 95  drain 2  wait 1  short scoreboard 1'),
+            ('instructions', r'gather, 64 Ki rows +7208960 +524288 +262144 +0 +32\.0 +30\.8'),
+            ('occupancy', r'gather, 64 Ki rows +32768 +128 +15\.52 +23 +86% +100% +warps: 16'),
+            ('roofline', r'gather, 64 Ki rows +0\.000 +0\.513 +14\.0 +78\.5% +0\.00% +11\.4% +memory'),
+            ('roofline, far from both', r'slots, 16 Mi tokens .*54\.8% .* latency'),
+            ('expected, in range', r'gather.* DRAM, % of peak +70-80 +78  in range'),
+            ('expected, better', r' +SM, % +30-40 +11  better: few instructions: .*11 %, DRAM 78 %'),
+            ('expected, outside', r' +long scoreboard, % +50-60 +95  outside: little else to wait for: .*'),
+            ('expected, random slots', r'store.*random.* 55-65 +81  better: time 1\.052 of that in order for 1\.00.+'),
+            ('expected, link', r' +NVLink, % +60-70 +69  in range'),
+            ('expected, us', r'all-reduce, 8 MB.* us, without ncu +20-25 +27  outside: each rank .*: 311 of 450 GB/s')):
+        check('counters of an H200: ' + what, re.search('^' + line + '$', text, re.M), text)
+
+
+# What `nvdisasm -c -gi` and `nvdisasm -c -lrm count` write of one kernel.
+WITH_LINES = """\
+//--------------------- .text._Z4kernv --------------------------
+_Z4kernv:
+\t//## File "%(path)s", line 2 inlined at "%(path)s", line 7
+\t//## File "%(path)s", line 7
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/                   S2R R2, SR_TID.X ;
+\t//## File "%(path)s", line 9
+.L_x_3:
+        /*0020*/              @!P1 LDG.E.128 R4, desc[UR4][R8.64] ;
+        /*0030*/                   BRA `(.L_x_3);
+//--------------------- .text._Z5otherv --------------------------
+        /*0000*/                   EXIT ;
+"""
+WITH_LIVE = """\
+//--------------------- .text._Z4kernv --------------------------
+                                                // |  #  |  #  |
+_Z4kernv:                                       // |     |     |
+        /*0000*/     LDC R1, c[0x0][0x28] ;     // |  1  |     |
+        /*0010*/     S2R R2, SR_TID.X ;         // | 12  |     |
+.L_x_3:                                         // | 12  |  1  |
+        /*0020*/     @!P1 LDG.E.128 R4, d ;     // | 12  |  1  |
+        /*0030*/     BRA `(.L_x_3);             // |     |     |
+"""
+
+
+def test_nvdisasm():
+    with tempfile.NamedTemporaryFile('w') as source:
+        source.write('one\n  two = 2;\n')
+        source.flush()
+        lines, live = listing.sections_of(WITH_LINES % {'path': source.name}), listing.sections_of(WITH_LIVE)
+        found, instructions, most, where = listing.interleaved(lines['_Z4kernv'], live['_Z4kernv'], listing.Sources())
+        name = os.path.basename(source.name)
+    wanted = ['   %s:2 in 7: two = 2;' % name, '    0000    1  LDC R1, c[0x0][0x28]',
+              '    0010   12  S2R R2, SR_TID.X', '.L_x_3', '   %s:9: ' % name,
+              '    0020   12  @!P1 LDG.E.128 R4, desc[UR4][R8.64]', '    0030    0  BRA `(.L_x_3)']
+    check('nvdisasm: lines of source, code and live registers', found == wanted and instructions == 4 and
+          (most, where) == (12, ['0010', '0020']) and list(lines) == ['_Z4kernv', '_Z5otherv'], '\n'.join(found))
+
+
+NSYS = """\
+Processing [report.sqlite] with [cuda_gpu_kern_sum.py]...
+Time (%),Total Time (ns),Instances,Avg (ns),Med (ns),Min (ns),Max (ns),StdDev (ns),Name
+25.0,1000000,500,2000.0,2000.0,1900,2100,10.0,"void move<8, 2>(batch)"
+75.0,3000000,3,1000000.0,1000000.0,1,2,3.0,"gather"
+""".splitlines()
+
+
+def test_nsys():
+    rows, text = printed(listing.print_nsys, 'kernels', NSYS)
+    check('nsys: the longest first', rows == 2 and re.search(
+        r'^ +75\.0% +3\.000 +3 +1000\.00  gather\n +25\.0% +1\.000 +500 +2\.00  void move<8, 2>', text, re.M), text)
+    rows, text = printed(listing.print_nsys, 'copies', ['SKIPPED: report.sqlite does not contain GPU memory data.'])
+    check('nsys: nothing recorded', rows == 0 and text == 'copies: none\n', text)
+    for name, lines in (('cut', NSYS[:-1] + ['75.0,3000000']), ('foreign', ['Time (%),Bytes,Name', '1,2,x'])):
+        try:
+            found = printed(listing.print_nsys, 'kernels', lines)
+        except ValueError as error:
+            found = str(error)
+        check('nsys: a %s table' % name, isinstance(found, str), found)
+
+
+# What `ncu --page source --csv --print-source cuda,sass` writes, which leaves quotes in the text as they are.
+SOURCE = """\
+"File Path","/x/kernels.cuh"
+"Function Name","gather"
+"Line No","Source","Address","Source","Warp Stall Sampling (All Samples)","# Samples","stall_long_sb","stall_wait"
+"7","    asm("mad %0","%1");","-","-","30","30","20","10"
+"","","0x10","IMAD R2, R3, R4","30","30","20","10"
+"8","    store(v);","-","-","1,070","1,070","1,000","70"
+"","","0x20","STG.E R2, R4","1,070","1,070","1,000","70"
+"9","}","-","-","0","0","0","0"
+""".splitlines()
+
+
+def test_source():
+    rows, text = printed(lambda: listing.print_hot(listing.read_source(SOURCE), listing.Sources()))
+    check('source: hot lines', rows == 2 and re.search(
+        r'^ *97\.3%  long sb 93% +kernels\.cuh:8 +store\(v\);\n +2\.7%  long sb 67% +kernels\.cuh:7 +'
+        r'asm\("mad %0","%1"\);\n1100 samples in 2 lines', text, re.M), text)
+    for name, said, lines in (('cut', 'the file is cut', SOURCE[:-2] + ['"8","    store(v);","-"']),
+                              ('without samples', 'no samples', ['"Line No","Source"', '"1","int i;"']),
+                              ('foreign', 'not the source page', ['"ID","Kernel Name"', '"0","gather"']),
+                              ('empty', 'not the source page', [])):
+        try:
+            found = str(listing.read_source(lines))
+        except ValueError as error:
+            found = str(error)
+        check('source: %s table' % name, said in found, found)
+
+
+SANITIZED = """\
+========= COMPUTE-SANITIZER
+ok cuda: gather
+launched _Z6kvpc_a 3
+launched _Z6kvpc_b 1
+2 passed, 0 failed, 0 skipped
+========= ERROR SUMMARY: 0 errors
+"""
+
+
+def test_sanitizers():
+    both, three = {'_Z6kvpc_a', '_Z6kvpc_b'}, {'_Z6kvpc_a', '_Z6kvpc_b', '_Z6kvpc_c'}
+    none = re.sub('launched.*\n', '', SANITIZED)
+    for name, ended, said, kernels, wrong in (
+            ('every kernel ran', 0, SANITIZED, both, ''),
+            ('a kernel did not run', 0, SANITIZED, three, 'did not run: .*kvpc_c'),
+            ('errors', 1, SANITIZED.replace('0 errors', '2 errors'), both, 'exit code 1'),
+            ('not done in time', 124, SANITIZED[:60], both, 'not done in time'),
+            ('no summary', 0, SANITIZED[:-40], both, 'no summary without errors'),
+            ('hazards', 1, SANITIZED.replace('ERROR SUMMARY: 0 errors', 'RACECHECK SUMMARY: 1 hazards'), both,
+             'no summary without errors'),
+            ('names unknown', 0, none, both, ''), ('no cuobjdump', 0, SANITIZED, None, '')):
+        faults, text = printed(profile.judge_sanitizer, 'memcheck', ended, said, kernels)
+        check('sanitizer: ' + name, bool(faults) == bool(wrong) and re.search('^FAIL memcheck: .*' + wrong if wrong else
+                                                                            'kernels ran|is unknown', text, re.M) and
+              'launched' not in text.replace('launches', ''), text)
+
+
 def main():
-    for name, line, counters in JUDGED:
-        faults, text = printed(profile.judge_counters, counters)
+    for name, line, lines in JUDGED:
+        faults, text = printed(counters.judge_counters, lines)
         wrong = re.findall(r'^NOT +(\w+):', text, re.M)
         check('counters: ' + name, wrong == line.split() and bool(faults) == bool(line), text)
-    for name, lonely, said, counters in COMPARED:
-        code, text = printed(profile.print_comparison, altered('', ''), counters)
+    for name, lonely, said, lines in COMPARED:
+        code, text = printed(counters.print_comparison, altered('', ''), lines)
         check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
               len(re.findall(' only$', text, re.M)) == lonely, text)
+    test_tables()
+    test_h200()
+    test_sanitizers()
     test_sass()
     test_ptx()
     test_cfg()
+    test_nvdisasm()
+    test_nsys()
+    test_source()
     print('%d passed, %d failed, 0 skipped' % (passed, failed))
     return failed != 0
 
