@@ -169,6 +169,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
+/* One launch, however many fragments there are. The GPU reads *count and the descriptors when the work runs: after all
+   that was enqueued before it, and in a graph at each replay. So a caller may enqueue it before they are written, behind
+   an event, cuStreamWaitValue64 or a host function that ends when they are; a waiting stream takes no multiprocessor.
+   The memory may be device memory or pinned host memory (KVPRIM_ERROR_ARGUMENT if it is ordinary memory that the GPU
+   cannot reach). With pdl and a kernel before it, that kernel must write them or run after they are written. They may be
+   written again when the work is done. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
+                                                                const kvprim_cuda_launch *launch);
+
 /* All that kvprim_cuda_unpack says holds here, with addresses in place of offsets: a launch holds the bits in which
    they differ. Each item lies in any of the memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If the items
    make one block of zeros of 64 KB or more (16 MB with pdl) that begins at a multiple of 16, and max_sms is 0, the call
@@ -1535,6 +1544,169 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     kvpc_place_words<loads>(dst, p.dst + at, step);
     kvpc_load_words<loads, false>(v, true, src, step, at, p.bytes);
     kvpc_store_words<loads, false, true>(dst, v, step, at, p.bytes);
+}
+
+/* ---- fragments that the GPU reads itself ----
+
+   Neither their number nor their sizes are known at the launch. So they are dealt to ranges: 32 descriptors, which are
+   512 contiguous bytes, to each in turn. Several blocks, its shares, read a range, each thread one descriptor, in one
+   access over PCIe for 32 of them, at the same time as the count. They know then the tiles of all its fragments, and
+   take them in turn. A long fragment is thus copied by all shares of its range, and uneven ones are evened out inside a
+   range by count and between ranges by the order of the blocks. */
+
+enum {
+    kvpc_meta_lanes = 8,  /* that copy a fragment if all of a range are small: a tile of them */
+    kvpc_meta_blocks = 6, /* on a multiprocessor: as many fit */
+    kvpc_meta_few = 4 /* tiles of a range's first fragment, up to which others may have fewer: see kvpc_read_range */
+};
+
+typedef struct kvpc_meta {
+    uint64_t dst, src, dst_bytes, src_bytes, meta, count;
+    uint32_t *rejected;
+    uint32_t max_count, range_shift; /* 1 << range_shift: descriptors of a range; the threads of a block, or fewer */
+    uint32_t ranges;
+    int32_t pdl;
+} kvpc_meta;
+
+/* What a block knows of a range. */
+typedef struct kvpc_range {
+    uint4 meta[kvpc_unpack_most_threads];         /* without bytes if there is nothing to copy */
+    uint32_t first[kvpc_unpack_most_threads + 1]; /* ... tile of a fragment, if kvpc_sum_tiles was called */
+    uint32_t sums[kvpc_unpack_most_threads / 32];
+} kvpc_range;
+
+/* How a block copies a range: 1 << lanes_shift threads copy a tile. each: tiles of a fragment; 0: see kvpc_sum_tiles */
+typedef struct kvpc_way {
+    uint32_t lanes_shift, each;
+} kvpc_way;
+
+/* Returns descriptor i, without bytes if there is none or if it reaches outside. */
+KVPRIM_DEVICE uint4 kvpc_check_meta(const kvpc_meta &p, uint4 m, uint64_t i, uint64_t count, bool counts)
+{
+    const uint64_t dst_offset = (uint64_t)m.w << 32 | m.z;
+    if (i >= count)
+        return uint4{0, 0, 0, 0};
+    if (m.x <= p.src_bytes && m.y <= p.src_bytes - m.x && dst_offset <= p.dst_bytes && m.y <= p.dst_bytes - dst_offset)
+        return m;
+    if (counts && p.rejected)
+        atomicAdd(p.rejected, 1u);
+    return uint4{0, 0, 0, 0};
+}
+
+/* A fragment on its way: what kvpc_copy_tile needs. */
+typedef struct kvpc_span_of_bytes {
+    uint64_t dst, src;
+    uint32_t lead, loads; /* loads: words of a tile that a thread copies */
+} kvpc_span_of_bytes;
+
+KVPRIM_DEVICE kvpc_span_of_bytes kvpc_place_meta(const kvpc_meta &p, uint4 m)
+{
+    kvpc_span_of_bytes s = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, kvpc_aligned_loads};
+    if ((s.dst | s.src | m.y) % 16)
+        s.lead = (uint32_t)(s.dst % 16), s.loads = kvpc_bytes_loads;
+    return s;
+}
+
+/* Returns how many tiles of so many threads a fragment makes; its last may be empty. */
+KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m, uint32_t lanes)
+{
+    const kvpc_span_of_bytes s = kvpc_place_meta(p, m);
+    const uint32_t tile = 16 * lanes * s.loads; /* a sum of lead and bytes may take 33 bits */
+    return m.y ? m.y / tile + (m.y % tile + s.lead + tile - 1) / tile : 0;
+}
+
+/* `lanes` threads copy tile `part` of a fragment. */
+KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part, uint32_t lane, uint32_t lanes)
+{
+    const kvpc_span_of_bytes s = kvpc_place_meta(p, m);
+    const uint32_t tile = 16 * lanes * s.loads, at = part ? part * tile - s.lead : 0;
+    if (at >= m.y)
+        return;
+    const uint32_t most = part ? tile : tile - s.lead, bytes = m.y - at < most ? m.y - at : most;
+    if (s.loads == kvpc_aligned_loads)
+        kvpc_copy_tile<true, false>(s.dst + at, s.src + at, bytes, lane, lanes);
+    else
+        kvpc_copy_tile<false, false>(s.dst + at, s.src + at, bytes, lane, lanes);
+}
+
+/* Adds up the tiles of a range's fragments; `tiles` are those of this thread's. */
+KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (uint32_t distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = __shfl_up_sync(UINT32_MAX, tiles, distance);
+        tiles += lane >= distance ? before : 0;
+    }
+    if (lane == 31)
+        r->sums[warp] = tiles;
+    __syncthreads();
+    for (uint32_t w = 0; w < warp; w++)
+        tiles += r->sums[w];
+    r->first[threadIdx.x + 1] = tiles;
+    if (threadIdx.x == 0)
+        r->first[0] = 0;
+    __syncthreads();
+}
+
+/* All threads of a block read a range. If all its fragments are small, or have as many tiles as the first one, tiles
+   are numbered tile by tile, and none need be searched. Nothing that was read decides whether a thread comes to a
+   barrier: the host may break its promise, and write while this runs. */
+KVPRIM_DEVICE kvpc_way kvpc_read_range(const kvpc_meta &p, uint32_t range, bool counts, kvpc_range *r)
+{
+    const uint32_t t = threadIdx.x, first = 32 * range;
+    const uint32_t i = 32 * (t / 32 * p.ranges + range) + t % 32;
+    const bool mine = t >> p.range_shift == 0 && i < p.max_count;
+    uint4 m = {0, 0, 0, 0}, one = m;
+    const uint64_t given = (uint64_t)kvpc_load_i64(p.count), count = given < p.max_count ? given : p.max_count;
+    if (mine)
+        m = kvpc_load16(p.meta + 16 * (uint64_t)i);
+    if (first < p.max_count)
+        one = kvpc_load16(p.meta + 16 * (uint64_t)first);
+    m = kvpc_check_meta(p, m, mine ? i : count, count, counts);
+    one = kvpc_check_meta(p, one, first, count, false);
+    if (counts && range == 0 && t == 0 && given > count && p.rejected)
+        atomicAdd(p.rejected, given - count < INT32_MAX ? (uint32_t)(given - count) : (uint32_t)INT32_MAX);
+    r->meta[t] = m;
+    const uint32_t tiles = kvpc_tiles_of(p, m, 32), each = kvpc_tiles_of(p, one, 32);
+    const bool odd = tiles > each || (tiles && tiles < each && each > kvpc_meta_few && i + 1 < count);
+    const bool long_ones = __syncthreads_or(kvpc_tiles_of(p, m, kvpc_meta_lanes) > 1), uneven = __syncthreads_or(odd);
+    if (!long_ones)
+        return kvpc_way{3, 1};
+    if (uneven)
+        kvpc_sum_tiles(r, tiles);
+    return kvpc_way{5, uneven ? 0 : each};
+}
+
+/* Returns the fragment that a tile is part of. */
+KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint32_t range_shift)
+{
+    uint32_t i = 0;
+    for (uint32_t step = 1u << range_shift >> 1; step; step /= 2)
+        i += r.first[i + step] <= tile ? step : 0;
+    return i;
+}
+
+static __global__ void __launch_bounds__(kvpc_unpack_most_threads, kvpc_unaligned_blocks)
+    kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
+{
+    __shared__ kvpc_range r;
+    const uint32_t share = blockIdx.x / p.ranges, in_range = 1u << p.range_shift;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    if (p.pdl && kvpc_leaves_room(768))
+        kvpc_pdl_trigger();
+    for (uint32_t range = blockIdx.x % p.ranges; range < p.ranges; range += gridDim.x) {
+        const kvpc_way way = kvpc_read_range(p, range, share == 0, &r);
+        const uint32_t lanes = 1u << way.lanes_shift, lane = threadIdx.x % lanes;
+        const uint32_t shares = range < gridDim.x ? (gridDim.x - 1 - range) / p.ranges + 1 : 1;
+        const uint32_t groups = blockDim.x >> way.lanes_shift, step = shares * groups;
+        const uint32_t tiles = way.each ? way.each << p.range_shift : r.first[in_range];
+        for (uint32_t tile = share * groups + (threadIdx.x >> way.lanes_shift); tile < tiles; tile += step) {
+            const uint32_t i = way.each ? tile % in_range : kvpc_fragment_in(r, tile, p.range_shift);
+            kvpc_copy_part(p, r.meta[i], way.each ? tile >> p.range_shift : tile - r.first[i], lane, lanes);
+        }
+        __syncthreads(); /* before the next range overwrites this one */
+    }
 }
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
@@ -3260,6 +3432,40 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
     return KVPRIM_OK;
 }
 
+/* As many blocks as full buffers keep busy, and so few that all run at once. */
+static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
+{
+    const uint32_t max_sms = (uint32_t)call->launch.max_sms;
+    const uint32_t threads = max_sms ? kvpc_unpack_most_threads : kvpc_unpack_threads;
+    const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
+    const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
+    const uint64_t most = max_sms ? max_sms : (uint64_t)kvpc_multiprocessors() * kvpc_meta_blocks;
+    kvpc_meta p = {};
+    p.dst = (uintptr_t)d->dst, p.src = (uintptr_t)d->src, p.dst_bytes = d->dst_bytes, p.src_bytes = d->src_bytes;
+    p.meta = (uintptr_t)d->meta, p.count = (uintptr_t)d->count, p.rejected = d->rejected;
+    p.max_count = (uint32_t)d->max_count, p.pdl = call->launch.pdl;
+    for (p.range_shift = 5; 1u << p.range_shift < threads && 1u << p.range_shift < p.max_count;)
+        p.range_shift++;
+    p.ranges = (p.max_count + (1u << p.range_shift) - 1) >> p.range_shift;
+    return kvpc_start(call, kvpc_meta_kernel, (uint32_t)(wanted < most ? wanted : most), threads, p);
+}
+
+/* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
+static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
+{
+    const bool meta = kvpc_is_out_of_reach(d->meta, false);
+    if (meta || kvpc_is_out_of_reach(d->count, false))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
+                           "cudaHostRegister)",
+                           function, meta ? "meta" : "count", meta ? (const void *)d->meta : (const void *)d->count);
+    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(function, "src", d->src, d->src_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(function, "meta", d->meta, d->max_count * sizeof *d->meta));
+    KVPRIM_TRY(kvpc_check_bytes(function, "count", d->count, sizeof *d->count));
+    return kvpc_check_bytes(function, "rejected", d->rejected, 4);
+}
+
 /* >>impl_slots -----------------------------------------------------------------------------------------------------
 
    A thread for each token. With few tokens, the time is that of the loads that wait for each other (0.16 us each on an
@@ -3605,6 +3811,20 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
     return kvpc_unpack_fragments(&call, &job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_unpack_meta");
+    const kvprim_status status = kvprim_unpack_meta_check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    if (desc->max_count == 0)
+        return KVPRIM_OK;
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack_meta", launch));
+    KVPRIM_TRY(kvpc_check_meta_memory(call.function, desc));
+    return kvpc_run_meta(&call, desc);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kvprim_cuda_launch *launch)
