@@ -1548,88 +1548,105 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
 
 /* ---- fragments that the GPU reads itself ----
 
-   Neither their number nor their sizes are known at the launch. So they are dealt to ranges: 32 descriptors, which are
-   512 contiguous bytes, to each in turn. Several blocks, its shares, read a range, each thread one descriptor, in one
-   access over PCIe for 32 of them, at the same time as the count. They know then the tiles of all its fragments, and
-   take them in turn. A long fragment is thus copied by all shares of its range, and uneven ones are evened out inside a
-   range by count and between ranges by the order of the blocks. */
+   Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
+   dealt to ranges. The blocks that share a range read all its descriptors, each thread one, at the same time as the
+   count. Then they know all its tiles, and take them in turn. So a long fragment is copied by all blocks of its range,
+   and uneven ones make a range no longer than another if it has many. */
 
 enum {
-    kvpc_meta_lanes = 8,  /* that copy a fragment if all of a range are small: a tile of them */
-    kvpc_meta_blocks = 6, /* on a multiprocessor: as many fit */
-    kvpc_meta_few = 4 /* tiles of a range's first fragment, up to which others may have fewer: see kvpc_read_range */
+    kvpc_meta_threads = 512,     /* of a block; of few descriptors 256: twice as many multiprocessors begin */
+    kvpc_meta_few = 512,         /* descriptors */
+    kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor */
+    kvpc_meta_lanes_shift = 3,   /* log2 of the threads that copy a fragment if all of a range are small */
+    kvpc_meta_numbered = 2       /* see kvpc_meta_kernel */
 };
+
+/* Blocks that must fit a multiprocessor: 64 registers; older GPUs would spill. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
+#else
+enum { kvpc_meta_blocks = 1 };
+#endif
 
 typedef struct kvpc_meta {
     uint64_t dst, src, dst_bytes, src_bytes, meta, count;
     uint32_t *rejected;
-    uint32_t max_count, range_shift; /* 1 << range_shift: descriptors of a range; the threads of a block, or fewer */
+    uint32_t max_count, range_shift; /* 1 << range_shift: the most descriptors of a range, and threads that read them */
     uint32_t ranges;
     int32_t pdl;
 } kvpc_meta;
 
-/* What a block knows of a range. */
+/* What the threads of a block tell each other. */
 typedef struct kvpc_range {
-    uint4 meta[kvpc_unpack_most_threads];         /* without bytes if there is nothing to copy */
-    uint32_t first[kvpc_unpack_most_threads + 1]; /* ... tile of a fragment, if kvpc_sum_tiles was called */
-    uint32_t sums[kvpc_unpack_most_threads / 32];
+    uint4 meta[kvpc_meta_threads];         /* without bytes if there is nothing to copy */
+    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
+    uint32_t sums[kvpc_meta_threads / 32];
 } kvpc_range;
 
-/* How a block copies a range: 1 << lanes_shift threads copy a tile. each: tiles of a fragment; 0: see kvpc_sum_tiles */
-typedef struct kvpc_way {
-    uint32_t lanes_shift, each;
-} kvpc_way;
-
-/* Returns descriptor i, without bytes if there is none or if it reaches outside. */
-KVPRIM_DEVICE uint4 kvpc_check_meta(const kvpc_meta &p, uint4 m, uint64_t i, uint64_t count, bool counts)
+/* Reads descriptor i. Returns it, without bytes if there is none or if it reaches outside. */
+KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, bool counts)
 {
-    const uint64_t dst_offset = (uint64_t)m.w << 32 | m.z;
+    const uint64_t count = (uint64_t)kvpc_load_i64(p.count);
+    const uint4 m = kvpc_load16(p.meta + 16 * (uint64_t)i), none = {0, 0, 0, 0};
+    const uint64_t dst_offset = (uint64_t)m.w << 32 | m.z, excess = count - p.max_count;
+    if (counts && i == 0 && count > p.max_count && p.rejected)
+        atomicAdd(p.rejected, excess < INT32_MAX ? (uint32_t)excess : (uint32_t)INT32_MAX);
     if (i >= count)
-        return uint4{0, 0, 0, 0};
+        return none;
     if (m.x <= p.src_bytes && m.y <= p.src_bytes - m.x && dst_offset <= p.dst_bytes && m.y <= p.dst_bytes - dst_offset)
         return m;
     if (counts && p.rejected)
         atomicAdd(p.rejected, 1u);
-    return uint4{0, 0, 0, 0};
+    return none;
 }
 
-/* A fragment on its way: what kvpc_copy_tile needs. */
-typedef struct kvpc_span_of_bytes {
+/* How a warp cuts a fragment. */
+typedef struct kvpc_placed {
     uint64_t dst, src;
-    uint32_t lead, loads; /* loads: words of a tile that a thread copies */
-} kvpc_span_of_bytes;
+    uint32_t lead, tile; /* bytes of a tile; the first one has `lead` less */
+} kvpc_placed;
 
-KVPRIM_DEVICE kvpc_span_of_bytes kvpc_place_meta(const kvpc_meta &p, uint4 m)
+KVPRIM_DEVICE kvpc_placed kvpc_place_of(const kvpc_meta &p, uint4 m)
 {
-    kvpc_span_of_bytes s = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, kvpc_aligned_loads};
-    if ((s.dst | s.src | m.y) % 16)
-        s.lead = (uint32_t)(s.dst % 16), s.loads = kvpc_bytes_loads;
-    return s;
+    kvpc_placed c = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, 512 * kvpc_aligned_loads};
+    if ((c.dst | c.src | m.y) % 16)
+        c.lead = (uint32_t)(c.dst % 16), c.tile = 512 * kvpc_bytes_loads;
+    return c;
 }
 
-/* Returns how many tiles of so many threads a fragment makes; its last may be empty. */
-KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m, uint32_t lanes)
+/* Returns how many tiles a fragment makes; the sum of its lead and bytes may take 33 bits. */
+KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m)
 {
-    const kvpc_span_of_bytes s = kvpc_place_meta(p, m);
-    const uint32_t tile = 16 * lanes * s.loads; /* a sum of lead and bytes may take 33 bits */
-    return m.y ? m.y / tile + (m.y % tile + s.lead + tile - 1) / tile : 0;
+    const uint32_t aligned = 512 * kvpc_aligned_loads, other = 512 * kvpc_bytes_loads;
+    const kvpc_placed c = kvpc_place_of(p, m);
+    if (c.tile == aligned)
+        return m.y / aligned + (m.y % aligned != 0);
+    return m.y ? m.y / other + (m.y % other + c.lead + other - 1) / other : 0;
 }
 
-/* `lanes` threads copy tile `part` of a fragment. */
+/* Whether so few threads as kvpc_meta_lanes_shift says copy a fragment as one tile. */
+KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
+{
+    const kvpc_placed c = kvpc_place_of(p, m);
+    return m.y <= (c.tile >> (5 - kvpc_meta_lanes_shift)) - c.lead;
+}
+
+/* A group of `lanes` threads copies tile `part` of a fragment: a warp, or fewer threads all of a small one. */
 KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part, uint32_t lane, uint32_t lanes)
 {
-    const kvpc_span_of_bytes s = kvpc_place_meta(p, m);
-    const uint32_t tile = 16 * lanes * s.loads, at = part ? part * tile - s.lead : 0;
+    const kvpc_placed c = kvpc_place_of(p, m);
+    const uint32_t at = part ? part * c.tile - c.lead : 0, most = part ? c.tile : c.tile - c.lead;
     if (at >= m.y)
         return;
-    const uint32_t most = part ? tile : tile - s.lead, bytes = m.y - at < most ? m.y - at : most;
-    if (s.loads == kvpc_aligned_loads)
-        kvpc_copy_tile<true, false>(s.dst + at, s.src + at, bytes, lane, lanes);
+    const uint32_t bytes = m.y - at < most ? m.y - at : most;
+    const uint64_t dst = c.dst + at, src = c.src + at;
+    if ((dst | src | bytes) % 16 == 0)
+        kvpc_copy_tile<true, false>(dst, src, bytes, lane, lanes);
     else
-        kvpc_copy_tile<false, false>(s.dst + at, s.src + at, bytes, lane, lanes);
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
 }
 
-/* Adds up the tiles of a range's fragments; `tiles` are those of this thread's. */
+/* Numbers the tiles of a range from its first fragment to its last. `tiles` are those of this thread's. */
 KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -1648,35 +1665,6 @@ KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
     __syncthreads();
 }
 
-/* All threads of a block read a range. If all its fragments are small, or have as many tiles as the first one, tiles
-   are numbered tile by tile, and none need be searched. Nothing that was read decides whether a thread comes to a
-   barrier: the host may break its promise, and write while this runs. */
-KVPRIM_DEVICE kvpc_way kvpc_read_range(const kvpc_meta &p, uint32_t range, bool counts, kvpc_range *r)
-{
-    const uint32_t t = threadIdx.x, first = 32 * range;
-    const uint32_t i = 32 * (t / 32 * p.ranges + range) + t % 32;
-    const bool mine = t >> p.range_shift == 0 && i < p.max_count;
-    uint4 m = {0, 0, 0, 0}, one = m;
-    const uint64_t given = (uint64_t)kvpc_load_i64(p.count), count = given < p.max_count ? given : p.max_count;
-    if (mine)
-        m = kvpc_load16(p.meta + 16 * (uint64_t)i);
-    if (first < p.max_count)
-        one = kvpc_load16(p.meta + 16 * (uint64_t)first);
-    m = kvpc_check_meta(p, m, mine ? i : count, count, counts);
-    one = kvpc_check_meta(p, one, first, count, false);
-    if (counts && range == 0 && t == 0 && given > count && p.rejected)
-        atomicAdd(p.rejected, given - count < INT32_MAX ? (uint32_t)(given - count) : (uint32_t)INT32_MAX);
-    r->meta[t] = m;
-    const uint32_t tiles = kvpc_tiles_of(p, m, 32), each = kvpc_tiles_of(p, one, 32);
-    const bool odd = tiles > each || (tiles && tiles < each && each > kvpc_meta_few && i + 1 < count);
-    const bool long_ones = __syncthreads_or(kvpc_tiles_of(p, m, kvpc_meta_lanes) > 1), uneven = __syncthreads_or(odd);
-    if (!long_ones)
-        return kvpc_way{3, 1};
-    if (uneven)
-        kvpc_sum_tiles(r, tiles);
-    return kvpc_way{5, uneven ? 0 : each};
-}
-
 /* Returns the fragment that a tile is part of. */
 KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint32_t range_shift)
 {
@@ -1686,26 +1674,43 @@ KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint
     return i;
 }
 
-static __global__ void __launch_bounds__(kvpc_unpack_most_threads, kvpc_unaligned_blocks)
+/* Each warp, or group of fewer threads if all of a range's fragments are small, copies tiles.
+   - First it takes the first `numbered` tiles of each fragment: tile t of fragment i has the number t * 2^range_shift +
+     i, so no search is needed, and there is nothing to wait for. Pages of 4 KB have no more.
+   - If any fragment has more, they are summed up, and those are searched for.
+   Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
+   write while this runs. */
+static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_range r;
-    const uint32_t share = blockIdx.x / p.ranges, in_range = 1u << p.range_shift;
+    const uint32_t share = blockIdx.x / p.ranges, t = threadIdx.x;
     if (p.pdl)
         kvpc_pdl_wait();
-    if (p.pdl && kvpc_leaves_room(768))
+    if (p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2))
         kvpc_pdl_trigger();
     for (uint32_t range = blockIdx.x % p.ranges; range < p.ranges; range += gridDim.x) {
-        const kvpc_way way = kvpc_read_range(p, range, share == 0, &r);
-        const uint32_t lanes = 1u << way.lanes_shift, lane = threadIdx.x % lanes;
+        const uint32_t i = 32 * (t / 32 * p.ranges + range) + t % 32;
+        r.meta[t] = t >> p.range_shift == 0 && i < p.max_count ? kvpc_read_meta(p, i, share == 0) : uint4{0, 0, 0, 0};
+        const uint32_t shift = __syncthreads_or(!kvpc_is_small(p, r.meta[t])) ? 5 : kvpc_meta_lanes_shift;
         const uint32_t shares = range < gridDim.x ? (gridDim.x - 1 - range) / p.ranges + 1 : 1;
-        const uint32_t groups = blockDim.x >> way.lanes_shift, step = shares * groups;
-        const uint32_t tiles = way.each ? way.each << p.range_shift : r.first[in_range];
-        for (uint32_t tile = share * groups + (threadIdx.x >> way.lanes_shift); tile < tiles; tile += step) {
-            const uint32_t i = way.each ? tile % in_range : kvpc_fragment_in(r, tile, p.range_shift);
-            kvpc_copy_part(p, r.meta[i], way.each ? tile >> p.range_shift : tile - r.first[i], lane, lanes);
+        const uint32_t groups = shares * (blockDim.x >> shift), even = groups >> p.range_shift;
+        const uint32_t numbered = shift < 5 ? 1 : even > kvpc_meta_numbered ? even : (uint32_t)kvpc_meta_numbered;
+        uint32_t tiles = numbered << p.range_shift;
+        KVPRIM_ROLLED
+        for (bool search = false;; search = true) {
+            KVPRIM_ROLLED
+            for (uint32_t tile = share * (blockDim.x >> shift) + (t >> shift); tile < tiles; tile += groups) {
+                const uint32_t one = search ? kvpc_fragment_in(r, tile, p.range_shift) : tile % (1u << p.range_shift);
+                const uint32_t part = search ? numbered + tile - r.first[one] : tile >> p.range_shift;
+                kvpc_copy_part(p, r.meta[one], part, t % (1u << shift), 1u << shift);
+            }
+            const uint32_t own = shift < 5 ? 0 : kvpc_tiles_of(p, r.meta[t]);
+            if (!__syncthreads_or(!search && own > numbered)) /* also before the next range overwrites this one */
+                break;
+            kvpc_sum_tiles(&r, own > numbered ? own - numbered : 0);
+            tiles = r.first[1u << p.range_shift];
         }
-        __syncthreads(); /* before the next range overwrites this one */
     }
 }
 
@@ -3432,22 +3437,28 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
     return KVPRIM_OK;
 }
 
-/* As many blocks as full buffers keep busy, and so few that all run at once. */
+/* As many blocks as full buffers keep busy, and so few that all run at once. As many ranges as make their shares equal.
+   From the host's memory each block reads only 32 descriptors, and few blocks read the same: a read over PCIe takes its
+   time however small it is. */
 static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
 {
-    const uint32_t max_sms = (uint32_t)call->launch.max_sms;
-    const uint32_t threads = max_sms ? kvpc_unpack_most_threads : kvpc_unpack_threads;
+    const bool link = kvpc_is_link(NULL, d->meta);
+    const uint32_t max_sms = (uint32_t)call->launch.max_sms, max_count = (uint32_t)d->max_count;
+    const uint32_t threads = max_sms || max_count > kvpc_meta_few ? kvpc_meta_threads : kvpc_meta_threads / 2;
     const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
     const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
-    const uint64_t most = max_sms ? max_sms : (uint64_t)kvpc_multiprocessors() * kvpc_meta_blocks;
+    const uint64_t most = max_sms ? max_sms : (uint64_t)kvpc_multiprocessors() * (kvpc_meta_sm_threads / threads);
+    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
     kvpc_meta p = {};
     p.dst = (uintptr_t)d->dst, p.src = (uintptr_t)d->src, p.dst_bytes = d->dst_bytes, p.src_bytes = d->src_bytes;
     p.meta = (uintptr_t)d->meta, p.count = (uintptr_t)d->count, p.rejected = d->rejected;
-    p.max_count = (uint32_t)d->max_count, p.pdl = call->launch.pdl;
-    for (p.range_shift = 5; 1u << p.range_shift < threads && 1u << p.range_shift < p.max_count;)
+    p.max_count = max_count, p.pdl = call->launch.pdl;
+    for (p.range_shift = 5; !link && 1u << p.range_shift < threads && 1u << p.range_shift < max_count;)
         p.range_shift++;
-    p.ranges = (p.max_count + (1u << p.range_shift) - 1) >> p.range_shift;
-    return kvpc_start(call, kvpc_meta_kernel, (uint32_t)(wanted < most ? wanted : most), threads, p);
+    p.ranges = (max_count + (1u << p.range_shift) - 1) >> p.range_shift;
+    if (blocks > p.ranges)
+        p.ranges = blocks / (blocks / p.ranges);
+    return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
 }
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
