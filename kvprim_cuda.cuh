@@ -1555,14 +1555,14 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
 
 enum {
     kvpc_meta_threads = 512,     /* of a block; of few descriptors 256: twice as many multiprocessors begin */
-    kvpc_meta_few = 512,         /* descriptors */
+    kvpc_meta_few = 1024,        /* descriptors */
     kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor */
-    kvpc_meta_lanes_shift = 3,   /* log2 of the threads that copy a fragment if all of a range are small */
-    kvpc_meta_numbered = 2       /* see kvpc_meta_kernel */
+    kvpc_meta_lanes = 8,         /* threads that copy a fragment if all of a range are small */
+    kvpc_meta_numbered = 3       /* see kvpc_copy_range */
 };
 
-/* Blocks that must fit a multiprocessor: 64 registers; older GPUs would spill. */
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/* Blocks that must fit a multiprocessor: this keeps it to 64 registers. On other GPUs the kernel would spill. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
 #else
 enum { kvpc_meta_blocks = 1 };
@@ -1572,21 +1572,21 @@ typedef struct kvpc_meta {
     uint64_t dst, src, dst_bytes, src_bytes, meta, count;
     uint32_t *rejected;
     uint32_t max_count, range_shift; /* 1 << range_shift: the most descriptors of a range, and threads that read them */
-    uint32_t ranges;
+    kvpc_divisor ranges;
+    uint32_t shares, more; /* blocks of a range; the first `more` ranges have one more */
     int32_t pdl;
 } kvpc_meta;
 
 /* What the threads of a block tell each other. */
 typedef struct kvpc_range {
-    uint4 meta[kvpc_meta_threads];         /* without bytes if there is nothing to copy */
-    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
+    uint4 meta[kvpc_meta_threads]; /* without bytes if there is nothing to copy */
     uint32_t sums[kvpc_meta_threads / 32];
+    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
 } kvpc_range;
 
-/* Reads descriptor i. Returns it, without bytes if there is none or if it reaches outside. */
-KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, bool counts)
+/* Returns descriptor i, without bytes if there is none or if it reaches outside. */
+KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, uint64_t count, bool counts)
 {
-    const uint64_t count = (uint64_t)kvpc_load_i64(p.count);
     const uint4 m = kvpc_load16(p.meta + 16 * (uint64_t)i), none = {0, 0, 0, 0};
     const uint64_t dst_offset = (uint64_t)m.w << 32 | m.z, excess = count - p.max_count;
     if (counts && i == 0 && count > p.max_count && p.rejected)
@@ -1624,26 +1624,26 @@ KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m)
     return m.y ? m.y / other + (m.y % other + c.lead + other - 1) / other : 0;
 }
 
-/* Whether so few threads as kvpc_meta_lanes_shift says copy a fragment as one tile. */
-KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
-{
-    const kvpc_placed c = kvpc_place_of(p, m);
-    return m.y <= (c.tile >> (5 - kvpc_meta_lanes_shift)) - c.lead;
-}
-
 /* A group of `lanes` threads copies tile `part` of a fragment: a warp, or fewer threads all of a small one. */
-KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part, uint32_t lane, uint32_t lanes)
+template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part)
 {
     const kvpc_placed c = kvpc_place_of(p, m);
     const uint32_t at = part ? part * c.tile - c.lead : 0, most = part ? c.tile : c.tile - c.lead;
     if (at >= m.y)
         return;
-    const uint32_t bytes = m.y - at < most ? m.y - at : most;
+    const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
     const uint64_t dst = c.dst + at, src = c.src + at;
     if ((dst | src | bytes) % 16 == 0)
         kvpc_copy_tile<true, false>(dst, src, bytes, lane, lanes);
     else
         kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
+}
+
+/* Whether kvpc_meta_lanes threads copy a fragment as one tile. */
+KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
+{
+    const kvpc_placed c = kvpc_place_of(p, m);
+    return m.y <= c.tile / 32 * kvpc_meta_lanes - c.lead;
 }
 
 /* Numbers the tiles of a range from its first fragment to its last. `tiles` are those of this thread's. */
@@ -1674,43 +1674,63 @@ KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint
     return i;
 }
 
-/* Each warp, or group of fewer threads if all of a range's fragments are small, copies tiles.
-   - First it takes the first `numbered` tiles of each fragment: tile t of fragment i has the number t * 2^range_shift +
-     i, so no search is needed, and there is nothing to wait for. Pages of 4 KB have no more.
-   - If any fragment has more, they are summed up, and those are searched for.
-   Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
+/* The warps of a range's `shares` blocks copy its tiles. If no fragment has many, tile t of fragment i is number
+   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one tile
+   or none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
+   then the rest is numbered from the first fragment to the last. */
+KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t share, uint32_t shares)
+{
+    const uint32_t own = kvpc_tiles_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
+    const uint32_t even = warps >> p.range_shift, many = even + kvpc_meta_numbered;
+    const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
+    const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
+    uint32_t tiles = numbered << p.range_shift;
+    KVPRIM_ROLLED
+    for (bool search = false;; search = true) {
+        KVPRIM_ROLLED
+        for (uint32_t tile = share * (blockDim.x / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
+            const uint32_t i = search ? kvpc_fragment_in(*r, tile, p.range_shift) : tile % (1u << p.range_shift);
+            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + tile - r->first[i] : tile >> p.range_shift);
+        }
+        if (few || search)
+            return;
+        kvpc_sum_tiles(r, own > numbered ? own - numbered : 0);
+        tiles = r->first[1u << p.range_shift];
+    }
+}
+
+KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r, uint32_t share, uint32_t shares)
+{
+    const uint32_t groups = blockDim.x / kvpc_meta_lanes, step = shares * groups;
+    KVPRIM_ROLLED
+    for (uint32_t i = share * groups + threadIdx.x / kvpc_meta_lanes; i < 1u << p.range_shift; i += step)
+        kvpc_copy_part<kvpc_meta_lanes>(p, r.meta[i], 0);
+}
+
+/* Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
    write while this runs. */
 static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_range r;
-    const uint32_t share = blockIdx.x / p.ranges, t = threadIdx.x;
+    const uint32_t t = threadIdx.x, ranges = (uint32_t)p.ranges.by, share = kvpc_divide(blockIdx.x, p.ranges);
     if (p.pdl)
         kvpc_pdl_wait();
     if (p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2))
         kvpc_pdl_trigger();
-    for (uint32_t range = blockIdx.x % p.ranges; range < p.ranges; range += gridDim.x) {
-        const uint32_t i = 32 * (t / 32 * p.ranges + range) + t % 32;
-        r.meta[t] = t >> p.range_shift == 0 && i < p.max_count ? kvpc_read_meta(p, i, share == 0) : uint4{0, 0, 0, 0};
-        const uint32_t shift = __syncthreads_or(!kvpc_is_small(p, r.meta[t])) ? 5 : kvpc_meta_lanes_shift;
-        const uint32_t shares = range < gridDim.x ? (gridDim.x - 1 - range) / p.ranges + 1 : 1;
-        const uint32_t groups = shares * (blockDim.x >> shift), even = groups >> p.range_shift;
-        const uint32_t numbered = shift < 5 ? 1 : even > kvpc_meta_numbered ? even : (uint32_t)kvpc_meta_numbered;
-        uint32_t tiles = numbered << p.range_shift;
-        KVPRIM_ROLLED
-        for (bool search = false;; search = true) {
-            KVPRIM_ROLLED
-            for (uint32_t tile = share * (blockDim.x >> shift) + (t >> shift); tile < tiles; tile += groups) {
-                const uint32_t one = search ? kvpc_fragment_in(r, tile, p.range_shift) : tile % (1u << p.range_shift);
-                const uint32_t part = search ? numbered + tile - r.first[one] : tile >> p.range_shift;
-                kvpc_copy_part(p, r.meta[one], part, t % (1u << shift), 1u << shift);
-            }
-            const uint32_t own = shift < 5 ? 0 : kvpc_tiles_of(p, r.meta[t]);
-            if (!__syncthreads_or(!search && own > numbered)) /* also before the next range overwrites this one */
-                break;
-            kvpc_sum_tiles(&r, own > numbered ? own - numbered : 0);
-            tiles = r.first[1u << p.range_shift];
-        }
+    const uint64_t count = t >> p.range_shift == 0 ? (uint64_t)kvpc_load_i64(p.count) : 0;
+    for (uint32_t range = blockIdx.x - share * ranges; range < ranges; range += gridDim.x) {
+        const uint32_t i = 32 * (t / 32 * ranges + range) + t % 32, shares = p.shares + (range < p.more);
+        uint4 m = {0, 0, 0, 0};
+        if (t >> p.range_shift == 0 && i < p.max_count)
+            m = kvpc_read_meta(p, i, count, share == 0);
+        r.meta[t] = m;
+        if (__syncthreads_or(!kvpc_is_small(p, m)))
+            kvpc_copy_range(p, &r, share, shares);
+        else
+            kvpc_copy_small_range(p, r, share, shares);
+        if (gridDim.x < ranges)
+            __syncthreads(); /* before the next range overwrites this one */
     }
 }
 
@@ -3455,9 +3475,11 @@ static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_me
     p.max_count = max_count, p.pdl = call->launch.pdl;
     for (p.range_shift = 5; !link && 1u << p.range_shift < threads && 1u << p.range_shift < max_count;)
         p.range_shift++;
-    p.ranges = (max_count + (1u << p.range_shift) - 1) >> p.range_shift;
-    if (blocks > p.ranges)
-        p.ranges = blocks / (blocks / p.ranges);
+    const uint32_t least = (max_count + (1u << p.range_shift) - 1) >> p.range_shift;
+    p.shares = blocks > least ? blocks / least : 1;
+    const uint32_t ranges = blocks > least ? blocks / p.shares : least;
+    p.more = blocks > least ? blocks - ranges * p.shares : 0;
+    p.ranges = kvpc_divisor_of(ranges);
     return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
 }
 
