@@ -463,6 +463,14 @@ KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
     return v;
 }
 
+/* Returns the value of the thread `distance` before this one in the warp, or this one's if there is none. */
+KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
+{
+    uint32_t v;
+    asm volatile("shfl.sync.up.b32 %0, %1, %2, 0, 0xffffffff;" : "=r"(v) : "r"(value), "r"(distance));
+    return v;
+}
+
 /* Tells the compiler that a pointer is to global memory, which gives faster instructions. */
 KVPRIM_DEVICE char *kvpc_global(uint64_t address)
 {
@@ -1651,7 +1659,7 @@ KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
 {
     const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     for (uint32_t distance = 1; distance < 32; distance *= 2) {
-        const uint32_t before = __shfl_up_sync(UINT32_MAX, tiles, distance);
+        const uint32_t before = kvpc_shuffle_up(tiles, distance);
         tiles += lane >= distance ? before : 0;
     }
     if (lane == 31)

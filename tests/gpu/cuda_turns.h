@@ -116,7 +116,7 @@ static inline int __syncthreads_or(int predicate)
 }
 
 /* A barrier, too: whole blocks call it. */
-static inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, uint32_t distance)
+static inline uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
 {
     const unsigned thread = turns.now;
     std::vector<uint32_t> &given = turns.given[turns.turn % 2];
