@@ -25,14 +25,15 @@
    Contents (search for the tag):
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>gpu_move    gather, store, slots, transfer, unpack, copy, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
            >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
                                   short units over the link; device layers and indices of the host
-           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
+           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
+                                  whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
                                   what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
@@ -169,12 +170,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 
-/* One launch, however many fragments there are. The GPU reads *count and the descriptors when the work runs: after all
-   that was enqueued before it, and in a graph at each replay. So a caller may enqueue it before they are written, behind
-   an event, cuStreamWaitValue64 or a host function that ends when they are; a waiting stream takes no multiprocessor.
-   The memory may be device memory or pinned host memory (KVPRIM_ERROR_ARGUMENT if it is ordinary memory that the GPU
-   cannot reach). With pdl and a kernel before it, that kernel must write them or run after they are written. They may be
-   written again when the work is done. */
+/* One launch, however many fragments there are. The GPU reads *count and the descriptors when the work runs: after
+   everything that was enqueued before it, and in a graph at each replay. So a caller may enqueue it before they are
+   written, after an event, a cuStreamWaitValue64 or a host function that waits for them; a stream that waits takes no
+   multiprocessor. They may be written again when the work is done.
+   They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
+   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
                                                                 const kvprim_cuda_launch *launch);
 
