@@ -1445,6 +1445,38 @@ static void test_far_fragments()
     CUDA(cudaFree(both));
 }
 
+/* Fragments of almost 4 GiB among small ones, from odd sources to destinations past 4 GiB. */
+static void test_far_metas()
+{
+    const std::vector<kvprim_fragment> f = {
+        {3, 700000001, UINT32_MAX}, {UINT32_MAX, 5, 100}, {17, 200, 40000}, {UINT32_MAX - 15, 512, 16}};
+    std::vector<kvprim_meta> meta;
+    const uint64_t count = f.size();
+    uint64_t total = 0;
+    for (const kvprim_fragment &one : f) {
+        meta.push_back({uint32_t(one.src_offset), uint32_t(one.bytes), one.dst_offset});
+        total += one.bytes;
+    }
+    meta.push_back({8, UINT32_MAX, far_bytes - UINT32_MAX + 1}); /* outside by a byte */
+    unsigned char *const both = much_device_memory(2 * far_bytes);
+    if (!both)
+        return;
+    const gpu_array<kvprim_fragment> on(f.data(), f.size());
+    const gpu_array<kvprim_meta> list(meta.data(), meta.size());
+    const gpu_array<uint64_t> given(std::vector<uint64_t>{count + 1}.data(), 1);
+    const gpu_array<uint32_t> rejected(1, 0);
+    const gpu_array<unsigned long long> wrong(1, 0);
+    const kvprim_unpack_meta_desc d = {both, far_bytes, both + far_bytes, far_bytes, list.p, given.p, 5, rejected.p, 0};
+    fill_far<<<2048, 256>>>(both);
+    CUDA(cudaMemset(both + far_bytes, 0xa5, far_bytes));
+    CHECK(kvprim_cuda_unpack_meta(&d, nullptr) == KVPRIM_OK);
+    check_far<<<dim3(unsigned(count), 1024), 256>>>(both + far_bytes, on.p, wrong.p);
+    CUDA(cudaGetLastError());
+    CHECK(wrong.first() == 0 && rejected.first() == 1);
+    CHECK(bytes_other_than(0xa5, both + far_bytes, far_bytes) == total);
+    CUDA(cudaFree(both));
+}
+
 static void thread_main(unsigned seed)
 {
     arena a = {};
@@ -1461,6 +1493,7 @@ static void thread_main(unsigned seed)
         bad_transfers(&a);
         small_batches(&a);
         bad_unpacks(&a);
+        small_metas(&a);
     }
     close_arena(&a);
     CUDA(cudaStreamDestroy(launch.stream));
@@ -1960,6 +1993,7 @@ static void run_long()
     run("cuda: more than 2^31 rows", test_many_rows);
     run("cuda: more than 2^31 slots", test_many_slots);
     run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
+    run("cuda: unpack_meta, offsets past 4 GiB, a fragment of 4 GiB", test_far_metas);
     run("cuda: the legacy stream beside a capture", test_legacy_capture);
     run("cuda: earlier work that failed", test_earlier_work);
 }
