@@ -8,7 +8,9 @@
    The columns "the report" are the figures of a report on a slow unpack kernel, which this example retraces. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include <atomic>
 #include <chrono>
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,6 +31,7 @@ static void *descriptors; /* device memory, for the report's first kernel */
 struct ring {
     kvprim_meta meta[chunks][in_chunk];
     uint64_t count[chunks];
+    std::atomic<uint32_t> described; /* so many chunks are */
 };
 static ring *late;
 
@@ -141,22 +144,41 @@ static void one_launch(void)
     synchronise();
 }
 
-/* Stands for the network: writes a chunk's descriptors, and then how many there are. */
-static void CUDART_CB receive(void *count)
+/* Lets the stream wait until that many chunks are described. The function is the driver's, which this program is not
+   linked with. */
+static void wait_for_chunks(uint32_t described)
 {
-    const int c = (int)((uint64_t *)count - late->count);
-    for (int i = 0; i < in_chunk; i++) {
+    static decltype(&cuStreamWaitValue32) wait;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    if (!wait)
+        cuda(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", (void **)&wait, 12000, cudaEnableDefault, &found),
+             "cudaGetDriverEntryPointByVersion");
+#else
+    if (!wait)
+        cuda(cudaGetDriverEntryPoint("cuStreamWaitValue32", (void **)&wait, cudaEnableDefault, &found),
+             "cudaGetDriverEntryPoint");
+#endif
+    if (wait && wait(stream, (CUdeviceptr)&late->described, described, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS)
+        return;
+    printf("cuStreamWaitValue32: this driver has none, or refuses\n");
+    exit(1);
+}
+
+/* Stands for the network: writes a chunk's descriptors, then how many there are, then that they are there. */
+static void describe_chunk(uint32_t c)
+{
+    for (uint32_t i = 0; i < in_chunk; i++) {
         const kvprim_fragment f = fragments[c * in_chunk + i];
         late->meta[c][i] = {(uint32_t)f.src_offset, (uint32_t)f.bytes, f.dst_offset};
     }
     late->count[c] = in_chunk;
+    late->described.store(c + 1, std::memory_order_release);
 }
 
-/* All work is enqueued before any descriptor exists. The stream waits for the network, and takes no multiprocessor
-   while it does. A plugin in another thread would let it go on by an event or cuStreamWaitValue64. */
+/* All work is enqueued before any descriptor exists. The stream waits for them, and takes no multiprocessor meanwhile. */
 static void late_descriptors(void)
 {
-    memset(late, 0, sizeof *late);
     kvprim_unpack_meta_desc unpack = {};
     unpack.src = src;
     unpack.dst = dst;
@@ -164,12 +186,17 @@ static void late_descriptors(void)
     unpack.max_count = in_chunk;
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
-    for (int c = 0; c < chunks; c++) {
-        cuda(cudaLaunchHostFunc(stream, receive, &late->count[c]), "cudaLaunchHostFunc");
+    late->described = 0;
+    memset(late->meta, 0, sizeof late->meta);
+    memset(late->count, 0, sizeof late->count);
+    for (uint32_t c = 0; c < chunks; c++) {
+        wait_for_chunks(c + 1);
         unpack.meta = late->meta[c];
         unpack.count = &late->count[c];
         kvprim(kvprim_cuda_unpack_meta(&unpack, &launch));
     }
+    for (uint32_t c = 0; c < chunks; c++)
+        describe_chunk(c);
     synchronise();
 }
 
