@@ -42,7 +42,7 @@
        >>dtype       element types
        >>prefix      prefix compare
        >>table       kvprim_table: rows, pages, heads; the index rule
-       >>gather      >>store      >>slots      >>transfer      >>unpack      >>copy
+       >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
        >>impl        the implementation:
@@ -57,6 +57,7 @@
            >>impl_slots           page tables into slots
            >>impl_copy            checks of lists of copies, which unpack shares; copies
            >>impl_unpack
+           >>impl_unpack_meta
 
    Rules that hold for every function here
        Errors     A function checks its descriptor before it moves the first byte. On an error it has written nothing,
@@ -435,6 +436,49 @@ typedef struct kvprim_unpack_desc {
    Errors: NULL, ARGUMENT (reserved), SIZE, OVERLAP and BOUNDS (name the fragment). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc);
 
+/* >>unpack_meta ----------------------------------------------------------------------------------------------------
+
+   Unpack by descriptors that a network plugin writes, with a count that is known late. The layout is NCCL's: `union
+   loadMeta` and `struct netUnpackMeta` in src/device/network/unpack/unpack_defs.h, read in NCCL 2.29.7. A plugin with
+   device offload (NCCL_NET_DEVICE_UNPACK: GPUDirect-TCPX and its kin) receives into a bounce buffer. For each request it
+   writes up to 2,048 descriptors (twice the 4 KB pages of 4 MB) and then their number, a uint64_t, to memory that is
+   mapped for the GPU. 16 requests make a ring: request r uses row r % 16 of `mem` and element r % 16 of `cnt`:
+
+       desc.meta = (const kvprim_meta *)meta->mem[r % 16], desc.count = &meta->cnt[r % 16], desc.max_count = 2048;
+
+   Each descriptor moves: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
+typedef struct kvprim_meta {
+    uint32_t src_offset, bytes; /* src_off, len; bytes may be 0 */
+    uint64_t dst_offset;        /* dst_off */
+} kvprim_meta;
+
+typedef struct kvprim_unpack_meta_desc {
+    const void *src;
+    uint64_t src_bytes;
+    void *dst;
+    uint64_t dst_bytes;
+    const kvprim_meta *meta; /* max_count of them, aligned to 16 bytes */
+    const uint64_t *count;   /* of the descriptors to move */
+    uint64_t max_count;      /* at most KVPRIM_MAX_META */
+    uint32_t *rejected;      /* optional counter */
+    int64_t reserved;        /* must be 0 */
+} kvprim_unpack_meta_desc;
+
+enum { KVPRIM_MAX_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
+
+/* The side that executes reads *count and the descriptors when it does. On the GPU they may hold anything until then. So
+   nothing that they say is an error of the call:
+   - A fragment that reaches past src_bytes or dst_bytes is skipped, and adds one to *rejected.
+   - If *count is more than max_count, the first max_count are moved. The excess is added to *rejected, at most 2^31 - 1
+     of it.
+   max_count == 0 is KVPRIM_OK, as count == 0 is elsewhere.
+   Aliasing: destinations must overlap neither each other nor any fragment's source. Nobody checks that: where they do,
+   the bytes are unspecified. src and dst may be one buffer. [dst, dst + dst_bytes) and rejected must overlap neither
+   each other nor the descriptors nor count (checked).
+   Errors: NULL (desc, meta, count; src and dst unless they have 0 bytes), ARGUMENT (reserved; meta, count or rejected
+   not aligned), SIZE, OVERLAP. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc);
+
 /* >>copy -----------------------------------------------------------------------------------------------------------
 
    Copies each item: `bytes` bytes from src to dst, or as many zeros to dst. Any size and alignment, also mixed in one
@@ -531,6 +575,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_trans
                                                               kvprim_transfer_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy_check(const kvprim_copy_desc *desc);
 
 /* Sets kvprim_last_error() from a printf format and returns `status`: for kvprim's other headers and for wrappers. */
@@ -645,6 +690,10 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_slots_desc) == 136, "kvprim_slots_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 312, "kvprim_transfer_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_desc) == 72, "kvprim_unpack_meta_desc");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_meta) == 16 && offsetof(kvprim_meta, bytes) == 4 &&
+                         offsetof(kvprim_meta, dst_offset) == 8,
+                     "kvprim_meta is NCCL's loadMeta");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_desc) == 24, "kvprim_copy_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_item) == 24, "kvprim_copy_item");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
@@ -669,6 +718,8 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
                    {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
+                   {"kvprim_meta", sizeof(kvprim_meta)},
+                   {"kvprim_unpack_meta_desc", sizeof(kvprim_unpack_meta_desc)},
                    {"kvprim_copy_item", sizeof(kvprim_copy_item)},
                    {"kvprim_copy_desc", sizeof(kvprim_copy_desc)},
                    {"kvprim_side", sizeof(kvprim_side)},
@@ -3116,6 +3167,75 @@ KVPRIM_API kvprim_status kvprim_unpack(const kvprim_unpack_desc *desc)
         if (f.bytes)
             memcpy((char *)d.dst + f.dst_offset, (const char *)d.src + f.src_offset, (size_t)f.bytes);
     }
+    return KVPRIM_OK;
+}
+
+/* >>impl_unpack_meta ----------------------------------------------------------------------------------------------- */
+
+/* Checks alignment and overlap of the memory that the descriptor names. The first two are written. */
+static kvprim_status kvpi_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
+{
+    const struct {
+        kvpi_bytes bytes;
+        size_t alignment;
+    } a[] = {{{"dst", d->dst, d->dst_bytes}, 1},
+             {{"rejected", d->rejected, d->rejected ? sizeof *d->rejected : 0}, 4},
+             {{"meta", d->meta, d->max_count * sizeof *d->meta}, 16},
+             {{"count", d->count, sizeof *d->count}, 8}};
+    for (int k = 0; k < 4; k++) {
+        const kvpi_bytes b = a[k].bytes;
+        if ((uintptr_t)b.data % a[k].alignment)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s (%p) is not aligned to %d bytes", function, b.name,
+                               b.data, (int)a[k].alignment);
+        for (int w = 0; w < 2 && w < k; w++)
+            if (kvpi_overlap(a[w].bytes.data, a[w].bytes.bytes, b.data, b.bytes))
+                return kvpi_fail_overlap(function, a[w].bytes, b, "");
+    }
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc)
+{
+    static const char function[] = "kvprim_unpack_meta";
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", function);
+    if (desc->max_count == 0)
+        return KVPRIM_OK;
+    const char *const null = !desc->meta                     ? "meta"
+                             : !desc->count                  ? "count"
+                             : !desc->src && desc->src_bytes ? "src"
+                             : !desc->dst && desc->dst_bytes ? "dst"
+                                                             : NULL;
+    if (null)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
+    if (desc->reserved)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
+    if (desc->max_count > KVPRIM_MAX_META)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
+                           (unsigned long long)desc->max_count, (int)KVPRIM_MAX_META);
+    if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
+                           function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
+    return kvpi_check_meta_memory(function, desc);
+}
+
+KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
+{
+    KVPRIM_RANGE("kvprim_unpack_meta");
+    KVPRIM_TRY(kvprim_unpack_meta_check(desc));
+    const kvprim_unpack_meta_desc d = *desc;
+    const uint64_t given = d.max_count ? *d.count : 0, excess = given > d.max_count ? given - d.max_count : 0;
+    uint32_t rejected = excess < INT32_MAX ? (uint32_t)excess : INT32_MAX;
+    for (uint64_t i = 0; i < given - excess; i++) {
+        const kvprim_meta m = d.meta[i];
+        const int inside = m.src_offset <= d.src_bytes && m.bytes <= d.src_bytes - m.src_offset &&
+                           m.dst_offset <= d.dst_bytes && m.bytes <= d.dst_bytes - m.dst_offset;
+        rejected += !inside;
+        if (inside && m.bytes)
+            memcpy((char *)d.dst + m.dst_offset, (const char *)d.src + m.src_offset, m.bytes);
+    }
+    if (d.rejected)
+        *d.rejected += rejected;
     return KVPRIM_OK;
 }
 

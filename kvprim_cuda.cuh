@@ -25,14 +25,15 @@
    Contents (search for the tag):
        >>config      macros that you may define
        >>launch      stream, overlap with the kernel before, share of the GPU
-       >>gpu_move    gather, store, slots, transfer, unpack, copy, and checked moves
+       >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
            >>impl_device          loads, stores and dependent launch in PTX; divisors
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
            >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
                                   short units over the link; device layers and indices of the host
-           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them
+           >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
+                                  whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
                                   what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
@@ -168,6 +169,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *move
    stack. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc,
                                                            const kvprim_cuda_launch *launch);
+
+/* One launch, however many fragments there are. The GPU reads *count and the descriptors when the work runs: after
+   everything that was enqueued before it, and in a graph at each replay. So a caller may enqueue it before they are
+   written, after an event, a cuStreamWaitValue64 or a host function that waits for them; a stream that waits takes no
+   multiprocessor. They may be written again when the work is done.
+   They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
+   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
+                                                                const kvprim_cuda_launch *launch);
 
 /* All that kvprim_cuda_unpack says holds here, with addresses in place of offsets: a launch holds the bits in which
    they differ. Each item lies in any of the memories above, below address 2^62 (else KVPRIM_ERROR_SIZE). If the items
@@ -451,6 +461,14 @@ KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
 {
     int64_t v;
     asm volatile("ld.global.s64 %0, [%1];" : "=l"(v) : "l"(address));
+    return v;
+}
+
+/* Returns the value of the thread `distance` before this one in the warp, or this one's if there is none. */
+KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
+{
+    uint32_t v;
+    asm volatile("shfl.sync.up.b32 %0, %1, %2, 0, 0xffffffff;" : "=r"(v) : "r"(value), "r"(distance));
     return v;
 }
 
@@ -1535,6 +1553,194 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
     kvpc_place_words<loads>(dst, p.dst + at, step);
     kvpc_load_words<loads, false>(v, true, src, step, at, p.bytes);
     kvpc_store_words<loads, false, true>(dst, v, step, at, p.bytes);
+}
+
+/* ---- fragments that the GPU reads itself ----
+
+   Neither their number nor their sizes are known at the launch. 32 descriptors at a time, 512 contiguous bytes, are
+   dealt to ranges. The blocks that share a range read all its descriptors, each thread one, at the same time as the
+   count. Then they know all its tiles, and take them in turn. So a long fragment is copied by all blocks of its range,
+   and uneven ones make a range no longer than another if it has many. */
+
+enum {
+    kvpc_meta_threads = 512,     /* of a block; of few descriptors 256: twice as many multiprocessors begin */
+    kvpc_meta_few = 1024,        /* descriptors */
+    kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor */
+    kvpc_meta_lanes = 8,         /* threads that copy a fragment if all of a range are small */
+    kvpc_meta_numbered = 3       /* see kvpc_copy_range */
+};
+
+/* Blocks that must fit a multiprocessor: this keeps it to 64 registers. On other GPUs the kernel would spill. */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
+enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
+#else
+enum { kvpc_meta_blocks = 1 };
+#endif
+
+typedef struct kvpc_meta {
+    uint64_t dst, src, dst_bytes, src_bytes, meta, count;
+    uint32_t *rejected;
+    uint32_t max_count, range_shift; /* 1 << range_shift: the most descriptors of a range, and threads that read them */
+    kvpc_divisor ranges;
+    uint32_t shares, more; /* blocks of a range; the first `more` ranges have one more */
+    int32_t pdl;
+} kvpc_meta;
+
+/* What the threads of a block tell each other. */
+typedef struct kvpc_range {
+    uint4 meta[kvpc_meta_threads]; /* without bytes if there is nothing to copy */
+    uint32_t sums[kvpc_meta_threads / 32];
+    uint32_t first[kvpc_meta_threads + 1]; /* number of a fragment's first tile: see kvpc_sum_tiles */
+} kvpc_range;
+
+/* Returns descriptor i, without bytes if there is none or if it reaches outside. */
+KVPRIM_DEVICE uint4 kvpc_read_meta(const kvpc_meta &p, uint32_t i, uint64_t count, bool counts)
+{
+    const uint4 m = kvpc_load16(p.meta + 16 * (uint64_t)i), none = {0, 0, 0, 0};
+    const uint64_t dst_offset = (uint64_t)m.w << 32 | m.z, excess = count - p.max_count;
+    if (counts && i == 0 && count > p.max_count && p.rejected)
+        atomicAdd(p.rejected, excess < INT32_MAX ? (uint32_t)excess : (uint32_t)INT32_MAX);
+    if (i >= count)
+        return none;
+    if (m.x <= p.src_bytes && m.y <= p.src_bytes - m.x && dst_offset <= p.dst_bytes && m.y <= p.dst_bytes - dst_offset)
+        return m;
+    if (counts && p.rejected)
+        atomicAdd(p.rejected, 1u);
+    return none;
+}
+
+/* How a warp cuts a fragment. */
+typedef struct kvpc_placed {
+    uint64_t dst, src;
+    uint32_t lead, tile; /* bytes of a tile; the first one has `lead` less */
+} kvpc_placed;
+
+KVPRIM_DEVICE kvpc_placed kvpc_place_of(const kvpc_meta &p, uint4 m)
+{
+    kvpc_placed c = {p.dst + ((uint64_t)m.w << 32 | m.z), p.src + m.x, 0, 512 * kvpc_aligned_loads};
+    if ((c.dst | c.src | m.y) % 16)
+        c.lead = (uint32_t)(c.dst % 16), c.tile = 512 * kvpc_bytes_loads;
+    return c;
+}
+
+/* Returns how many tiles a fragment makes; the sum of its lead and bytes may take 33 bits. */
+KVPRIM_DEVICE uint32_t kvpc_tiles_of(const kvpc_meta &p, uint4 m)
+{
+    const uint32_t aligned = 512 * kvpc_aligned_loads, other = 512 * kvpc_bytes_loads;
+    const kvpc_placed c = kvpc_place_of(p, m);
+    if (c.tile == aligned)
+        return m.y / aligned + (m.y % aligned != 0);
+    return m.y ? m.y / other + (m.y % other + c.lead + other - 1) / other : 0;
+}
+
+/* A group of `lanes` threads copies tile `part` of a fragment: a warp, or fewer threads all of a small one. */
+template <uint32_t lanes> KVPRIM_DEVICE void kvpc_copy_part(const kvpc_meta &p, uint4 m, uint32_t part)
+{
+    const kvpc_placed c = kvpc_place_of(p, m);
+    const uint32_t at = part ? part * c.tile - c.lead : 0, most = part ? c.tile : c.tile - c.lead;
+    if (at >= m.y)
+        return;
+    const uint32_t bytes = m.y - at < most ? m.y - at : most, lane = threadIdx.x % lanes;
+    const uint64_t dst = c.dst + at, src = c.src + at;
+    if ((dst | src | bytes) % 16 == 0)
+        kvpc_copy_tile<true, false>(dst, src, bytes, lane, lanes);
+    else
+        kvpc_copy_words(dst, src, (int32_t)(dst % 16), (int32_t)bytes, lane, lanes, true, true, false);
+}
+
+/* Whether kvpc_meta_lanes threads copy a fragment as one tile. */
+KVPRIM_DEVICE bool kvpc_is_small(const kvpc_meta &p, uint4 m)
+{
+    const kvpc_placed c = kvpc_place_of(p, m);
+    return m.y <= c.tile / 32 * kvpc_meta_lanes - c.lead;
+}
+
+/* Numbers the tiles of a range from its first fragment to its last. `tiles` are those of this thread's. */
+KVPRIM_DEVICE void kvpc_sum_tiles(kvpc_range *r, uint32_t tiles)
+{
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    for (uint32_t distance = 1; distance < 32; distance *= 2) {
+        const uint32_t before = kvpc_shuffle_up(tiles, distance);
+        tiles += lane >= distance ? before : 0;
+    }
+    if (lane == 31)
+        r->sums[warp] = tiles;
+    __syncthreads();
+    for (uint32_t w = 0; w < warp; w++)
+        tiles += r->sums[w];
+    r->first[threadIdx.x + 1] = tiles;
+    if (threadIdx.x == 0)
+        r->first[0] = 0;
+    __syncthreads();
+}
+
+/* Returns the fragment that a tile is part of. */
+KVPRIM_DEVICE uint32_t kvpc_fragment_in(const kvpc_range &r, uint32_t tile, uint32_t range_shift)
+{
+    uint32_t i = 0;
+    for (uint32_t step = 1u << range_shift >> 1; step; step /= 2)
+        i += r.first[i + step] <= tile ? step : 0;
+    return i;
+}
+
+/* The warps of a range's `shares` blocks copy its tiles. If no fragment has many, tile t of fragment i is number
+   t * 2^range_shift + i, and none is searched for. (If warps are so many, or fragments so few, that a warp has one tile
+   or none, `many` is larger.) Otherwise only as many of each fragment as all warps copy at once, or one, are taken so;
+   then the rest is numbered from the first fragment to the last. */
+KVPRIM_DEVICE void kvpc_copy_range(const kvpc_meta &p, kvpc_range *r, uint32_t share, uint32_t shares)
+{
+    const uint32_t own = kvpc_tiles_of(p, r->meta[threadIdx.x]), warps = shares * (blockDim.x / 32);
+    const uint32_t even = warps >> p.range_shift, many = even + kvpc_meta_numbered;
+    const bool one = !__syncthreads_or(own > 1), few = !__syncthreads_or(own > many);
+    const uint32_t numbered = one ? 1 : few ? many : even > 1 ? even : 1;
+    uint32_t tiles = numbered << p.range_shift;
+    KVPRIM_ROLLED
+    for (bool search = false;; search = true) {
+        KVPRIM_ROLLED
+        for (uint32_t tile = share * (blockDim.x / 32) + threadIdx.x / 32; tile < tiles; tile += warps) {
+            const uint32_t i = search ? kvpc_fragment_in(*r, tile, p.range_shift) : tile % (1u << p.range_shift);
+            kvpc_copy_part<32>(p, r->meta[i], search ? numbered + tile - r->first[i] : tile >> p.range_shift);
+        }
+        if (few || search)
+            return;
+        kvpc_sum_tiles(r, own > numbered ? own - numbered : 0);
+        tiles = r->first[1u << p.range_shift];
+    }
+}
+
+KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r, uint32_t share, uint32_t shares)
+{
+    const uint32_t groups = blockDim.x / kvpc_meta_lanes, step = shares * groups;
+    KVPRIM_ROLLED
+    for (uint32_t i = share * groups + threadIdx.x / kvpc_meta_lanes; i < 1u << p.range_shift; i += step)
+        kvpc_copy_part<kvpc_meta_lanes>(p, r.meta[i], 0);
+}
+
+/* Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
+   write while this runs. */
+static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
+    kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
+{
+    __shared__ kvpc_range r;
+    const uint32_t t = threadIdx.x, ranges = (uint32_t)p.ranges.by, share = kvpc_divide(blockIdx.x, p.ranges);
+    if (p.pdl)
+        kvpc_pdl_wait();
+    if (p.pdl && kvpc_leaves_room(kvpc_meta_sm_threads / 2))
+        kvpc_pdl_trigger();
+    const uint64_t count = t >> p.range_shift == 0 ? (uint64_t)kvpc_load_i64(p.count) : 0;
+    for (uint32_t range = blockIdx.x - share * ranges; range < ranges; range += gridDim.x) {
+        const uint32_t i = 32 * (t / 32 * ranges + range) + t % 32, shares = p.shares + (range < p.more);
+        uint4 m = {0, 0, 0, 0};
+        if (t >> p.range_shift == 0 && i < p.max_count)
+            m = kvpc_read_meta(p, i, count, share == 0);
+        r.meta[t] = m;
+        if (__syncthreads_or(!kvpc_is_small(p, m)))
+            kvpc_copy_range(p, &r, share, shares);
+        else
+            kvpc_copy_small_range(p, r, share, shares);
+        if (gridDim.x < ranges)
+            __syncthreads(); /* before the next range overwrites this one */
+    }
 }
 
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
@@ -3260,6 +3466,48 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
     return KVPRIM_OK;
 }
 
+/* As many blocks as full buffers keep busy, and so few that all run at once. As many ranges as make their shares equal.
+   From the host's memory each block reads only 32 descriptors, and few blocks read the same: a read over PCIe takes its
+   time however small it is. */
+static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
+{
+    const bool link = kvpc_is_link(NULL, d->meta);
+    const uint32_t max_sms = (uint32_t)call->launch.max_sms, max_count = (uint32_t)d->max_count;
+    const uint32_t threads = max_sms || max_count > kvpc_meta_few ? kvpc_meta_threads : kvpc_meta_threads / 2;
+    const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
+    const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
+    const uint64_t most = max_sms ? max_sms : (uint64_t)kvpc_multiprocessors() * (kvpc_meta_sm_threads / threads);
+    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
+    kvpc_meta p = {};
+    p.dst = (uintptr_t)d->dst, p.src = (uintptr_t)d->src, p.dst_bytes = d->dst_bytes, p.src_bytes = d->src_bytes;
+    p.meta = (uintptr_t)d->meta, p.count = (uintptr_t)d->count, p.rejected = d->rejected;
+    p.max_count = max_count, p.pdl = call->launch.pdl;
+    for (p.range_shift = 5; !link && 1u << p.range_shift < threads && 1u << p.range_shift < max_count;)
+        p.range_shift++;
+    const uint32_t least = (max_count + (1u << p.range_shift) - 1) >> p.range_shift;
+    p.shares = blocks > least ? blocks / least : 1;
+    const uint32_t ranges = blocks > least ? blocks / p.shares : least;
+    p.more = blocks > least ? blocks - ranges * p.shares : 0;
+    p.ranges = kvpc_divisor_of(ranges);
+    return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
+}
+
+/* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */
+static kvprim_status kvpc_check_meta_memory(const char *function, const kvprim_unpack_meta_desc *d)
+{
+    const bool meta = kvpc_is_out_of_reach(d->meta, false);
+    if (meta || kvpc_is_out_of_reach(d->count, false))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: %s (%p) is ordinary host memory, which the GPU cannot reach: pin it (cudaMallocHost, "
+                           "cudaHostRegister)",
+                           function, meta ? "meta" : "count", meta ? (const void *)d->meta : (const void *)d->count);
+    KVPRIM_TRY(kvpc_check_bytes(function, "dst", d->dst, d->dst_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(function, "src", d->src, d->src_bytes));
+    KVPRIM_TRY(kvpc_check_bytes(function, "meta", d->meta, d->max_count * sizeof *d->meta));
+    KVPRIM_TRY(kvpc_check_bytes(function, "count", d->count, sizeof *d->count));
+    return kvpc_check_bytes(function, "rejected", d->rejected, 4);
+}
+
 /* >>impl_slots -----------------------------------------------------------------------------------------------------
 
    A thread for each token. With few tokens, the time is that of the loads that wait for each other (0.16 us each on an
@@ -3605,6 +3853,20 @@ KVPRIM_API kvprim_status kvprim_cuda_unpack(const kvprim_unpack_desc *desc, cons
     KVPRIM_TRY(kvpc_check_bytes(call.function, "dst", d.dst, d.dst_bytes));
     KVPRIM_TRY(kvpc_check_bytes(call.function, "src", d.src, d.src_bytes));
     return kvpc_unpack_fragments(&call, &job);
+}
+
+KVPRIM_API kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc, const kvprim_cuda_launch *launch)
+{
+    KVPRIM_RANGE("kvprim_cuda_unpack_meta");
+    const kvprim_status status = kvprim_unpack_meta_check(desc);
+    if (status != KVPRIM_OK)
+        return kvpc_fail_check(status);
+    if (desc->max_count == 0)
+        return KVPRIM_OK;
+    kvpc_call call;
+    KVPRIM_TRY(kvpc_begin_call(&call, "kvprim_cuda_unpack_meta", launch));
+    KVPRIM_TRY(kvpc_check_meta_memory(call.function, desc));
+    return kvpc_run_meta(&call, desc);
 }
 
 KVPRIM_API kvprim_status kvprim_cuda_copy(const kvprim_copy_desc *desc, const kvprim_cuda_launch *launch)

@@ -1,13 +1,16 @@
 /* SPDX-License-Identifier: MIT */
-/* Unpacks a receive buffer of 8 chunks of 512 KB, each with 128 fragments of 4 KB out of order, in six ways: from a
-   stream and an allocation per chunk to all chunks in one launch. The program checks every byte.
+/* Unpacks a receive buffer of 8 chunks of 512 KB, each with 128 fragments of 4 KB out of order, in nine ways: from a
+   stream and an allocation per chunk to all chunks in one launch, to descriptors that are written after the launch, and
+   to a buffer of its own for each fragment. The program checks every byte.
 
        nvcc -arch=native -O3 -I. examples/04_unpack.cu -o 04_unpack && ./04_unpack
 
    The columns "the report" are the figures of a report on a slow unpack kernel, which this example retraces. */
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"
+#include <atomic>
 #include <chrono>
+#include <cuda.h>
 #include <cuda_runtime.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,9 +20,20 @@ enum { chunks = 8, in_chunk = 128, fragment_bytes = 4096, chunk_bytes = in_chunk
 enum { all_fragments = chunks * in_chunk, all_bytes = chunks * chunk_bytes, rounds = 20 };
 
 static kvprim_fragment fragments[all_fragments]; /* offsets from the start of both buffers */
+static unsigned char received[all_bytes];
 static char *src, *dst;
+static char *buffers[all_fragments]; /* each an allocation of its own */
 static cudaStream_t stream;
+static cudaMemPool_t pool;
 static void *descriptors; /* device memory, for the report's first kernel */
+
+/* What a network plugin writes for each chunk, as NCCL lays it out: pinned host memory, which the GPU reads. */
+struct ring {
+    kvprim_meta meta[chunks][in_chunk];
+    uint64_t count[chunks];
+    std::atomic<uint32_t> described; /* so many chunks are */
+};
+static ring *late;
 
 static void cuda(cudaError_t error, const char *what)
 {
@@ -103,6 +117,19 @@ static void allocated_beforehand(void)
     synchronise();
 }
 
+/* The pool keeps what is freed (see open_gpu), so the GPU's memory is not mapped anew for each chunk. Allocating and
+   freeing take their turn in the stream: nothing waits. */
+static void allocated_from_pool(void)
+{
+    for (int c = 0; c < chunks; c++) {
+        void *place;
+        cuda(cudaMallocFromPoolAsync(&place, in_chunk * sizeof *fragments, pool, stream), "cudaMallocFromPoolAsync");
+        launch_chunk(c, place, stream);
+        cuda(cudaFreeAsync(place, stream), "cudaFreeAsync");
+    }
+    synchronise();
+}
+
 static void one_launch(void)
 {
     kvprim_unpack_desc unpack = {};
@@ -114,6 +141,75 @@ static void one_launch(void)
     kvprim_cuda_launch launch = {};
     launch.stream = stream;
     kvprim(kvprim_cuda_unpack(&unpack, &launch));
+    synchronise();
+}
+
+/* Lets the stream wait until that many chunks are described. The function is the driver's, which this program is not
+   linked with. */
+static void wait_for_chunks(uint32_t described)
+{
+    static decltype(&cuStreamWaitValue32) wait;
+    cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
+    if (!wait)
+        cuda(cudaGetDriverEntryPointByVersion("cuStreamWaitValue32", (void **)&wait, 12000, cudaEnableDefault, &found),
+             "cudaGetDriverEntryPointByVersion");
+#else
+    if (!wait)
+        cuda(cudaGetDriverEntryPoint("cuStreamWaitValue32", (void **)&wait, cudaEnableDefault, &found),
+             "cudaGetDriverEntryPoint");
+#endif
+    if (wait && wait(stream, (CUdeviceptr)&late->described, described, CU_STREAM_WAIT_VALUE_GEQ) == CUDA_SUCCESS)
+        return;
+    printf("cuStreamWaitValue32: this driver has none, or refuses\n");
+    exit(1);
+}
+
+/* Stands for the network: writes a chunk's descriptors, then how many there are, then that they are there. */
+static void describe_chunk(uint32_t c)
+{
+    for (uint32_t i = 0; i < in_chunk; i++) {
+        const kvprim_fragment f = fragments[c * in_chunk + i];
+        late->meta[c][i] = {(uint32_t)f.src_offset, (uint32_t)f.bytes, f.dst_offset};
+    }
+    late->count[c] = in_chunk;
+    late->described.store(c + 1, std::memory_order_release);
+}
+
+/* All work is enqueued before any descriptor exists. The stream waits for them, and takes no multiprocessor meanwhile. */
+static void late_descriptors(void)
+{
+    kvprim_unpack_meta_desc unpack = {};
+    unpack.src = src;
+    unpack.dst = dst;
+    unpack.src_bytes = unpack.dst_bytes = all_bytes;
+    unpack.max_count = in_chunk;
+    kvprim_cuda_launch launch = {};
+    launch.stream = stream;
+    late->described = 0;
+    memset(late->meta, 0, sizeof late->meta);
+    memset(late->count, 0, sizeof late->count);
+    for (uint32_t c = 0; c < chunks; c++) {
+        wait_for_chunks(c + 1);
+        unpack.meta = late->meta[c];
+        unpack.count = &late->count[c];
+        kvprim(kvprim_cuda_unpack_meta(&unpack, &launch));
+    }
+    for (uint32_t c = 0; c < chunks; c++)
+        describe_chunk(c);
+    synchronise();
+}
+
+/* Reorders by pointers, which need not be consecutive. */
+static void to_own_buffers(void)
+{
+    static kvprim_copy_item items[all_fragments];
+    for (int i = 0; i < all_fragments; i++)
+        items[i] = {src + fragments[i].src_offset, buffers[i], fragments[i].bytes};
+    const kvprim_copy_desc copy = {items, all_fragments, 0};
+    kvprim_cuda_launch launch = {};
+    launch.stream = stream;
+    kvprim(kvprim_cuda_copy(&copy, &launch));
     synchronise();
 }
 
@@ -130,27 +226,54 @@ static double now_ms(void)
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-/* Reports the fastest of some rounds. The first round is not timed; its result is checked. */
-static int run(const char *stage, const char *change, double reported_ms, void (*unpack)(void),
-               const unsigned char *received)
+/* Overwrites what a way is to write: dst, or the buffers. */
+static void clear(bool own_buffers)
+{
+    cuda(cudaMemset(dst, 0xfe, all_bytes), "cudaMemset");
+    for (int i = 0; i < all_fragments && own_buffers; i++)
+        cuda(cudaMemset(buffers[i], 0xfe, fragment_bytes), "cudaMemset");
+    cuda(cudaDeviceSynchronize(), "cudaMemset");
+}
+
+/* Returns how many fragments are wrong. */
+static int count_wrong(bool own_buffers)
 {
     static unsigned char got[all_bytes];
+    int wrong = 0;
+    if (!own_buffers)
+        cuda(cudaMemcpy(got, dst, all_bytes, cudaMemcpyDeviceToHost), "reading back");
+    for (int i = 0; i < all_fragments; i++) {
+        const kvprim_fragment f = fragments[i];
+        if (own_buffers)
+            cuda(cudaMemcpy(got + f.dst_offset, buffers[i], f.bytes, cudaMemcpyDeviceToHost), "reading back");
+        wrong += memcmp(got + f.dst_offset, received + f.src_offset, f.bytes) != 0;
+    }
+    return wrong;
+}
+
+/* Reports the fastest of some rounds, and checks the bytes of the first, which is not timed, and of the last. A stage
+   that the report does not have has no figures of it. */
+static int run(const char *stage, const char *change, double reported_ms, void (*unpack)(void))
+{
+    const bool own_buffers = unpack == to_own_buffers;
+    char reported[32] = "       -       -";
     double best = 1e9;
     int wrong = 0;
-    cuda(cudaMemset(dst, 0xfe, all_bytes), "cudaMemset");
     for (int r = 0; r < rounds; r++) {
+        if (r == 0 || r == rounds - 1)
+            clear(own_buffers);
         const double begin = now_ms();
         unpack();
         const double ms = now_ms() - begin;
-        if (r == 0) {
-            cuda(cudaMemcpy(got, dst, all_bytes, cudaMemcpyDeviceToHost), "reading back");
-            for (const kvprim_fragment &f : fragments)
-                wrong += memcmp(got + f.dst_offset, received + f.src_offset, f.bytes) != 0;
-        } else if (ms < best)
+        if (r == 0 || r == rounds - 1)
+            wrong += count_wrong(own_buffers);
+        if (r > 0 && ms < best)
             best = ms;
     }
-    printf("%-9s  %-46s %8.2f %7.2f   %8.4f %7.2f  %s\n", stage, change, reported_ms / chunks,
-           all_bytes / reported_ms * 1e-6, best / chunks, all_bytes / best * 1e-6, wrong ? "WRONG" : "ok");
+    if (reported_ms > 0)
+        snprintf(reported, sizeof reported, "%8.2f %7.2f", reported_ms / chunks, all_bytes / reported_ms * 1e-6);
+    printf("%-9s  %-52s %s   %8.4f %7.2f  %s\n", stage, change, reported, best / chunks, all_bytes / best * 1e-6,
+           wrong ? "WRONG" : "ok");
     return wrong;
 }
 
@@ -160,7 +283,7 @@ static int refuse_arguments(int argc, char **argv)
     if (argc < 2)
         return -1;
     if (strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "--help") == 0) {
-        printf("usage: 04_unpack\n\nUnpacks a receive buffer on the GPU in six ways, prints how long each takes, and "
+        printf("usage: 04_unpack\n\nUnpacks a receive buffer on the GPU in nine ways, prints how long each takes, and "
                "checks every byte.\n");
         return 0;
     }
@@ -168,9 +291,29 @@ static int refuse_arguments(int argc, char **argv)
     return 2;
 }
 
+/* By default a pool gives its memory back to the system whenever a stream is synchronised; the next allocation then
+   takes as long as cudaMalloc. A threshold above what is used keeps it. Those who use the device's default pool set it
+   there. */
+static void open_gpu(void)
+{
+    cudaMemPoolProps props = {};
+    uint64_t keep = UINT64_MAX;
+    props.allocType = cudaMemAllocationTypePinned;
+    props.location.type = cudaMemLocationTypeDevice;
+    cuda(cudaMemPoolCreate(&pool, &props), "cudaMemPoolCreate");
+    cuda(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "cudaMemPoolSetAttribute");
+    cuda(cudaMalloc(&src, all_bytes), "cudaMalloc");
+    cuda(cudaMalloc(&dst, all_bytes), "cudaMalloc");
+    cuda(cudaMalloc(&descriptors, sizeof fragments), "cudaMalloc");
+    for (char *&buffer : buffers)
+        cuda(cudaMalloc(&buffer, fragment_bytes), "cudaMalloc");
+    cuda(cudaMallocHost(&late, sizeof *late), "cudaMallocHost");
+    cuda(cudaMemcpy(src, received, all_bytes, cudaMemcpyHostToDevice), "filling the receive buffer");
+    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+}
+
 int main(int argc, char **argv)
 {
-    static unsigned char received[all_bytes];
     int devices = 0;
     const int code = refuse_arguments(argc, argv);
     if (code >= 0)
@@ -184,20 +327,19 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < all_fragments; i++) /* fragment i arrived as number i * 37 of its chunk */
         fragments[i] = {(i / in_chunk * in_chunk + i * 37 % in_chunk) * fragment_bytes, i * fragment_bytes,
                         fragment_bytes};
-    cuda(cudaMalloc(&src, all_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&dst, all_bytes), "cudaMalloc");
-    cuda(cudaMalloc(&descriptors, sizeof fragments), "cudaMalloc");
-    cuda(cudaMemcpy(src, received, all_bytes, cudaMemcpyHostToDevice), "filling the receive buffer");
-    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
+    open_gpu();
 
-    printf("%-56s   %16s   %16s\n%-9s  %-46s %8s %7s   %8s %7s\n", "", "the report", "here", "stage", "", "ms/chunk",
+    printf("%-62s   %16s   %16s\n%-9s  %-52s %8s %7s   %8s %7s\n", "", "the report", "here", "stage", "", "ms/chunk",
            "GB/s", "ms/chunk", "GB/s");
-    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, as_found, received);
-    wrong += run("1", "one stream for all", 360, long_lived_stream, received);
-    wrong += run("2", "one synchronise at the end", 8, one_synchronise, received);
-    wrong += run("3", "memory allocated beforehand", 4, allocated_beforehand, received);
-    wrong += run("4", "all chunks in one launch: kvprim_cuda_unpack", 0.8, one_launch, received);
-    wrong += run("reference", "cudaMemcpyAsync per fragment", 4.27, copy_per_fragment, received);
-    printf("%d fragments unpacked in 6 ways, %d of them wrong\n", all_fragments, wrong);
+    int wrong = run("as found", "per chunk: stream, allocation, synchronise", 424, as_found);
+    wrong += run("1", "one stream for all", 360, long_lived_stream);
+    wrong += run("2", "one synchronise at the end", 8, one_synchronise);
+    wrong += run("3", "memory allocated beforehand", 4, allocated_beforehand);
+    wrong += run("3", "or from a stream-ordered pool: cudaFreeAsync", 4, allocated_from_pool);
+    wrong += run("4", "all chunks in one launch: kvprim_cuda_unpack", 0.8, one_launch);
+    wrong += run("late", "descriptors written later: kvprim_cuda_unpack_meta", 0, late_descriptors);
+    wrong += run("pointers", "each to its own buffer, one launch: kvprim_cuda_copy", 0, to_own_buffers);
+    wrong += run("reference", "cudaMemcpyAsync per fragment", 4.27, copy_per_fragment);
+    printf("%d fragments unpacked in 9 ways, each compared twice: %d wrong\n", all_fragments, wrong);
     return wrong != 0;
 }

@@ -3,7 +3,7 @@
    run.
 
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_unpack.cu -o build/bench_unpack
-       build/bench_unpack [--quick] [--only batches|shifts|single|pdl|case|host|copies]
+       build/bench_unpack [--quick] [--only batches|shifts|meta|single|pdl|case|host|copies]
 
    Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
    bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
@@ -367,6 +367,84 @@ static void shifts()
     judge_shifts();
 }
 
+/* ---- descriptors that the GPU reads ---- */
+
+/* A batch's descriptors and their count, anew for each rotation, in device memory or in mapped host memory. */
+struct meta_lists {
+    const batch &b;
+    size_t stride; /* from one rotation's descriptors to the next; their count comes before them */
+    std::vector<kvprim_meta> host;
+    kvprim_meta *pinned = nullptr;
+    on_device<kvprim_meta> device;
+
+    explicit meta_lists(const batch &b_) : b(b_), stride(b_.fragments.size() + 1)
+    {
+        for (int i = 0; i < b.turns(); i++) {
+            host.push_back({uint32_t(b.fragments.size()), 0, 0});
+            for (const kvprim_fragment &f : b.fragments)
+                host.push_back({uint32_t(f.src_offset), uint32_t(f.bytes), f.dst_offset});
+        }
+        CUDA(cudaMallocHost(&pinned, host.size() * sizeof *pinned));
+        memcpy(pinned, host.data(), host.size() * sizeof *pinned);
+        device = upload(host);
+    }
+    ~meta_lists()
+    {
+        (void)cudaFreeHost(pinned);
+    }
+    void enqueue(int i, const kvprim_meta *lists, uint64_t max_count, const kvprim_cuda_launch &launch) const
+    {
+        const kvprim_meta *const list = lists + size_t(i % b.turns()) * stride;
+        kvprim_unpack_meta_desc d = {};
+        d.src = b.src(i), d.src_bytes = uint64_t(b.src_bytes);
+        d.dst = b.dst(i), d.dst_bytes = uint64_t(b.dst_bytes);
+        d.meta = list + 1, d.count = reinterpret_cast<const uint64_t *>(list), d.max_count = max_count;
+        check_kvprim(kvprim_cuda_unpack_meta(&d, &launch));
+    }
+    contender contend(const char *name, const kvprim_meta *lists, bool pdl) const
+    {
+        const kvprim_cuda_launch launch = on_stream(pdl);
+        contender c = ::contend(name, b, unpack);
+        c.enqueue = [this, lists, launch](int i) { enqueue(i, lists, stride - 1, launch); };
+        return c;
+    }
+};
+
+static void measure_meta(const char *name, const std::vector<uint64_t> &bytes, int shift, std::vector<figure> *ratios)
+{
+    const batch b(name, bytes, shift);
+    const meta_lists lists(b);
+    std::vector<contender> all = {contend("unpack", b, unpack), lists.contend("meta", lists.device.get(), false),
+                                  lists.contend("meta, pdl", lists.device.get(), true),
+                                  lists.contend("mapped", lists.pinned, false)};
+    measure(all);
+    printf("%-26s %2d %9.2f %9.2f %9.2f %9.2f   %9.3f\n", name, shift, all[0].us, all[1].us, all[2].us, all[3].us,
+           all[0].us / all[1].us);
+    fflush(stdout);
+    ratios->push_back({all[0].us / all[1].us, b.name + (shift ? " + 3" : "")});
+}
+
+static void metas()
+{
+    std::vector<figure> ratios;
+    printf("\n%-26s %2s %9s %9s %9s %9s   %9s\n", "descriptors on the GPU", "+", "unpack us", "meta", "pdl", "mapped",
+           "unpack/meta");
+    for (const int shift : {0, 3}) {
+        measure_meta("128 x 4 KB", equal(4096, MiB / 2), shift, &ratios);
+        measure_meta("1,024 x 4 KB", equal(4096, 4 * MiB), shift, &ratios);
+        measure_meta("2,048 x 4 KB", equal(4096, 8 * MiB), shift, &ratios);
+        measure_meta("65,536 x 256 B", equal(256, 16 * MiB), shift, &ratios);
+        measure_meta("65,536 x 1 KB", equal(1024, 64 * MiB), shift, &ratios);
+        measure_meta("32,768 x 4 KB", equal(4096, 128 * MiB), shift, &ratios);
+        measure_meta("2,048 x 64 KB", equal(65536, 128 * MiB), shift, &ratios);
+        measure_meta("128 x 1 MB", equal(MiB, 128 * MiB), shift, &ratios);
+        measure_meta("64 B to 128 KB, 96 MB", mixed(), shift, &ratios);
+        measure_meta("2,000 x 512 B and 64 MB", skewed(), shift, &ratios);
+        measure_meta("65,536 x 64 B to 512 B", small_mixed(), shift, &ratios);
+    }
+    judge_worst("descriptors on the GPU: unpack's time / meta's", ratios, '>', 0.9);
+}
+
 /* ---- one fragment, and few ---- */
 
 static void enqueue_one(const batch &b, int i)
@@ -516,6 +594,7 @@ static void host()
         const kvprim_cuda_launch launch = on_stream();
         check_kvprim(kvprim_cuda_transfer(&c.d, &launch));
     };
+    const meta_lists lists(even);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
     const kvprim_unpack_desc d = describe(even, 0);
     std::vector<host_call> calls = {
@@ -526,13 +605,18 @@ static void host()
         {"8,192 uneven", [&] { unpack(many, 0); }},
         {"kvprim_unpack_check", [&] { check_kvprim(kvprim_unpack_check(&d)); }},
         {"transfer of 122 layers", [&] { transfer(in_order); }},
-        {"K and V alternate", [&] { transfer(alternate); }}};
+        {"K and V alternate", [&] { transfer(alternate); }},
+        {"kvprim_cuda_unpack_meta", [&] { lists.enqueue(0, lists.device.get(), 1024, on_stream()); }},
+        {"mapped", [&] { lists.enqueue(0, lists.pinned, 1024, on_stream()); }}};
     measure_host("host time of a call with 1,024 fragments", calls, 201);
     for (size_t k = 1; k < 4; k++)
         judge(std::string("host: call with 1,024 / bare launch, ") + calls[k].name, calls[k].us / calls[0].us, '<', 3);
     judge("host: us, 8,192 uneven", calls[4].us, '<', 25);
     for (size_t k = 6; k < 8; k++)
         judge(std::string("host: us, ") + calls[k].name, calls[k].us, '<', 3.5);
+    for (size_t k = 8; k < 10; k++)
+        judge("host: call / bare launch, " + std::string(k == 8 ? "unpack_meta" : "mapped"), calls[k].us / calls[0].us,
+              '<', 1.5);
 }
 
 /* ---- copies by address ---- */
@@ -736,6 +820,7 @@ int main(int argc, char **argv)
     return run_program(argc, argv, open_all,
                        {{"batches", batches},
                         {"shifts", shifts},
+                        {"meta", metas},
                         {"single", single},
                         {"pdl", dependent},
                         {"case", document_case},

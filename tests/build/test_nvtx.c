@@ -81,6 +81,7 @@ static void host_calls(void)
     CALL(kvprim_slots, NULL);
     CALL(kvprim_transfer, NULL);
     CALL(kvprim_unpack, NULL);
+    CALL(kvprim_unpack_meta, NULL);
     CALL(kvprim_copy, NULL);
     CALL(kvprim_cpu_move, NULL, 1);
 }
@@ -93,6 +94,7 @@ static void gpu_calls(void)
     CALL(kvprim_cuda_slots, NULL, NULL);
     CALL(kvprim_cuda_transfer, NULL, NULL);
     CALL(kvprim_cuda_unpack, NULL, NULL);
+    CALL(kvprim_cuda_unpack_meta, NULL, NULL);
     CALL(kvprim_cuda_copy, NULL, NULL);
     CALL(kvprim_cuda_move, NULL, 1, NULL);
 }

@@ -58,6 +58,8 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_slots_desc),
                  SIZE_OF(kvprim_transfer_desc),
                  SIZE_OF(kvprim_unpack_desc),
+                 SIZE_OF(kvprim_meta),
+                 SIZE_OF(kvprim_unpack_meta_desc),
                  SIZE_OF(kvprim_fragment),
                  SIZE_OF(kvprim_copy_desc),
                  SIZE_OF(kvprim_copy_item),
@@ -871,6 +873,7 @@ static void test_unpack_errors(void)
 }
 
 #include "test_copies.h"
+#include "test_meta.h"
 
 /* ---- bad descriptors ---- */
 
@@ -1928,6 +1931,9 @@ int main(int argc, char **argv)
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);
     run("unpack: inside one buffer", test_unpack_in_place);
+    run("unpack_meta", test_metas);
+    run("unpack_meta: counts", test_meta_limits);
+    run("unpack_meta: bad descriptors", test_meta_errors);
     run("copy", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);
     run("copy: over its descriptor", test_copies_over_descriptor);

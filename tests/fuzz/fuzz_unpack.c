@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_unpack with a loop over bytes. Fragments lie anywhere, offsets and sizes may be wild, and src and dst
-   may share a block, without or with bytes in common. */
+/* Compares kvprim_unpack and kvprim_unpack_meta with a loop over bytes. Fragments lie anywhere, offsets and sizes may be
+   wild, and src and dst may share a block, without or with bytes in common. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
 
@@ -8,7 +8,8 @@
 
 enum { MAX_BYTES = 4096, MAX_FRAGMENTS = 40 };
 
-static struct reach reaches[4] = {{"unpack", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0}};
+static struct reach reaches[4] = {{"unpack", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0},
+                                  {"unpack_meta", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0}};
 
 /* Returns mostly a number up to `limit`, and sometimes one near 2^64 or a power of two. */
 static uint64_t take_offset(struct input *in, uint64_t limit)
@@ -96,9 +97,79 @@ static kvprim_status run_unpack(const kvprim_unpack_desc *desc, const struct fau
     return status;
 }
 
+/* ---- descriptors with a count that is read late ---- */
+
+/* Returns how many descriptors were read, and adds to *want what must be counted. Those inside are moved to `dst`, byte
+   by byte; 0 is returned if a destination meets another one or a source, as then the bytes are unspecified. */
+static size_t expect_meta(const kvprim_unpack_meta_desc *d, uint8_t *dst, uint32_t *want)
+{
+    kvprim_fragment good[MAX_FRAGMENTS];
+    size_t n = 0;
+    const uint64_t count = *d->count < d->max_count ? *d->count : d->max_count, excess = *d->count - count;
+    *want += excess < INT32_MAX ? (uint32_t)excess : INT32_MAX;
+    for (uint64_t i = 0; i < count; i++) {
+        const kvprim_meta m = d->meta[i];
+        if (!inside(m.src_offset, m.bytes, d->src_bytes) || !inside(m.dst_offset, m.bytes, d->dst_bytes)) {
+            ++*want;
+            continue;
+        }
+        for (size_t k = 0; k < n; k++)
+            if (m.bytes && good[k].bytes && m.dst_offset < good[k].dst_offset + good[k].bytes &&
+                good[k].dst_offset < m.dst_offset + m.bytes)
+                return 0;
+        good[n++] = (kvprim_fragment){m.src_offset, m.dst_offset, m.bytes};
+        for (uint32_t k = 0; k < m.bytes; k++)
+            dst[m.dst_offset + k] = ((const uint8_t *)d->src)[m.src_offset + k];
+    }
+    return (size_t)count;
+}
+
+static void fuzz_meta(struct input *in, size_t size)
+{
+    const size_t src_bytes = (size_t)take(in, 2) % MAX_BYTES, dst_bytes = (size_t)take(in, 2) % MAX_BYTES;
+    const size_t max_count = (size_t)take(in, 1) % (MAX_FRAGMENTS + 1);
+    const int wild = chance(in, 4);
+    uint8_t *const src = new_bytes(src_bytes), *const dst = new_bytes(dst_bytes), *const want = new_bytes(dst_bytes);
+    kvprim_meta *const meta = allocate(max_count * sizeof *meta); /* malloc aligns to 16 */
+    const uint64_t count = chance(in, 4) ? take_offset(in, max_count) : max_count - take(in, 1) % (max_count / 4 + 1);
+    uint32_t rejected = 7, want_rejected = 7;
+    uint64_t at = 0;
+    for (size_t i = 0; i < max_count; i++) {
+        const uint64_t bytes = take(in, 1), gap = take(in, 1) % 3;
+        meta[i].bytes = wild && bytes % 8 == 0 ? (uint32_t)take_offset(in, src_bytes) : (uint32_t)bytes;
+        meta[i].src_offset = wild ? (uint32_t)take_offset(in, src_bytes) : (uint32_t)(take(in, 2) % (src_bytes + 1));
+        meta[i].dst_offset = wild && gap == 2 ? take_offset(in, dst_bytes) : at + gap;
+        at += bytes + gap;
+    }
+    const kvprim_unpack_meta_desc desc = {.src = src,
+                                          .src_bytes = src_bytes,
+                                          .dst = dst,
+                                          .dst_bytes = dst_bytes,
+                                          .meta = meta,
+                                          .count = &count,
+                                          .max_count = max_count,
+                                          .rejected = &rejected};
+    memcpy(want, dst, dst_bytes);
+    require(kvprim_unpack_meta(&desc) == KVPRIM_OK, "a good descriptor is refused");
+    const size_t moved = max_count ? expect_meta(&desc, want, &want_rejected) : 0;
+    if (moved || max_count == 0 || count == 0) {
+        require(memcmp(dst, want, dst_bytes) == 0, "a byte is wrong");
+        require(rejected == want_rejected, "rejected is wrong");
+    }
+    count_reach(&reaches[1], size, moved);
+    free(meta);
+    free(want);
+    free(dst);
+    free(src);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct input in = {data, data + size};
+    if (chance(&in, 3)) {
+        fuzz_meta(&in, size);
+        return 0;
+    }
     const size_t most = take(&in, 1) % 2 ? 64 : MAX_BYTES, src_bytes = (size_t)take(&in, 2) % most;
     const size_t dst_bytes = (size_t)take(&in, 2) % most, shared = chance(&in, 8);
     const size_t dst_at = shared ? (size_t)take(&in, 2) % (src_bytes + 1) : 0;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* The part of CUDA's C++ that the kernels of kvprim_cuda.cuh use, on the CPU, one thread after another. Kernels that
-   shuffle, synchronise or share memory cannot run this way. Include it before kvprim_cuda.cuh, and define
-   KVPRIM_CUDA_EMULATE. */
+/* The part of CUDA's C++ that the kernels of kvprim_cuda.cuh use, on the CPU, one thread after another; the threads of
+   a kernel that has barriers take turns. Include it before kvprim_cuda.cuh, and define KVPRIM_CUDA_EMULATE. */
 #ifndef CUDA_SHIM_H
 #define CUDA_SHIM_H
 
@@ -11,10 +10,12 @@
 #include <string.h>
 #include <set>
 #include "../../kvprim.h"
+#include "cuda_turns.h"
 
 #define __global__
 #define __device__
 #define __host__
+#define __shared__ static
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -82,9 +83,47 @@ static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
 
+/* Whether a kernel has barriers. */
+struct kvpc_meta;
+template <class Params> static bool kvprim_emulate_meets(const Params &)
+{
+    return false;
+}
+static inline bool kvprim_emulate_meets(const kvpc_meta &)
+{
+    return true;
+}
+
+template <class Kernel, class Params>
+static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params &params)
+{
+    struct call {
+        Kernel *kernel;
+        const Params &params;
+    } const one = {kernel, params};
+    std::vector<bool> ready(threads, !kvprim_emulate_dependent);
+    const bool meet = turns_run(
+        threads, kvprim_emulate_last_first,
+        [](const void *what) {
+            const call *const c = static_cast<const call *>(what);
+            c->kernel(c->params);
+        },
+        &one, [&](unsigned i) { threadIdx = dim3(i, 0, 0), kvprim_emulate_ready = ready[i]; },
+        [&](unsigned i) { ready[i] = kvprim_emulate_ready; });
+    if (!meet) {
+        printf("FAIL some threads of a block end while others wait for them\n");
+        fflush(stdout);
+        abort();
+    }
+}
+
 template <class Kernel, class Params>
 static void kvprim_emulate_block(Kernel *kernel, unsigned threads, const Params &params)
 {
+    if (kvprim_emulate_meets(params)) {
+        kvprim_emulate_turns(kernel, threads, params);
+        return;
+    }
     for (unsigned i = 0; i < threads; i++) {
         threadIdx = dim3(kvprim_emulate_last_first ? threads - 1 - i : i, 0, 0);
         kvprim_emulate_ready = !kvprim_emulate_dependent;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_cuda_gather, _store, _slots, _transfer, _unpack, _copy, _move and the device functions on a GPU with
-   the host functions, byte by byte.
+/* Compares kvprim_cuda_gather, _store, _slots, _transfer, _unpack, _unpack_meta, _copy, _move and the device functions
+   on a GPU with the host functions, byte by byte.
 
        nvcc -arch=native -std=c++17 -O2 -I. tests/gpu/test_cuda.cu -o test_cuda && ./test_cuda
 
@@ -16,6 +16,7 @@
 #include "test_slots.h"
 #include "test_layouts.h"
 #include "test_copies.h"
+#include "test_meta.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -1118,10 +1119,20 @@ static kvprim_status call_copy(const kvprim_cuda_launch *launch)
     return kvprim_cuda_copy(&d, launch);
 }
 
+static kvprim_status call_unpack_meta(const kvprim_cuda_launch *launch)
+{
+    kvprim_unpack_meta_desc d = {};
+    d.src = memory.device, d.dst = memory.device + (16 << 20);
+    d.src_bytes = d.dst_bytes = 8 << 20;
+    d.meta = reinterpret_cast<kvprim_meta *>(memory.device + (32 << 20)), d.max_count = 1000;
+    d.count = reinterpret_cast<uint64_t *>(memory.device + (48 << 20));
+    return kvprim_cuda_unpack_meta(&d, launch);
+}
+
 /* A limited launch has as many blocks as SMs are allowed: no block runs on more than one SM. */
 static void test_blocks()
 {
-    for (const auto call : {call_gather, call_store, call_transfer, call_unpack, call_copy}) {
+    for (const auto call : {call_gather, call_store, call_transfer, call_unpack, call_copy, call_unpack_meta}) {
         for (const int32_t max_sms : {1, 3, 8, 100}) {
             const kvprim_cuda_launch limited = launch_like(&memory, 0, max_sms);
             CHECK(blocks_of(call, &limited) == static_cast<unsigned>(max_sms));
@@ -1255,6 +1266,28 @@ static void test_unpack_relays()
     }
     main_launch.pdl = 0;
 }
+
+/* ---- descriptors that the GPU reads ---- */
+
+static void test_meta()
+{
+    meta_matrix(&memory, quick ? 1 << 20 : 24 << 20);
+    meta_lengths(&memory, quick ? 60 : 5);
+    meta_counts(&memory);
+}
+
+static void test_meta_options()
+{
+    with_options({0, 1, 8, 10000}, small_metas);
+}
+
+static void fuzz_metas(arena *a)
+{
+    for (unsigned round = 0; round < fuzz_rounds; round++)
+        random_meta(a);
+}
+
+#include "test_late.h"
 
 /* Copies and zeros that follow each other inside one block of slots: each step moves some slots to others, in one or
    several launches. */
@@ -1414,6 +1447,38 @@ static void test_far_fragments()
     CUDA(cudaFree(both));
 }
 
+/* Fragments of almost 4 GiB among small ones, from odd sources to destinations past 4 GiB. */
+static void test_far_metas()
+{
+    const std::vector<kvprim_fragment> f = {
+        {3, 700000001, UINT32_MAX}, {UINT32_MAX, 5, 100}, {17, 200, 40000}, {UINT32_MAX - 15, 512, 16}};
+    std::vector<kvprim_meta> meta;
+    const uint64_t count = f.size();
+    uint64_t total = 0;
+    for (const kvprim_fragment &one : f) {
+        meta.push_back({uint32_t(one.src_offset), uint32_t(one.bytes), one.dst_offset});
+        total += one.bytes;
+    }
+    meta.push_back({8, UINT32_MAX, far_bytes - UINT32_MAX + 1}); /* outside by a byte */
+    unsigned char *const both = much_device_memory(2 * far_bytes);
+    if (!both)
+        return;
+    const gpu_array<kvprim_fragment> on(f.data(), f.size());
+    const gpu_array<kvprim_meta> list(meta.data(), meta.size());
+    const gpu_array<uint64_t> given(std::vector<uint64_t>{count + 1}.data(), 1);
+    const gpu_array<uint32_t> rejected(1, 0);
+    const gpu_array<unsigned long long> wrong(1, 0);
+    const kvprim_unpack_meta_desc d = {both, far_bytes, both + far_bytes, far_bytes, list.p, given.p, 5, rejected.p, 0};
+    fill_far<<<2048, 256>>>(both);
+    CUDA(cudaMemset(both + far_bytes, 0xa5, far_bytes));
+    CHECK(kvprim_cuda_unpack_meta(&d, nullptr) == KVPRIM_OK);
+    check_far<<<dim3(unsigned(count), 1024), 256>>>(both + far_bytes, on.p, wrong.p);
+    CUDA(cudaGetLastError());
+    CHECK(wrong.first() == 0 && rejected.first() == 1);
+    CHECK(bytes_other_than(0xa5, both + far_bytes, far_bytes) == total);
+    CUDA(cudaFree(both));
+}
+
 static void thread_main(unsigned seed)
 {
     arena a = {};
@@ -1430,6 +1495,7 @@ static void thread_main(unsigned seed)
         bad_transfers(&a);
         small_batches(&a);
         bad_unpacks(&a);
+        small_metas(&a);
     }
     close_arena(&a);
     CUDA(cudaStreamDestroy(launch.stream));
@@ -1722,6 +1788,28 @@ static void unreachable_unpacks(void *host)
     CHECK(named(kvprim_cuda_copy(&c, &main_launch), "items[1].dst"));
 }
 
+static void unreachable_metas(void *host)
+{
+    alignas(16) static const unsigned char none[64] = {};
+    const gpu_array<unsigned char> list(none, sizeof none);
+    const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
+    kvprim_unpack_meta_desc good = {};
+    good.src = gather.src.data, good.dst = gather.dst.data, good.src_bytes = good.dst_bytes = 16;
+    good.meta = reinterpret_cast<kvprim_meta *>(list.p), good.max_count = 1;
+    good.count = reinterpret_cast<uint64_t *>(list.p + 16);
+    CHECK(kvprim_cuda_unpack_meta(&good, &main_launch) == KVPRIM_OK);
+    const auto wrong = [&](const char *name, const std::function<void(kvprim_unpack_meta_desc *)> &change) {
+        kvprim_unpack_meta_desc d = good;
+        change(&d);
+        CHECK(named(kvprim_cuda_unpack_meta(&d, &main_launch), name));
+    };
+    wrong("src", [=](kvprim_unpack_meta_desc *d) { d->src = host; });
+    wrong("dst", [=](kvprim_unpack_meta_desc *d) { d->dst = host; });
+    wrong("meta", [=](kvprim_unpack_meta_desc *d) { d->meta = static_cast<kvprim_meta *>(host); });
+    wrong("count", [=](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(host); });
+    wrong("rejected", [=](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(host); });
+}
+
 static void unreachable_slots(void *host)
 {
     for (int form = 0; form < 2; form++) {
@@ -1760,6 +1848,7 @@ static void test_unreachable()
     unreachable_stores(host);
     unreachable_transfers(host);
     unreachable_unpacks(host);
+    unreachable_metas(host);
     unreachable_slots(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     free(host);
@@ -1898,6 +1987,9 @@ static void run_sanitize()
     run_timed("cuda: copy, lengths x alignments", test_copy_lengths);
     run_timed("cuda: copy, max_sms, pdl", test_copy_options);
     run_timed("cuda: random copies", in_memory<fuzz<random_copy>>);
+    run_timed("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
+    run_timed("cuda: unpack_meta, max_sms, pdl", test_meta_options);
+    run_timed("cuda: random unpack_metas", in_memory<fuzz_metas>);
 
     run_timed("cuda: allocations that end with the table", test_exact_memory);
     run_timed("cuda: duplicate slots", test_duplicates);
@@ -1959,6 +2051,11 @@ static void run_quick()
     run("cuda: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("cuda: random unpacks", in_memory<fuzz<random_unpack>>);
     run("cuda: unpacks that follow each other, in a stream and in graphs", test_unpack_relays);
+    run("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
+    run("cuda: unpack_meta, max_sms, pdl", test_meta_options);
+    run("cuda: unpack_meta, bad descriptors", in_memory<bad_metas>);
+    run("cuda: random unpack_metas", in_memory<fuzz_metas>);
+    run("cuda: unpack_meta, late descriptors, in a stream and in graphs", test_late);
     run("cuda: copy, sizes x kinds x zeros, scattered", test_copies);
     run("cuda: copy, lengths x alignments", test_copy_lengths);
     run("cuda: copy, max_sms, pdl", test_copy_options);
@@ -1983,6 +2080,7 @@ static void run_long()
     run("cuda: more than 2^31 rows", test_many_rows);
     run("cuda: more than 2^31 slots", test_many_slots);
     run("cuda: unpack, offsets past 4 GiB, a fragment of 4 GiB", test_far_fragments);
+    run("cuda: unpack_meta, offsets past 4 GiB, a fragment of 4 GiB", test_far_metas);
     run("cuda: the legacy stream beside a capture", test_legacy_capture);
     run("cuda: earlier work that failed", test_earlier_work);
 }

@@ -17,6 +17,7 @@
 #include "test_slots.h"
 #include "test_layouts.h"
 #include "test_copies.h"
+#include "test_meta.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -1321,6 +1322,51 @@ static void test_far_fragments()
 #include "test_edges.h"
 #endif
 
+/* ---- descriptors that the kernel reads ---- */
+
+static void test_meta()
+{
+    meta_matrix(&memory, quick ? 1 << 16 : 1 << 20);
+    meta_lengths(&memory, quick ? 400 : 30);
+    meta_counts(&memory);
+}
+
+static void fuzz_metas(arena *a)
+{
+    for (unsigned round = 0; round < fuzz_rounds / 20; round++)
+        random_meta(a);
+}
+
+static void test_meta_options()
+{
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1)
+        for (launch.pdl = 0; launch.pdl < 2; launch.pdl++) {
+            const unsigned early = kvprim_emulate_early, waits = kvprim_emulate_waits;
+            kvprim_emulate_pdl = true;
+            small_metas(&memory);
+            CHECK(kvprim_emulate_early == early && (kvprim_emulate_waits != waits) == launch.pdl);
+        }
+    kvprim_emulate_pdl = false;
+    memory.launch = nullptr;
+}
+
+/* The message names what is out of reach. */
+static void test_meta_reach()
+{
+    alignas(16) kvprim_meta meta = {0, 0, 0};
+    uint64_t count = 0;
+    kvprim_unpack_meta_desc d = {};
+    d.meta = &meta, d.count = &count, d.max_count = 1;
+    CHECK(kvprim_cuda_unpack_meta(&d, nullptr) == KVPRIM_OK);
+    kvprim_emulate_pageable = &count;
+    CHECK_ERROR(kvprim_cuda_unpack_meta(&d, nullptr), KVPRIM_ERROR_ARGUMENT, "kvprim_cuda_unpack_meta: count (");
+    kvprim_emulate_pageable = &meta;
+    CHECK_ERROR(kvprim_cuda_unpack_meta(&d, nullptr), KVPRIM_ERROR_ARGUMENT, "is ordinary host memory");
+    kvprim_emulate_pageable = nullptr;
+}
+
 int main(int argc, char **argv)
 {
 #ifdef WITH_ASAN
@@ -1375,6 +1421,11 @@ int main(int argc, char **argv)
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
     run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
     run("emulated: random unpacks", in_memory<fuzz<random_unpack>>);
+    run("emulated: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
+    run("emulated: unpack_meta, max_sms, pdl", test_meta_options);
+    run("emulated: unpack_meta, bad descriptors", in_memory<bad_metas>);
+    run("emulated: unpack_meta, memory out of reach", test_meta_reach);
+    run("emulated: random unpack_metas", in_memory<fuzz_metas>);
     run("emulated: warp copy and zero", test_warps);
     run("emulated: layouts of engines", test_layouts);
     run("emulated: device functions: rows", test_device_rows);

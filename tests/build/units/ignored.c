@@ -12,12 +12,14 @@ void ignored(kvprim_move *m)
     kvprim_slots(NULL);
     kvprim_transfer(NULL);
     kvprim_unpack(NULL);
+    kvprim_unpack_meta(NULL);
     kvprim_copy(NULL);
     kvprim_gather_check(NULL, NULL);
     kvprim_store_check(NULL, NULL);
     kvprim_slots_check(NULL, NULL);
     kvprim_transfer_check(NULL, NULL);
     kvprim_unpack_check(NULL);
+    kvprim_unpack_meta_check(NULL);
     kvprim_copy_check(NULL);
     kvprim_gather_moves(NULL, m);
     kvprim_store_moves(NULL, m);
@@ -28,6 +30,7 @@ void ignored(kvprim_move *m)
     kvprim_cuda_slots(NULL, NULL);
     kvprim_cuda_transfer(NULL, NULL);
     kvprim_cuda_unpack(NULL, NULL);
+    kvprim_cuda_unpack_meta(NULL, NULL);
     kvprim_cuda_copy(NULL, NULL);
     kvprim_cuda_move(m, 1, NULL);
     kvprim_comm_init(NULL, NULL);
