@@ -24,6 +24,7 @@ static struct {
     int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
     int abort_ms;                             /* how long ncclCommAbort takes */
     int captures;                             /* 1: every stream is captured */
+    int refuses;                              /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
     int dead;                                 /* 1: the device's context is dead */
     void (*other_rank)(kvpn_rank_info *info); /* changes a copy of this rank's info into the other rank's */
     kvprim_comm *checked;                     /* if set, cudaEventRecord checks it half way */
@@ -261,6 +262,8 @@ static ncclResult_t touch(ncclComm_t comm, ncclResult_t result)
 static ncclResult_t enqueue(ncclComm_t comm, const char *function)
 {
     record_call(function);
+    if (fake.refuses && --fake.refuses == 0)
+        return touch(comm, ncclInvalidArgument);
     if (in_group)
         grouped = comm;
     if (in_group || (!fake.no_blocking && !load(&comm->pending)))

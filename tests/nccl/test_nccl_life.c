@@ -429,6 +429,138 @@ static void test_no_threads(void)
     free(comm);
 }
 
+static char grouped_bytes[64];
+
+/* Sends and receives 8 bytes on a stream. */
+static kvprim_status exchange_on(kvprim_comm *comm, cudaStream_t stream)
+{
+    const kvprim_status s = kvprim_send(comm, grouped_bytes, 8, KVPRIM_INT8, 0, stream);
+    return s == KVPRIM_OK ? kvprim_recv(comm, grouped_bytes + 8, 8, KVPRIM_INT8, 0, stream) : s;
+}
+
+#define GROUPED "GroupStart Send Recv GroupEnd"
+
+/* Nothing is enqueued before the end. A communicator that does not block is waited for. */
+static void test_groups(void)
+{
+    for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
+        const kvprim_comm_desc d = desc_of(1);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        for (int k = 0; k < 2; k++) {
+            CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+            CHECK(exchange_on(comm, NULL) == KVPRIM_OK && called("") && in_group == 0);
+            CHECK(kvprim_send(comm, NULL, 0, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+            CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED) && in_group == 0);
+            CHECK(comm->after_nccl == 1);
+            CHECK(kvprim_broadcast(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+        }
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && kvprim_group_end(comm) == KVPRIM_OK && called(""));
+        close_comm(comm, "CommDestroy");
+        current_device = home;
+    }
+}
+
+/* A call that fails spoils its group, of which nothing is enqueued, and no other group. */
+static void test_groups_that_fail(void)
+{
+    struct CUstream_st other = {0};
+    const kvprim_comm_desc d = desc_of(1);
+    const kvprim_status argument = KVPRIM_ERROR_ARGUMENT;
+    char *const m = grouped_bytes;
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    CHECK_ERROR(kvprim_group_start(NULL), KVPRIM_ERROR_NULL, "comm is NULL");
+    CHECK_ERROR(kvprim_group_end(NULL), KVPRIM_ERROR_NULL, "comm is NULL");
+    CHECK_ERROR(kvprim_group_end(comm), argument, "no group is open");
+    for (int k = 0; k < 6; k++) {
+        const kvprim_status wanted = k == 3 ? KVPRIM_ERROR_NULL : k == 5 ? KVPRIM_ERROR_SIZE : argument;
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+        if (k == 0)
+            CHECK_ERROR(kvprim_all_gather(comm, m, m, 1, KVPRIM_INT8, NULL), argument, "a group is open, which takes");
+        else if (k == 1)
+            CHECK_ERROR(kvprim_broadcast(comm, m, 0, KVPRIM_INT8, 0, NULL), argument, "a group is open, which takes");
+        else if (k == 2)
+            CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 1, NULL), argument, "peer is 1, must be 0 to 0");
+        else if (k == 3)
+            CHECK_ERROR(kvprim_recv(comm, NULL, 1, KVPRIM_INT8, 0, NULL), wanted, "recv is NULL");
+        else if (k == 4)
+            CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, &other), argument, "the group's earlier calls are on");
+        else
+            CHECK_ERROR(kvprim_send(comm, m, SIZE_MAX, KVPRIM_F32, 0, NULL), wanted, "too many bytes");
+        CHECK(exchange_on(comm, NULL) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_group_end(comm), wanted, "a call of the group failed, so nothing of it was enqueued");
+        CHECK_ERROR(kvprim_group_end(comm), argument, "no group is open");
+        CHECK(called(""));
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, &other) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_group_start(comm), argument, "groups do not nest");
+        CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED));
+    }
+    fake.refuses = 2; /* then NCCL's own group is closed nevertheless */
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_NCCL, "ncclSend and ncclRecv in a group");
+    CHECK(called(GROUPED) && in_group == 0);
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+    current_device = elsewhere;
+    CHECK_ERROR(kvprim_group_end(comm), argument, "the current device is 7");
+    current_device = home;
+    CHECK(called(""));
+    close_comm(comm, "CommDestroy");
+}
+
+/* It takes 1,024 calls, and two for each of many ranks. */
+static void test_group_sizes(void)
+{
+    for (int world = 1; world <= 600; world += 599) {
+        const kvprim_comm_desc d = desc_of(world);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        const int most = world == 1 ? 1024 : 1200;
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        for (int k = 0; k < most; k++)
+            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK(kvprim_group_end(comm) == KVPRIM_OK && load(&call_count) == most + 2);
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        for (int k = 0; k < most; k++)
+            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_SIZE, "takes no more");
+        CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_SIZE, "nothing of it was enqueued");
+        CHECK(load(&call_count) == most + 2);
+        store(&call_count, 0);
+        close_comm(comm, "CommDestroy");
+        end(), begin();
+    }
+}
+
+/* An abort, or destroy, between start and end; and the deadline, which begins at the end. */
+static void test_life_of_groups(void)
+{
+    for (int k = 0; k < 3; k++) {
+        const kvprim_comm_desc d = {.world = 1, .timeout_ms = short_timeout_ms};
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+        if (k == 1) {
+            CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && called("CommAbort"));
+            CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_ARGUMENT, "aborted");
+            CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "was aborted: destroy it");
+        } else if (k == 2) {
+            store(&fake.work_hangs, 1);
+            wait_ms(2 * short_timeout_ms);
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+            CHECK(kvprim_group_end(comm) == KVPRIM_OK && kvprim_comm_check(comm) == KVPRIM_OK && called(GROUPED));
+            wait_ms(2 * short_timeout_ms);
+            CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
+            store(&fake.work_hangs, 0);
+            fake.captures = 1; /* a graph's work is not watched */
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK && kvprim_group_start(comm) == KVPRIM_OK);
+            store(&fake.work_hangs, 1);
+            CHECK(exchange_on(comm, NULL) == KVPRIM_OK && kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED));
+            wait_ms(2 * short_timeout_ms);
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK && comm->teardown->in_graphs == 1);
+            store(&fake.work_hangs, 0);
+        }
+        close_comm(comm, k == 1 ? "" : "CommDestroy");
+        end(), begin();
+    }
+}
+
 static kvprim_status call_and_check(kvprim_comm *comm)
 {
     char x = 0;
@@ -562,6 +694,10 @@ int main(void)
     live("life: the caller's exchange", test_exchange);
     live("life: no threads", test_no_threads);
     live("life: checks", test_checks);
+    live("life: groups", test_groups);
+    live("life: groups that fail", test_groups_that_fail);
+    live("life: how many calls a group takes", test_group_sizes);
+    live("life: abort, destroy and deadlines of groups", test_life_of_groups);
     live("life: fp8", test_fp8);
     live("life: index types are not element types", test_no_dtypes);
     live("life: the other rank reports an error", test_other_rank);
