@@ -120,6 +120,7 @@ test: build/02_kv_replay
 	    $(call parts,nccl) $(call REPLAY_TEST,quick) $(call parts,callers) \
 	    'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
 	    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
+	    'test MAKEFLAGS= make -s build/test_handover && build/test_handover' \
 	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile)
 
 check: build/02_kv_replay
@@ -295,7 +296,7 @@ build/02_kv_replay: examples/02_kv_replay/kv_replay.c $(HEADERS) build/flags
 build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
+build/test_kvprim build/test_handover: build/%: tests/core/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/test_kvprim_no_simd: tests/core/test_kvprim.c $(HEADERS) build/flags

@@ -268,7 +268,7 @@ static inline kvprim_status handover_move(const handover_side *to, const handove
     return kvprim_transfer_moves(&d, move);
 }
 
-/* `c` holds the chunk's layers and heads, and the chunk's fields agree with each other: it may have come from a peer. */
+/* `c` holds the chunk's layers and heads, and the chunk's fields agree with each other: a peer may have sent it. */
 static inline kvprim_status handover_check_chunk(const char *side, const handover_cache *c, const handover_chunk *chunk,
                                                  const void *data, const int64_t *slots)
 {
