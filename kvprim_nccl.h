@@ -326,76 +326,61 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
 
 /* >>ring -----------------------------------------------------------------------------------------------------------
 
-   Sends chunks to another rank through a few buffers (slots) on each side, so that packing, sending and unpacking
-   overlap and memory stays bounded. What the two sides tell each other, a chunk that is sent and credits, goes through
-   a channel of the caller's.
+   Chunks go to another rank through a few buffers (slots) on each side, so that packing, sending and unpacking overlap
+   and memory stays bounded. What the sides tell each other goes through a channel of the caller's.
 
-       sender, while it has chunks:                              receiver:
-           kvprim_ring_claim(ring, pack, &slot)                  when told of a chunk of so many bytes:
-           if (slot)                                                 kvprim_ring_recv(ring, bytes, unpack, &slot)
-               pack into slot, on the stream `pack`                  unpack from slot, on the stream `unpack`
-               kvprim_ring_send(ring, bytes, pack)                   kvprim_ring_release(ring, unpack)
-               tell the receiver: a chunk of so many bytes       again and again:
-           when told of n credits:                                   kvprim_ring_take(ring, &n)
-               kvprim_ring_credit(ring, n)                           if n is not 0, tell the sender: n credits
+       sender, while it has chunks:                          receiver, when told of a chunk of so many bytes:
+           kvprim_ring_claim(ring, pack, &slot)                  kvprim_ring_recv(ring, bytes, unpack, &slot)
+           if slot is not NULL (there is a credit):              unpack from slot, on the stream `unpack`
+               pack into slot, on the stream `pack`              kvprim_ring_release(ring, unpack)
+               kvprim_ring_send(ring, bytes, pack)           ... and again and again:
+               tell the receiver: a chunk, its bytes             kvprim_ring_take(ring, &n)
+           when told of n credits:                               if n > 0, tell the sender: n credits
+               kvprim_ring_credit(ring, n)
 
-   Slots are used in turn, and calls of one kind are in the order of the chunks; several slots may be in use at once. A
-   ring goes one way, and no other collective of its communicator may run meanwhile: rings that run at once need a
-   communicator each. The functions only enqueue and record events, so the caller's work and NCCL's are ordered by
-   events and no call waits. Streams must not be captured, and no group may be open. One thread at a time uses a ring.
-   After a KVPRIM_ERROR_CUDA or _NCCL, or when the peer is gone: abort and destroy the communicator, then reset the
-   ring with a new one.
+   Slots are used in turn, several may be in use at once, and calls of each kind are in the order of the chunks. Nothing
+   waits: events order the caller's work and NCCL's. A ring goes one way, and while it is in use no other collective of
+   its communicator runs. Streams are not captured, and no group is open. One thread at a time uses a ring. After an
+   error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the ring again.
    Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
-   alive, peer), and those of kvprim_send and kvprim_recv. */
+   alive, an open group), and those of kvprim_send and kvprim_recv. */
 enum { kvprim_ring_most_slots = 32 };
 
 typedef struct kvprim_ring_desc {
     kvprim_comm *comm;
-    int32_t peer;               /* the other side's rank */
-    int32_t slots;              /* 1 to 32, the same on both sides; the sender begins with as many credits */
-    void *memory;               /* of this side's slots: slots * slot_bytes bytes of device memory, the caller's */
-    size_t slot_bytes;          /* the largest chunk; multiples of 16 are fastest */
-    struct CUstream_st *stream; /* NCCL's work goes here; a stream of its own, so that it overlaps with the caller's */
+    int32_t peer, slots; /* the other side's rank; 1 to 32 slots, as many on both sides: the sender's first credits */
+    void *memory;        /* of this side's slots: slots * slot_bytes bytes of device memory, the caller's */
+    size_t slot_bytes;   /* the largest chunk; multiples of 16 are fastest */
+    struct CUstream_st *stream; /* for NCCL's work; one of its own, so that the caller's work overlaps with it */
     int64_t reserved;           /* must be 0 */
 } kvprim_ring_desc;
 
 /* Lives in the caller's memory, and must not move. Its fields are the implementation's. */
 typedef struct kvprim_ring {
     kvprim_ring_desc desc;
-    struct CUevent_st *filled[kvprim_ring_most_slots];   /* the slot's chunk may be sent, or unpacked */
-    struct CUevent_st *finished[kvprim_ring_most_slots]; /* the slot may be filled again */
-    /* chunks so far: claimed or received; sent or released; whose credit has come back or was taken */
-    uint64_t begun, ended, freed;
+    struct CUevent_st *filled[kvprim_ring_most_slots], *finished[kvprim_ring_most_slots]; /* of slots */
+    uint64_t begun, ended, freed; /* chunks: claimed or received; sent or released; credited or taken */
     const struct kvprim_ring *self;
 } kvprim_ring;
 
-/* Makes 2 * slots events on the current device, and nothing else. */
+/* Makes two events per slot on the current device, and nothing else. Zero-initialise the ring before. Called again, it
+   keeps the events, and all slots are free: its earlier work has ended, desc->comm may be a new communicator, and
+   desc->slots is the same. destroy frees the events, and does not wait for work. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_desc *desc);
-
-/* Frees the events. Does not wait: call it when the streams have ended. Errors: NULL, ARGUMENT. */
 KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring);
 
-/* All slots are free, all credits the sender's, as after init. comm: a new communicator with the same ranks; the old
-   one has been destroyed, and its work has ended. */
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_reset(kvprim_ring *ring, kvprim_comm *comm);
-
-/* *slot: where the next chunk is to be put by work that follows on `stream`; NULL, which is no error: there is no
-   credit. */
+/* *slot: where later work on `stream` may put the next chunk; NULL, which is no error: there is no credit. send: sends
+   the oldest claimed slot when the work on `stream` so far is done. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot);
-
-/* Sends the first `bytes` bytes of the oldest claimed slot, once what is on `stream` so far has ended. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
 
-/* *slot: where work that follows on `stream` finds the next chunk, of as many bytes as the sender sent. */
+/* *slot: where later work on `stream` finds the next chunk, of as many bytes as were sent. release: the oldest received
+   slot is free when the work on `stream` so far is done. *n: how many slots became free since the last call; also while
+   other streams are captured. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream,
                                                          void **slot);
-
-/* The oldest received slot is free once what is on `stream` so far has ended. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream);
-
-/* *n: how many slots have become free since the last call. Does not wait, and may be called while other streams are
-   captured. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n);
 
 #ifdef __cplusplus
@@ -1493,12 +1478,12 @@ typedef struct kvpn_group_call {
 } kvpn_group_call;
 
 /* See >>impl_group. calls: memory for calls_max of them. */
-typedef struct kvpn_group {
+typedef struct kvpn_open_group {
     int32_t open, calls_count, calls_max;
     kvprim_status failed; /* of the first call that failed */
     cudaStream_t stream;
     kvpn_group_call *calls;
-} kvpn_group;
+} kvpn_open_group;
 
 /* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
    with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
@@ -1510,7 +1495,7 @@ typedef struct kvpn_teardown {
     cudaEvent_t watch[2]; /* see kvpn_record_watch_event */
     int32_t in_graphs;    /* 1: graphs hold collectives of NCCL's, which no event watches */
     ncclResult_t result;
-    kvpn_group group; /* of the thread that uses the communicator */
+    kvpn_open_group group; /* of the thread that uses the communicator */
 } kvpn_teardown;
 
 static void kvpn_release_teardown(kvpn_teardown *teardown)
@@ -2464,11 +2449,23 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
         (void)cudaGetLastError();
 }
 
+/* Asks whether an event is done, which CUDA forbids while any stream is captured, and which is no error of the
+   caller's if it is not. */
+static cudaError_t kvpn_query_event(cudaEvent_t event)
+{
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
+    const cudaError_t before = cudaPeekAtLastError(), done = cudaEventQuery(event);
+    if (before == cudaSuccess)
+        (void)cudaGetLastError();
+    (void)kvpn_set_capture_mode(mode);
+    return done;
+}
+
 /* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
 static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
     int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
-    const cudaError_t done = cudaEventQuery(comm->teardown->watch[k]);
+    const cudaError_t done = kvpn_query_event(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
         return start_us;
     *error = done == cudaSuccess ? *error : done;
@@ -2479,15 +2476,10 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
 
 static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
 {
-    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const cudaError_t before = cudaPeekAtLastError();
     const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
     cudaError_t error = cudaSuccess;
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
-    if (before == cudaSuccess)
-        (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
-    (void)kvpn_set_capture_mode(mode);
     if (error != cudaSuccess)
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
     if (oldest_us == 0 && latest_us != 0) {
@@ -2586,6 +2578,12 @@ typedef struct kvpn_call {
     size_t element;
 } kvpn_call;
 
+/* NULL is the legacy stream, even if the file is compiled with another default. */
+static cudaStream_t kvpn_stream(cudaStream_t stream)
+{
+    return stream ? stream : cudaStreamLegacy;
+}
+
 static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
                                 size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
 {
@@ -2593,8 +2591,7 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     memset(&c, 0, sizeof c);
     c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
     c.dtype = dtype, c.op_or_peer = op_or_peer;
-    /* the legacy stream, even if the file is compiled with another default */
-    c.stream = stream ? stream : cudaStreamLegacy;
+    c.stream = kvpn_stream(stream);
     return c;
 }
 
@@ -2955,7 +2952,7 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
    dropped, and may not see their communicator end: an abort would leave one that crashes when it is closed. */
 
 /* Keeps a call until kvprim_group_end. */
-static kvprim_status kvpn_add_to_group(kvpn_group *group, kvpn_call *c)
+static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
 {
     kvpn_group_call *const kept = group->calls + group->calls_count;
     if (c->kind < kvpn_send)
@@ -2976,7 +2973,7 @@ static kvprim_status kvpn_add_to_group(kvpn_group *group, kvpn_call *c)
     return KVPRIM_OK;
 }
 
-static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_group *group)
+static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_open_group *group)
 {
     ncclResult_t result = ncclGroupStart();
     if (result != ncclSuccess)
@@ -2992,7 +2989,7 @@ static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_group
 }
 
 /* The stream, the device and the state may have changed since the calls were made. */
-static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn_group *group)
+static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn_open_group *group)
 {
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
     if (group->failed != KVPRIM_OK)
@@ -3012,7 +3009,7 @@ KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
     const char *const f = "kvprim_group_start";
     if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
         return kvpn_fail_not_alive(f, comm);
-    kvpn_group *const group = &comm->teardown->group;
+    kvpn_open_group *const group = &comm->teardown->group;
     const bool nested = group->open != 0;
     if (!nested)
         group->open = 1, group->calls_count = 0, group->failed = KVPRIM_OK;
@@ -3027,7 +3024,7 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
     KVPRIM_RANGE(f);
     if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
         return kvpn_fail_not_alive(f, comm);
-    kvpn_group *const group = &comm->teardown->group;
+    kvpn_open_group *const group = &comm->teardown->group;
     const kvprim_status s =
         group->open ? kvpn_run_group(f, comm, group) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
     group->open = 0;
@@ -3053,7 +3050,7 @@ static kvprim_status kvpn_collective(kvpn_call c)
     KVPRIM_RANGE(c.function);
     if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
         return kvpn_fail_not_alive(c.function, c.comm);
-    kvpn_group *const group = &c.comm->teardown->group;
+    kvpn_open_group *const group = &c.comm->teardown->group;
     const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : c.count != 0 ? kvpn_run_call(&c) : KVPRIM_OK;
     group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
     kvpn_leave(c.comm);
@@ -3102,35 +3099,29 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
 
 /* >>impl_ring ------------------------------------------------------------------------------------------------------
 
-   begun >= ended >= freed >= begun - slots. Chunk k is in slot k % slots. */
+   begun >= ended >= freed >= begun - slots. Chunk k is in slot k % slots. filled: a slot may be sent, or unpacked;
+   finished: it may be filled again. */
 
-static kvprim_status kvpn_check_ring_desc(const kvprim_ring *ring, const kvprim_ring_desc *desc)
+static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring, const kvprim_ring_desc *d)
 {
-    const char *const f = "kvprim_ring_init";
-    if (!ring || !desc || !desc->comm || !desc->memory)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f,
-                           !ring         ? "ring"
-                           : !desc       ? "desc"
-                           : !desc->comm ? "desc->comm"
-                                         : "desc->memory");
-    if (!kvpn_has_state(desc->comm, kvpn_alive))
-        return kvpn_fail_not_alive(f, desc->comm);
-    if (desc->peer < 0 || desc->peer >= desc->comm->world || desc->peer == desc->comm->rank)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank of %d than %d", f,
-                           (int)desc->peer, (int)desc->comm->world, (int)desc->comm->rank);
-    if (desc->slots < 1 || desc->slots > kvprim_ring_most_slots)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->slots is %d, must be 1 to %d", f, (int)desc->slots,
-                           (int)kvprim_ring_most_slots);
-    if (desc->slot_bytes < 1 || desc->slot_bytes > (UINTPTR_MAX - (uintptr_t)desc->memory) / (size_t)desc->slots)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->slot_bytes is %llu: none, or past the end of memory", f,
-                           (unsigned long long)desc->slot_bytes);
-    if (desc->reserved != 0)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->reserved is %lld, must be 0", f,
-                           (long long)desc->reserved);
+    if (!ring || !d || !d->memory || !d->stream)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: ring, desc, desc->memory or desc->stream is NULL", f);
+    if (!kvpn_has_state(d->comm, kvpn_alive))
+        return kvpn_fail_not_alive(f, d->comm);
+    if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
+                           f, (int)d->peer, (long long)d->reserved);
+    const int32_t most = ring->self == ring ? ring->desc.slots : kvprim_ring_most_slots;
+    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / kvprim_ring_most_slots;
+    if (d->slots < (ring->self == ring ? most : 1) || d->slots > most || d->slot_bytes < 1 ||
+        d->slot_bytes > most_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: desc->slots is %d, at most %d; desc->slot_bytes is %llu, at most %llu", f,
+                           (int)d->slots, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
     return KVPRIM_OK;
 }
 
-/* `bytes`: of a chunk, or 1 where there is none. */
+/* out: a pointer that must not be NULL; bytes: of a chunk, or 1. */
 static kvprim_status kvpn_check_ring(const char *f, const kvprim_ring *ring, const void *out, size_t bytes)
 {
     if (!ring || !out)
@@ -3140,84 +3131,52 @@ static kvprim_status kvpn_check_ring(const char *f, const kvprim_ring *ring, con
     if (!kvpn_has_state(ring->desc.comm, kvpn_alive))
         return kvpn_fail_not_alive(f, ring->desc.comm);
     if (ring->desc.comm->teardown->group.open)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose calls run later than events say", f);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
     if (bytes < 1 || bytes > ring->desc.slot_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %llu, must be 1 to %llu", f, (unsigned long long)bytes,
                            (unsigned long long)ring->desc.slot_bytes);
     return KVPRIM_OK;
 }
 
-static void *kvpn_ring_slot(const kvprim_ring *ring, uint64_t chunk)
+KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring)
 {
-    return (char *)ring->desc.memory + chunk % (uint64_t)ring->desc.slots * ring->desc.slot_bytes;
-}
-
-/* What follows on `to` waits for what is on `from` so far. */
-static kvprim_status kvpn_ring_order(const char *f, cudaEvent_t event, cudaStream_t from, cudaStream_t to)
-{
-    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(event, from));
-    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(to, event, 0));
+    if (!ring || ring->self != ring)
+        return kvpn_check_ring("kvprim_ring_destroy", ring, ring, 1);
+    for (int k = 0; k < ring->desc.slots; k++) {
+        (void)(ring->filled[k] && cudaEventDestroy(ring->filled[k]));
+        (void)(ring->finished[k] && cudaEventDestroy(ring->finished[k]));
+    }
+    memset(ring, 0, sizeof *ring);
     return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_desc *desc)
 {
     const char *const f = "kvprim_ring_init";
-    kvprim_status s = kvpn_check_ring_desc(ring, desc);
-    if (s != KVPRIM_OK)
-        return s;
-    memset(ring, 0, sizeof *ring);
-    ring->desc = *desc, ring->self = ring;
-    for (int k = 0; k < desc->slots && s == KVPRIM_OK; k++) {
-        s = kvpn_cuda_status(f, "cudaEventCreateWithFlags",
-                             cudaEventCreateWithFlags(&ring->filled[k], cudaEventDisableTiming));
-        if (s == KVPRIM_OK)
-            s = kvpn_cuda_status(f, "cudaEventCreateWithFlags",
-                                 cudaEventCreateWithFlags(&ring->finished[k], cudaEventDisableTiming));
-    }
-    if (s != KVPRIM_OK)
-        (void)kvprim_ring_destroy(ring);
-    return s;
-}
-
-KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring)
-{
-    const char *const f = "kvprim_ring_destroy";
-    if (!ring)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: ring is NULL", f);
+    cudaError_t error = cudaSuccess;
+    KVPRIM_NCCL_TRY(kvpn_check_ring_desc(f, ring, desc));
     if (ring->self != ring)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
-    for (int k = 0; k < kvprim_ring_most_slots; k++) {
-        if (ring->filled[k])
-            (void)cudaEventDestroy(ring->filled[k]);
-        if (ring->finished[k])
-            (void)cudaEventDestroy(ring->finished[k]);
-    }
-    memset(ring, 0, sizeof *ring);
-    return KVPRIM_OK;
-}
-
-KVPRIM_API kvprim_status kvprim_ring_reset(kvprim_ring *ring, kvprim_comm *comm)
-{
-    kvprim_ring_desc desc;
-    if (!ring || ring->self != ring)
-        return kvpn_check_ring("kvprim_ring_reset", ring, ring, 1);
-    desc = ring->desc, desc.comm = comm;
-    KVPRIM_NCCL_TRY(kvpn_check_ring_desc(ring, &desc));
-    ring->desc = desc, ring->begun = ring->ended = ring->freed = 0;
-    return KVPRIM_OK;
+        memset(ring, 0, sizeof *ring);
+    ring->desc = *desc, ring->begun = ring->ended = ring->freed = 0;
+    for (int k = 0; k < 2 * desc->slots && ring->self != ring && error == cudaSuccess; k++)
+        error = cudaEventCreateWithFlags(k % 2 ? &ring->filled[k / 2] : &ring->finished[k / 2], cudaEventDisableTiming);
+    ring->self = ring;
+    if (error != cudaSuccess)
+        (void)kvprim_ring_destroy(ring);
+    return kvpn_cuda_status(f, "cudaEventCreateWithFlags", error);
 }
 
 KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_claim";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1));
+    const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     *slot = NULL;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
         return KVPRIM_OK;
-    /* a credit says that the chunk has arrived, not that this rank's kernel has ended */
-    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(stream, ring->finished[ring->begun % (uint64_t)ring->desc.slots], 0));
-    *slot = kvpn_ring_slot(ring, ring->begun++);
+    /* a credit says that the last chunk has arrived, not that this rank's kernel has ended */
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->finished[k], 0));
+    ring->begun++, *slot = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
     return KVPRIM_OK;
 }
 
@@ -3225,12 +3184,13 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
 {
     const char *const f = "kvprim_ring_send";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes));
-    const uint64_t chunk = ring->ended, k = chunk % (uint64_t)ring->desc.slots;
-    if (chunk == ring->begun)
+    const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
+    if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
-    KVPRIM_NCCL_TRY(kvpn_ring_order(f, ring->filled[k], stream, ring->desc.stream));
-    KVPRIM_NCCL_TRY(kvprim_send(ring->desc.comm, kvpn_ring_slot(ring, chunk), bytes, KVPRIM_U8, ring->desc.peer,
-                                ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
+    KVPRIM_NCCL_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes,
+                                KVPRIM_U8, ring->desc.peer, ring->desc.stream));
     KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->finished[k], ring->desc.stream));
     ring->ended++;
     return KVPRIM_OK;
@@ -3241,8 +3201,8 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
     const char *const f = "kvprim_ring_credit";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %llu chunks are without credit", f, (int)n,
-                           (unsigned long long)(ring->ended - ring->freed));
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, (int)n,
+                           (int)(ring->ended - ring->freed));
     ring->freed += (uint64_t)n;
     return KVPRIM_OK;
 }
@@ -3251,14 +3211,14 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
 {
     const char *const f = "kvprim_ring_recv";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes));
-    const uint64_t chunk = ring->begun, k = chunk % (uint64_t)ring->desc.slots;
-    if (chunk - ring->freed == (uint64_t)ring->desc.slots)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all %d slots are in use: the sender had no credit", f,
-                           (int)ring->desc.slots);
-    KVPRIM_NCCL_TRY(kvprim_recv(ring->desc.comm, kvpn_ring_slot(ring, chunk), bytes, KVPRIM_U8, ring->desc.peer,
-                                ring->desc.stream));
-    KVPRIM_NCCL_TRY(kvpn_ring_order(f, ring->filled[k], ring->desc.stream, stream));
-    *slot = kvpn_ring_slot(ring, ring->begun++);
+    const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
+    char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
+    if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
+    KVPRIM_NCCL_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
+    ring->begun++, *slot = at;
     return KVPRIM_OK;
 }
 
@@ -3268,7 +3228,8 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
-    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->finished[ring->ended % (uint64_t)ring->desc.slots], stream));
+    KVPRIM_NCCL_TRY_CUDA(
+        cudaEventRecord(ring->finished[ring->ended % (uint64_t)ring->desc.slots], kvpn_stream(stream)));
     ring->ended++;
     return KVPRIM_OK;
 }
@@ -3277,17 +3238,12 @@ KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 {
     const char *const f = "kvprim_ring_take";
     KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1));
-    cudaError_t error = cudaSuccess;
-    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const cudaError_t before = cudaPeekAtLastError();
-    for (*n = 0; ring->freed < ring->ended && error == cudaSuccess; *n += error == cudaSuccess) {
-        error = cudaEventQuery(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
-        ring->freed += error == cudaSuccess;
+    for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
+        const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
+        if (done != cudaSuccess)
+            return done == cudaErrorNotReady ? KVPRIM_OK : kvpn_cuda_status(f, "cudaEventQuery", done);
     }
-    if (before == cudaSuccess)
-        (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
-    (void)kvpn_set_capture_mode(mode);
-    return error == cudaErrorNotReady ? KVPRIM_OK : kvpn_cuda_status(f, "cudaEventQuery", error);
+    return KVPRIM_OK;
 }
 
 #undef KVPRIM_NCCL_TRY
