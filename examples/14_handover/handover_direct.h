@@ -5,7 +5,7 @@
 
    Neither function sends or receives anything. Three messages go over the program's control channel:
 
-       receiver, once per cache       handover_direct_offer_of(&cache, &offer), then the 200-odd bytes of the offer
+       receiver, once per cache       handover_direct_offer_of(&cache, &offer), then the bytes of the offer
        sender, once per cache         handover_direct_open(&peer, &offer)
        receiver, for every request    its page table: the pages that it has taken for the tokens
        sender, for every request      to_slots by kvprim_cuda_slots(), handover_direct_push(...), an event behind it;
