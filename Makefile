@@ -75,6 +75,7 @@ help:
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that'
+	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run a tenth of the cases under compute-sanitizer: memcheck, racecheck, synccheck, initcheck'
@@ -86,7 +87,7 @@ help:
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
     nccl-bench bandwidth torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg ncu \
-    results
+    results handover
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -195,7 +196,7 @@ cuda-bench: $(GPU_BENCHES)
 transfer-bench: build/bench_transfer
 	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
 
-nccl-test nccl-bench nccl-sanitize:
+nccl-test nccl-bench nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
@@ -237,6 +238,9 @@ ncu-compare:
 
 build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) build/flags
 	$(COMPILE_CUDA) $< -o $@
+
+build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags
+	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && $(COMPILE_CUDA) $$nccl_flags $< -o $@ $$nccl_link'
 
 build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))

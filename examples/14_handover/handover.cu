@@ -474,6 +474,19 @@ static bool draw(const session *s, const report *r)
     return false;
 }
 
+static void print_shape(const session *s)
+{
+    const setup *const a = &s->agreed;
+    printf("%d layers, %d heads of %d bytes; prefill: %d ranks, %s, pages of %d; decode: %d ranks, %s, pages of %d\n",
+           (int)a->layers, (int)a->heads, (int)a->head_bytes, (int)a->from.tp, a->from.head_major ? "HND" : "NHD",
+           (int)a->from.page_rows, (int)a->to.tp, a->to.head_major ? "HND" : "NHD", (int)a->to.page_rows);
+    printf("rings: %d lanes of %d slots of %.4g MB; %s; %s\n", (int)a->lanes, (int)a->slots,
+           (double)a->slot_bytes / 1048576,
+           s->o->sockets ? "NCCL over sockets, as between machines" : "NCCL as it likes",
+           kvprim_comm_describe(&s->comms[0]));
+    fflush(stdout);
+}
+
 static bool print_report(const session *s, const report *r, int64_t first)
 {
     const setup *const a = &s->agreed;
@@ -539,6 +552,8 @@ static int prefill_main(session *s)
             return 1;
         }
         bool done = connect_session(s, fd);
+        if (done && first < 0)
+            print_shape(s);
         first = first < 0 ? s->served : first;
         done = done && run_requests(s, &r) && run_throughput(s, &r) &&
                linked(s, handover_link_say(&s->link, say_bye, 0, 0, 0, NULL, 0));

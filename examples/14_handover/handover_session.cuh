@@ -436,7 +436,8 @@ static bool receive_by_ring(session *s, const ask *a)
             return lose(s, "the peer sent a message that is not due");
         else if (n > 0 && !receive_chunk(s, a, in, m.a, m.b))
             return false;
-        s->link.heard_us = in->announced_end >= 0 ? handover_now_us() : s->link.heard_us; /* it has said all */
+        if (busy || in->announced_end >= 0)
+            s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
         if (!give_credits(s, in))
             return false;
         if (handover_now_us() - in->checked_us > 50000) {
