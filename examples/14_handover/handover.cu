@@ -462,8 +462,12 @@ static bool draw(const session *s, const report *r)
     (void)snprintf(p.title, sizeof p.title, "KV hand-over of %.2f GB, %s%s", (double)bytes_of(s, s->o->tokens) / 1e9,
                    s->o->sockets ? "NCCL over sockets" : "two GPUs",
                    s->agreed.lanes > 1 ? ", several communicators" : "");
-    for (int k = 0; k < s->o->chunk_count; k++)
-        p.chunk_bytes[p.points] = (double)s->o->chunk_bytes[k], p.gbs[p.points++] = median(s, r->gbs[way_ring][k]);
+    for (int k = 0; k < s->o->chunk_count && s->o->ring; k++) { /* in the order of sizes */
+        int at = p.points++;
+        for (; at > 0 && p.chunk_bytes[at - 1] > (double)s->o->chunk_bytes[k]; at--)
+            p.chunk_bytes[at] = p.chunk_bytes[at - 1], p.gbs[at] = p.gbs[at - 1];
+        p.chunk_bytes[at] = (double)s->o->chunk_bytes[k], p.gbs[at] = median(s, r->gbs[way_ring][k]);
+    }
     p.lines[0] = median(s, r->gbs[way_send][0]), p.names[0] = "one ncclSend";
     p.lines[1] = median(s, r->gbs[way_packed][0]), p.names[1] = "pack, one ncclSend, unpack";
     p.lines[2] = median(s, r->gbs[way_straight][0]), p.names[2] = "straight into the peer's pages";
@@ -683,6 +687,10 @@ int main(int argc, char **argv)
         return run_both(&o, argc, argv);
     if (o.side == 0 && o.listener < 0 && (o.listener = handover_socket(o.listen ? o.listen : "", true, why)) < 0) {
         fprintf(stderr, "14_handover: %s\n", why);
+        return 1;
+    }
+    if (o.side == 0 && o.svg && !handover_plot_possible(o.svg)) { /* before minutes of measuring */
+        fprintf(stderr, "14_handover: --svg %s: %s\n", o.svg, strerror(errno));
         return 1;
     }
     open_side(&s, &o);

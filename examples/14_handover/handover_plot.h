@@ -3,9 +3,12 @@
 #ifndef HANDOVER_PLOT_H
 #define HANDOVER_PLOT_H
 
+#include <errno.h>
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
+#include <string.h>
+#include <sys/stat.h>
 
 enum { handover_plot_points = 16, handover_plot_lines = 4 };
 
@@ -91,12 +94,32 @@ static inline void handover_plot_axes(FILE *f, const handover_plot *p, double mo
             handover_plot_width / 2, handover_plot_height + 40);
 }
 
-/* False: errno says why. */
+/* Where the plot is written: beside its place, so that a file is there only when it is complete; but a device, a pipe
+   or a link is written itself, and never replaced. */
+static inline bool handover_plot_part(const char *path, char part[4096])
+{
+    struct stat found;
+    const bool itself = lstat(path, &found) == 0 && !S_ISREG(found.st_mode);
+    const int n = snprintf(part, 4096, itself ? "%s" : "%s.part", path);
+    errno = ENAMETOOLONG;
+    return n > 0 && n < 4096;
+}
+
+/* Whether a file can be written there; false: errno says why not. */
+static inline bool handover_plot_possible(const char *path)
+{
+    char part[4096];
+    FILE *const f = handover_plot_part(path, part) ? fopen(part, "w") : NULL;
+    return f && fclose(f) == 0 && (strcmp(part, path) == 0 || remove(part) == 0);
+}
+
+/* False: errno says why, and no file is left half written. */
 static inline bool handover_plot_write(const handover_plot *p, const char *path)
 {
+    char part[4096];
     double step;
     const double most = handover_plot_most(p, &step);
-    FILE *const f = fopen(path, "w");
+    FILE *const f = handover_plot_part(path, part) ? fopen(part, "w") : NULL;
     if (!f)
         return false;
     handover_plot_head(f, p);
@@ -109,8 +132,14 @@ static inline bool handover_plot_write(const handover_plot *p, const char *path)
         fprintf(f, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"4\" fill=\"#2878c8\"/>\n", handover_plot_x(p, i),
                 handover_plot_y(p->gbs[i], most));
     fprintf(f, "</g>\n</svg>\n");
-    const bool written = !ferror(f);
-    return fclose(f) == 0 && written;
+    const bool whole = !ferror(f), closed = fclose(f) == 0, itself = strcmp(part, path) == 0;
+    if (whole && closed && (itself || rename(part, path) == 0))
+        return true;
+    const int error = errno;
+    if (!itself)
+        (void)remove(part);
+    errno = error;
+    return false;
 }
 
 #endif

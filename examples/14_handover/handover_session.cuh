@@ -85,6 +85,7 @@ typedef struct session {
     cudaEvent_t done;
     int64_t served;  /* requests that are done; the next session goes on after them */
     int64_t dies_at; /* chunks until this process dies; -1: never */
+    int64_t checked_us;
     char why[400];
 } session;
 
@@ -167,8 +168,13 @@ static bool guarded_wait(session *s, cudaStream_t stream)
     return guard_end(s);
 }
 
+/* Asks NCCL, about twenty times a second. */
 static bool check_comms(session *s)
 {
+    const int64_t now_us = handover_now_us();
+    if (now_us - s->checked_us < 50000)
+        return true;
+    s->checked_us = now_us;
     for (int k = 0; k < s->agreed.lanes; k++)
         if (!reached(s, kvprim_comm_check(&s->comms[k])))
             return false;
@@ -285,7 +291,6 @@ static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, int64_t *s
 {
     chunk_walk walk;
     bool cancelled = false;
-    int64_t checked_us = handover_now_us();
     walk_begin(s, a, &walk);
     for (*sent = 0; *sent < walk.total && !cancelled && *sent != cancel_at;) {
         bool one;
@@ -294,13 +299,8 @@ static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, int64_t *s
         if (one)
             die_if_due(s);
         *sent += one;
-        if (!hear_credits(s, &cancelled, one ? 0 : 20))
+        if (!hear_credits(s, &cancelled, one ? 0 : 20) || !check_comms(s))
             return false;
-        if (handover_now_us() - checked_us > 50000) {
-            checked_us = handover_now_us();
-            if (!check_comms(s))
-                return false;
-        }
     }
     return linked(s, handover_link_say(&s->link, say_end, *sent, cancelled || *sent < walk.total, 0, NULL, 0));
 }
@@ -308,7 +308,6 @@ static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, int64_t *s
 /* After the end: credits still come, then the decode side's word. */
 static bool await_ack(session *s, handover_message *ack)
 {
-    int64_t checked_us = handover_now_us();
     for (;;) {
         const int n = handover_link_hear(&s->link, ack, 20);
         if (n < 0)
@@ -321,11 +320,8 @@ static bool await_ack(session *s, handover_message *ack)
         } else if (n > 0 && ack->kind != say_cancel) {
             return lose(s, "the peer sent a message that is not due");
         }
-        if (handover_now_us() - checked_us > 50000) {
-            checked_us = handover_now_us();
-            if (!check_comms(s))
-                return false;
-        }
+        if (!check_comms(s))
+            return false;
     }
 }
 
@@ -338,7 +334,7 @@ typedef struct incoming {
     int32_t left[1024];                                                  /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], announced_end, unpacked;
     bool cancelled;
-    int64_t begun_us, checked_us, first_us, last_us;
+    int64_t begun_us, first_us, last_us;
     int32_t layers_ready;
 } incoming;
 
@@ -424,7 +420,7 @@ static bool receive_by_ring(session *s, const ask *a)
     incoming_begin(s, a, in);
     if (!linked(s, handover_link_say(&s->link, say_ready, 0, 0, 0, NULL, 0)))
         return false;
-    in->begun_us = in->checked_us = handover_now_us();
+    in->begun_us = handover_now_us();
     while (in->announced_end < 0 || chunks_taken(s, in) < in->announced_end) {
         const bool busy = chunks_taken(s, in) < in->received;
         const int n = handover_link_hear(&s->link, &m, busy ? 0 : 20);
@@ -438,13 +434,8 @@ static bool receive_by_ring(session *s, const ask *a)
             return false;
         if (busy || in->announced_end >= 0)
             s->link.heard_us = handover_now_us(); /* it owes bytes, for which NCCL's deadline counts, or nothing */
-        if (!give_credits(s, in))
+        if (!give_credits(s, in) || !check_comms(s))
             return false;
-        if (handover_now_us() - in->checked_us > 50000) {
-            in->checked_us = handover_now_us();
-            if (!check_comms(s))
-                return false;
-        }
     }
     return linked(s, handover_link_say(&s->link, say_ack, in->first_us, in->last_us, in->unpacked, NULL, 0));
 }
