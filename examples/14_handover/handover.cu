@@ -15,7 +15,11 @@
 #define KVPRIM_IMPLEMENTATION
 #include "handover_session.cuh"
 #include "handover_plot.h"
+#include <sys/prctl.h>
 #include <sys/wait.h>
+
+/* How long a side may take to start: CUDA, NCCL, memory. A connection that ends is noticed at once nevertheless. */
+enum { connect_ms = 60000 };
 
 /* ---- sessions ---- */
 
@@ -53,7 +57,7 @@ static bool connect_comm(session *s, int k)
     kvprim_comm_desc d;
     memset(&d, 0, sizeof d);
     d.rank = s->side, d.world = 2, d.id = s->agreed.ids[k];
-    d.timeout_ms = s->agreed.timeout_ms, d.init_timeout_ms = 60000, d.no_kernels = 1;
+    d.timeout_ms = s->agreed.timeout_ms, d.init_timeout_ms = connect_ms, d.no_kernels = 1;
     if (!reached(s, kvprim_comm_init(&s->comms[k], &d)))
         return false;
     char *const at = s->ring_memory; /* of a slot, which has no chunk yet */
@@ -69,7 +73,7 @@ static bool connect_comm(session *s, int k)
 static bool connect_comms(session *s)
 {
     bool right = true;
-    guard_begin(s, 60000);
+    guard_begin(s, connect_ms);
     for (int k = 0; k < s->agreed.lanes && right; k++)
         right = connect_comm(s, k);
     right = guard_end(s) && right;
@@ -151,9 +155,8 @@ static bool agree(session *s)
 static bool connect_session(session *s, int fd)
 {
     s->why[0] = 0;
-    if (!linked(s, handover_link_open(&s->link, fd, s->o->timeout_ms)) || !agree(s))
+    if (!linked(s, handover_link_open(&s->link, fd, connect_ms)) || !agree(s))
         return false;
-    s->link.timeout_ms = 60000; /* while NCCL starts and memory is filled */
     if (!s->opened)
         open_once(s);
     s->connected = connect_comms(s) && exchange_offers(s);
@@ -550,7 +553,7 @@ static int prefill_main(session *s)
     int restarts = o->kill_at >= 0 && o->kill_side == 1;
     int64_t first = -1;
     for (;;) {
-        const int fd = handover_accept(o->listener, o->timeout_ms + 60000);
+        const int fd = handover_accept(o->listener, o->timeout_ms + connect_ms);
         if (fd < 0) {
             fprintf(stderr, "14_handover: no decode side has connected\n");
             return 1;
@@ -578,7 +581,7 @@ static int decode_main(session *s)
     int restarts = o->kill_at >= 0 && o->kill_side == 0;
     for (;;) {
         char why[160];
-        const int fd = handover_connect(o->connect, o->timeout_ms + 60000, why);
+        const int fd = handover_connect(o->connect, o->timeout_ms + connect_ms, why);
         if (fd < 0) {
             fprintf(stderr, "14_handover: %s\n", why);
             return 1;
@@ -613,6 +616,7 @@ static pid_t start_side(int argc, char **argv, int side, int listener, const cha
     fflush(stdout);
     const pid_t pid = fork();
     if (pid == 0) {
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL); /* no side outlives the program */
         (void)execv("/proc/self/exe", (char **)(uintptr_t)arguments);
         _exit(127);
     }
