@@ -437,10 +437,10 @@ static void print_document(size_t bytes, double us)
     if (bytes != size_t(8 * MiB) || world != 2 || link == link_times.end())
         return;
     const double push_us = link->second.push_us, copy_us = link->second.copy_us;
-    printf(
-        "(8 MB: the document says 20-25 us and 60-70 %% of NVLink; 20-25 us are %.0f-%.0f %% of an H200's %.0f GB/s. Here "
-        "%.2f us, %.0f GB/s, %.0f %%)\n",
-        100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
+    printf("(8 MB: the document says 20-25 us and 60-70 %% of NVLink; 20-25 us are %.0f-%.0f %% of an H200's %.0f "
+           "GB/s. Here "
+           "%.2f us, %.0f GB/s, %.0f %%)\n",
+           100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
     printf(
         "(the link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
         "%s what it carries)\n",
