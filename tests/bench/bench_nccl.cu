@@ -408,8 +408,9 @@ static std::map<size_t, link_time> link_times; /* by an all_reduce's bytes; empt
 
 static void bench_link()
 {
-    printf("\neach GPU writes the bytes of an all_reduce to the next one, all at once, us\n%8s %8s %11s   %s\n", "",
-           "kernel", "copy engine", "GB/s each way, of the faster one");
+    printf("\neach GPU writes the bytes of an all_reduce to the next one, all at once, us; the faster way is the "
+           "link's 100 %%\n%8s %8s %11s   %s\n",
+           "", "kernel", "copy engine", "GB/s each way, of the faster one");
     for_sizes([](size_t bytes, const std::string &) {
         const auto us = measure(to_next, bytes, {by_push, by_copy});
         const double share = bus_bytes(bytes) / double(bytes);
@@ -428,20 +429,22 @@ static std::string percent_of_link(size_t bytes, double us)
     return std::to_string(std::lround(100 * std::min(link->second.push_us, link->second.copy_us) / us));
 }
 
-/* A figure of the documents that the project began with, beside ours. */
+/* A figure of the documents that the project began with, beside ours. Lines that begin with a bracket are no rows. */
 static void print_document(size_t bytes, double us)
 {
-    const double gb_per_s = 1e-3 * bus_bytes(bytes) / us, datasheet_gb_per_s = 450; /* each way: H100, H200 */
+    const double datasheet = 450, kb = 1e-3 * bus_bytes(bytes); /* GB/s each way of an H100 or H200; kb / us: GB/s */
     const auto link = link_times.find(bytes);
     if (bytes != size_t(8 * MiB) || world != 2 || link == link_times.end())
         return;
-    const link_time l = link->second;
+    const double push_us = link->second.push_us, copy_us = link->second.copy_us;
+    printf("(8 MB: the document says 20-25 us and 60-70 %% of NVLink; 20-25 us are %.0f-%.0f %% of an H200's %.0f "
+           "GB/s. Here "
+           "%.2f us, %.0f GB/s, %.0f %%)\n",
+           100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
     printf(
-        "(8 MB: the document says 20-25 us and 60-70 %% of NVLink. Here %.2f us, %.0f GB/s, %.0f %% of NVLink's %.0f.\n"
-        "(The link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
-        "%s what it carries.\n",
-        us, gb_per_s, 100 * gb_per_s / datasheet_gb_per_s, datasheet_gb_per_s, l.push_us, l.copy_us,
-        std::min(l.push_us, l.copy_us) > 20 ? "below" : "within");
+        "(the link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
+        "%s what it carries)\n",
+        push_us, copy_us, std::min(push_us, copy_us) > 20 ? "below" : "within");
 }
 
 static void bench_all_reduce()
