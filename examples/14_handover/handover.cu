@@ -47,7 +47,7 @@ static void open_once(session *s)
     CU(cudaMalloc((void **)&s->peer_slots, (size_t)a->tokens * sizeof *s->peer_slots));
     CU(cudaMalloc((void **)&s->peer_pages_on_gpu, (size_t)s->to[0].pages * sizeof *s->peer_pages_on_gpu));
     CU(cudaHostAlloc((void **)&s->peer_pages, (size_t)s->to[0].pages * sizeof *s->peer_pages, cudaHostAllocDefault));
-    CU(cudaEventCreateWithFlags(&s->done, cudaEventDisableTiming));
+    CU(cudaEventCreateWithFlags(&s->pushed, cudaEventDisableTiming));
     s->opened = true;
 }
 

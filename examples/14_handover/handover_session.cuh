@@ -82,7 +82,7 @@ typedef struct session {
     int64_t *peer_slots;
     int32_t *peer_pages; /* pinned, and on the GPU */
     int32_t *peer_pages_on_gpu;
-    cudaEvent_t done;
+    cudaEvent_t pushed;
     int64_t served;  /* requests that are done; the next session goes on after them */
     int64_t dies_at; /* chunks until this process dies; -1: never */
     int64_t checked_us;
@@ -522,24 +522,29 @@ static bool move_together(session *s, const ask *a)
     return a->way == way_send ? move_plain(s, a) : a->way == way_packed ? move_packed(s, a) : move_pieces(s, a);
 }
 
-/* The prefill side writes into the decode side's pages: all pairs in one launch, if there are two at most. */
+/* The prefill side writes into the decode side's pages: a launch for each pair, on two streams in turn, so that the end
+   of one overlaps with the beginning of the next. */
 static void push_straight(session *s, const ask *a, const int32_t *pages, int64_t page_count)
 {
-    kvprim_move moves[2 * handover_most_pairs];
+    kvprim_move moves[2];
     kvprim_cuda_launch launch;
     memset(&launch, 0, sizeof launch);
-    launch.stream = s->mine.stream;
     memcpy(s->peer_pages, pages, (size_t)page_count * sizeof *pages);
     CU(cudaMemcpyAsync(s->peer_pages_on_gpu, s->peer_pages, (size_t)page_count * sizeof *pages, cudaMemcpyHostToDevice,
                        s->mine.stream));
     side_slots(&s->mine, s->peer_pages_on_gpu, page_count, s->agreed.to.page_rows,
                s->to[0].pages * s->agreed.to.page_rows, a->tokens, s->peer_slots);
+    CU(cudaEventRecord(s->pushed, s->mine.stream));
+    CU(cudaStreamWaitEvent(s->work[0], s->pushed, 0));
     for (int k = 0; k < s->pair_count; k++) {
         const pair p = s->pairs[k];
+        launch.stream = k % 2 ? s->work[0] : s->mine.stream;
         kvprim_or_exit(handover_straight(&s->from[p.from], &s->peers[p.to].cache, s->mine.slots, s->peer_slots,
-                                         a->tokens, s->mine.rejected, moves + 2 * k));
+                                         a->tokens, s->mine.rejected, moves));
+        kvprim_or_exit(kvprim_cuda_move(moves, 2, &launch));
     }
-    kvprim_or_exit(kvprim_cuda_move(moves, (size_t)s->pair_count * 2, &launch));
+    CU(cudaEventRecord(s->pushed, s->work[0]));
+    CU(cudaStreamWaitEvent(s->mine.stream, s->pushed, 0));
 }
 
 #endif
