@@ -167,11 +167,10 @@ static bool connect_session(session *s, int fd)
 /* Leaves what the next session needs. */
 static void close_session(session *s, bool orderly)
 {
-    for (int k = 0; k < s->agreed.lanes; k++) {
-        if (!orderly)
-            (void)kvprim_comm_abort(&s->comms[k]);
+    if (!orderly)
+        abort_comms(s);
+    for (int k = 0; k < s->agreed.lanes; k++)
         (void)kvprim_comm_destroy(&s->comms[k]);
-    }
     CU(cudaDeviceSynchronize());
     for (int r = 0; r < s->agreed.to.tp; r++)
         (void)handover_direct_close(&s->peers[r]);

@@ -120,6 +120,27 @@ static struct guard {
     int32_t fired;
 } guard = {NULL, 0, -1, 0};
 
+static void *abort_comm(void *comm)
+{
+    (void)kvprim_comm_abort((kvprim_comm *)comm);
+    return NULL;
+}
+
+/* All at once: NCCL takes half a second for each whose kernels wait. */
+static void abort_comms(session *s)
+{
+    pthread_t threads[handover_most_lanes];
+    bool started[handover_most_lanes];
+    for (int k = 0; k < handover_most_lanes; k++)
+        started[k] = pthread_create(&threads[k], NULL, abort_comm, &s->comms[k]) == 0;
+    for (int k = 0; k < handover_most_lanes; k++) {
+        if (started[k])
+            (void)pthread_join(threads[k], NULL);
+        else
+            (void)abort_comm(&s->comms[k]);
+    }
+}
+
 static void *guard_run(void *)
 {
     for (;;) {
@@ -131,8 +152,7 @@ static void *guard_run(void *)
             continue;
         if (__atomic_exchange_n(&guard.fired, 1, __ATOMIC_SEQ_CST))
             continue;
-        for (int k = 0; k < handover_most_lanes; k++)
-            (void)kvprim_comm_abort(&guard.s->comms[k]);
+        abort_comms(guard.s);
     }
     return NULL;
 }
