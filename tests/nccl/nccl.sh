@@ -116,6 +116,7 @@ run_handover()
     run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks \
         --svg build/results/handover_nvlink.svg
     run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks --lanes 1 --to-layout hnd
+    run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M --lanes 1
     run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M,16M,32M \
         --svg build/results/handover_sockets.svg
     return $code
