@@ -75,6 +75,7 @@ help:
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that'
+	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
 	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'
@@ -87,8 +88,8 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
-    nccl-bench bandwidth torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass cfg \
-    nvdisasm ncu ncu-source nsys results
+    nccl-bench bandwidth handover torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass \
+    cfg nvdisasm ncu ncu-source nsys results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -123,6 +124,7 @@ test: build/02_kv_replay
 	    'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
 	    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
 	    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' \
+	    'test MAKEFLAGS= make -s build/test_handover && build/test_handover' \
 	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile trace)
 
 check: build/02_kv_replay
@@ -200,7 +202,7 @@ cuda-bench: $(GPU_BENCHES)
 transfer-bench: build/bench_transfer
 	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
 
-nccl-test nccl-bench nccl-sanitize:
+nccl-test nccl-bench nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.
@@ -256,6 +258,9 @@ nsys:
 
 build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) build/flags
 	$(COMPILE_CUDA) $< -o $@
+
+build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags
+	@$(CUDA_ENVIRONMENT) sh -c '. tests/gpu/environment.sh && $(COMPILE_CUDA) $$nccl_flags $< -o $@ $$nccl_link'
 
 build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) -I$(CUPTI_INCLUDE) $< -o $@ -Xlinker $(CUPTI_LIBRARY) -Xlinker -rpath -Xlinker $(dir $(CUPTI_LIBRARY))
@@ -319,7 +324,7 @@ build/10_trace_read: examples/10_trace/trace_file.c $(HEADERS) build/flags
 build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/test_disk build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
+build/test_disk build/test_handover build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/test_kvprim_no_simd: tests/core/test_kvprim.c $(HEADERS) build/flags

@@ -30,6 +30,8 @@
        >>op               reductions (element types are kvprim_dtype, in kvprim.h)
        >>comm             a communicator: create, watch, end
        >>collective       reduce, gather, scatter, broadcast, send, receive
+       >>group            sends and receives that meet
+       >>ring             chunks from one rank to another, through a few buffers, with credits
        >>impl             the implementation, and its terms
 
        Kernels
@@ -58,7 +60,9 @@
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
        >>impl_nccl        collectives by NCCL
+       >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
+       >>impl_ring        the ring
 
    Rules that hold for every function here
        Errors     Arguments are checked before anything is enqueued. After KVPRIM_ERROR_NCCL and _CUDA,
@@ -248,7 +252,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
    device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
    rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
    result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
-   and calls that are captured into graphs or stand between ncclGroupStart and ncclGroupEnd are not watched.
+   and calls that are captured into graphs or stand between NCCL's own ncclGroupStart and ncclGroupEnd are not watched.
    After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in cudaStreamSynchronize, which
    then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
@@ -291,13 +295,93 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
                                                          int32_t root, struct CUstream_st *stream);
 
-/* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. Ranks that send to
-   each other at once wait for ever, unless one of them receives first, or both put their calls between NCCL's
-   ncclGroupStart and ncclGroupEnd. */
+/* A send meets the peer's recv of the same count and dtype; each side's kernel waits for the other. The first call to a
+   peer in each direction returns when the peer has made its own: NCCL connects them. Ranks that send to each other at
+   once wait for ever, unless one of them receives first, or both put their calls into a group (>>group). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const void *buf, size_t count,
                                                     kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
                                                     int32_t peer, struct CUstream_st *stream);
+
+/* >>group ----------------------------------------------------------------------------------------------------------
+
+   Sends and receives between kvprim_group_start and kvprim_group_end run together, as one kernel, so none of them waits
+   for another: two ranks exchange tensors, all ranks send to all, a rank sends to itself.
+
+       kvprim_group_start(comm);
+       kvprim_send(comm, mine, count, KVPRIM_BF16, peer, stream);
+       kvprim_recv(comm, theirs, count, KVPRIM_BF16, peer, stream);
+       kvprim_group_end(comm);
+
+   Calls inside only check their arguments and are kept; kvprim_group_end enqueues them all, on their stream, or none.
+   A group takes up to 1,024 calls (twice `world`, if that is more), all on one stream, and only kvprim_send and
+   kvprim_recv: other collectives are KVPRIM_ERROR_ARGUMENT, because own kernels cannot be part of NCCL's. Sends to one
+   peer meet its receives in the order of the calls. A group is its communicator's alone, so other communicators may be
+   used meanwhile, and it may be captured. kvprim_comm_check watches it from kvprim_group_end on, as one collective.
+   Errors of start: NULL, ARGUMENT (comm not alive, a group is open: groups do not nest). Of end: NULL, ARGUMENT (comm
+   not alive, no group is open), TIMEOUT, CUDA, NCCL, or the error of the first call inside that failed; nothing of the
+   group is then enqueued. After either, the group is closed. Abort and destroy drop an open group. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_start(kvprim_comm *comm);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
+
+/* >>ring -----------------------------------------------------------------------------------------------------------
+
+   Chunks go to another rank through a few buffers (slots) on each side, so that packing, sending and unpacking overlap
+   and memory stays bounded. What the sides tell each other goes through a channel of the caller's.
+
+       sender, while it has chunks:                          receiver, when told of a chunk of so many bytes:
+           kvprim_ring_claim(ring, pack, &slot)                  kvprim_ring_recv(ring, bytes, unpack, &slot)
+           if slot is not NULL (there is a credit):              unpack from slot, on the stream `unpack`
+               pack into slot, on the stream `pack`              kvprim_ring_release(ring, unpack)
+               kvprim_ring_send(ring, bytes, pack)           ... and again and again:
+               tell the receiver: a chunk, its bytes             kvprim_ring_take(ring, &n)
+           when told of n credits:                               if n > 0, tell the sender: n credits
+               kvprim_ring_credit(ring, n)
+
+   Slots are used in turn, several may be in use at once, and calls of each kind are in the order of the chunks. Nothing
+   waits: events order the caller's work and NCCL's. A ring goes one way, and while it is in use no other collective of
+   its communicator runs. Streams are not captured, and no group is open. One thread at a time uses a ring. After an
+   error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the ring again.
+   Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
+   alive, an open group), and those of kvprim_send and kvprim_recv. */
+enum { kvprim_ring_most_slots = 32 };
+
+typedef struct kvprim_ring_desc {
+    kvprim_comm *comm;
+    int32_t peer, slots; /* the other side's rank; 1 to 32 slots, as many on both sides: the sender's first credits */
+    void *memory;        /* of this side's slots: slots * slot_bytes bytes of device memory, the caller's */
+    size_t slot_bytes;   /* the largest chunk; multiples of 16 are fastest */
+    struct CUstream_st *stream; /* for NCCL's work; one of its own, so that the caller's work overlaps with it */
+    int64_t reserved;           /* must be 0 */
+} kvprim_ring_desc;
+
+/* Lives in the caller's memory, and must not move. Its fields are the implementation's. */
+typedef struct kvprim_ring {
+    kvprim_ring_desc desc;
+    struct CUevent_st *filled[kvprim_ring_most_slots], *finished[kvprim_ring_most_slots]; /* of slots */
+    uint64_t begun, ended, freed; /* chunks: claimed or received; sent or released; credited or taken */
+    const struct kvprim_ring *self;
+} kvprim_ring;
+
+/* Makes two events per slot on the current device, and nothing else. Zero-initialise the ring before. Called again, it
+   keeps the events, and all slots are free: its earlier work has ended, desc->comm may be a new communicator, and
+   desc->slots is the same. destroy frees the events, and does not wait for work. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_desc *desc);
+KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring);
+
+/* *slot: where later work on `stream` may put the next chunk; NULL, which is no error: there is no credit. send: sends
+   the oldest claimed slot when the work on `stream` so far is done. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
+
+/* *slot: where later work on `stream` finds the next chunk, of as many bytes as were sent. release: the oldest received
+   slot is free when the work on `stream` so far is done. *n: how many slots became free since the last call; also while
+   other streams are captured. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream,
+                                                         void **slot);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n);
 
 #ifdef __cplusplus
 }
@@ -1159,8 +1243,9 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 3, /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
-    kvpn_slots_mb = 8  /* of a tensor that is summed in one launch; the slots take four times as much */
+    kvpn_protocol = 3,       /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_group_calls = 1024, /* of a group: 40 KB of host memory */
+    kvpn_slots_mb = 8        /* of a tensor that is summed in one launch; the slots take four times as much */
 };
 
 static_assert(sizeof(void *) != 8 ||
@@ -1384,6 +1469,22 @@ static void kvpn_release_slots(kvpn_slots *slots)
 
 /* >>impl_teardown -------------------------------------------------------------------------------------------------- */
 
+/* A send or a receive of an open group. */
+typedef struct kvpn_group_call {
+    void *memory;
+    size_t count;
+    ncclDataType_t type;
+    int32_t peer, receives;
+} kvpn_group_call;
+
+/* See >>impl_group. calls: memory for calls_max of them. */
+typedef struct kvpn_open_group {
+    int32_t open, calls_count, calls_max;
+    kvprim_status failed; /* of the first call that failed */
+    cudaStream_t stream;
+    kvpn_group_call *calls;
+} kvpn_open_group;
+
 /* What ends NCCL's communicator, and the events that watch its work. NCCL's communicator does not end while a graph
    with its collectives exists, or while another communicator's work is stuck on the same GPU. So a thread of its own
    ends it. The last reference frees this. */
@@ -1394,6 +1495,7 @@ typedef struct kvpn_teardown {
     cudaEvent_t watch[2]; /* see kvpn_record_watch_event */
     int32_t in_graphs;    /* 1: graphs hold collectives of NCCL's, which no event watches */
     ncclResult_t result;
+    kvpn_open_group group; /* of the thread that uses the communicator */
 } kvpn_teardown;
 
 static void kvpn_release_teardown(kvpn_teardown *teardown)
@@ -2072,7 +2174,9 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
 {
     kvpn_init_task *const task = (kvpn_init_task *)calloc(1, sizeof *task);
     kvpn_rank_info *const all = (kvpn_rank_info *)calloc((size_t)desc->world, sizeof *all);
-    kvpn_teardown *const teardown = (kvpn_teardown *)calloc(1, sizeof *teardown);
+    const size_t grouped = desc->world > kvpn_group_calls / 2 ? 2 * (size_t)desc->world : (size_t)kvpn_group_calls;
+    kvpn_teardown *const teardown =
+        (kvpn_teardown *)calloc(1, sizeof *teardown + grouped * sizeof *teardown->group.calls);
     if (!task || !all || !teardown) {
         free(task);
         free(all);
@@ -2082,6 +2186,7 @@ static kvpn_init_task *kvpn_new_init_task(const kvprim_comm_desc *desc, int devi
     kvprim_comm *const comm = &task->comm;
     task->desc = *desc, task->all = all, task->refs = 2;
     comm->teardown = teardown, teardown->refs = 1, teardown->device = device;
+    teardown->group.calls = (kvpn_group_call *)(teardown + 1), teardown->group.calls_max = (int32_t)grouped;
     comm->nccl = desc->nccl, comm->nccl_borrowed = desc->nccl != NULL;
     comm->rank = desc->rank, comm->world = desc->world, comm->device = device;
     comm->timeout_ms = desc->timeout_ms ? desc->timeout_ms : kvpn_default_timeout_ms;
@@ -2344,11 +2449,23 @@ static void kvpn_record_watch_event(kvprim_comm *comm, cudaStream_t stream)
         (void)cudaGetLastError();
 }
 
+/* Asks whether an event is done, which CUDA forbids while any stream is captured, and which is no error of the
+   caller's if it is not. */
+static cudaError_t kvpn_query_event(cudaEvent_t event)
+{
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
+    const cudaError_t before = cudaPeekAtLastError(), done = cudaEventQuery(event);
+    if (before == cudaSuccess)
+        (void)cudaGetLastError();
+    (void)kvpn_set_capture_mode(mode);
+    return done;
+}
+
 /* When event k was recorded, if it is not done; 0: it is done. *error: the device's context is dead. */
 static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *error)
 {
     int64_t start_us = __atomic_load_n(&comm->watch_start_us[k], __ATOMIC_SEQ_CST);
-    const cudaError_t done = cudaEventQuery(comm->teardown->watch[k]);
+    const cudaError_t done = kvpn_query_event(comm->teardown->watch[k]);
     if (done == cudaErrorNotReady)
         return start_us;
     *error = done == cudaSuccess ? *error : done;
@@ -2359,15 +2476,10 @@ static int64_t kvpn_pending_since_us(kvprim_comm *comm, int k, cudaError_t *erro
 
 static kvprim_status kvpn_check_nccl_deadline(const char *function, kvprim_comm *comm)
 {
-    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
-    const cudaError_t before = cudaPeekAtLastError();
     const int32_t index = __atomic_load_n(&comm->watch_index, __ATOMIC_SEQ_CST);
     cudaError_t error = cudaSuccess;
     int64_t oldest_us = kvpn_pending_since_us(comm, !index, &error);
     const int64_t latest_us = kvpn_pending_since_us(comm, index, &error);
-    if (before == cudaSuccess)
-        (void)cudaGetLastError(); /* an event that is not ready is no error of the caller's */
-    (void)kvpn_set_capture_mode(mode);
     if (error != cudaSuccess)
         return kvpn_cuda_status(function, "an earlier kernel or copy on this device", error);
     if (oldest_us == 0 && latest_us != 0) {
@@ -2466,6 +2578,12 @@ typedef struct kvpn_call {
     size_t element;
 } kvpn_call;
 
+/* NULL is the legacy stream, even if the file is compiled with another default. */
+static cudaStream_t kvpn_stream(cudaStream_t stream)
+{
+    return stream ? stream : cudaStreamLegacy;
+}
+
 static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_comm *comm, void *recv, const void *send,
                                 size_t count, kvprim_dtype dtype, int op_or_peer, cudaStream_t stream)
 {
@@ -2473,8 +2591,7 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     memset(&c, 0, sizeof c);
     c.kind = kind, c.function = function, c.comm = comm, c.recv = recv, c.send = send, c.count = count;
     c.dtype = dtype, c.op_or_peer = op_or_peer;
-    /* the legacy stream, even if the file is compiled with another default */
-    c.stream = stream ? stream : cudaStreamLegacy;
+    c.stream = kvpn_stream(stream);
     return c;
 }
 
@@ -2803,6 +2920,15 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
+/* Gives what was enqueued a deadline, unless a graph runs it later. */
+static void kvpn_watch_call(const kvpn_call *c)
+{
+    if (!c->captured)
+        kvpn_record_watch_event(c->comm, c->stream);
+    else
+        __atomic_store_n(&c->comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+}
+
 /* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
    successor start early. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
@@ -2816,11 +2942,94 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
     comm->after_nccl = 1;
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, names[c->kind],
                                      kvpn_wait_for_nccl(comm->nccl, kvpn_enqueue_nccl(c), &comm->state, kvpn_alive)));
-    if (!c->captured)
-        kvpn_record_watch_event(comm, c->stream);
-    else
-        __atomic_store_n(&comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+    kvpn_watch_call(c);
     return KVPRIM_OK;
+}
+
+/* >>impl_group -----------------------------------------------------------------------------------------------------
+
+   Calls are kept here, not in a group of NCCL's that is open meanwhile. NCCL's groups belong to the thread, cannot be
+   dropped, and may not see their communicator end: an abort would leave one that crashes when it is closed. */
+
+/* Keeps a call until kvprim_group_end. */
+static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
+{
+    kvpn_group_call *const kept = group->calls + group->calls_count;
+    if (c->kind < kvpn_send)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, which takes only kvprim_send and kvprim_recv",
+                           c->function);
+    if (c->count == 0)
+        return KVPRIM_OK;
+    KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    if (group->calls_count > 0 && c->stream != group->stream)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: stream is %p, but the group's earlier calls are on %p",
+                           c->function, (void *)c->stream, (void *)group->stream);
+    if (group->calls_count == group->calls_max)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the group has %d calls already, and takes no more", c->function,
+                           (int)group->calls_count);
+    kept->memory = c->kind == kvpn_recv ? c->recv : (void *)(uintptr_t)c->send;
+    kept->count = c->count, kept->type = c->type, kept->peer = c->op_or_peer, kept->receives = c->kind == kvpn_recv;
+    group->stream = c->stream, group->calls_count++;
+    return KVPRIM_OK;
+}
+
+static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_open_group *group)
+{
+    ncclResult_t result = ncclGroupStart();
+    if (result != ncclSuccess)
+        return result;
+    for (int k = 0; k < group->calls_count && result == ncclSuccess; k++) {
+        const kvpn_group_call *const kept = group->calls + k;
+        result = kept->receives
+                     ? ncclRecv(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream)
+                     : ncclSend(kept->memory, kept->count, kept->type, kept->peer, comm->nccl, group->stream);
+    }
+    const ncclResult_t ended = kvpn_wait_for_nccl(comm->nccl, ncclGroupEnd(), &comm->state, kvpn_alive);
+    return result == ncclSuccess ? ended : result;
+}
+
+/* The stream, the device and the state may have changed since the calls were made. */
+static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn_open_group *group)
+{
+    kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
+    if (group->failed != KVPRIM_OK)
+        return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
+    if (group->calls_count == 0)
+        return KVPRIM_OK;
+    KVPRIM_NCCL_TRY(kvpn_check_device(&c));
+    KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
+    comm->after_nccl = 1;
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclSend and ncclRecv in a group", kvpn_enqueue_group(comm, group)));
+    kvpn_watch_call(&c);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
+{
+    const char *const f = "kvprim_group_start";
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(f, comm);
+    kvpn_open_group *const group = &comm->teardown->group;
+    const bool nested = group->open != 0;
+    if (!nested)
+        group->open = 1, group->calls_count = 0, group->failed = KVPRIM_OK;
+    kvpn_leave(comm);
+    return nested ? kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open already: groups do not nest", f)
+                  : KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
+{
+    const char *const f = "kvprim_group_end";
+    KVPRIM_RANGE(f);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(f, comm);
+    kvpn_open_group *const group = &comm->teardown->group;
+    const kvprim_status s =
+        group->open ? kvpn_run_group(f, comm, group) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
+    group->open = 0;
+    kvpn_leave(comm);
+    return s;
 }
 
 /* >>impl_collective ------------------------------------------------------------------------------------------------ */
@@ -2841,7 +3050,9 @@ static kvprim_status kvpn_collective(kvpn_call c)
     KVPRIM_RANGE(c.function);
     if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
         return kvpn_fail_not_alive(c.function, c.comm);
-    const kvprim_status s = c.count != 0 ? kvpn_run_call(&c) : KVPRIM_OK;
+    kvpn_open_group *const group = &c.comm->teardown->group;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : c.count != 0 ? kvpn_run_call(&c) : KVPRIM_OK;
+    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
     kvpn_leave(c.comm);
     return s;
 }
@@ -2884,6 +3095,155 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
                                      struct CUstream_st *stream)
 {
     return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+}
+
+/* >>impl_ring ------------------------------------------------------------------------------------------------------
+
+   begun >= ended >= freed >= begun - slots. Chunk k is in slot k % slots. filled: a slot may be sent, or unpacked;
+   finished: it may be filled again. */
+
+static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring, const kvprim_ring_desc *d)
+{
+    if (!ring || !d || !d->memory || !d->stream)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: ring, desc, desc->memory or desc->stream is NULL", f);
+    if (!kvpn_has_state(d->comm, kvpn_alive))
+        return kvpn_fail_not_alive(f, d->comm);
+    if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
+                           f, (int)d->peer, (long long)d->reserved);
+    const int32_t most = ring->self == ring ? ring->desc.slots : kvprim_ring_most_slots;
+    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / kvprim_ring_most_slots;
+    if (d->slots < (ring->self == ring ? most : 1) || d->slots > most || d->slot_bytes < 1 ||
+        d->slot_bytes > most_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: desc->slots is %d, at most %d; desc->slot_bytes is %llu, at most %llu", f,
+                           (int)d->slots, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
+    return KVPRIM_OK;
+}
+
+/* out: a pointer that must not be NULL; bytes: of a chunk, or 1. */
+static kvprim_status kvpn_check_ring(const char *f, const kvprim_ring *ring, const void *out, size_t bytes)
+{
+    if (!ring || !out)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
+    if (ring->self != ring)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: ring was not initialised, was moved, or has ended", f);
+    if (!kvpn_has_state(ring->desc.comm, kvpn_alive))
+        return kvpn_fail_not_alive(f, ring->desc.comm);
+    if (ring->desc.comm->teardown->group.open)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a group is open, whose work is later than the ring's events", f);
+    if (bytes < 1 || bytes > ring->desc.slot_bytes)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %llu, must be 1 to %llu", f, (unsigned long long)bytes,
+                           (unsigned long long)ring->desc.slot_bytes);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring)
+{
+    if (!ring || ring->self != ring)
+        return kvpn_check_ring("kvprim_ring_destroy", ring, ring, 1);
+    for (int k = 0; k < ring->desc.slots; k++) {
+        (void)(ring->filled[k] && cudaEventDestroy(ring->filled[k]));
+        (void)(ring->finished[k] && cudaEventDestroy(ring->finished[k]));
+    }
+    memset(ring, 0, sizeof *ring);
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_desc *desc)
+{
+    const char *const f = "kvprim_ring_init";
+    cudaError_t error = cudaSuccess;
+    KVPRIM_NCCL_TRY(kvpn_check_ring_desc(f, ring, desc));
+    if (ring->self != ring)
+        memset(ring, 0, sizeof *ring);
+    ring->desc = *desc, ring->begun = ring->ended = ring->freed = 0;
+    for (int k = 0; k < 2 * desc->slots && ring->self != ring && error == cudaSuccess; k++)
+        error = cudaEventCreateWithFlags(k % 2 ? &ring->filled[k / 2] : &ring->finished[k / 2], cudaEventDisableTiming);
+    ring->self = ring;
+    if (error != cudaSuccess)
+        (void)kvprim_ring_destroy(ring);
+    return kvpn_cuda_status(f, "cudaEventCreateWithFlags", error);
+}
+
+KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot)
+{
+    const char *const f = "kvprim_ring_claim";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1));
+    const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
+    *slot = NULL;
+    if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
+        return KVPRIM_OK;
+    /* a credit says that the last chunk has arrived, not that this rank's kernel has ended */
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->finished[k], 0));
+    ring->begun++, *slot = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream)
+{
+    const char *const f = "kvprim_ring_send";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes));
+    const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
+    if (ring->ended == ring->begun)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
+    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], kvpn_stream(stream)));
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(ring->desc.stream, ring->filled[k], 0));
+    KVPRIM_NCCL_TRY(kvprim_send(ring->desc.comm, (char *)ring->desc.memory + k * ring->desc.slot_bytes, bytes,
+                                KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->finished[k], ring->desc.stream));
+    ring->ended++;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
+{
+    const char *const f = "kvprim_ring_credit";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
+    if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, (int)n,
+                           (int)(ring->ended - ring->freed));
+    ring->freed += (uint64_t)n;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream, void **slot)
+{
+    const char *const f = "kvprim_ring_recv";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes));
+    const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
+    char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
+    if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: all slots are in use: the sender had no credit", f);
+    KVPRIM_NCCL_TRY(kvprim_recv(ring->desc.comm, at, bytes, KVPRIM_U8, ring->desc.peer, ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaEventRecord(ring->filled[k], ring->desc.stream));
+    KVPRIM_NCCL_TRY_CUDA(cudaStreamWaitEvent(kvpn_stream(stream), ring->filled[k], 0));
+    ring->begun++, *slot = at;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream)
+{
+    const char *const f = "kvprim_ring_release";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
+    if (ring->ended == ring->begun)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
+    KVPRIM_NCCL_TRY_CUDA(
+        cudaEventRecord(ring->finished[ring->ended % (uint64_t)ring->desc.slots], kvpn_stream(stream)));
+    ring->ended++;
+    return KVPRIM_OK;
+}
+
+KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
+{
+    const char *const f = "kvprim_ring_take";
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1));
+    for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
+        const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
+        if (done != cudaSuccess)
+            return done == cudaErrorNotReady ? KVPRIM_OK : kvpn_cuda_status(f, "cudaEventQuery", done);
+    }
+    return KVPRIM_OK;
 }
 
 #undef KVPRIM_NCCL_TRY

@@ -11,7 +11,10 @@
 #include "../../kvprim_nccl.h"
 #include "bench_gpu.h"
 #include <array>
+#include <atomic>
 #include <condition_variable>
+#include <ctime>
+#include <map>
 #include <mutex>
 #include <thread>
 #ifdef BENCH_CUBLAS
@@ -36,8 +39,8 @@ struct rank_state {
     kvprim_comm comm, wide; /* wide: may use all multiprocessors */
     ncclComm_t nccl;        /* separate: what is registered with comm does not help it */
     cudaStream_t stream;
-    cudaEvent_t start, end;
-    char *x, *y, *window; /* most_bytes each, the window twice that */
+    cudaEvent_t start, end, spinning, blocking; /* the last two: to wait for */
+    char *x, *y, *window;                       /* most_bytes each, the window twice that */
 };
 static std::vector<rank_state> ranks;
 
@@ -57,6 +60,15 @@ static void meet()
     }
 }
 
+/* The same for ranks that must go on together: a thread that sleeps takes up to 50 us to wake up. */
+static void meet_spinning()
+{
+    static std::atomic<uint64_t> arrivals(0);
+    const uint64_t mine = arrivals++, all = uint64_t(world);
+    while (arrivals.load() < (mine / all + 1) * all)
+        continue;
+}
+
 static void on_all(const std::function<void(rank_state &)> &body)
 {
     std::vector<std::thread> threads;
@@ -67,6 +79,25 @@ static void on_all(const std::function<void(rank_state &)> &body)
         });
     for (std::thread &t : threads)
         t.join();
+}
+
+/* Whether each GPU can write to the next one's memory. */
+static bool open_links()
+{
+    for (int r = 0; r < world; r++) {
+        int can = 0;
+        CUDA(cudaDeviceCanAccessPeer(&can, r, (r + 1) % world));
+        if (!can)
+            return false;
+    }
+    for (int r = 0; r < world; r++) {
+        CUDA(cudaSetDevice(r));
+        const cudaError_t error = cudaDeviceEnablePeerAccess((r + 1) % world, 0);
+        if (error != cudaErrorPeerAccessAlreadyEnabled)
+            CUDA(error);
+        (void)cudaGetLastError();
+    }
+    return true;
 }
 
 static void open_rank(rank_state &r)
@@ -89,6 +120,9 @@ static void open_rank(rank_state &r)
     CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
     CUDA(cudaEventCreate(&r.start));
     CUDA(cudaEventCreate(&r.end));
+    CUDA(cudaSetDeviceFlags(cudaDeviceScheduleSpin)); /* what a wait does for an event that says nothing else */
+    CUDA(cudaEventCreateWithFlags(&r.spinning, cudaEventDisableTiming));
+    CUDA(cudaEventCreateWithFlags(&r.blocking, cudaEventDisableTiming | cudaEventBlockingSync));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.x), most_bytes));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.y), most_bytes));
     r.window = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
@@ -118,13 +152,52 @@ static void close_rank(rank_state &r)
 /* ---- collectives ----
 
    `bytes` are those of the whole tensor: what every rank gives to an all_reduce or a reduce_scatter, and gets from an
-   all_reduce or an all_gather. */
+   all_reduce or an all_gather. to_next is none: each rank writes them to the next one's memory, which shows what the
+   links carry if both directions are busy. */
 
-enum collective { all_reduce, all_reduce_int32, all_gather, reduce_scatter };
+enum collective { all_reduce, all_reduce_int32, all_gather, reduce_scatter, to_next };
 
 /* NCCL: from x to y; from one half of its window to the other; from x to y with copies into the window and out of it.
-   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; by its ways one by one. */
-enum way { by_nccl, by_window, by_wrapper, by_kvprim, in_buffer, by_all_sms, by_one_shot, by_two_shot, ways };
+   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; by its ways one by one.
+   to_next, from x to the next rank's y: by a kernel that only pushes words of 16 bytes; by the copy engine. */
+enum way {
+    by_nccl,
+    by_window,
+    by_wrapper,
+    by_kvprim,
+    in_buffer,
+    by_all_sms,
+    by_one_shot,
+    by_two_shot,
+    by_push,
+    by_copy,
+    ways
+};
+
+/* Four words on their way per thread. Eight are no faster, nor are other stores (relaxed, streaming), nor more than 66
+   blocks (H200). */
+static __global__ void __launch_bounds__(512) push_words(uint4 *dst, const uint4 *src, size_t words)
+{
+    const size_t step = size_t(gridDim.x) * blockDim.x;
+    size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    for (; i + 3 * step < words; i += 4 * step) {
+        const uint4 a = src[i], b = src[i + step], c = src[i + 2 * step], d = src[i + 3 * step];
+        dst[i] = a, dst[i + step] = b, dst[i + 2 * step] = c, dst[i + 3 * step] = d;
+    }
+    for (; i < words; i += step)
+        dst[i] = src[i];
+}
+
+static void enqueue_to_next(rank_state &r, way how, size_t bytes)
+{
+    char *const to = ranks[size_t((r.rank + 1) % world)].y;
+    const size_t blocks = std::min(size_t(132), (bytes / 16 + 511) / 512);
+    if (how == by_copy)
+        return CUDA(cudaMemcpyAsync(to, r.x, bytes, cudaMemcpyDefault, r.stream));
+    push_words<<<unsigned(blocks), 512, 0, r.stream>>>(reinterpret_cast<uint4 *>(to), reinterpret_cast<uint4 *>(r.x),
+                                                       bytes / 16);
+    CUDA(cudaGetLastError());
+}
 
 static size_t result_bytes(collective what, size_t bytes)
 {
@@ -144,6 +217,8 @@ static void enqueue_nccl(collective what, rank_state &r, ncclComm_t comm, const 
         return NCCL(ncclAllGather(from, to, part, ncclUint8, comm, r.stream));
     case reduce_scatter:
         return NCCL(ncclReduceScatter(from, to, part / 2, ncclBfloat16, ncclSum, comm, r.stream));
+    case to_next:
+        break;
     }
 }
 
@@ -159,6 +234,8 @@ static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, co
         return check_kvprim(kvprim_all_gather(comm, to, from, part, KVPRIM_U8, r.stream));
     case reduce_scatter:
         return check_kvprim(kvprim_reduce_scatter(comm, to, from, part / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
+    case to_next:
+        break;
     }
 }
 
@@ -188,6 +265,9 @@ static void enqueue(collective what, way how, rank_state &r, size_t bytes)
         return enqueue_kvprim(what, r, &r.comm, r.window, half, bytes);
     case by_all_sms:
         return enqueue_kvprim(what, r, &r.wide, r.x, r.y, bytes);
+    case by_push:
+    case by_copy:
+        return enqueue_to_next(r, how, bytes);
     default:
         return enqueue_forced(r, how == by_one_shot ? kvpn_by_one_shot : kvpn_by_two_shot, bytes);
     }
@@ -207,7 +287,11 @@ static cudaGraphExec_t prepare(rank_state &r, collective what, way how, size_t b
     const char *const result = how == by_window || how == in_buffer ? r.window + most_bytes : r.y;
     CUDA(cudaMemsetAsync(r.y, 0xee, got.size(), r.stream));
     CUDA(cudaMemsetAsync(r.window + most_bytes, 0xee, got.size(), r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet(); /* to_next writes to memory that the other rank has just set */
     enqueue(what, how, r, bytes);
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet();
     CUDA(cudaMemcpyAsync(got.data(), result, got.size(), cudaMemcpyDeviceToHost, r.stream));
     CUDA(cudaStreamSynchronize(r.stream));
     if (expected.empty())
@@ -310,6 +394,59 @@ static double wrapper_target(size_t bytes)
     return bytes <= 128 << 10 ? 0.45 : bytes <= 1 << 20 ? 0.60 : 0.82;
 }
 
+/* What each rank sends, and receives, in an all_reduce of `bytes` at least. */
+static double bus_bytes(size_t bytes)
+{
+    return 2.0 * double(bytes) * (world - 1) / world;
+}
+
+/* Microseconds for these bytes, by a kernel and by the copy engine. */
+struct link_time {
+    double push_us, copy_us;
+};
+static std::map<size_t, link_time> link_times; /* by an all_reduce's bytes; empty if the GPUs are not linked */
+
+static void bench_link()
+{
+    printf("\neach GPU writes the bytes of an all_reduce to the next one, all at once, us; the faster way is the "
+           "link's 100 %%\n%8s %8s %11s   %s\n",
+           "", "kernel", "copy engine", "GB/s each way, of the faster one");
+    for_sizes([](size_t bytes, const std::string &) {
+        const auto us = measure(to_next, bytes, {by_push, by_copy});
+        const double share = bus_bytes(bytes) / double(bytes);
+        link_times[bytes] = {share * us[by_push], share * us[by_copy]};
+        printf(" %8.2f %11.2f   %.0f\n", share * us[by_push], share * us[by_copy],
+               1e-3 * double(bytes) / std::min(us[by_push], us[by_copy]));
+    });
+}
+
+/* Returns 100 if kvprim takes as long as the link for as many bytes, or "-". */
+static std::string percent_of_link(size_t bytes, double us)
+{
+    const auto link = link_times.find(bytes);
+    if (link == link_times.end())
+        return "-";
+    return std::to_string(std::lround(100 * std::min(link->second.push_us, link->second.copy_us) / us));
+}
+
+/* A figure of the documents that the project began with, beside ours. Lines that begin with a bracket are no rows. */
+static void print_document(size_t bytes, double us)
+{
+    const double datasheet = 450, kb = 1e-3 * bus_bytes(bytes); /* GB/s each way of an H100 or H200; kb / us: GB/s */
+    const auto link = link_times.find(bytes);
+    if (bytes != size_t(8 * MiB) || world != 2 || link == link_times.end())
+        return;
+    const double push_us = link->second.push_us, copy_us = link->second.copy_us;
+    printf("(8 MB: the document says 20-25 us and 60-70 %% of NVLink; 20-25 us are %.0f-%.0f %% of an H200's %.0f "
+           "GB/s. Here "
+           "%.2f us, %.0f GB/s, %.0f %%)\n",
+           100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
+    printf(
+        "(the link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
+        "%s what it carries)\n",
+        push_us, copy_us, std::min(push_us, copy_us) > 20 ? "below" : "within");
+}
+
 static void bench_all_reduce()
 {
     struct ratio {
@@ -317,16 +454,21 @@ static void bench_all_reduce()
         double value, target;
     };
     std::vector<ratio> to_raw, to_wrapper;
-    printf("\nall_reduce, bf16 sum, us\n%8s %8s %8s %8s %8s %9s   %-9s %-9s %s\n", "", "NCCL", "window", "wrapper",
-           "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)");
+    std::map<size_t, double> ours_us;
+    printf("\nall_reduce, bf16 sum, us\n%8s %8s %8s %8s %8s %9s   %-9s %-9s %-10s %s\n", "", "NCCL", "window",
+           "wrapper", "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)", "% of link");
     for_sizes([&](size_t bytes, const std::string &name) {
         const auto us = measure(all_reduce, bytes, {by_nccl, by_window, by_wrapper, by_kvprim, in_buffer});
         const double ours = us[by_kvprim], raw = ours / std::min(us[by_nccl], us[by_window]);
+        ours_us[bytes] = ours;
         to_raw.push_back({name + " to raw", raw, raw_target(bytes)});
         to_wrapper.push_back({name + " to the wrapper", ours / us[by_wrapper], wrapper_target(bytes)});
-        printf(" %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %.0f\n", us[by_nccl], us[by_window], us[by_wrapper],
-               ours, us[in_buffer], raw, ours / us[by_wrapper], 2e-3 * double(bytes) * (world - 1) / world / ours);
+        printf(" %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %-10.0f %s\n", us[by_nccl], us[by_window],
+               us[by_wrapper], ours, us[in_buffer], raw, ours / us[by_wrapper], 1e-3 * bus_bytes(bytes) / ours,
+               percent_of_link(bytes, ours).c_str());
     });
+    for (const auto &one : ours_us)
+        print_document(one.first, one.second);
     for (const auto *const ratios : {&to_raw, &to_wrapper})
         for (const ratio &r : *ratios)
             judge("all_reduce of " + r.name, r.value, '<', r.target);
@@ -540,6 +682,56 @@ static void bench_host()
     judge("host time above NCCL's, through NCCL, us", median(above[1]), '<', 0.5);
 }
 
+/* One call to its end, as an engine that waits for it sees it. */
+struct waited_call {
+    double wall_us, cpu_us; /* cpu: of the thread that calls and waits */
+};
+
+static double thread_us()
+{
+    timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return 1e6 * double(t.tv_sec) + 1e-3 * double(t.tv_nsec);
+}
+
+static waited_call wait_for_call(rank_state &r, way how, size_t bytes, cudaEvent_t end)
+{
+    meet_spinning();
+    const double cpu_us = thread_us(), wall_us = now_us();
+    enqueue(all_reduce, how, r, bytes);
+    CUDA(cudaEventRecord(end, r.stream));
+    CUDA(cudaEventSynchronize(end));
+    const double end_us = now_us();
+    return {end_us - wall_us, thread_us() - cpu_us};
+}
+
+/* Rank 0's medians: by NCCL and by kvprim, waiting by spinning and by blocking. */
+static void print_waits(size_t bytes)
+{
+    const int repetitions = quick ? 20 : 100;
+    std::vector<double> wall[4], cpu[4];
+    on_all([&](rank_state &r) {
+        for (int k = -1; k < repetitions; k++) /* the first ones warm up */
+            for (int j = 0; j < 4; j++) {
+                const waited_call c =
+                    wait_for_call(r, j % 2 ? by_kvprim : by_nccl, bytes, j < 2 ? r.spinning : r.blocking);
+                if (r.rank == 0 && k >= 0)
+                    wall[j].push_back(c.wall_us), cpu[j].push_back(c.cpu_us);
+            }
+    });
+    for (int j = 0; j < 4; j++)
+        printf("%s %7.1f %7.1f", j == 2 ? "   |" : "", median(wall[j]), median(cpu[j]));
+    printf("\n");
+}
+
+static void bench_waits()
+{
+    printf("\nall_reduce, one eager call from its begin to the end of the wait for it, us: wall time, and the thread's "
+           "CPU time\n%8s %15s %15s    | %15s %15s\n",
+           "", "NCCL, spinning", "kvprim", "NCCL, blocking", "kvprim");
+    for_sizes([](size_t bytes, const std::string &) { print_waits(bytes); });
+}
+
 static void tune()
 {
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
@@ -564,17 +756,23 @@ int main(int argc, char **argv)
         printf("skip: the benchmark of collectives takes two GPUs, there are %d\n", world);
         return 0;
     }
+    const double begin_us = now_us();
     world = std::min(world, 8);
     ranks.resize(size_t(world));
     for (int r = 0; r < world; r++)
         ranks[size_t(r)].rank = r;
     std::vector<std::function<void()>> benches = {bench_all_reduce, [] { bench_parts(all_gather); },
                                                   [] { bench_parts(reduce_scatter); }, bench_late, bench_halves};
+    if (open_links())
+        benches.insert(benches.begin(), bench_link);
+    else
+        printf("no links: not every GPU can write to the next one's memory\n");
 #ifdef BENCH_CUBLAS
     benches.push_back(bench_beside);
 #endif
     benches.push_back(bench_before_nccl);
     benches.push_back(bench_host);
+    benches.push_back(bench_waits);
     if (tuning)
         benches = {tune};
     on_all(open_rank);
@@ -584,6 +782,6 @@ int main(int argc, char **argv)
     }
     on_all(close_rank);
     if (!tuning)
-        printf("\n%d targets met, %d missed\n", met, missed);
+        printf("\n%d targets met, %d missed\n%.0f s\n", met, missed, (now_us() - begin_us) * 1e-6);
     return 0;
 }

@@ -124,11 +124,14 @@ PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx5
 HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
                         'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
 NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
+# Results of before 2026-11-23 do not have that column.
+PERCENT = ' % of link' if any(line.endswith(' % of link') for line in nccl.lines) else ''
 BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
 COLLECTIVES = {  # "to raw" is the sixth number of each
     name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
     for name, title, columns, count in (
-        ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)', 8),
+        ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)'
+         + PERCENT, 9 if PERCENT else 8),
         ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
         ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
 ALL_REDUCE = COLLECTIVES['all-reduce']

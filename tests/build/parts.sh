@@ -260,7 +260,10 @@ sanitizers()
             -o "$build/replay_address"
         cell '02_kv_replay, addresses and undefined behaviour' $launcher "$build/replay_address" \
             examples/02_kv_replay/trace_small.jsonl
+        cell "test_handover, $cc $address" $cc -I. tests/core/test_handover.c -std=c11 $address \
+            -o "$build/handover_address"
         group "$cc $address, 02_kv_replay run"
+        program 'test_handover, addresses and undefined behaviour' $launcher "$build/handover_address"
     fi
     if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $test_kvprim $thread -o "$build/test_thread"

@@ -164,6 +164,8 @@ nccl_cuda()
     done
     # As if this unit had implemented the headers already.
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
+    cell '14_handover, nvcc' $cu $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED -c examples/14_handover/handover.cu \
+        -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
     for source in tests/bench/bench_nccl.cu tests/profile/profile.cu; do # these use more than the API
@@ -184,8 +186,22 @@ nccl_here()
     [ "$NCCL_INCLUDE" != /usr/include ] || system="-idirafter $CUDA_INCLUDE" # which may hold another nccl.h
 }
 
+# handover_link FLAGS: the control channel and the options of example 14.
+handover_link()
+{
+    if ! compiler_with $1; then
+        skip "the channel of a hand-over: no C compiler with $1"
+        return
+    fi
+    cell "test_handover_link, $cc $1" $cc -std=c11 $warnings $1 -I. tests/nccl/test_handover_link.c -pthread \
+        -o "$build/test_handover_link"
+    group "test_handover_link compiled, $cc $1"
+    program 'test_handover_link' $launcher "$build/test_handover_link"
+}
+
 nccl()
 {
+    handover_link "$address"
     nccl_emulated "$address -O0" quick # which takes 5 s to compile, not 20
     nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life "$address"

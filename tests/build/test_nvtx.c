@@ -112,6 +112,7 @@ static void collectives(void)
     CALL(kvprim_broadcast, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
     CALL(kvprim_send, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
     CALL(kvprim_recv, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
+    CALL(kvprim_group_end, NULL);
 }
 #endif
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# usage: tests/nccl/nccl.sh test [quick]|bench|sanitize      from the top folder, by make's gpu-test, gpu-bench and
-# sanitize; quick: fewer sizes and environments
+# usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize      from the top folder, by make's gpu-test,
+# gpu-bench, handover and sanitize; quick: fewer sizes and environments
 #
 # Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
 # collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's tools on 2. With one GPU,
@@ -14,7 +14,7 @@
 : "${NCCL_OTHERS=}"
 quick=$2
 . tests/gpu/environment.sh
-if [ "$gpus" -eq 0 ]; then
+if [ "$gpus" -eq 0 ] && [ "$1" != handover ]; then
     echo 'no GPU here: nvidia-smi lists none' >&2
     exit 1
 fi
@@ -85,6 +85,43 @@ environments()
     done
 }
 
+build_handover()
+{
+    rm -f build/14_handover
+    $cuda examples/14_handover/handover.cu -o build/14_handover $nccl_link
+}
+
+# Hands requests over whose sides differ in everything, through NVLink and sockets; some are cancelled, and either side
+# dies.
+handover_tests()
+{
+    differing='--layers 64 --heads 8 --to-layout hnd --to-page-rows 32 --rounds 0 --chunk-bytes 1M'
+    run 0,1 build/14_handover $differing --from-tp 4 --to-tp 2 --tokens 700 --requests 30 --cancel-every 5 --mode all
+    run 0,1 build/14_handover $differing --from-tp 2 --to-tp 4 --tokens 300 --requests 10 --cancel-every 3 --sockets
+    run 0,1 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30
+    run 0,1 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30 --kill-side prefill \
+        --stop
+}
+
+# Verifies many requests, and measures the ways by chunk size, between two GPUs and as between two machines.
+run_handover()
+{
+    build_handover || return 1
+    several='--requests 1000 --rounds 0 --tokens 1024 --chunk-bytes 4M'
+    run 0,1 build/14_handover $several --from-tp 4 --to-tp 2 --to-layout hnd --to-page-rows 64
+    run 0,1 build/14_handover $several --from-tp 2 --to-tp 4 --from-layout hnd --cancel-every 4
+    run 0,1 build/14_handover $several --head-bytes 2048 --heads 2 --mode straight
+    handover_tests
+    chunks=64M,4M,8M,16M,32M,128M
+    run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks \
+        --svg build/results/handover_nvlink.svg
+    run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks --lanes 1 --to-layout hnd
+    run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M --lanes 1
+    run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M,16M,32M \
+        --svg build/results/handover_sockets.svg
+    return $code
+}
+
 # Runs the tests of faults where NCCL itself behaves differently.
 faults_elsewhere()
 {
@@ -97,6 +134,7 @@ faults_elsewhere()
 run_tests()
 {
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
+    [ "$gpus" -eq 1 ] || build_handover &
     build_implementation || code=1
     build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o &
     build tests/nccl/test_nccl_faults.cu -Xlinker build/kvprim_nccl.o &
@@ -113,6 +151,7 @@ run_tests()
             run $some build/test_nccl_gpu $kind $quick on
         done
     done
+    handover_tests
     environments processes
     if [ -z "$quick" ]; then
         environments
@@ -143,13 +182,14 @@ run_sanitizers()
 case $1 in
 test) recorded nccl_test.txt 'kvprim.h kvprim_nccl.h' run_tests ;;
 bench) recorded nccl_bench.txt 'kvprim.h kvprim_nccl.h' run_benches ;;
+handover) recorded handover.txt 'kvprim.h kvprim_cuda.cuh kvprim_nccl.h' run_handover ;;
 sanitize)
     tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y" >/dev/null || exit 1
     command -v python3 >/dev/null || { echo 'no python3; install it, it needs nothing else' >&2; exit 1; }
     recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_sanitizers
     ;;
 *)
-    echo 'usage: tests/nccl/nccl.sh test [quick]|bench|sanitize' >&2
+    echo 'usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize' >&2
     exit 2
     ;;
 esac

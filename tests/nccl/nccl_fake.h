@@ -24,6 +24,8 @@ static struct {
     int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
     int abort_ms;                             /* how long ncclCommAbort takes */
     int captures;                             /* 1: every stream is captured */
+    int no_event;                             /* the n-th event from now on cannot be made; 0: all can */
+    int refuses;                              /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
     int dead;                                 /* 1: the device's context is dead */
     void (*other_rank)(kvpn_rank_info *info); /* changes a copy of this rank's info into the other rank's */
     kvprim_comm *checked;                     /* if set, cudaEventRecord checks it half way */
@@ -121,9 +123,13 @@ static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void
 struct CUstream_st {
     int32_t uses;
 };
+/* Where and when it was recorded last, and which stream waited for it last; times count both. */
 struct CUevent_st {
     int32_t recording, blocked; /* atomic; blocked: it waits for work that hangs */
+    cudaStream_t recorded_on, waited_by;
+    int32_t recorded_at, waited_at;
 };
+static int32_t event_times;
 
 static cudaError_t fake_alloc_to(void *to, size_t bytes)
 {
@@ -163,7 +169,10 @@ CUDA(cudaStreamDestroy, (cudaStream_t stream), fake_free(stream))
 CUDA(cudaStreamGetDevice, (cudaStream_t stream, int *to), (*to = home, cudaSuccess))
 CUDA(cudaStreamIsCapturing, (cudaStream_t stream, enum cudaStreamCaptureStatus *to),
      (*to = fake.captures ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone, cudaSuccess))
-CUDA(cudaEventCreateWithFlags, (cudaEvent_t *to, unsigned flags), fake_alloc_to(to, sizeof **to))
+CUDA(cudaEventCreateWithFlags, (cudaEvent_t *to, unsigned flags),
+     fake.no_event && --fake.no_event == 0 ? cudaErrorMemoryAllocation : fake_alloc_to(to, sizeof **to))
+CUDA(cudaStreamWaitEvent, (cudaStream_t stream, cudaEvent_t event, unsigned flags),
+     (event->waited_by = stream, event->waited_at = __atomic_add_fetch(&event_times, 1, __ATOMIC_RELAXED), cudaSuccess))
 CUDA(cudaEventDestroy, (cudaEvent_t event), fake_free(event))
 // clang-format on
 
@@ -227,6 +236,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream)
     store(&event->recording, 1);
     if (fake.checked)
         fake.check = kvprim_comm_check(fake.checked);
+    event->recorded_on = stream, event->recorded_at = __atomic_add_fetch(&event_times, 1, __ATOMIC_RELAXED);
     store(&event->recording, 0);
     store(&event->blocked, is_stuck());
     return cudaSuccess;
@@ -236,6 +246,8 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 {
     if (fake.dead)
         return cudaErrorIllegalAddress;
+    if (fake.captures && current_mode != cudaStreamCaptureModeRelaxed)
+        return cudaErrorStreamCaptureUnsupported; /* the real one also ends the capture */
     return load(&event->recording) || (load(&event->blocked) && is_stuck()) ? cudaErrorNotReady : cudaSuccess;
 }
 
@@ -261,6 +273,8 @@ static ncclResult_t touch(ncclComm_t comm, ncclResult_t result)
 static ncclResult_t enqueue(ncclComm_t comm, const char *function)
 {
     record_call(function);
+    if (fake.refuses && --fake.refuses == 0)
+        return touch(comm, ncclInvalidArgument);
     if (in_group)
         grouped = comm;
     if (in_group || (!fake.no_blocking && !load(&comm->pending)))

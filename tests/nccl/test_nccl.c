@@ -95,6 +95,8 @@ static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
     CHECK_ERROR(kvprim_broadcast(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
     CHECK_ERROR(kvprim_send(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
     CHECK_ERROR(kvprim_recv(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
+    CHECK_ERROR(kvprim_group_start(comm), status, word);
+    CHECK_ERROR(kvprim_group_end(comm), status, word);
     CHECK_ERROR(kvprim_comm_check(comm), status, word);
     CHECK_ERROR(kvprim_comm_abort(comm), status, word);
     CHECK_ERROR(kvprim_comm_destroy(comm), status, word);

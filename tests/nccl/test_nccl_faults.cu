@@ -309,6 +309,47 @@ static void test_one_aborts(rank_state &r)
     expect_works(r);
 }
 
+static kvprim_status exchange(rank_state &r, kvprim_comm *comm, size_t bytes)
+{
+    const kvprim_status sent = kvprim_send(comm, r.device[0], bytes, KVPRIM_U8, (r.rank + 1) % world, r.stream);
+    return sent != KVPRIM_OK ? sent
+                             : kvprim_recv(comm, r.device[1], bytes, KVPRIM_U8, (r.rank + world - 1) % world, r.stream);
+}
+
+/* Rank 0 ends a group that the others leave open. It is stuck, and its deadline tells; an abort ends it, and drops
+   those that are open. */
+static void test_groups(rank_state &r)
+{
+    const size_t bytes = size_t(16) << 20; /* more than NCCL sends ahead */
+    kvprim_comm comm = {};
+    const kvprim_comm_desc desc = desc_of(r, 0, 500);
+    double took = 0;
+    OK(kvprim_comm_init(&comm, &desc));
+    for (int open = 0; open < 2; open++) {
+        OK(kvprim_group_start(&comm));
+        OK(exchange(r, &comm, bytes));
+        if (!open || r.rank == 0)
+            OK(kvprim_group_end(&comm));
+        if (!open)
+            CUDA(cudaStreamSynchronize(r.stream));
+        meet();
+    }
+    if (r.rank == 0) {
+        CHECK_ERROR(watch(&comm, 5, &took), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
+        CHECK(took > 0.3 && took < 2);
+    } else {
+        sleep_ms(1000);
+        OK(kvprim_comm_check(&comm));
+    }
+    meet();
+    abort_in_time(r, &comm);
+    CHECK_ERROR(kvprim_group_end(&comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
+    expect_drained(r, r.stream, "after an abort of a group");
+    meet();
+    OK(kvprim_comm_destroy(&comm));
+    expect_works(r);
+}
+
 /* Another thread aborts while this one makes calls. They return errors, and end. */
 static void test_call_during_abort(rank_state &r)
 {
@@ -651,6 +692,7 @@ int main(int argc, char **argv)
         run("two communicators stuck in NCCL", test_two_stuck);
         run("an abort beside replays", test_abort_beside_replays);
         run("one rank aborts", test_one_aborts);
+        run("groups that are stuck, or open at an abort", test_groups);
         run("calls during an abort", test_call_during_abort);
         run("memory after aborts", test_memory_after_aborts);
         run("graphs with collectives of NCCL's", test_graphs_of_nccl);

@@ -401,6 +401,61 @@ static void one_ring(rank_state &r, char *send, char *recv, size_t count, kvprim
     expect(r, recv, {"send, recv", t, count, [=](size_t i) { return small_value(t, KVPRIM_SUM, i, last); }});
 }
 
+/* Every rank sends to all, itself too, two tensors of different sizes, and all of them at once. */
+static void enqueue_exchange(rank_state &r, size_t count)
+{
+    const size_t step = 2 * count + 1;
+    const float *const send = reinterpret_cast<const float *>(r.device[0]);
+    float *const recv = reinterpret_cast<float *>(r.device[1]);
+    OK(kvprim_group_start(&r.comm));
+    for (int peer = 0; peer < world; peer++) {
+        const size_t at = size_t(peer) * step;
+        OK(kvprim_send(&r.comm, send + at, count, KVPRIM_F32, peer, r.stream));
+        OK(kvprim_send(&r.comm, send + at + count, count + 1, KVPRIM_F32, peer, r.stream));
+        OK(kvprim_recv(&r.comm, recv + at, count, KVPRIM_F32, peer, r.stream));
+        OK(kvprim_recv(&r.comm, recv + at + count, count + 1, KVPRIM_F32, peer, r.stream));
+    }
+    OK(kvprim_group_end(&r.comm));
+}
+
+/* What rank `from` sends to rank `to` has this at i. */
+static double exchanged(int from, int to, size_t i)
+{
+    return small_value(KVPRIM_F32, KVPRIM_SUM, i + size_t(to) * 3, from);
+}
+
+static void test_groups(rank_state &r)
+{
+    static const size_t counts[] = {1, 1023, 65536, 1 << 20};
+    for (const size_t count : counts)
+        for (int graph = 0; graph < (quick && count > 1023 ? 0 : 2); graph++) {
+            const size_t step = 2 * count + 1, all = step * size_t(world);
+            cudaGraphExec_t exec = nullptr;
+            if (graph)
+                exec = captured(r, [&] { enqueue_exchange(r, count); });
+            for (int replay = 0; replay <= 2 * graph; replay++) {
+                poison(r, r.device[1], {"", KVPRIM_F32, all, {}});
+                put_all(r, r.device[0],
+                        {"", KVPRIM_F32, all, [&](size_t i) { return exchanged(r.rank, int(i / step), i % step); }});
+                if (graph)
+                    CUDA(cudaGraphLaunch(exec, r.stream));
+                else
+                    enqueue_exchange(r, count);
+                expect(r, r.device[1], {"group", KVPRIM_F32, all, [&](size_t i) {
+                                            return exchanged(int(i / step), r.rank, i % step);
+                                        }});
+            }
+            if (graph)
+                CUDA(cudaGraphExecDestroy(exec));
+        }
+    OK(kvprim_group_start(&r.comm));
+    IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
+       KVPRIM_ERROR_ARGUMENT);
+    IS(kvprim_group_end(&r.comm), KVPRIM_ERROR_ARGUMENT);
+    OK(kvprim_comm_check(&r.comm));
+    meet();
+}
+
 static void test_collectives(rank_state &r)
 {
     static const size_t counts[] = {1, 7, 1023, 65536};
@@ -770,6 +825,7 @@ int main(int argc, char **argv)
             run("gathers of any bytes", test_gathers);
             run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
+            run("groups: all ranks send to all at once", test_groups);
             run("deterministic at every size", test_deterministic);
             run("two communicators at once", test_two_communicators);
             run("options of a descriptor", test_choices);

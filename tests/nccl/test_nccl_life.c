@@ -429,6 +429,326 @@ static void test_no_threads(void)
     free(comm);
 }
 
+static char grouped_bytes[64];
+
+/* Sends and receives 8 bytes on a stream. */
+static kvprim_status exchange_on(kvprim_comm *comm, cudaStream_t stream)
+{
+    const kvprim_status s = kvprim_send(comm, grouped_bytes, 8, KVPRIM_INT8, 0, stream);
+    return s == KVPRIM_OK ? kvprim_recv(comm, grouped_bytes + 8, 8, KVPRIM_INT8, 0, stream) : s;
+}
+
+#define GROUPED "GroupStart Send Recv GroupEnd"
+
+/* Nothing is enqueued before the end. A communicator that does not block is waited for. */
+static void test_groups(void)
+{
+    for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
+        const kvprim_comm_desc d = desc_of(1);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        for (int k = 0; k < 2; k++) {
+            CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+            CHECK(exchange_on(comm, NULL) == KVPRIM_OK && called("") && in_group == 0);
+            CHECK(kvprim_send(comm, NULL, 0, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+            CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED) && in_group == 0);
+            CHECK(comm->after_nccl == 1);
+            CHECK(kvprim_broadcast(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+        }
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && kvprim_group_end(comm) == KVPRIM_OK && called(""));
+        close_comm(comm, "CommDestroy");
+        current_device = home;
+    }
+}
+
+/* A call that fails spoils its group, of which nothing is enqueued, and no other group. */
+static void test_groups_that_fail(void)
+{
+    struct CUstream_st other = {0};
+    const kvprim_comm_desc d = desc_of(1);
+    const kvprim_status argument = KVPRIM_ERROR_ARGUMENT;
+    char *const m = grouped_bytes;
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    CHECK_ERROR(kvprim_group_start(NULL), KVPRIM_ERROR_NULL, "comm is NULL");
+    CHECK_ERROR(kvprim_group_end(NULL), KVPRIM_ERROR_NULL, "comm is NULL");
+    CHECK_ERROR(kvprim_group_end(comm), argument, "no group is open");
+    for (int k = 0; k < 6; k++) {
+        const kvprim_status wanted = k == 3 ? KVPRIM_ERROR_NULL : k == 5 ? KVPRIM_ERROR_SIZE : argument;
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+        if (k == 0)
+            CHECK_ERROR(kvprim_all_gather(comm, m, m, 1, KVPRIM_INT8, NULL), argument, "a group is open, which takes");
+        else if (k == 1)
+            CHECK_ERROR(kvprim_broadcast(comm, m, 0, KVPRIM_INT8, 0, NULL), argument, "a group is open, which takes");
+        else if (k == 2)
+            CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 1, NULL), argument, "peer is 1, must be 0 to 0");
+        else if (k == 3)
+            CHECK_ERROR(kvprim_recv(comm, NULL, 1, KVPRIM_INT8, 0, NULL), wanted, "recv is NULL");
+        else if (k == 4)
+            CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, &other), argument, "the group's earlier calls are on");
+        else
+            CHECK_ERROR(kvprim_send(comm, m, SIZE_MAX, KVPRIM_F32, 0, NULL), wanted, "too many bytes");
+        CHECK(exchange_on(comm, NULL) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_group_end(comm), wanted, "a call of the group failed, so nothing of it was enqueued");
+        CHECK_ERROR(kvprim_group_end(comm), argument, "no group is open");
+        CHECK(called(""));
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, &other) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_group_start(comm), argument, "groups do not nest");
+        CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED));
+    }
+    fake.refuses = 2; /* then NCCL's own group is closed nevertheless */
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_NCCL, "ncclSend and ncclRecv in a group");
+    CHECK(called(GROUPED) && in_group == 0);
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+    current_device = elsewhere;
+    CHECK_ERROR(kvprim_group_end(comm), argument, "the current device is 7");
+    current_device = home;
+    CHECK(called(""));
+    close_comm(comm, "CommDestroy");
+}
+
+/* It takes 1,024 calls, and two for each of many ranks. */
+static void test_group_sizes(void)
+{
+    for (int world = 1; world <= 600; world += 599) {
+        const kvprim_comm_desc d = desc_of(world);
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        const int most = world == 1 ? 1024 : 1200;
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        for (int k = 0; k < most; k++)
+            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK(kvprim_group_end(comm) == KVPRIM_OK && load(&call_count) == most + 2);
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        for (int k = 0; k < most; k++)
+            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_SIZE, "takes no more");
+        CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_SIZE, "nothing of it was enqueued");
+        CHECK(load(&call_count) == most + 2);
+        store(&call_count, 0);
+        close_comm(comm, "CommDestroy");
+        end(), begin();
+    }
+}
+
+/* An abort, or destroy, between start and end; and the deadline, which begins at the end. */
+static void test_life_of_groups(void)
+{
+    for (int k = 0; k < 3; k++) {
+        const kvprim_comm_desc d = {.world = 1, .timeout_ms = short_timeout_ms};
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+        if (k == 1) {
+            CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && called("CommAbort"));
+            CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_ARGUMENT, "aborted");
+            CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "was aborted: destroy it");
+        } else if (k == 2) {
+            store(&fake.work_hangs, 1);
+            wait_ms(2 * short_timeout_ms);
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+            CHECK(kvprim_group_end(comm) == KVPRIM_OK && kvprim_comm_check(comm) == KVPRIM_OK && called(GROUPED));
+            wait_ms(2 * short_timeout_ms);
+            CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
+            store(&fake.work_hangs, 0);
+            fake.captures = 1; /* a graph's work is not watched */
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK && kvprim_group_start(comm) == KVPRIM_OK);
+            store(&fake.work_hangs, 1);
+            CHECK(exchange_on(comm, NULL) == KVPRIM_OK && kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED));
+            wait_ms(2 * short_timeout_ms);
+            CHECK(kvprim_comm_check(comm) == KVPRIM_OK && comm->teardown->in_graphs == 1);
+            store(&fake.work_hangs, 0);
+        }
+        close_comm(comm, k == 1 ? "" : "CommDestroy");
+        end(), begin();
+    }
+}
+
+enum { ring_slots = 3, slot_bytes = 40 };
+static char ring_memory[ring_slots * slot_bytes];
+static struct CUstream_st ring_stream, work_stream;
+
+static kvprim_ring_desc ring_desc_of(kvprim_comm *comm)
+{
+    kvprim_ring_desc d;
+    memset(&d, 0, sizeof d);
+    d.comm = comm, d.peer = 1, d.slots = ring_slots, d.memory = ring_memory, d.slot_bytes = slot_bytes;
+    d.stream = &ring_stream;
+    return d;
+}
+
+/* The event was recorded on one stream, and then another waited for it. */
+static bool orders(const struct CUevent_st *event, const struct CUstream_st *before, const struct CUstream_st *after)
+{
+    return event->recorded_on == before && event->waited_by == after && event->waited_at > event->recorded_at;
+}
+
+/* A sender has as many slots at once as it has credits. Each is sent after it was filled, and filled after it was
+   sent. */
+static void test_ring_sender(void)
+{
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    const kvprim_ring_desc r = ring_desc_of(comm);
+    kvprim_ring ring;
+    void *slot;
+    memset(&ring, 0, sizeof ring);
+    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
+    for (int chunk = 0; chunk < 7; chunk++) {
+        const int k = chunk % ring_slots;
+        CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot == ring_memory + k * slot_bytes);
+        CHECK(ring.finished[k]->waited_by == &work_stream);
+        CHECK(chunk < ring_slots || orders(ring.finished[k], &ring_stream, &work_stream));
+        CHECK(called("") && kvprim_ring_send(&ring, slot_bytes, &work_stream) == KVPRIM_OK && called("Send"));
+        CHECK(orders(ring.filled[k], &work_stream, &ring_stream));
+        CHECK(ring.finished[k]->recorded_on == &ring_stream);
+        CHECK(ring.finished[k]->recorded_at > ring.filled[k]->waited_at);
+        if (chunk < ring_slots - 1)
+            continue;
+        CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot == NULL);
+        CHECK(kvprim_ring_credit(&ring, 0) == KVPRIM_OK && kvprim_ring_credit(&ring, 1) == KVPRIM_OK);
+    }
+    CHECK_ERROR(kvprim_ring_credit(&ring, 3), KVPRIM_ERROR_SIZE, "n is 3, but 2 chunks lack");
+    CHECK_ERROR(kvprim_ring_credit(&ring, -1), KVPRIM_ERROR_SIZE, "n is -1");
+    CHECK(kvprim_ring_credit(&ring, 2) == KVPRIM_OK);
+    for (int k = 0; k < ring_slots; k++) /* several at once, sent later */
+        CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot);
+    CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && !slot);
+    CHECK_ERROR(kvprim_ring_credit(&ring, 1), KVPRIM_ERROR_SIZE, "0 chunks lack");
+    fake.refuses = 1;
+    CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_NCCL, "ncclSend");
+    for (int k = 0; k < ring_slots; k++)
+        CHECK(kvprim_ring_send(&ring, 1, &work_stream) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
+    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK && called("Send Send Send Send"));
+    close_comm(comm, "CommDestroy");
+}
+
+/* A receiver's slot is free, once, when the work that reads it has ended, and not before. */
+static void test_ring_receiver(void)
+{
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    const kvprim_ring_desc r = ring_desc_of(comm);
+    kvprim_ring ring;
+    void *slot;
+    int32_t n = -1;
+    memset(&ring, 0, sizeof ring);
+    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK && kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
+    CHECK_ERROR(kvprim_ring_release(&ring, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is received");
+    for (int chunk = 0; chunk < 7; chunk++) {
+        const int k = chunk % ring_slots;
+        CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && called("Recv"));
+        CHECK(slot == ring_memory + k * slot_bytes && orders(ring.filled[k], &ring_stream, &work_stream));
+        CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
+        store(&fake.work_hangs, 1);
+        CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK && ring.finished[k]->recorded_on == &work_stream);
+        fake.captures = chunk % 2; /* a stream of another thread's */
+        CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
+        store(&fake.work_hangs, 0);
+        CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 1);
+        CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
+        CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
+        fake.captures = 0;
+    }
+    for (int k = 0; k < ring_slots; k++)
+        CHECK(kvprim_ring_recv(&ring, slot_bytes, &work_stream, &slot) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_recv(&ring, 1, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
+    CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK &&
+          kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_recv(&ring, 1, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
+    CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 2);
+    CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && called("Recv Recv Recv Recv"));
+    CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK);
+    fake.dead = 1;
+    CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
+    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK);
+    close_comm(comm, "CommDestroy");
+}
+
+static void test_ring_arguments(void)
+{
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    const kvprim_ring_desc good = ring_desc_of(comm);
+    kvprim_ring_desc r = good;
+    kvprim_ring ring, moved;
+    void *slot = NULL;
+    int32_t n = 0;
+    memset(&ring, 0, sizeof ring);
+    CHECK_ERROR(kvprim_ring_init(NULL, &r), KVPRIM_ERROR_NULL, "ring, desc");
+    CHECK_ERROR(kvprim_ring_init(&ring, NULL), KVPRIM_ERROR_NULL, "ring, desc");
+    r.memory = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->memory");
+    r = good, r.stream = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->stream");
+    r = good, r.comm = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "comm is NULL");
+    for (int peer = -1; peer < 3; peer++) {
+        r = good, r.peer = peer;
+        if (peer != 1)
+            CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "must be another rank");
+    }
+    r = good, r.reserved = 5;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "desc->reserved is 5");
+    for (int k = 0; k < 4; k++) {
+        r = good, r.slots = k == 0 ? 0 : k == 1 ? kvprim_ring_most_slots + 1 : ring_slots;
+        r.slot_bytes = k == 2 ? 0 : k == 3 ? SIZE_MAX / 8 : slot_bytes;
+        CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_SIZE, "desc->slots is");
+    }
+    for (int which = 1; which <= 2 * ring_slots; which++) {
+        const int32_t before = load(&live_allocations);
+        fake.no_event = which;
+        CHECK_ERROR(kvprim_ring_init(&ring, &good), KVPRIM_ERROR_CUDA, "cudaEventCreateWithFlags");
+        CHECK(load(&live_allocations) == before && fake.no_event == 0);
+    }
+    CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "ring was not initialised");
+    CHECK_ERROR(kvprim_ring_destroy(&ring), KVPRIM_ERROR_ARGUMENT, "ring was not initialised");
+    CHECK_ERROR(kvprim_ring_destroy(NULL), KVPRIM_ERROR_NULL, "ring is NULL");
+    CHECK(kvprim_ring_init(&ring, &good) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_claim(&ring, NULL, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
+    CHECK_ERROR(kvprim_ring_take(&ring, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
+    CHECK_ERROR(kvprim_ring_recv(&ring, slot_bytes + 1, NULL, &slot), KVPRIM_ERROR_SIZE,
+                "bytes is 41, must be 1 to 40");
+    CHECK_ERROR(kvprim_ring_recv(&ring, 0, NULL, &slot), KVPRIM_ERROR_SIZE, "bytes is 0");
+    CHECK_ERROR(kvprim_ring_take(NULL, &n), KVPRIM_ERROR_NULL, "ring is NULL");
+    moved = ring;
+    CHECK_ERROR(kvprim_ring_take(&moved, &n), KVPRIM_ERROR_ARGUMENT, "was moved");
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "a group is open");
+    CHECK(kvprim_group_end(comm) == KVPRIM_OK && kvprim_ring_claim(&ring, NULL, &slot) == KVPRIM_OK);
+    CHECK(ring.finished[0]->waited_by == cudaStreamLegacy && called(""));
+    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK);
+    close_comm(comm, "CommDestroy");
+}
+
+/* The peer died: the ring goes on with a new communicator, its own memory and its own events. */
+static void test_ring_again(void)
+{
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED), *const next = open_comm(&d, OPENED);
+    kvprim_ring_desc r = ring_desc_of(comm);
+    kvprim_ring ring;
+    void *slot = NULL;
+    int32_t n = 0;
+    memset(&ring, 0, sizeof ring);
+    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK);
+    for (int k = 0; k < ring_slots; k++)
+        CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && slot);
+    CHECK(kvprim_comm_abort(comm) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_ARGUMENT, "comm was aborted");
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "comm was aborted");
+    CHECK(called("Recv Recv Recv CommAbort"));
+    close_comm(comm, "");
+    r.comm = next, r.slots = ring_slots - 1;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_SIZE, "desc->slots is 2");
+    const int32_t before = load(&live_allocations);
+    r.slots = ring_slots;
+    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK && load(&live_allocations) == before);
+    for (int k = 0; k < ring_slots; k++)
+        CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && slot == ring_memory + k * slot_bytes);
+    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK && called("Recv Recv Recv"));
+    close_comm(next, "CommDestroy");
+}
+
 static kvprim_status call_and_check(kvprim_comm *comm)
 {
     char x = 0;
@@ -562,6 +882,14 @@ int main(void)
     live("life: the caller's exchange", test_exchange);
     live("life: no threads", test_no_threads);
     live("life: checks", test_checks);
+    live("life: groups", test_groups);
+    live("life: groups that fail", test_groups_that_fail);
+    live("life: how many calls a group takes", test_group_sizes);
+    live("life: abort, destroy and deadlines of groups", test_life_of_groups);
+    live("life: a ring's sender", test_ring_sender);
+    live("life: a ring's receiver", test_ring_receiver);
+    live("life: a ring's arguments", test_ring_arguments);
+    live("life: a ring after its peer died", test_ring_again);
     live("life: fp8", test_fp8);
     live("life: index types are not element types", test_no_dtypes);
     live("life: the other rank reports an error", test_other_rank);

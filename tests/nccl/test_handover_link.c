@@ -1,0 +1,226 @@
+/* SPDX-License-Identifier: MIT */
+/* Tests the control channel and the command line of examples/14_handover, without a GPU. C11, POSIX.
+
+       cc -std=c11 -I. tests/nccl/test_handover_link.c -lpthread && ./a.out */
+#define _GNU_SOURCE
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim.h"
+#include "../../examples/14_handover/handover_link.h"
+#include "../../examples/14_handover/handover_options.h"
+#include "../harness.h"
+#include <pthread.h>
+
+enum { short_ms = 60 };
+
+/* Two ends of a connection: a link, and a bare socket or another link. */
+static handover_link link_of(int *other)
+{
+    handover_link link;
+    int fds[2] = {-1, -1};
+    CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+    CHECK(handover_link_open(&link, fds[0], short_ms));
+    *other = fds[1];
+    return link;
+}
+
+static bool says(const handover_link *link, const char *words)
+{
+    if (link->dead && strstr(handover_link_error(link), words))
+        return true;
+    printf("  %s: %s\n", link->dead ? "dead" : "alive", link->error);
+    return false;
+}
+
+/* Sends a message of many bytes, which do not fit into the socket, while the test reads. */
+static void *say_much(void *argument)
+{
+    handover_link *const link = (handover_link *)argument;
+    char *const bytes = (char *)allocate(handover_link_most_payload);
+    memset(bytes, 7, handover_link_most_payload);
+    bytes[handover_link_most_payload - 1] = 9;
+    CHECK(handover_link_say(link, 5, 1, 2, 3, bytes, handover_link_most_payload));
+    CHECK(handover_link_say(link, 6, -1, INT64_MIN, INT64_MAX, NULL, 0));
+    free(bytes);
+    return NULL;
+}
+
+static void test_messages(void)
+{
+    handover_link a, b;
+    handover_message m;
+    pthread_t thread;
+    int fd;
+    a = link_of(&fd);
+    CHECK(handover_link_open(&b, fd, short_ms));
+    CHECK(handover_link_hear(&b, &m, 0) == 0 && handover_link_hear(&b, &m, 5) == 0);
+    CHECK(pthread_create(&thread, NULL, say_much, &a) == 0);
+    CHECK(handover_link_expect(&b, 5, &m) && m.a == 1 && m.b == 2 && m.c == 3);
+    CHECK(m.payload_bytes == handover_link_most_payload && b.payload[0] == 7);
+    CHECK(b.payload[handover_link_most_payload - 1] == 9);
+    CHECK(handover_link_expect(&b, 6, &m) && m.a == -1 && m.b == INT64_MIN && m.c == INT64_MAX && m.payload_bytes == 0);
+    CHECK(pthread_join(thread, NULL) == 0);
+    for (int k = 0; k < 3; k++) /* several at once, and each payload with its message */
+        CHECK(handover_link_say(&b, 10, k, 0, 0, &k, sizeof k));
+    for (int k = 0; k < 3; k++)
+        CHECK(handover_link_hear(&a, &m, 0) == 1 && m.a == k && memcmp(a.payload, &k, sizeof k) == 0);
+    CHECK(handover_link_hear(&a, &m, 0) == 0);
+    CHECK(!handover_link_say(&a, 1, 0, 0, 0, a.payload, handover_link_most_payload + 1) && says(&a, "at most 4194304"));
+    CHECK(!handover_link_say(&a, 1, 0, 0, 0, NULL, 0) && handover_link_hear(&a, &m, 0) == -1);
+    handover_link_close(&a), handover_link_close(&b);
+    handover_link_close(&b); /* again */
+}
+
+/* Bytes come one by one. */
+static void test_dribble(void)
+{
+    char bytes[sizeof(handover_message) + 3];
+    handover_message m;
+    int fd;
+    handover_link a = link_of(&fd);
+    memset(&m, 0, sizeof m);
+    m.magic = handover_link_magic, m.kind = 4, m.c = 99, m.payload_bytes = 3;
+    memcpy(bytes, &m, sizeof m);
+    memcpy(bytes + sizeof m, "abc", 3);
+    for (size_t k = 0; k < sizeof bytes; k++) {
+        CHECK(handover_link_hear(&a, &m, 0) == 0);
+        CHECK(write(fd, bytes + k, 1) == 1);
+    }
+    CHECK(handover_link_hear(&a, &m, 0) == 1 && m.kind == 4 && m.c == 99 && memcmp(a.payload, "abc", 3) == 0);
+    handover_link_close(&a);
+    close(fd);
+}
+
+/* A peer that ends between two messages, or inside one; one that is another program; one that says too much. */
+static void test_bad_peers(void)
+{
+    static const char *const words[] = {"it closed the connection", "in the middle of a message", "another program",
+                                        "says that it has 4194305 bytes", "message 8 where 7 was due"};
+    for (int k = 0; k < 5; k++) {
+        handover_message m;
+        int fd;
+        handover_link a = link_of(&fd);
+        memset(&m, 0, sizeof m);
+        m.magic = k == 2 ? 0x20545450 : handover_link_magic, m.kind = 8;
+        m.payload_bytes = k == 3 ? handover_link_most_payload + 1 : 0;
+        const size_t bytes = k == 0 ? 0 : k == 1 ? sizeof m - 1 : sizeof m;
+        CHECK(write(fd, &m, bytes) == (ssize_t)bytes);
+        if (k < 2)
+            close(fd);
+        CHECK(!handover_link_expect(&a, 7, &m) && says(&a, words[k]));
+        CHECK(handover_link_hear(&a, &m, 0) == -1 && says(&a, words[k])); /* the first error stays */
+        handover_link_close(&a);
+        if (k >= 2)
+            close(fd);
+    }
+}
+
+static void test_deadlines(void)
+{
+    handover_message m;
+    int fd;
+    handover_link a = link_of(&fd);
+    const int64_t begun_us = handover_now_us();
+    CHECK(!handover_link_expect(&a, 1, &m) && says(&a, "the peer has said nothing for"));
+    CHECK(handover_now_us() - begun_us >= short_ms * 1000 && handover_now_us() - begun_us < 2000000);
+    handover_link_close(&a);
+    close(fd);
+    a = link_of(&fd); /* a peer that does not read */
+    for (int k = 0; k < 4 && !a.dead; k++)
+        (void)handover_link_say(&a, 1, 0, 0, 0, a.payload, handover_link_most_payload);
+    CHECK(says(&a, "has not read for 60 ms"));
+    handover_link_close(&a);
+    close(fd);
+    a = link_of(&fd);
+    close(fd);
+    CHECK(!handover_link_say(&a, 1, 0, 0, 0, NULL, 0) && says(&a, "the peer is gone: Broken pipe"));
+    handover_link_close(&a);
+}
+
+static void test_sockets(void)
+{
+    static const char *const bad[] = {"", ":", "host", "host:", ":5", "h:12345678901234567"};
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    char host[256], port[16], why[160], address[32];
+    for (size_t k = 0; k < sizeof bad / sizeof *bad; k++)
+        CHECK(!handover_split_address(bad[k], host, port) && handover_socket(bad[k], true, why) == -1 &&
+              strstr(why, "is not HOST:PORT"));
+    CHECK(handover_split_address("[::1]:80", host, port) && strcmp(host, "::1") == 0 && strcmp(port, "80") == 0);
+    const int listener = handover_socket("127.0.0.1:0", true, why);
+    CHECK(listener >= 0 && getsockname(listener, (struct sockaddr *)(void *)&at, &bytes) == 0);
+    (void)snprintf(address, sizeof address, "127.0.0.1:%d", (int)ntohs(at.sin_port));
+    CHECK(handover_accept(listener, 0) == -1);
+    const int one = handover_connect(address, short_ms, why), other = handover_accept(listener, 1000);
+    CHECK(one >= 0 && other >= 0);
+    close(one), close(other), close(listener);
+    CHECK(handover_connect(address, short_ms, why) == -1 && strstr(why, "refused"));
+}
+
+/* What the program says about a command line; the words are separated by one space. */
+static int parsed(handover_options *o, const char *line, char *text, size_t size)
+{
+    static char copy[256];
+    char *argv[32] = {copy};
+    int argc = 0;
+    FILE *const file = tmpfile();
+    const int before = dup(2);
+    (void)snprintf(copy, sizeof copy, "program %s", line);
+    for (char *word = strtok(copy, " "); word; word = strtok(NULL, " "))
+        argv[argc++] = word;
+    CHECK(file && dup2(fileno(file), 2) == 2);
+    const int code = handover_parse(o, argc, argv);
+    (void)fflush(stderr);
+    (void)dup2(before, 2);
+    (void)close(before);
+    rewind(file);
+    text[fread(text, 1, size - 1, file)] = 0;
+    (void)fclose(file);
+    return code;
+}
+
+static void test_options(void)
+{
+    static const struct {
+        const char *line, *words;
+    } bad[] = {{"--bogus", "unknown option --bogus"},
+               {"--layers", "must be a number from 1 to 1024"},
+               {"--layers 0", "--layers 0: must be a number from 1 to 1024"},
+               {"--layers 1025", "must be a number"},
+               {"--heads 8x", "--heads 8x: must be a number"},
+               {"--slots 33", "must be a number from 1 to 32"},
+               {"--tokens 99999999999999999999", "must be a number"},
+               {"--layout nhd,hnd", "must be nhd or hnd"},
+               {"--mode fast", "must be ring or straight"},
+               {"--svg", "--svg needs a value"},
+               {"--heads 6 --from-tp 4", "--heads 6 is not a multiple of --from-tp 4 and --to-tp 1"},
+               {"--chunk-bytes 1M,,2M", "must be 1 to 16 numbers"},
+               {"--chunk-bytes 17G", "must be a number from 1 to 17179869184"},
+               {"--chunk-bytes 64M,4095", "--chunk-bytes 4095 is less than a token of one layer, 4096 bytes"},
+               {"--layers 1024 --heads 65536 --head-bytes 1M --chunk-bytes 16G", "is less than a token of one layer"},
+               {"--layers 1024 --heads 4096 --head-bytes 1M --chunk-bytes 16G --tokens 16M", "64 TB or more"},
+               {"--sockets --mode straight", "keeps the sides from each other's memory"},
+               {"--listen a:1 --connect b:2", "give one of them"}};
+    static handover_options o;
+    char text[400];
+    for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
+        CHECK(parsed(&o, bad[k].line, text, sizeof text) == 2);
+        if (!strstr(text, bad[k].words))
+            fail("%s: %s", bad[k].line, text);
+    }
+    CHECK(parsed(&o, "--layout hnd --to-layout nhd --chunk-bytes 1M,64K --from-tp 4 --to-tp 2 --mode all --stop", text,
+                 sizeof text) == -1);
+    CHECK(o.from.head_major == 1 && o.to.head_major == 0 && o.chunk_count == 2 && o.chunk_bytes[0] == 1 << 20);
+    CHECK(o.chunk_bytes[1] == 64 << 10 && o.ring && o.straight && o.stops && o.side == -1 && o.to.page_rows == 16);
+    CHECK(parsed(&o, "--connect host:5 --sockets", text, sizeof text) == -1 && o.side == 1 && o.chunk_count == 1);
+}
+
+int main(void)
+{
+    run("handover: messages", test_messages);
+    run("handover: bytes that come one by one", test_dribble);
+    run("handover: peers that are gone, or others", test_bad_peers);
+    run("handover: deadlines", test_deadlines);
+    run("handover: sockets", test_sockets);
+    run("handover: options", test_options);
+    return finish();
+}
