@@ -25,7 +25,7 @@ def run():
     whose kernels have one correlation; an operation whose call is missing; ranges inside each other; a copy of each
     direction; arguments that look like events."""
     correlation, now = 100, 1_000_000
-    for step in range(4):
+    for step in range(2):
         add('range', f'decode "step" \u00e9', now, 95_000, thread=71)
         add('range', 'layer', now + 1_000, 60_000, thread=71)
         for i in range(5):
@@ -42,7 +42,7 @@ def run():
             add('kernel', 'node', now + 52_000 + 1_500 * i, 1_250, device=0, stream=7, correlation=correlation)
         correlation += 1
         for i, direction in enumerate(('HtoD', 'DtoH', 'DtoD', 'PtoP')):
-            if step < 3 or i < 3:
+            if step < 1 or i < 3:
                 add('call', 'cudaMemcpyAsync', now + 65_000 + 5_000 * i, 3_000, thread=71, correlation=correlation)
             add('copy', direction, now + 70_000 + 5_500 * i, 2_000 + 700 * i, device=0, stream=9,
                 correlation=correlation, bytes=4096 << i)
@@ -113,13 +113,14 @@ def nsys():
 def main():
     run()
     with open(HERE / 'chrome.json', 'w', encoding='utf-8') as file:
-        lines = ',\n'.join(json.dumps(event) for event in chrome(False))
+        lines = ',\n'.join(json.dumps(event, separators=(',', ':')) for event in chrome(False))
         file.write('{"schemaVersion": 1, "deviceProperties": [{"id": 0}],\n"traceEvents": [\n%s\n],\n'
                    '"traceName": "chrome.json"}\n' % lines)
     with open(HERE / 'pairs.json', 'w', encoding='utf-8') as file:
-        file.write('[\n%s\n]\n' % ',\n'.join(json.dumps(event, ensure_ascii=False) for event in chrome(True)))
+        lines = ',\n'.join(json.dumps(event, ensure_ascii=False, separators=(',', ':')) for event in chrome(True))
+        file.write(f'[\n{lines}\n]\n')
     with open(HERE / 'nsys.jsonl', 'w', encoding='utf-8') as file:
-        file.writelines(json.dumps(row) + '\n' for row in nsys())
+        file.writelines(json.dumps(row, separators=(',', ':')) + '\n' for row in nsys())
 
 
 if __name__ == '__main__':
