@@ -1930,6 +1930,27 @@ static void claimed_rows(arena *a)
         CHECK(try_move(a, &d, "claimed rows") == RAN);
     }
 }
+/* The same for a transfer with a list of the host, whose rows take 64 bits each then. */
+static void claimed_lists(arena *a)
+{
+    const int64_t count = 40, rows = 64, row_bytes = 24;
+    empty(a);
+    kvprim_transfer_desc d = {};
+    void *const list = place_index(a, KVPRIM_I64, count, 0, rows, true);
+    for (int64_t i = 0; i < count; i++)
+        set_index(list, KVPRIM_I64, i, i % 9 == 0 ? -1 - i : i % 9 == 1 ? large_rows : i * 11 % rows);
+    d.dst_index = list, d.index_type = KVPRIM_I64, d.count = count, d.rejected = reserve_counter(a);
+    d.src = place(a, &layouts[0], count, row_bytes, 0), d.row_bytes = row_bytes;
+    d.dst = place(a, &layouts[0], rows, row_bytes, 0);
+    d.dst.rows = large_rows;
+    CHECK(try_listed(a, &d, HOST_LISTS, "claimed rows") == RAN);
+}
+
+static void claimed_tables(arena *a)
+{
+    claimed_rows(a);
+    claimed_lists(a);
+}
 #endif
 
 /* As `uses`, except for tests that look at results which sampling leaves out. */
@@ -1940,7 +1961,7 @@ static void kinds_of_rows(arena *a)
     row_parts(a);
     plain_sizes(a);
 #ifndef KVPRIM_DEBUG
-    claimed_rows(a);
+    claimed_tables(a);
 #endif
 }
 
@@ -2013,7 +2034,7 @@ static void run_quick()
     run("cuda: bad descriptors", in_memory<bad_descriptors>);
     run("cuda: bad index types", test_bad_types);
 #ifndef KVPRIM_DEBUG
-    run("cuda: tables that claim more rows than there are", in_memory<claimed_rows>);
+    run("cuda: tables that claim more rows than there are", in_memory<claimed_tables>);
 #endif
     run("cuda: random gathers", in_memory<fuzz<random_move<kvprim_gather_desc>>>);
     run("cuda: random stores", in_memory<fuzz<random_move<kvprim_store_desc>>>);

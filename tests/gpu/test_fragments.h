@@ -223,6 +223,7 @@ static const launches_case launches_cases[] = {
     {{16000, 64, EVEN, IN_ORDER, SHUFFLED, 64, 0, 0, 1}, 1},         /* 2 bytes each */
     {{20000, 256, SHORT_LAST, IN_ORDER, SHUFFLED, 256, 0, 0, 1}, 2}, /* 2 bytes */
     {{20000, 48, EVEN, IN_ORDER, SHUFFLED, 1, 3, 0, 1}, 2},          /* 2 bytes */
+    {{9000, 528, EVEN, IN_ORDER, SHUFFLED, 528, 0, 0, 1}, 1},        /* 2 bytes, aligned and not small */
     {{20000, 20, EVEN, IN_ORDER, ANYWHERE, 4, 0, 7, 1}, 2},          /* 3 bytes */
     {{8000, 128, SHORT_LAST, SHUFFLED, SHUFFLED, 128, 5, 5, 1}, 1},  /* 13 bits for either side: 4 bytes */
     {{4200, 2100, EVEN, SHUFFLED, SHUFFLED, 16, 0, 9, 1}, 1},        /* 18 bits for either side: 5 bytes */

@@ -126,9 +126,10 @@ def fields_of(line, columns):
 
 def read_source(lines):
     """Reads `ncu --page source --csv --print-source cuda,sass`: for each file a row that names it, headings, and for
-    each line a row, which is followed by one for each of its instructions. Returns lines that have samples. Raises
-    ValueError at another table."""
-    path, columns, hot, samples = '', None, [], None
+    each line a row, which is followed by one for each of its instructions. An instruction that was inlined belongs to
+    several lines. Returns lines that have samples, and how many samples there are in all. Raises ValueError at another
+    table."""
+    path, columns, hot, samples, code = '', None, [], None, {}
     for line in lines:
         fields = fields_of(line, len(columns) if columns else 2)
         if fields[0] in ('File Path', 'File Name'):
@@ -144,23 +145,25 @@ def read_source(lines):
             stalls = {name[6:]: number_of(text) for name, text in zip(columns, fields)
                       if re.match(r'stall_\w+$', name) and not name.endswith('_not_issued')}
             hot.append(Hot(path, int(fields[0]), fields[1].strip(), number_of(fields[samples]), stalls))
+        elif columns and fields[2].startswith('0x'):
+            code[fields[2]] = number_of(fields[samples])
     if columns is None:
         raise ValueError('not the source page of ncu --csv')
-    return hot
+    return hot, sum(code.values())
 
 
-def print_hot(hot, sources, most=15):
+def print_hot(hot, total, sources, most=15):
     """Prints the lines at which warps were found most often, and how many."""
-    total = sum(h.samples for h in hot)
-    print('%6s  %-26s %-28s %s' % ('share', 'dominating stall', 'line', ''))
+    if not total:
+        print('no samples')
+        return 0
+    print('%6s  %-26s %-28s' % ('share', 'dominating stall', 'line'))
     for h in sorted(hot, key=lambda h: -h.samples)[:most]:
         stall = max(h.stalls, key=h.stalls.get) if sum(h.stalls.values()) else ''
-        said = '%s %.0f%%' % (stall.replace('_', ' '), 100 * h.stalls[stall] / h.samples) if stall else '-'
+        name = re.sub('sb$', 'scoreboard', stall).replace('_', ' ')
+        said = '%s %.0f%%' % (name, 100 * h.stalls[stall] / h.samples) if stall else '-'
         place = '%s:%d' % (os.path.basename(h.path), h.line)
         print('%5.1f%%  %-26s %-28s %s' % (100 * h.samples / total, said, place,
                                           (h.text or sources.line(h.path, h.line))[:90]))
-    rest = sum(h.samples for h in sorted(hot, key=lambda h: -h.samples)[most:])
-    if rest:
-        print('%5.1f%%  in %d more lines' % (100 * rest / total, len(hot) - most))
-    print('%d samples in %d lines' % (total, len(hot)))
+    print('%d samples in %d lines; a line has those of what is inlined into it, too' % (total, len(hot)))
     return len(hot)

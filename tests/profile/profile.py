@@ -673,7 +673,7 @@ def source(inputs):
         return 1
     need(as_csv(ncu, 'build/ncu/source.ncu-rep', table, '--page', 'source', '--print-source', 'cuda,sass'),
          'ncu finds no lines in build/ncu/source.ncu-rep')
-    return listing.print_hot(listing.read_source(lines_of(table)), listing.Sources()) == 0
+    return listing.print_hot(*listing.read_source(lines_of(table)), listing.Sources()) == 0
 
 
 def ncu():

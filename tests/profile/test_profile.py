@@ -344,15 +344,19 @@ SOURCE = """\
 "","","0x10","IMAD R2, R3, R4","30","30","20","10"
 "8","    store(v);","-","-","1,070","1,070","1,000","70"
 "","","0x20","STG.E R2, R4","1,070","1,070","1,000","70"
+"","","...","...","-","-","-","-"
+"12","    all(v);","-","-","1,070","1,070","1,000","70"
+"","","0x20","STG.E R2, R4","1,070","1,070","1,000","70"
 "9","}","-","-","0","0","0","0"
 """.splitlines()
 
 
 def test_source():
-    rows, text = printed(lambda: listing.print_hot(listing.read_source(SOURCE), listing.Sources()))
-    check('source: hot lines', rows == 2 and re.search(
-        r'^ *97\.3%  long sb 93% +kernels\.cuh:8 +store\(v\);\n +2\.7%  long sb 67% +kernels\.cuh:7 +'
-        r'asm\("mad %0","%1"\);\n1100 samples in 2 lines', text, re.M), text)
+    rows, text = printed(lambda: listing.print_hot(*listing.read_source(SOURCE), listing.Sources()))
+    check('source: hot lines', rows == 3 and re.search(
+        r'^ *97\.3%  long scoreboard 93% +kernels\.cuh:8 +store\(v\);\n +97\.3%  long scoreboard 93% .*\n'
+        r' +2\.7%  long scoreboard 67% +kernels\.cuh:7 +asm\("mad %0","%1"\);\n1100 samples in 3 lines', text, re.M),
+          text)
     for name, said, lines in (('cut', 'the file is cut', SOURCE[:-2] + ['"8","    store(v);","-"']),
                               ('without samples', 'no samples', ['"Line No","Source"', '"1","int i;"']),
                               ('foreign', 'not the source page', ['"ID","Kernel Name"', '"0","gather"']),
