@@ -175,7 +175,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    written, after an event, a cuStreamWaitValue64 or a host function that waits for them; a stream that waits takes no
    multiprocessor. They may be written again when the work is done.
    They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
-   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered). */
+   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered).
+   In device memory they take 0.6 us more than kvprim_cuda_unpack if they are few, and at most a tenth longer if they are
+   many (H200). Each is seen by some blocks only, so one fragment with most of the bytes takes 1.5 to 2.5 times as long.
+   Reading them over PCIe takes 4 to 12 us for up to 2,048, and 30 us for 65,536. max_count decides how the work is
+   divided: it should not be much more than what is expected. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
                                                                 const kvprim_cuda_launch *launch);
 

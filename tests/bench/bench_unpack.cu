@@ -11,6 +11,8 @@
    what the last call wrote with its source.
 
    kvprim    kvprim_cuda_unpack
+   meta      kvprim_cuda_unpack_meta, which reads descriptors and their count on the GPU; in its cache, not cached, and
+             in the host's memory (mapped)
    cub       cub::DeviceMemcpy::Batched
    warp      one warp per descriptor, descriptors in device memory; four loads, then four stores
    each      cudaMemcpyAsync per fragment
