@@ -175,7 +175,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    written, after an event, a cuStreamWaitValue64 or a host function that waits for them; a stream that waits takes no
    multiprocessor. They may be written again when the work is done.
    They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
-   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered). */
+   call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered).
+   In device memory they take 0.6 us more than kvprim_cuda_unpack if they are few, and at most a tenth longer if they are
+   many (H200). Each is seen by some blocks only, so one fragment with most of the bytes takes 1.5 to 2.5 times as long.
+   Reading them over PCIe takes 4 to 12 us for up to 2,048, and 30 us for 65,536. max_count decides how the work is
+   divided: it should not be much more than what is expected. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
                                                                 const kvprim_cuda_launch *launch);
 
@@ -1563,14 +1567,19 @@ static __global__ void __launch_bounds__(kvpc_unpack_threads)
    and uneven ones make a range no longer than another if it has many. */
 
 enum {
-    kvpc_meta_threads = 512,     /* of a block; of few descriptors 256: twice as many multiprocessors begin */
+    kvpc_meta_threads = 512,     /* of a block */
+    kvpc_meta_few_threads = 256, /* of few descriptors: twice as many multiprocessors begin */
     kvpc_meta_few = 1024,        /* descriptors */
-    kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor */
+    kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor; of few descriptors 768 */
+    kvpc_meta_link_shift = 7,    /* log2 of the descriptors of a range, at most, if they lie in the host's memory ... */
+    kvpc_meta_link_each = 32,    /* ... and for how many there is a block */
+    kvpc_meta_link_least = 16,   /* ... blocks, at least */
     kvpc_meta_lanes = 8,         /* threads that copy a fragment if all of a range are small */
     kvpc_meta_numbered = 3       /* see kvpc_copy_range */
 };
 
-/* Blocks that must fit a multiprocessor: this keeps it to 64 registers. On other GPUs the kernel would spill. */
+/* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
+   descriptors. With few it waits for loads one after the other then, and on other GPUs it would spill. */
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 enum { kvpc_meta_blocks = kvpc_meta_sm_threads / kvpc_meta_threads };
 #else
@@ -1718,7 +1727,8 @@ KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r
 
 /* Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
    write while this runs. */
-static __global__ void __launch_bounds__(kvpc_meta_threads, kvpc_meta_blocks)
+template <uint32_t most_threads>
+static __global__ void __launch_bounds__(most_threads, most_threads == kvpc_meta_threads ? kvpc_meta_blocks : 1)
     kvpc_meta_kernel(const KVPRIM_GRID_CONSTANT kvpc_meta KVPRIM_IN_PLACE p)
 {
     __shared__ kvpc_range r;
@@ -3466,30 +3476,41 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
     return KVPRIM_OK;
 }
 
-/* As many blocks as full buffers keep busy, and so few that all run at once. As many ranges as make their shares equal.
-   From the host's memory each block reads only 32 descriptors, and few blocks read the same: a read over PCIe takes its
-   time however small it is. */
-static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
+/* As many blocks as full buffers keep busy, and so few that all run at once. They have to read all descriptors of their
+   range. In the host's memory this is slow, and the slower, the more multiprocessors read: 1,024 take 12.5 us by 32
+   blocks and 23 us by 264 (H200, 4 KB each). */
+static uint32_t kvpc_meta_grid(const kvpc_call *call, const kvprim_unpack_meta_desc *d, uint32_t threads, bool link)
 {
-    const bool link = kvpc_is_link(NULL, d->meta);
-    const uint32_t max_sms = (uint32_t)call->launch.max_sms, max_count = (uint32_t)d->max_count;
-    const uint32_t threads = max_sms || max_count > kvpc_meta_few ? kvpc_meta_threads : kvpc_meta_threads / 2;
     const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
     const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
-    const uint64_t most = max_sms ? max_sms : (uint64_t)kvpc_multiprocessors() * (kvpc_meta_sm_threads / threads);
-    const uint32_t blocks = (uint32_t)(wanted < most ? wanted : most);
+    const uint64_t on_sm = threads == kvpc_meta_threads ? kvpc_meta_sm_threads / kvpc_meta_threads : 3;
+    const uint64_t sms = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors() * on_sm;
+    const uint64_t each = d->max_count / kvpc_meta_link_each;
+    const uint64_t few = each > kvpc_meta_link_least ? each : (uint64_t)kvpc_meta_link_least;
+    const uint64_t most = link && few < sms ? few : sms;
+    return (uint32_t)(wanted < most ? wanted : most);
+}
+
+/* As many ranges as make the shares equal. */
+static kvprim_status kvpc_run_meta(const kvpc_call *call, const kvprim_unpack_meta_desc *d)
+{
+    const bool link = kvpc_is_link(NULL, d->meta),
+               few = d->max_count <= kvpc_meta_few && !call->launch.max_sms && !link;
+    const uint32_t threads = few ? kvpc_meta_few_threads : kvpc_meta_threads, max_count = (uint32_t)d->max_count;
+    const uint32_t blocks = kvpc_meta_grid(call, d, threads, link), most = link ? 1u << kvpc_meta_link_shift : threads;
     kvpc_meta p = {};
     p.dst = (uintptr_t)d->dst, p.src = (uintptr_t)d->src, p.dst_bytes = d->dst_bytes, p.src_bytes = d->src_bytes;
     p.meta = (uintptr_t)d->meta, p.count = (uintptr_t)d->count, p.rejected = d->rejected;
     p.max_count = max_count, p.pdl = call->launch.pdl;
-    for (p.range_shift = 5; !link && 1u << p.range_shift < threads && 1u << p.range_shift < max_count;)
+    for (p.range_shift = 5; 1u << p.range_shift < most && 1u << p.range_shift < max_count;)
         p.range_shift++;
     const uint32_t least = (max_count + (1u << p.range_shift) - 1) >> p.range_shift;
     p.shares = blocks > least ? blocks / least : 1;
     const uint32_t ranges = blocks > least ? blocks / p.shares : least;
     p.more = blocks > least ? blocks - ranges * p.shares : 0;
     p.ranges = kvpc_divisor_of(ranges);
-    return kvpc_start(call, kvpc_meta_kernel, blocks, threads, p);
+    return kvpc_start(call, few ? kvpc_meta_kernel<kvpc_meta_few_threads> : kvpc_meta_kernel<kvpc_meta_threads>, blocks,
+                      threads, p);
 }
 
 /* KVPRIM_DEBUG: see kvpc_check_bytes. Without it, ordinary host memory is found where descriptors and count lie. */

@@ -1451,7 +1451,7 @@ static void test_far_fragments()
 static void test_far_metas()
 {
     const std::vector<kvprim_fragment> f = {
-        {3, 700000001, UINT32_MAX}, {UINT32_MAX, 5, 100}, {17, 200, 40000}, {UINT32_MAX - 15, 512, 16}};
+        {3, 700000001, UINT32_MAX}, {UINT32_MAX, 5, 100}, {17, 200, 40000}, {UINT32_MAX - 15, 50000, 16}};
     std::vector<kvprim_meta> meta;
     const uint64_t count = f.size();
     uint64_t total = 0;

@@ -1348,7 +1348,10 @@ static void test_meta_options()
             small_metas(&memory);
             CHECK(kvprim_emulate_early == early && (kvprim_emulate_waits != waits) == launch.pdl);
         }
-    kvprim_emulate_pdl = false;
+    launch = {};
+    kvprim_emulate_link = true; /* descriptors of the host: more ranges, of 128 */
+    small_metas(&memory);
+    kvprim_emulate_pdl = kvprim_emulate_link = false;
     memory.launch = nullptr;
 }
 
