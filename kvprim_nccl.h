@@ -1249,7 +1249,8 @@ enum {
 };
 
 static_assert(sizeof(void *) != 8 ||
-                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424),
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424 &&
+                   sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
               "public structs have the sizes that bindings to 0.2 know");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
