@@ -338,10 +338,13 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
            when told of n credits:                               if n > 0, tell the sender: n credits
                kvprim_ring_credit(ring, n)
 
-   Slots are used in turn, several may be in use at once, and calls of each kind are in the order of the chunks. Nothing
-   waits: events order the caller's work and NCCL's. A ring goes one way, and while it is in use no other collective of
-   its communicator runs. Streams are not captured, and no group is open. One thread at a time uses a ring. After an
-   error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the ring again.
+   First connect the ranks: both send and receive a byte in a group. Otherwise the first kvprim_ring_send waits for ever
+   for a receiver that has not been told yet (see kvprim_send). After that nothing waits: events order the caller's work
+   and NCCL's. Slots are used in turn, several may be in use at once, and calls of each kind are in the order of chunks.
+   A ring goes one way, and while it is in use no other collective of its communicator runs. desc->stream must not be
+   NULL; elsewhere NULL is the legacy stream. Streams are not captured, and no group is open. One thread at a time uses
+   a ring. After an error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the
+   ring again.
    Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
    alive, an open group), and those of kvprim_send and kvprim_recv. */
 enum { kvprim_ring_most_slots = 32 };
@@ -1244,7 +1247,7 @@ enum {
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
     kvpn_protocol = 3,       /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
-    kvpn_group_calls = 1024, /* of a group: 40 KB of host memory */
+    kvpn_group_calls = 1024, /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8        /* of a tensor that is summed in one launch; the slots take four times as much */
 };
 
