@@ -159,9 +159,9 @@ static bool connect_session(session *s, int fd)
         return false;
     if (!s->opened)
         open_once(s);
-    s->connected = connect_comms(s) && exchange_offers(s);
+    const bool right = connect_comms(s) && exchange_offers(s);
     s->link.timeout_ms = s->o->timeout_ms, s->link.heard_us = handover_now_us();
-    return s->connected;
+    return right;
 }
 
 /* Leaves what the next session needs. */
@@ -179,7 +179,6 @@ static void close_session(session *s, bool orderly)
     s->peer_plain = NULL;
     (void)cudaGetLastError();
     handover_link_close(&s->link);
-    s->connected = false;
 }
 
 /* ---- the decode side ---- */
@@ -243,12 +242,10 @@ static bool serve(session *s)
 /* ---- the prefill side ---- */
 
 /* What a run found, and what it measured: GB/s of each round, by way and, for the ring, chunk size. */
-enum { most_rounds = 99 };
 typedef struct report {
     int64_t requests, tokens, cancelled, wrong, bytes, chunks;
-    double gbs[ways][handover_most_chunks][most_rounds];
-    double first_ms[handover_most_chunks][most_rounds], last_ms[handover_most_chunks][most_rounds];
-    int64_t piece_bytes, pieces;
+    double gbs[ways][handover_most_chunks][handover_most_rounds];
+    double first_ms[handover_most_chunks][handover_most_rounds], last_ms[handover_most_chunks][handover_most_rounds];
 } report;
 
 static int64_t bytes_of(const session *s, int64_t tokens)
@@ -416,7 +413,7 @@ static int ascending(const void *a, const void *b)
 
 static double median(const session *s, const double *rounds)
 {
-    double sorted[most_rounds];
+    double sorted[handover_most_rounds];
     const size_t n = (size_t)s->o->rounds;
     memcpy(sorted, rounds, n * sizeof *rounds);
     qsort(sorted, n, sizeof *sorted, ascending);
