@@ -21,6 +21,9 @@
 /* How long a side may take to start: CUDA, NCCL, memory. A connection that ends is noticed at once nevertheless. */
 enum { connect_ms = 60000 };
 
+/* Tokens that are sent piece by piece. A piece takes microseconds whatever its size: all of a request, many seconds. */
+enum { pieces_tokens = 64 };
+
 /* ---- sessions ---- */
 
 /* The same on both sides, and for all sessions of a process. */
@@ -366,8 +369,8 @@ static bool measure(session *s, report *r, int32_t way, int chunk, int round)
     ask a;
     memset(&a, 0, sizeof a);
     a.request = s->o->requests, a.tokens = s->o->tokens, a.way = way, a.cancel_at = -1;
-    if (way == way_pieces) /* each costs microseconds, whatever its size */
-        a.tokens = a.tokens < 64 ? a.tokens : 64;
+    if (way == way_pieces && a.tokens > pieces_tokens)
+        a.tokens = pieces_tokens;
     a.chunk_bytes = s->o->chunk_bytes[chunk], a.copies = bytes_of(s, a.tokens);
     a.fill = round < 0 && s->agreed.verify;
     if (round < 0)
@@ -450,7 +453,9 @@ static void print_throughput(const session *s, const report *r)
     print_row(s, r, "straight into the peer's pages", way_straight, 0);
     print_row(s, r, "one ncclSend of contiguous bytes", way_send, 0);
     print_row(s, r, "pack, one ncclSend, unpack, no overlap", way_packed, 0);
-    print_row(s, r, "one ncclSend per piece, grouped", way_pieces, 0);
+    (void)snprintf(name, sizeof name, "one ncclSend per piece of %lld tokens",
+                   (long long)(s->o->tokens < pieces_tokens ? s->o->tokens : pieces_tokens));
+    print_row(s, r, name, way_pieces, 0);
     print_row(s, r, "copy engine, contiguous bytes", way_copy, 0);
 }
 
