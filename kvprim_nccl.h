@@ -347,7 +347,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
    ring again.
    Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
    alive, an open group), and those of kvprim_send and kvprim_recv. */
-enum { kvprim_ring_most_slots = 32 };
+enum { KVPRIM_MAX_RING_SLOTS = 32 };
 
 typedef struct kvprim_ring_desc {
     kvprim_comm *comm;
@@ -361,7 +361,7 @@ typedef struct kvprim_ring_desc {
 /* Lives in the caller's memory, and must not move. Its fields are the implementation's. */
 typedef struct kvprim_ring {
     kvprim_ring_desc desc;
-    struct CUevent_st *filled[kvprim_ring_most_slots], *finished[kvprim_ring_most_slots]; /* of slots */
+    struct CUevent_st *filled[KVPRIM_MAX_RING_SLOTS], *finished[KVPRIM_MAX_RING_SLOTS]; /* of slots */
     uint64_t begun, ended, freed; /* chunks: claimed or received; sent or released; credited or taken */
     const struct kvprim_ring *self;
 } kvprim_ring;
@@ -3114,13 +3114,13 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
     if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
                            f, (int)d->peer, (long long)d->reserved);
-    const int32_t most = ring->self == ring ? ring->desc.slots : kvprim_ring_most_slots;
-    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / kvprim_ring_most_slots;
-    if (d->slots < (ring->self == ring ? most : 1) || d->slots > most || d->slot_bytes < 1 ||
-        d->slot_bytes > most_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->slots is %d, at most %d; desc->slot_bytes is %llu, at most %llu", f,
-                           (int)d->slots, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
+    const bool again = ring->self == ring;
+    const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
+    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
+    if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
+        return kvprim_fail(
+            KVPRIM_ERROR_SIZE, "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %llu, must be 1 to %llu",
+            f, (int)d->slots, (int)least, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
     return KVPRIM_OK;
 }
 

@@ -350,8 +350,8 @@ static bool await_ack(session *s, handover_message *ack)
 /* A request that is coming in. Chunk n is in lane n % lanes. */
 typedef struct incoming {
     chunk_walk walk;
-    handover_chunk recent[handover_most_lanes * kvprim_ring_most_slots]; /* chunk n at n % (lanes * slots) */
-    int32_t left[handover_most_layers];                                  /* chunks that a layer still lacks */
+    handover_chunk recent[handover_most_lanes * KVPRIM_MAX_RING_SLOTS]; /* chunk n at n % (lanes * slots) */
+    int32_t left[handover_most_layers];                                 /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], announced_end, unpacked;
     bool cancelled;
     int64_t begun_us, first_us, last_us;
