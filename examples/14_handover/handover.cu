@@ -108,7 +108,7 @@ static bool exchange_offers(session *s)
         handover_direct peer;
         memset(&peer, 0, sizeof peer);
         if (!linked(s, handover_link_expect(&s->link, say_offer, &m)) || m.payload_bytes != sizeof offer || m.a != r)
-            return lose(s, "the peer's offer is none");
+            return lose(s, "the peer sent no offer of a cache where one was due");
         memcpy(&offer, s->link.payload, sizeof offer);
         kvprim_or_exit(handover_direct_open(&peer, &offer));
         if (r < 0)
@@ -498,12 +498,12 @@ static void print_shape(const session *s)
 static bool print_report(const session *s, const report *r, int64_t first)
 {
     const setup *const a = &s->agreed;
-    printf("%lld requests from the %lld. on, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
+    printf("%lld requests from number %lld on, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
            (long long)r->requests, (long long)first + 1, (long long)r->tokens, (double)r->bytes / 1e9,
            (long long)r->chunks, (long long)r->cancelled,
            !a->verify    ? "bytes not verified"
            : r->wrong    ? "WRONG"
-           : r->requests ? "every byte of every page right, those of nobody too"
+           : r->requests ? "every byte of every page is right, unused ones too"
                          : "none to verify");
     print_throughput(s, r);
     return r->wrong == 0 && (!s->o->svg || draw(s, r));
