@@ -440,7 +440,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *
 
    Unpack by descriptors that a network plugin writes, with a count that is known late. The layout is NCCL's: `union
    loadMeta` and `struct netUnpackMeta` in src/device/network/unpack/unpack_defs.h, read in NCCL 2.29.7. A plugin with
-   device offload (NCCL_NET_DEVICE_UNPACK: GPUDirect-TCPX and its kin) receives into a bounce buffer. For each request it
+   device offload (NCCL_NET_DEVICE_UNPACK, such as GPUDirect-TCPX) receives into a bounce buffer. For each request it
    writes up to 2,048 descriptors (twice the 4 KB pages of 4 MB) and then their number, a uint64_t, to memory that is
    mapped for the GPU. 16 requests make a ring: request r uses row r % 16 of `mem` and element r % 16 of `cnt`:
 
@@ -466,8 +466,8 @@ typedef struct kvprim_unpack_meta_desc {
 
 enum { KVPRIM_MAX_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
 
-/* The side that executes reads *count and the descriptors when it does. On the GPU they may hold anything until then. So
-   nothing that they say is an error of the call:
+/* The side that executes reads *count and the descriptors when it does. On the GPU they may hold anything until then,
+   so nothing that they say is an error of the call:
    - A fragment that reaches past src_bytes or dst_bytes is skipped, and adds one to *rejected.
    - If *count is more than max_count, the first max_count are moved. The excess is added to *rejected, at most 2^31 - 1
      of it.
@@ -3232,7 +3232,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
                            m.dst_offset <= d.dst_bytes && m.bytes <= d.dst_bytes - m.dst_offset;
         rejected += !inside;
         if (inside && m.bytes)
-            memcpy((char *)d.dst + m.dst_offset, (const char *)d.src + m.src_offset, m.bytes);
+            memmove((char *)d.dst + m.dst_offset, (const char *)d.src + m.src_offset, m.bytes); /* they may overlap */
     }
     if (d.rejected)
         *d.rejected += rejected;

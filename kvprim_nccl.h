@@ -338,13 +338,16 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
            when told of n credits:                               if n > 0, tell the sender: n credits
                kvprim_ring_credit(ring, n)
 
-   Slots are used in turn, several may be in use at once, and calls of each kind are in the order of the chunks. Nothing
-   waits: events order the caller's work and NCCL's. A ring goes one way, and while it is in use no other collective of
-   its communicator runs. Streams are not captured, and no group is open. One thread at a time uses a ring. After an
-   error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the ring again.
+   First connect the ranks: both send and receive a byte in a group. Otherwise the first kvprim_ring_send waits for ever
+   for a receiver that has not been told yet (see kvprim_send). After that nothing waits: events order the caller's work
+   and NCCL's. Slots are used in turn, several may be in use at once, and calls of each kind are in the order of chunks.
+   A ring goes one way, and while it is in use no other collective of its communicator runs. desc->stream must not be
+   NULL; elsewhere NULL is the legacy stream. Streams are not captured, and no group is open. One thread at a time uses
+   a ring. After an error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the
+   ring again.
    Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
    alive, an open group), and those of kvprim_send and kvprim_recv. */
-enum { kvprim_ring_most_slots = 32 };
+enum { KVPRIM_MAX_RING_SLOTS = 32 };
 
 typedef struct kvprim_ring_desc {
     kvprim_comm *comm;
@@ -358,7 +361,7 @@ typedef struct kvprim_ring_desc {
 /* Lives in the caller's memory, and must not move. Its fields are the implementation's. */
 typedef struct kvprim_ring {
     kvprim_ring_desc desc;
-    struct CUevent_st *filled[kvprim_ring_most_slots], *finished[kvprim_ring_most_slots]; /* of slots */
+    struct CUevent_st *filled[KVPRIM_MAX_RING_SLOTS], *finished[KVPRIM_MAX_RING_SLOTS]; /* of slots */
     uint64_t begun, ended, freed; /* chunks: claimed or received; sent or released; credited or taken */
     const struct kvprim_ring *self;
 } kvprim_ring;
@@ -1244,7 +1247,7 @@ enum {
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
     kvpn_protocol = 3,       /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
-    kvpn_group_calls = 1024, /* of a group: 40 KB of host memory */
+    kvpn_group_calls = 1024, /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8        /* of a tensor that is summed in one launch; the slots take four times as much */
 };
 
@@ -3112,13 +3115,13 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
     if (d->peer < 0 || d->peer >= d->comm->world || d->peer == d->comm->rank || d->reserved != 0)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->peer is %d, must be another rank; desc->reserved is %lld",
                            f, (int)d->peer, (long long)d->reserved);
-    const int32_t most = ring->self == ring ? ring->desc.slots : kvprim_ring_most_slots;
-    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / kvprim_ring_most_slots;
-    if (d->slots < (ring->self == ring ? most : 1) || d->slots > most || d->slot_bytes < 1 ||
-        d->slot_bytes > most_bytes)
-        return kvprim_fail(KVPRIM_ERROR_SIZE,
-                           "%s: desc->slots is %d, at most %d; desc->slot_bytes is %llu, at most %llu", f,
-                           (int)d->slots, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
+    const bool again = ring->self == ring;
+    const int32_t least = again ? ring->desc.slots : 1, most = again ? least : KVPRIM_MAX_RING_SLOTS;
+    const size_t most_bytes = (UINTPTR_MAX - (uintptr_t)d->memory) / KVPRIM_MAX_RING_SLOTS;
+    if (d->slots < least || d->slots > most || d->slot_bytes < 1 || d->slot_bytes > most_bytes)
+        return kvprim_fail(
+            KVPRIM_ERROR_SIZE, "%s: desc->slots is %d, must be %d to %d; desc->slot_bytes is %llu, must be 1 to %llu",
+            f, (int)d->slots, (int)least, (int)most, (unsigned long long)d->slot_bytes, (unsigned long long)most_bytes);
     return KVPRIM_OK;
 }
 

@@ -176,7 +176,7 @@ static void describe_chunk(uint32_t c)
     late->described.store(c + 1, std::memory_order_release);
 }
 
-/* All work is enqueued before any descriptor exists. The stream waits for them, and takes no multiprocessor meanwhile. */
+/* All work is enqueued before any descriptor exists. A stream that waits for them takes no multiprocessor. */
 static void late_descriptors(void)
 {
     kvprim_unpack_meta_desc unpack = {};

@@ -15,8 +15,8 @@
 
    A page may lie in a slower memory than the cache, so the tree has tiers: 0 is the cache, and each tier numbers its
    pages for itself. kv_radix_demote moves pages down a tier, in place of evicting them, and kv_radix_promote moves the
-   pages of a matched path back into the cache. Along each path the tier never decreases. Who never demotes has tier 0
-   alone. */
+   pages of a matched path back into the cache. Along each path the tier never decreases. A tree that never
+   demotes uses tier 0 alone. */
 #ifndef KV_RADIX_H
 #define KV_RADIX_H
 
@@ -84,8 +84,8 @@ static inline size_t kv_radix_evict(kv_radix *tree, uint32_t tier, size_t want, 
 static inline bool kv_radix_demote(kv_radix *tree, uint32_t from, uint32_t to, size_t want, const int32_t *below,
                                    int32_t *pages, size_t *count);
 
-/* Moves the last `count` pages of the path to a node into tier 0: all those of the path that lie elsewhere. They get the
-   numbers pages[]. Writes those that they had to before[], which may be pages[], unless it is NULL. */
+/* Moves the last `count` pages of the path to a node into tier 0: these must be all that lie in other tiers. They get
+   the numbers pages[]. Writes their former numbers to before[], which may be pages[], unless it is NULL. */
 static inline void kv_radix_promote(kv_radix *tree, kv_radix_node *node, const int32_t *pages, size_t count,
                                     int32_t *before);
 

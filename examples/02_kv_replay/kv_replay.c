@@ -195,15 +195,17 @@ static int parse_option(options *o, int argc, char **argv, int *i)
 
 static int check_tiers(const options *o)
 {
-    const option_number *const tiers[] = {&option_numbers[3], &option_numbers[4]};
-    for (int i = 0; i < 2; i++) {
+    const struct {
+        const char *name;
         uint64_t slots;
-        memcpy(&slots, (const char *)o + tiers[i]->offset, sizeof slots);
+    } tiers[] = {{"--host-slots", o->host_slots}, {"--disk-slots", o->disk_slots}};
+    for (int i = 0; i < 2; i++) {
+        const uint64_t slots = tiers[i].slots;
         if (slots && slots < o->page)
-            return refuse("%s %" PRIu64 " holds no page of %" PRIu64 " tokens", tiers[i]->name, slots, o->page);
+            return refuse("%s %" PRIu64 " holds no page of %" PRIu64 " tokens", tiers[i].name, slots, o->page);
         if (slots && !o->slots)
             return refuse("%s %" PRIu64 " without --slots: a cache with room for all sends nothing there",
-                          tiers[i]->name, slots);
+                          tiers[i].name, slots);
     }
     if (o->disk_file && !o->disk_slots)
         return refuse("--disk-file %s without --disk-slots", o->disk_file);

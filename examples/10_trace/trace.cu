@@ -6,10 +6,10 @@
        nvcc -arch=native -I. examples/10_trace/trace.cu -lcupti -o 10_trace && ./10_trace
 
    With --out FILE it writes the trace for ui.perfetto.dev. With the name of a trace file it answers the same questions
-   about that, and compares two (--help); trace_file.c is that part alone, without CUDA. If cupti.h is not found, add -I
-   and -L for include and lib64 under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both
-   caches hold the same rows in the end, and that the trace has every launch and byte once. The two caches take half a
-   GB of the GPU's memory. */
+   about that, and compares two (--help); trace_file.c is that part alone, without CUDA. sql/ asks them in SQL:
+   `trace_processor_shell -q sql/6_gaps.sql trace.json`. If cupti.h is not found, add -I and -L for include and lib64
+   under $CUDA_HOME/extras/CUPTI, or call `make examples`. The program checks that both caches hold the same rows in the
+   end, and that the trace has every launch and byte once. The two caches take half a GB of the GPU's memory. */
 #define KVPRIM_NVTX
 #define KVPRIM_IMPLEMENTATION
 #include "kvprim_cuda.cuh"

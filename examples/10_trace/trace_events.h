@@ -123,7 +123,7 @@ static void trace_short_name(const char *full, char *text, size_t room)
     snprintf(text, room, "%.*s", (int)(end - begin), begin);
 }
 
-/* Writes "copy DtoD" and the like, into 16 bytes. H is host, D device, A array, P peer; CUPTI and nsys number them so. */
+/* Writes "copy DtoD" and the like, into 16 bytes. H: host, D: device, A: array, P: peer, as CUPTI and nsys number them. */
 static void trace_copy_name(uint64_t direction, char *text)
 {
     static const char directions[] = "?to?HtoDDtoHHtoAAtoHAtoAAtoDDtoADtoDHtoHPtoP";

@@ -24,7 +24,7 @@ static const char trace_files_help[] =
     "  --category NAME    read events of this category as ranges, too, such as cpu_op\n"
     "  --full-names       keep namespaces, template arguments and parameters of kernels\n"
     "  --cut              of a cut file, answer from the events before the cut\n"
-    "  --most N           refuse traces with more events of a GPU and its calls; default: 16777216, 56 bytes each\n"
+    "  --most N           refuse traces with more events of a GPU and its calls; default: 16777216, 48 bytes each\n"
     "  --out FILE         write what was read, with the ranges on streams, for ui.perfetto.dev\n"
     "\n"
     "Exit codes: 0: done; 1: a file cannot be read or written, or holds no such range; 2: wrong arguments.\n";

@@ -34,7 +34,7 @@ enum {
     trace_name_bytes = 4096,      /* longer names are cut; torch's kernels have up to 2,000 bytes */
     trace_names_most = 1 << 20,   /* different names; more are an error */
     trace_open_most = 1 << 16,    /* events that have begun ("B") and not ended */
-    trace_most_default = 1 << 24, /* events that are kept, 56 bytes each */
+    trace_most_default = 1 << 24, /* events that are kept, 48 bytes each */
     trace_buffer_bytes = 1 << 16,
     trace_other_most = 6 /* categories that an error names */
 };
@@ -548,7 +548,7 @@ static bool trace_keep(trace_reading *r, trace_kind kind, trace_event event)
     if (event.end < event.begin)
         return trace_fail(r, "before this, an event ends before it begins");
     if (r->into->count >= r->most)
-        return trace_fail(r, "more than %zu events of a GPU and of its calls; --most N allows more, 56 bytes each",
+        return trace_fail(r, "more than %zu events of a GPU and of its calls; --most N allows more, 48 bytes each",
                           r->most);
     if (r->into->names_count >= trace_names_most)
         return trace_fail(r, "more than %d different names", (int)trace_names_most);

@@ -21,6 +21,9 @@
 /* How long a side may take to start: CUDA, NCCL, memory. A connection that ends is noticed at once nevertheless. */
 enum { connect_ms = 60000 };
 
+/* Tokens that are sent piece by piece. A piece takes microseconds whatever its size: all of a request, many seconds. */
+enum { pieces_tokens = 64 };
+
 /* ---- sessions ---- */
 
 /* The same on both sides, and for all sessions of a process. */
@@ -105,7 +108,7 @@ static bool exchange_offers(session *s)
         handover_direct peer;
         memset(&peer, 0, sizeof peer);
         if (!linked(s, handover_link_expect(&s->link, say_offer, &m)) || m.payload_bytes != sizeof offer || m.a != r)
-            return lose(s, "the peer's offer is none");
+            return lose(s, "the peer sent no offer of a cache where one was due");
         memcpy(&offer, s->link.payload, sizeof offer);
         kvprim_or_exit(handover_direct_open(&peer, &offer));
         if (r < 0)
@@ -159,9 +162,9 @@ static bool connect_session(session *s, int fd)
         return false;
     if (!s->opened)
         open_once(s);
-    s->connected = connect_comms(s) && exchange_offers(s);
+    const bool right = connect_comms(s) && exchange_offers(s);
     s->link.timeout_ms = s->o->timeout_ms, s->link.heard_us = handover_now_us();
-    return s->connected;
+    return right;
 }
 
 /* Leaves what the next session needs. */
@@ -179,7 +182,6 @@ static void close_session(session *s, bool orderly)
     s->peer_plain = NULL;
     (void)cudaGetLastError();
     handover_link_close(&s->link);
-    s->connected = false;
 }
 
 /* ---- the decode side ---- */
@@ -243,12 +245,10 @@ static bool serve(session *s)
 /* ---- the prefill side ---- */
 
 /* What a run found, and what it measured: GB/s of each round, by way and, for the ring, chunk size. */
-enum { most_rounds = 99 };
 typedef struct report {
     int64_t requests, tokens, cancelled, wrong, bytes, chunks;
-    double gbs[ways][handover_most_chunks][most_rounds];
-    double first_ms[handover_most_chunks][most_rounds], last_ms[handover_most_chunks][most_rounds];
-    int64_t piece_bytes, pieces;
+    double gbs[ways][handover_most_chunks][handover_most_rounds];
+    double first_ms[handover_most_chunks][handover_most_rounds], last_ms[handover_most_chunks][handover_most_rounds];
 } report;
 
 static int64_t bytes_of(const session *s, int64_t tokens)
@@ -369,8 +369,8 @@ static bool measure(session *s, report *r, int32_t way, int chunk, int round)
     ask a;
     memset(&a, 0, sizeof a);
     a.request = s->o->requests, a.tokens = s->o->tokens, a.way = way, a.cancel_at = -1;
-    if (way == way_pieces) /* each costs microseconds, whatever its size */
-        a.tokens = a.tokens < 64 ? a.tokens : 64;
+    if (way == way_pieces && a.tokens > pieces_tokens)
+        a.tokens = pieces_tokens;
     a.chunk_bytes = s->o->chunk_bytes[chunk], a.copies = bytes_of(s, a.tokens);
     a.fill = round < 0 && s->agreed.verify;
     if (round < 0)
@@ -416,7 +416,7 @@ static int ascending(const void *a, const void *b)
 
 static double median(const session *s, const double *rounds)
 {
-    double sorted[most_rounds];
+    double sorted[handover_most_rounds];
     const size_t n = (size_t)s->o->rounds;
     memcpy(sorted, rounds, n * sizeof *rounds);
     qsort(sorted, n, sizeof *sorted, ascending);
@@ -453,7 +453,9 @@ static void print_throughput(const session *s, const report *r)
     print_row(s, r, "straight into the peer's pages", way_straight, 0);
     print_row(s, r, "one ncclSend of contiguous bytes", way_send, 0);
     print_row(s, r, "pack, one ncclSend, unpack, no overlap", way_packed, 0);
-    print_row(s, r, "one ncclSend per piece, grouped", way_pieces, 0);
+    (void)snprintf(name, sizeof name, "one ncclSend per piece of %lld tokens",
+                   (long long)(s->o->tokens < pieces_tokens ? s->o->tokens : pieces_tokens));
+    print_row(s, r, name, way_pieces, 0);
     print_row(s, r, "copy engine, contiguous bytes", way_copy, 0);
 }
 
@@ -496,12 +498,12 @@ static void print_shape(const session *s)
 static bool print_report(const session *s, const report *r, int64_t first)
 {
     const setup *const a = &s->agreed;
-    printf("%lld requests from the %lld. on, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
+    printf("%lld requests from number %lld on, %lld tokens, %.2f GB, %lld chunks; %lld cancelled and sent again; %s\n",
            (long long)r->requests, (long long)first + 1, (long long)r->tokens, (double)r->bytes / 1e9,
            (long long)r->chunks, (long long)r->cancelled,
            !a->verify    ? "bytes not verified"
            : r->wrong    ? "WRONG"
-           : r->requests ? "every byte of every page right, those of nobody too"
+           : r->requests ? "every byte of every page is right, unused ones too"
                          : "none to verify");
     print_throughput(s, r);
     return r->wrong == 0 && (!s->o->svg || draw(s, r));

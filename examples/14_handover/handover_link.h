@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: MIT */
-/* handover_link.h: the channel on which the two sides of a hand-over talk: messages over a stream socket, deadlines,
-   and a peer that is gone, silent, or somebody else. No tensor goes here. C11 and C++17, POSIX.
+/* handover_link.h: the control channel between the two sides of a hand-over: messages over a stream socket, with
+   deadlines. It notices a peer that is gone, is silent, or is another program. Tensors go elsewhere. C11 and C++17,
+   POSIX.
 
        handover_link link;
        if (!handover_link_open(&link, fd, timeout_ms)) ...

@@ -10,7 +10,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { handover_most_tp = 16, handover_most_chunks = 16, handover_most_lanes = 4 };
+enum {
+    handover_most_tp = 16,
+    handover_most_layers = 1024,
+    handover_most_chunks = 16,
+    handover_most_lanes = 4,
+    handover_most_rounds = 99
+};
 
 /* The shape of one side's caches. */
 typedef struct handover_shape {
@@ -125,7 +131,7 @@ static inline bool handover_number_option(handover_options *o, const char *name,
         int64_t least, most;
         int32_t *narrow;
         int64_t *wide;
-    } options[] = {{"--layers", 1, 1024, &o->layers, NULL},
+    } options[] = {{"--layers", 1, handover_most_layers, &o->layers, NULL},
                    {"--heads", 1, 65536, &o->heads, NULL},
                    {"--head-bytes", 1, 1 << 20, &o->head_bytes, NULL},
                    {"--from-tp", 1, handover_most_tp, &o->from.tp, NULL},
@@ -134,7 +140,7 @@ static inline bool handover_number_option(handover_options *o, const char *name,
                    {"--to-page-rows", 1, 1 << 20, &o->to.page_rows, NULL},
                    {"--tokens", 1, 1 << 24, NULL, &o->tokens},
                    {"--requests", 0, 1 << 24, NULL, &o->requests},
-                   {"--rounds", 0, 99, NULL, &o->rounds},
+                   {"--rounds", 0, handover_most_rounds, NULL, &o->rounds},
                    {"--seed", 0, INT64_MAX, NULL, &o->seed},
                    {"--slots", 1, 32, &o->slots, NULL},
                    {"--lanes", 1, handover_most_lanes, &o->lanes, NULL},

@@ -66,7 +66,7 @@ typedef struct chunk_walk {
 typedef struct session {
     const handover_options *o;
     int side; /* 0: prefill, 1: decode */
-    bool opened, connected;
+    bool opened;
     setup agreed;
     handover_side_memory mine;
     handover_cache from[handover_most_tp], to[handover_most_tp]; /* this side's have memory */
@@ -322,7 +322,7 @@ static bool send_by_ring(session *s, const ask *a, int64_t cancel_at, int64_t *s
         if (!hear_credits(s, &cancelled, one ? 0 : 20) || !check_comms(s))
             return false;
     }
-    return linked(s, handover_link_say(&s->link, say_end, *sent, cancelled || *sent < walk.total, 0, NULL, 0));
+    return linked(s, handover_link_say(&s->link, say_end, *sent, 0, 0, NULL, 0));
 }
 
 /* After the end: credits still come, then the decode side's word. */
@@ -350,8 +350,8 @@ static bool await_ack(session *s, handover_message *ack)
 /* A request that is coming in. Chunk n is in lane n % lanes. */
 typedef struct incoming {
     chunk_walk walk;
-    handover_chunk recent[handover_most_lanes * kvprim_ring_most_slots]; /* chunk n at n % (lanes * slots) */
-    int32_t left[1024];                                                  /* chunks that a layer still lacks */
+    handover_chunk recent[handover_most_lanes * KVPRIM_MAX_RING_SLOTS]; /* chunk n at n % (lanes * slots) */
+    int32_t left[handover_most_layers];                                 /* chunks that a layer still lacks */
     int64_t received, taken[handover_most_lanes], announced_end, unpacked;
     bool cancelled;
     int64_t begun_us, first_us, last_us;

@@ -1933,6 +1933,7 @@ int main(int argc, char **argv)
     run("unpack: inside one buffer", test_unpack_in_place);
     run("unpack_meta", test_metas);
     run("unpack_meta: counts", test_meta_limits);
+    run("unpack_meta: a source that overlaps its destination", test_meta_overlap);
     run("unpack_meta: bad descriptors", test_meta_errors);
     run("copy", test_copies);
     run("copy: sizes x alignments", test_copies_aligned);

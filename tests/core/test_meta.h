@@ -105,6 +105,17 @@ static void test_meta_limits(void)
     CHECK(kvprim_unpack_meta(&d) == KVPRIM_OK && m->rejected == 9);
 }
 
+/* A destination that overlaps its source breaks the caller's promise, but no rule of C, and no byte outside changes. */
+static void test_meta_overlap(void)
+{
+    struct meta_memory *const m = &meta_memory;
+    kvprim_unpack_meta_desc d = metas_of(m, 1);
+    memset(m, 0, sizeof *m);
+    d.src = m->dst, m->count = 1, m->meta[0] = (kvprim_meta){100, 200, 150};
+    m->dst[149] = m->dst[350] = 7;
+    CHECK(kvprim_unpack_meta(&d) == KVPRIM_OK && m->dst[149] == 7 && m->dst[350] == 7 && m->rejected == 0);
+}
+
 static void test_meta_errors(void)
 {
     struct meta_memory *const m = &meta_memory;

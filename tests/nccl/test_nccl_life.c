@@ -690,7 +690,7 @@ static void test_ring_arguments(void)
     r = good, r.reserved = 5;
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "desc->reserved is 5");
     for (int k = 0; k < 4; k++) {
-        r = good, r.slots = k == 0 ? 0 : k == 1 ? kvprim_ring_most_slots + 1 : ring_slots;
+        r = good, r.slots = k == 0 ? 0 : k == 1 ? KVPRIM_MAX_RING_SLOTS + 1 : ring_slots;
         r.slot_bytes = k == 2 ? 0 : k == 3 ? SIZE_MAX / 8 : slot_bytes;
         CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_SIZE, "desc->slots is");
     }
