@@ -235,7 +235,8 @@ ncu-compare:
 
 # ---- programs and libraries ----
 
-build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) build/flags
+build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) \
+    examples/02_kv_replay/kv_disk.h build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/10_trace: examples/10_trace/trace.cu $(HEADERS) build/flags
