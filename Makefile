@@ -256,7 +256,8 @@ nsys:
 
 # ---- programs and libraries ----
 
-build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) build/flags
+build/09_bandwidth: examples/09_bandwidth/bandwidth.cu $(wildcard examples/09_bandwidth/*) \
+    examples/02_kv_replay/kv_disk.h build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 build/14_handover: examples/14_handover/handover.cu $(wildcard examples/14_handover/*) $(HEADERS) build/flags

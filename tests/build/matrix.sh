@@ -2,8 +2,8 @@
 # The parts matrix, symbols and systems of tests/build/parts.sh, which reads this file.
 
 # Each unit includes the headers in another way. `differing` are those whose code differs.
-differing='declared declared_cuda declared_nccl implemented core static_copy no_simd'
-repeating='declared_twice twice late static_twice'
+differing='declared declared_cuda declared_nccl implemented static_copy no_simd'
+repeating='core declared_twice twice late static_twice'
 orders='1,2,3 1,3,2 2,1,3 2,3,1 3,1,2 3,2,1'
 
 # compiled COMPILER...: compiles the units whose code differs.
@@ -44,8 +44,16 @@ differing_units()
     group "$*"
 }
 
+# same_text COMPILER UNIT UNIT: they are the same after preprocessing.
+same_text()
+{
+    $1 -E -P "$units/$2.c" >"$build/text" && $1 -E -P "$units/$3.c" | cmp - "$build/text" && [ -s "$build/text" ]
+}
+
 matrix()
 {
+    cell 'core is no other code than implemented' same_text "$CC" core implemented
+    group 'core and implemented'
     for pair in gcc:g++ clang:clang++; do
         cc=${pair%:*} cxx=${pair#*:}
         if has "$cc"; then

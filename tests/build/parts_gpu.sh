@@ -45,16 +45,18 @@ sass()
 
 # ---- nccl ----
 
-# nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
+# nccl_emulated COMPILER FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
 nccl_emulated()
 {
-    if ! has "$CXX" || ! starts $CXX -x c++ $1; then
+    cxx=$1
+    shift
+    if ! has "$cxx" || ! starts $cxx -x c++ $1; then
         skip "collectives emulated on the CPU: no C++ compiler with $1"
         return
     fi
-    cell "test_nccl_emulated, $CXX $1" $CXX -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
+    cell "test_nccl_emulated, $cxx $1" $cxx -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
         -pthread -o "$build/test_nccl_emulated"
-    group "test_nccl_emulated compiled, $CXX $1"
+    group "test_nccl_emulated compiled, $cxx $1"
     program "test_nccl_emulated ${2-}" $launcher "$build/test_nccl_emulated" ${2-}
 }
 
@@ -151,13 +153,14 @@ nccl_cuda()
     mv "$build/kernels.c" "$build/kernels.cu"
     kernels_for 75 80 100 120
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
-    cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu -c tests/nccl/test_nccl.c \
-        -o "$build/test_nccl.o"
+    rm -rf "$build/kept" && mkdir "$build/kept"
+    cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
+        -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"
     group 'kernels of kvprim_nccl.h'
-    cell 'PTX of kvprim_nccl.h' $NVCC -std=c++17 -arch=sm_90 -Xcicc -O1 -I. $nccl_flags -DKVPRIM_IMPLEMENTATION -x cu \
-        -ptx kvprim_nccl.h -o "$build/kernels.ptx"
+    cell 'PTX of kvprim_nccl.h' grep -x '[.]target sm_90' "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
-    sass "$build/test_nccl.o" "$build/kernels.ptx"
+    sass "$build/test_nccl.o" "$build/kept/test_nccl.ptx"
+    cu="$cu $quickly" # what follows is only compiled
     cell 'test_nccl linked' $NVCC "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
@@ -202,7 +205,7 @@ handover_link()
 nccl()
 {
     handover_link "$address"
-    nccl_emulated "$address -O0" quick # which takes 5 s to compile, not 20
+    nccl_emulated "$CXX" "$address -O0" quick # which takes 5 s to compile, not 20
     nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life "$address"
     nccl_programs
@@ -210,8 +213,10 @@ nccl()
 
 nccl_headers()
 {
-    nccl_emulated "$address"
-    nccl_emulated "$thread"
+    nccl_emulated "$CXX" "$address"
+    cxx=clang++ # whose ThreadSanitizer takes a fifth less time here than g++'s
+    has $cxx && starts $cxx -x c++ $thread || cxx=$CXX
+    nccl_emulated "$cxx" "$thread -O2"
     nccl_here 'kvprim_nccl.h with headers of NCCL' || return
     nccl_life "$thread"
     nccl_implemented
@@ -296,17 +301,33 @@ kernels()
 
 # ---- programs ----
 
+# implements SOURCE: it asks for the implementation before it includes the header.
+implements()
+{
+    awk '$1 == "#define" && $2 == "KVPRIM_IMPLEMENTATION" { asked = 1 }
+        /^#include ".*kvprim_cuda[.]cuh"/ { included = asked; exit }
+        END { exit !included }' "$1"
+}
+
 # Compiles what runs on a GPU, as programs or objects.
 gpu_programs()
 {
     cu="$NVCC -std=c++17 -arch=sm_90 $quickly -I." sources=tests/profile/profile.cu
     [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
-    for source in examples/0[345]_*.cu examples/15_*.cu examples/09_bandwidth/bandwidth.cu \
-        tests/bench/bench_[clpstu]*.cu $sources; do
+    for source in examples/03_*.cu examples/09_bandwidth/bandwidth.cu $sources; do
         cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
     done
-    # At -O1 gcc warns that CUB, which is used here, may use what it has not set.
-    cell 'examples/11_compact.cu' $cu -O3 $strict -c examples/11_compact.cu -o "$build/unit.o"
+    # The headers' implementation takes most of the time that a program takes to compile. Those that use only the API
+    # are compiled as if their unit had implemented the headers already, and linked with one that has.
+    printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/implementation.cu"
+    cell 'implementation' $cu -O1 $strict -c "$build/implementation.cu" -o "$build/implementation.o"
+    implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_CUDA_IMPLEMENTED'
+    for source in examples/0[45]_*.cu examples/11_*.cu examples/15_*.cu tests/bench/bench_[clpstu]*.cu; do
+        level=-O1
+        [ "$source" != examples/11_compact.cu ] || level=-O3 # at -O1 gcc warns that CUB may use what it has not set
+        cell "$source asks for the implementation" implements "$source"
+        cell "$source" $cu $level $strict $implemented "$source" "$build/implementation.o" -o "$build/program"
+    done
     cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
     if [ -n "$cupti" ]; then
         cell 'examples/10_trace/trace.cu' $cu -O1 $strict -I"${cupti%/*}" -c examples/10_trace/trace.cu \
@@ -314,10 +335,13 @@ gpu_programs()
     else
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
-    cell 'test_cuda' $cu -O1 tests/gpu/test_cuda.cu -o "$build/test_cuda"
-    cell 'test_cuda with KVPRIM_DEBUG' $cu -O1 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
-    cell 'test_nvtx' $cu -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags tests/build/test_nvtx.c $nccl_link \
-        -o "$build/test_nvtx"
+    cell 'test_cuda' $cu -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
+    # KVPRIM_DEBUG changes no kernel, so they are not assembled again.
+    cell 'test_cuda with KVPRIM_DEBUG' ${cu%%-arch=*}-arch=compute_90 $quickly -I. -O0 -DKVPRIM_DEBUG \
+        -c tests/gpu/test_cuda.cu -o "$build/unit.o"
+    # It has no kernels of its own.
+    cell 'test_nvtx' ${cu%%-arch=*}-arch=compute_90 $quickly -I. -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
+        tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
     group "examples, tests and benchmarks for a GPU, $NVCC"
@@ -363,7 +387,8 @@ found_at_home()
     at_home make -n nccl-test | grep "NCCL_INCLUDE='$home/include' NCCL_LIBRARY='$home/lib/libnccl.so.2'"
 }
 
-# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA.
+# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA. The kernels are optimized
+# and assembled once, without NCCL: other parts do it for those of NCCL.
 engine_built()
 {
     home=
@@ -373,14 +398,14 @@ engine_built()
         cell 'an NCCL_HOME' make_home
         cell 'NCCL_HOME, Makefile' found_at_home
         cell 'NCCL_HOME, nvcc and C' compiled_at_home
-        cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" NVCC="$NVCC" CUDA_ARCH=sm_90 \
-            BUILD="../../$build/engine"
+        cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" \
+            NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 BUILD="../../$build/engine"
         cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"
     fi
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
-        cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" cmake -S examples/07_engine \
-            -B "$build/cmake" -DCMAKE_CUDA_ARCHITECTURES=90
+        cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" CUDAFLAGS='-Xcicc -O0' cmake \
+            -S examples/07_engine -B "$build/cmake" -DCMAKE_CUDA_ARCHITECTURES=90-virtual
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
         [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"
     else

@@ -330,7 +330,8 @@ static outcome random_copy(arena *a, unsigned round)
         if (chance(5))
             one.src = nullptr;
         else if (!items.empty() && items.back().src && chance(3))
-            one.src = static_cast<const unsigned char *>(items.back().src) + items.back().bytes;
+            one.src =
+                reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(items.back().src) + items.back().bytes);
         if (wild_round == 0 && chance(30))
             one.bytes = random_offset(room);
         if (wild_round == 1 && chance(30))
