@@ -601,11 +601,11 @@ static int decode_main(session *s)
 static pid_t start_side(int argc, char **argv, int side, int listener, const char *address, bool again)
 {
     char number[2][16];
-    const char *arguments[128];
+    const char *arguments[handover_most_arguments + 8];
     int n = 0;
     (void)snprintf(number[0], sizeof number[0], "%d", side);
     (void)snprintf(number[1], sizeof number[1], "%d", listener);
-    for (; n < argc && n < 110; n++)
+    for (; n < argc; n++)
         arguments[n] = argv[n];
     arguments[n++] = "--listener-fd", arguments[n++] = number[1];
     if (side == 1)
@@ -638,7 +638,10 @@ static int supervise(const handover_options *o, int argc, char **argv, int liste
         const int side = pid == pids[1];
         if (pid < 0)
             return 1;
-        if (WIFSTOPPED(status)) { /* the other side must notice by its deadline alone */
+        if (WIFSTOPPED(status)) {
+            if (!o->stops || replaced || side != o->kill_side) /* a terminal or a debugger stopped it */
+                continue;
+            /* the other side must notice by its deadline alone */
             (void)poll(NULL, 0, o->timeout_ms + 1000);
             (void)kill(pid, SIGKILL);
             continue;

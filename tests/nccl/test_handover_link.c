@@ -159,8 +159,8 @@ static void test_sockets(void)
 /* What the program says about a command line; the words are separated by one space. */
 static int parsed(handover_options *o, const char *line, char *text, size_t size)
 {
-    static char copy[256];
-    char *argv[32] = {copy};
+    static char copy[16 * handover_most_arguments];
+    char *argv[handover_most_arguments + 1] = {copy};
     int argc = 0;
     FILE *const file = tmpfile();
     const int before = dup(2);
@@ -192,6 +192,16 @@ static void test_options(void)
                {"--layout nhd,hnd", "must be nhd or hnd"},
                {"--mode fast", "must be ring or straight"},
                {"--svg", "--svg needs a value"},
+               {"--chunk-bytes", "--chunk-bytes : must be 1 to 16 numbers"},
+               {"--chunk-bytes 1M,", "must be 1 to 16 numbers"},
+               {"--side 1", "give --connect HOST:PORT"},
+               {"--listen a:1 --side 1", "give --connect HOST:PORT"},
+               {"--connect a:1 --side 0", "give --listen HOST:PORT"},
+               {"--mode straight --cancel-every 2", "--cancel-every counts chunks"},
+               {"--mode straight --kill-at 0", "--kill-at counts chunks"},
+               {"--stop", "--stop needs --kill-at"},
+               {"--svg a --rounds 0", "--rounds 0 measures none"},
+               {"--mode straight --page-rows 1 --tokens 1048577", "are 1048577 pages, at most 1048576"},
                {"--heads 6 --from-tp 4", "--heads 6 is not a multiple of --from-tp 4 and --to-tp 1"},
                {"--chunk-bytes 1M,,2M", "must be 1 to 16 numbers"},
                {"--chunk-bytes 17G", "must be a number from 1 to 17179869184"},
@@ -207,10 +217,20 @@ static void test_options(void)
         if (!strstr(text, bad[k].words))
             fail("%s: %s", bad[k].line, text);
     }
-    CHECK(parsed(&o, "--layout hnd --to-layout nhd --chunk-bytes 1M,64K --from-tp 4 --to-tp 2 --mode all --stop", text,
-                 sizeof text) == -1);
+    CHECK(
+        parsed(&o,
+               "--layout hnd --to-layout nhd --chunk-bytes 1M,64K --from-tp 4 --to-tp 2 --mode all --stop --kill-at 1",
+               text, sizeof text) == -1);
     CHECK(o.from.head_major == 1 && o.to.head_major == 0 && o.chunk_count == 2 && o.chunk_bytes[0] == 1 << 20);
     CHECK(o.chunk_bytes[1] == 64 << 10 && o.ring && o.straight && o.stops && o.side == -1 && o.to.page_rows == 16);
+    char many[9 * handover_most_arguments + 1] = "";
+    for (int k = 1; k < handover_most_arguments; k++)
+        strcat(many, "--verify ");
+    CHECK(parsed(&o, many, text, sizeof text) == -1);
+    strcat(many, "--verify ");
+    CHECK(parsed(&o, many, text, sizeof text) == 2 && strstr(text, "101 arguments, at most 100 are allowed"));
+    CHECK(parsed(&o, "--listener-fd 3 --side 0", text, sizeof text) == -1 && o.listener == 3 && o.side == 0);
+    CHECK(parsed(&o, "--mode all --page-rows 1 --tokens 1M", text, sizeof text) == -1);
     CHECK(parsed(&o, "--connect host:5 --sockets", text, sizeof text) == -1 && o.side == 1 && o.chunk_count == 1);
 }
 
