@@ -70,13 +70,13 @@ static bool connect_comm(session *s, int k)
         !reached(s, kvprim_group_end(&s->comms[k])))
         return false;
     CU(cudaStreamSynchronize(s->nccl[k]));
-    return true;
+    return !handover_guard_fired(&guard);
 }
 
 static bool connect_comms(session *s)
 {
     bool right = true;
-    guard_begin(s, connect_ms);
+    handover_guard_begin(&guard, s->link.fd, connect_ms);
     for (int k = 0; k < s->agreed.lanes && right; k++)
         right = connect_comm(s, k);
     right = guard_end(s) && right;
@@ -107,9 +107,12 @@ static bool exchange_offers(session *s)
         }
         handover_direct peer;
         memset(&peer, 0, sizeof peer);
-        if (!linked(s, handover_link_expect(&s->link, say_offer, &m)) || m.payload_bytes != sizeof offer || m.a != r)
-            return lose(s, "the peer sent no offer of a cache where one was due");
+        if (!linked(s, handover_link_expect_bytes(&s->link, say_offer, &m, sizeof offer)))
+            return false;
         memcpy(&offer, s->link.payload, sizeof offer);
+        offer.cache.data = NULL;
+        if (m.a != r || memcmp(&offer.cache, &s->to[r < 0 ? 0 : r], sizeof offer.cache) != 0)
+            return lose(s, "the peer offers another cache than was agreed on");
         kvprim_or_exit(handover_direct_open(&peer, &offer));
         if (r < 0)
             s->peer_plain = peer.cache.data;
@@ -195,8 +198,7 @@ static bool serve_transfer(session *s, const ask *a, int64_t page_count)
     if (!linked(s, handover_link_say(&s->link, say_ready, 0, 0, 0, s->mine.pages,
                                      together ? 0 : (size_t)page_count * sizeof *s->mine.pages)))
         return false;
-    if (together ? !(move_together(s, a) && guarded_wait(s, s->nccl[0]))
-                 : !linked(s, handover_link_expect(&s->link, say_pushed, &m)))
+    if (together ? !move_together(s, a) : !linked(s, handover_link_expect(&s->link, say_pushed, &m)))
         return false;
     return linked(s, handover_link_say(&s->link, say_ack, 0, 0, 0, NULL, 0));
 }
@@ -239,6 +241,7 @@ static bool serve(session *s)
         } else {
             return m.kind == say_bye || lose(s, "the peer sent a message that is not due");
         }
+        s->link.heard_us = handover_now_us(); /* while this side worked, the peer had nothing to say */
     }
 }
 
@@ -261,24 +264,25 @@ static bool transfer(session *s, const ask *a, int64_t cancel_at, handover_messa
 {
     handover_message m;
     int64_t sent = 0;
+    const bool mapped = a->way == way_straight || a->way == way_copy;
+    const int64_t pages = mapped ? (a->tokens + s->agreed.to.page_rows - 1) / s->agreed.to.page_rows : 0;
     if (!linked(s, handover_link_say(&s->link, say_request, 0, 0, 0, a, sizeof *a)) ||
-        !linked(s, handover_link_expect(&s->link, say_ready, &m)))
+        !linked(s, handover_link_expect_bytes(&s->link, say_ready, &m, (size_t)pages * sizeof *s->peer_pages)))
         return false;
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
         if (!send_by_ring(s, a, cancel_at, &sent) || !await_ack(s, ack))
             return false;
-    } else if (a->way == way_straight || a->way == way_copy) {
+    } else if (mapped) {
         if (a->way == way_straight)
-            push_straight(s, a, (const int32_t *)(const void *)s->link.payload, m.payload_bytes / 4);
+            push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);
         else
             CU(cudaMemcpyPeerAsync(s->peer_plain, s->o->device[1], s->plain, s->o->device[0], (size_t)a->copies,
                                    s->mine.stream));
         if (!guarded_wait(s, s->mine.stream) || !linked(s, handover_link_say(&s->link, say_pushed, 0, 0, 0, NULL, 0)) ||
             !linked(s, handover_link_expect(&s->link, say_ack, ack)))
             return false;
-    } else if (!move_together(s, a) || !guarded_wait(s, s->nccl[0]) ||
-               !linked(s, handover_link_expect(&s->link, say_ack, ack))) {
+    } else if (!move_together(s, a) || !linked(s, handover_link_expect(&s->link, say_ack, ack))) {
         return false;
     }
     *seconds = (double)(handover_now_us() - begun_us) / 1e6;
@@ -544,7 +548,10 @@ static void open_side(session *s, const handover_options *o)
         exit(1);
     }
     CU(cudaSetDevice(device));
-    guard_start(s);
+    if (!handover_guard_start(&guard, end_calls, s)) {
+        fprintf(stderr, "14_handover: no thread could be started\n");
+        exit(1);
+    }
 }
 
 static int prefill_main(session *s)
