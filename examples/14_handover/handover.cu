@@ -136,10 +136,42 @@ static setup setup_of(const handover_options *o)
     return a;
 }
 
+/* Names the first option that differs. How many requests and rounds there are is the prefill side's alone. */
+static bool same_options(session *s, const setup *theirs, const setup *mine)
+{
+    const struct {
+        const char *option;
+        int64_t theirs, mine;
+    } all[] = {{"--layers", theirs->layers, mine->layers},
+               {"--heads", theirs->heads, mine->heads},
+               {"--head-bytes", theirs->head_bytes, mine->head_bytes},
+               {"--from-tp", theirs->from.tp, mine->from.tp},
+               {"--to-tp", theirs->to.tp, mine->to.tp},
+               {"--page-rows", theirs->from.page_rows, mine->from.page_rows},
+               {"--to-page-rows", theirs->to.page_rows, mine->to.page_rows},
+               {"--from-layout (1: hnd)", theirs->from.head_major, mine->from.head_major},
+               {"--to-layout (1: hnd)", theirs->to.head_major, mine->to.head_major},
+               {"--tokens", theirs->tokens, mine->tokens},
+               {"--seed", theirs->seed, mine->seed},
+               {"--slots", theirs->slots, mine->slots},
+               {"--lanes", theirs->lanes, mine->lanes},
+               {"--max-sms", theirs->max_sms, mine->max_sms},
+               {"--timeout-ms", theirs->timeout_ms, mine->timeout_ms},
+               {"--verify (1: yes)", theirs->verify, mine->verify},
+               {"opponents and --rounds (1: both)", theirs->opponents, mine->opponents},
+               {"--mode (1: not ring alone)", theirs->offers, mine->offers},
+               {"the largest of --chunk-bytes, in 128s,", theirs->slot_bytes, mine->slot_bytes}};
+    for (size_t k = 0; k < sizeof all / sizeof *all && !s->why[0]; k++)
+        if (all[k].theirs != all[k].mine)
+            (void)snprintf(s->why, sizeof s->why, "the prefill side has other options: %s is %lld there, %lld here",
+                           all[k].option, (long long)all[k].theirs, (long long)all[k].mine);
+    return !s->why[0];
+}
+
 static bool agree(session *s)
 {
     handover_message m;
-    setup a = setup_of(s->o);
+    setup a = setup_of(s->o), theirs;
     if (s->side == 0) {
         for (int k = 0; k < a.lanes; k++)
             kvprim_or_exit(kvprim_comm_new_id(&a.ids[k]));
@@ -150,11 +182,12 @@ static bool agree(session *s)
         s->served = m.a > s->served ? m.a : s->served;
         return true;
     }
-    if (!linked(s, handover_link_expect(&s->link, say_setup, &m)))
+    if (!linked(s, handover_link_expect_bytes(&s->link, say_setup, &m, sizeof a)))
         return false;
-    if (m.payload_bytes != sizeof a || memcmp(s->link.payload, &a, offsetof(setup, ids)) != 0)
-        return lose(s, "the prefill side was started with other options");
-    memcpy(&s->agreed, s->link.payload, sizeof s->agreed);
+    memcpy(&theirs, s->link.payload, sizeof theirs);
+    if (!same_options(s, &theirs, &a))
+        return false;
+    s->agreed = theirs;
     return linked(s, handover_link_say(&s->link, say_welcome, s->served, 0, 0, NULL, 0));
 }
 
