@@ -491,7 +491,7 @@ static void print_throughput(const session *s, const report *r)
     print_row(s, r, "one ncclSend of contiguous bytes", way_send, 0);
     print_row(s, r, "pack, one ncclSend, unpack, no overlap", way_packed, 0);
     (void)snprintf(name, sizeof name, "one ncclSend per piece of %lld tokens",
-                   (long long)(s->o->tokens < pieces_tokens ? s->o->tokens : pieces_tokens));
+                   s->o->tokens < pieces_tokens ? (long long)s->o->tokens : (long long)pieces_tokens);
     print_row(s, r, name, way_pieces, 0);
     print_row(s, r, "copy engine, contiguous bytes", way_copy, 0);
 }
