@@ -366,9 +366,9 @@ typedef struct kvprim_ring {
     const struct kvprim_ring *self;
 } kvprim_ring;
 
-/* Makes two events per slot on the current device, and nothing else. Zero-initialise the ring before. Called again, it
-   keeps the events, and all slots are free: its earlier work has ended, desc->comm may be a new communicator, and
-   desc->slots is the same. destroy frees the events, and does not wait for work. */
+/* Makes two events per slot on the current device, which is the communicator's, and nothing else. Zero-initialise the
+   ring before. Called again, it keeps the events, and all slots are free: its earlier work has ended, desc->comm may be
+   a new communicator, and desc->slots is the same. destroy frees the events, and does not wait for work. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_desc *desc);
 KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring);
 
@@ -3159,6 +3159,8 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
     const char *const f = "kvprim_ring_init";
     cudaError_t error = cudaSuccess;
     KVPRIM_NCCL_TRY(kvpn_check_ring_desc(f, ring, desc));
+    kvpn_call c = kvpn_make_call(kvpn_send, f, desc->comm, NULL, NULL, 0, KVPRIM_U8, 0, desc->stream);
+    KVPRIM_NCCL_TRY(kvpn_check_device(&c)); /* events of another device would fail later */
     if (ring->self != ring)
         memset(ring, 0, sizeof *ring);
     ring->desc = *desc, ring->begun = ring->ended = ring->freed = 0;

@@ -70,13 +70,13 @@ static bool connect_comm(session *s, int k)
         !reached(s, kvprim_group_end(&s->comms[k])))
         return false;
     CU(cudaStreamSynchronize(s->nccl[k]));
-    return true;
+    return !handover_guard_fired(&guard);
 }
 
 static bool connect_comms(session *s)
 {
     bool right = true;
-    guard_begin(s, connect_ms);
+    handover_guard_begin(&guard, s->link.fd, connect_ms);
     for (int k = 0; k < s->agreed.lanes && right; k++)
         right = connect_comm(s, k);
     right = guard_end(s) && right;
@@ -107,9 +107,12 @@ static bool exchange_offers(session *s)
         }
         handover_direct peer;
         memset(&peer, 0, sizeof peer);
-        if (!linked(s, handover_link_expect(&s->link, say_offer, &m)) || m.payload_bytes != sizeof offer || m.a != r)
-            return lose(s, "the peer sent no offer of a cache where one was due");
+        if (!linked(s, handover_link_expect_bytes(&s->link, say_offer, &m, sizeof offer)))
+            return false;
         memcpy(&offer, s->link.payload, sizeof offer);
+        offer.cache.data = NULL;
+        if (m.a != r || memcmp(&offer.cache, &s->to[r < 0 ? 0 : r], sizeof offer.cache) != 0)
+            return lose(s, "the peer offers another cache than was agreed on");
         kvprim_or_exit(handover_direct_open(&peer, &offer));
         if (r < 0)
             s->peer_plain = peer.cache.data;
@@ -133,10 +136,42 @@ static setup setup_of(const handover_options *o)
     return a;
 }
 
+/* Names the first option that differs. How many requests and rounds there are is the prefill side's alone. */
+static bool same_options(session *s, const setup *theirs, const setup *mine)
+{
+    const struct {
+        const char *option;
+        int64_t theirs, mine;
+    } all[] = {{"--layers", theirs->layers, mine->layers},
+               {"--heads", theirs->heads, mine->heads},
+               {"--head-bytes", theirs->head_bytes, mine->head_bytes},
+               {"--from-tp", theirs->from.tp, mine->from.tp},
+               {"--to-tp", theirs->to.tp, mine->to.tp},
+               {"--page-rows", theirs->from.page_rows, mine->from.page_rows},
+               {"--to-page-rows", theirs->to.page_rows, mine->to.page_rows},
+               {"--from-layout (1: hnd)", theirs->from.head_major, mine->from.head_major},
+               {"--to-layout (1: hnd)", theirs->to.head_major, mine->to.head_major},
+               {"--tokens", theirs->tokens, mine->tokens},
+               {"--seed", theirs->seed, mine->seed},
+               {"--slots", theirs->slots, mine->slots},
+               {"--lanes", theirs->lanes, mine->lanes},
+               {"--max-sms", theirs->max_sms, mine->max_sms},
+               {"--timeout-ms", theirs->timeout_ms, mine->timeout_ms},
+               {"--verify (1: yes)", theirs->verify, mine->verify},
+               {"opponents and --rounds (1: both)", theirs->opponents, mine->opponents},
+               {"--mode (1: not ring alone)", theirs->offers, mine->offers},
+               {"the largest of --chunk-bytes, in 128s,", theirs->slot_bytes, mine->slot_bytes}};
+    for (size_t k = 0; k < sizeof all / sizeof *all && !s->why[0]; k++)
+        if (all[k].theirs != all[k].mine)
+            (void)snprintf(s->why, sizeof s->why, "the prefill side has other options: %s is %lld there, %lld here",
+                           all[k].option, (long long)all[k].theirs, (long long)all[k].mine);
+    return !s->why[0];
+}
+
 static bool agree(session *s)
 {
     handover_message m;
-    setup a = setup_of(s->o);
+    setup a = setup_of(s->o), theirs;
     if (s->side == 0) {
         for (int k = 0; k < a.lanes; k++)
             kvprim_or_exit(kvprim_comm_new_id(&a.ids[k]));
@@ -147,11 +182,12 @@ static bool agree(session *s)
         s->served = m.a > s->served ? m.a : s->served;
         return true;
     }
-    if (!linked(s, handover_link_expect(&s->link, say_setup, &m)))
+    if (!linked(s, handover_link_expect_bytes(&s->link, say_setup, &m, sizeof a)))
         return false;
-    if (m.payload_bytes != sizeof a || memcmp(s->link.payload, &a, offsetof(setup, ids)) != 0)
-        return lose(s, "the prefill side was started with other options");
-    memcpy(&s->agreed, s->link.payload, sizeof s->agreed);
+    memcpy(&theirs, s->link.payload, sizeof theirs);
+    if (!same_options(s, &theirs, &a))
+        return false;
+    s->agreed = theirs;
     return linked(s, handover_link_say(&s->link, say_welcome, s->served, 0, 0, NULL, 0));
 }
 
@@ -195,8 +231,7 @@ static bool serve_transfer(session *s, const ask *a, int64_t page_count)
     if (!linked(s, handover_link_say(&s->link, say_ready, 0, 0, 0, s->mine.pages,
                                      together ? 0 : (size_t)page_count * sizeof *s->mine.pages)))
         return false;
-    if (together ? !(move_together(s, a) && guarded_wait(s, s->nccl[0]))
-                 : !linked(s, handover_link_expect(&s->link, say_pushed, &m)))
+    if (together ? !move_together(s, a) : !linked(s, handover_link_expect(&s->link, say_pushed, &m)))
         return false;
     return linked(s, handover_link_say(&s->link, say_ack, 0, 0, 0, NULL, 0));
 }
@@ -239,6 +274,7 @@ static bool serve(session *s)
         } else {
             return m.kind == say_bye || lose(s, "the peer sent a message that is not due");
         }
+        s->link.heard_us = handover_now_us(); /* while this side worked, the peer had nothing to say */
     }
 }
 
@@ -261,24 +297,25 @@ static bool transfer(session *s, const ask *a, int64_t cancel_at, handover_messa
 {
     handover_message m;
     int64_t sent = 0;
+    const bool mapped = a->way == way_straight || a->way == way_copy;
+    const int64_t pages = mapped ? (a->tokens + s->agreed.to.page_rows - 1) / s->agreed.to.page_rows : 0;
     if (!linked(s, handover_link_say(&s->link, say_request, 0, 0, 0, a, sizeof *a)) ||
-        !linked(s, handover_link_expect(&s->link, say_ready, &m)))
+        !linked(s, handover_link_expect_bytes(&s->link, say_ready, &m, (size_t)pages * sizeof *s->peer_pages)))
         return false;
     const int64_t begun_us = handover_now_us();
     if (a->way == way_ring) {
         if (!send_by_ring(s, a, cancel_at, &sent) || !await_ack(s, ack))
             return false;
-    } else if (a->way == way_straight || a->way == way_copy) {
+    } else if (mapped) {
         if (a->way == way_straight)
-            push_straight(s, a, (const int32_t *)(const void *)s->link.payload, m.payload_bytes / 4);
+            push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);
         else
             CU(cudaMemcpyPeerAsync(s->peer_plain, s->o->device[1], s->plain, s->o->device[0], (size_t)a->copies,
                                    s->mine.stream));
         if (!guarded_wait(s, s->mine.stream) || !linked(s, handover_link_say(&s->link, say_pushed, 0, 0, 0, NULL, 0)) ||
             !linked(s, handover_link_expect(&s->link, say_ack, ack)))
             return false;
-    } else if (!move_together(s, a) || !guarded_wait(s, s->nccl[0]) ||
-               !linked(s, handover_link_expect(&s->link, say_ack, ack))) {
+    } else if (!move_together(s, a) || !linked(s, handover_link_expect(&s->link, say_ack, ack))) {
         return false;
     }
     *seconds = (double)(handover_now_us() - begun_us) / 1e6;
@@ -454,7 +491,7 @@ static void print_throughput(const session *s, const report *r)
     print_row(s, r, "one ncclSend of contiguous bytes", way_send, 0);
     print_row(s, r, "pack, one ncclSend, unpack, no overlap", way_packed, 0);
     (void)snprintf(name, sizeof name, "one ncclSend per piece of %lld tokens",
-                   (long long)(s->o->tokens < pieces_tokens ? s->o->tokens : pieces_tokens));
+                   s->o->tokens < pieces_tokens ? (long long)s->o->tokens : (long long)pieces_tokens);
     print_row(s, r, name, way_pieces, 0);
     print_row(s, r, "copy engine, contiguous bytes", way_copy, 0);
 }
@@ -544,7 +581,10 @@ static void open_side(session *s, const handover_options *o)
         exit(1);
     }
     CU(cudaSetDevice(device));
-    guard_start(s);
+    if (!handover_guard_start(&guard, end_calls, s)) {
+        fprintf(stderr, "14_handover: no thread could be started\n");
+        exit(1);
+    }
 }
 
 static int prefill_main(session *s)
@@ -601,11 +641,11 @@ static int decode_main(session *s)
 static pid_t start_side(int argc, char **argv, int side, int listener, const char *address, bool again)
 {
     char number[2][16];
-    const char *arguments[128];
+    const char *arguments[handover_most_arguments + 8];
     int n = 0;
     (void)snprintf(number[0], sizeof number[0], "%d", side);
     (void)snprintf(number[1], sizeof number[1], "%d", listener);
-    for (; n < argc && n < 110; n++)
+    for (; n < argc; n++)
         arguments[n] = argv[n];
     arguments[n++] = "--listener-fd", arguments[n++] = number[1];
     if (side == 1)
@@ -638,7 +678,10 @@ static int supervise(const handover_options *o, int argc, char **argv, int liste
         const int side = pid == pids[1];
         if (pid < 0)
             return 1;
-        if (WIFSTOPPED(status)) { /* the other side must notice by its deadline alone */
+        if (WIFSTOPPED(status)) {
+            if (!o->stops || replaced || side != o->kill_side) /* a terminal or a debugger stopped it */
+                continue;
+            /* the other side must notice by its deadline alone */
             (void)poll(NULL, 0, o->timeout_ms + 1000);
             (void)kill(pid, SIGKILL);
             continue;

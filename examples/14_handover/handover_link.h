@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -183,6 +184,16 @@ static inline bool handover_link_expect(handover_link *link, uint32_t kind, hand
     return n == 1;
 }
 
+/* And with a payload of so many bytes. */
+static inline bool handover_link_expect_bytes(handover_link *link, uint32_t kind, handover_message *message,
+                                              size_t bytes)
+{
+    if (handover_link_expect(link, kind, message) && message->payload_bytes != bytes)
+        (void)handover_link_fail(link, "the peer's message %u has %u bytes where %llu were due", (unsigned)kind,
+                                 (unsigned)message->payload_bytes, (unsigned long long)bytes);
+    return !link->dead;
+}
+
 static inline const char *handover_link_error(const handover_link *link)
 {
     return link->error;
@@ -205,11 +216,16 @@ static inline bool handover_split_address(const char *address, char host[256], c
     return true;
 }
 
+/* How long an attempt to connect may take: one that is lost is sent again after a second. Linux alone gives up after two
+   minutes. */
+enum { handover_attempt_ms = 3000 };
+
 /* A socket that listens there, or is connected to it; -1: `why` says why not. */
 static inline int handover_socket(const char *address, bool listens, char why[160])
 {
     char host[256], port[16];
     struct addrinfo hints, *found = NULL, *a;
+    const struct timeval attempt = {handover_attempt_ms / 1000, 0};
     const int one = 1;
     int fd = -1;
     memset(&hints, 0, sizeof hints);
@@ -227,9 +243,11 @@ static inline int handover_socket(const char *address, bool listens, char why[16
         fd = socket(a->ai_family, a->ai_socktype, a->ai_protocol);
         if (fd >= 0 && listens)
             (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+        if (fd >= 0 && !listens)
+            (void)setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &attempt, sizeof attempt);
         if (fd < 0 || (listens ? bind(fd, a->ai_addr, a->ai_addrlen) != 0 || listen(fd, 4) != 0
                                : connect(fd, a->ai_addr, a->ai_addrlen) != 0)) {
-            (void)snprintf(why, 160, "%.80s: %s", address, strerror(errno));
+            (void)snprintf(why, 160, "%.80s: %s", address, strerror(errno == EINPROGRESS ? ETIMEDOUT : errno));
             if (fd >= 0)
                 (void)close(fd);
             fd = -1;
@@ -246,12 +264,13 @@ static inline int handover_accept(int listener, int wait_ms)
     return poll(&p, 1, wait_ms) > 0 ? accept(listener, NULL, NULL) : -1;
 }
 
-/* Tries again until a peer listens. -1: none after wait_ms, `why` says why. */
+/* Tries again until a peer listens. -1: none after wait_ms, or it is no address; `why` says why. */
 static inline int handover_connect(const char *address, int wait_ms, char why[160])
 {
     const int64_t until_us = handover_now_us() + (int64_t)wait_ms * 1000;
+    char host[256], port[16];
     int fd = handover_socket(address, false, why);
-    while (fd < 0 && handover_now_us() < until_us) {
+    while (fd < 0 && handover_split_address(address, host, port) && handover_now_us() < until_us) {
         (void)poll(NULL, 0, 20);
         fd = handover_socket(address, false, why);
     }

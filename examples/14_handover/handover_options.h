@@ -10,12 +10,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* most_pages: of a request whose page table goes in one message. most_arguments: a process hands them to its own. */
 enum {
     handover_most_tp = 16,
     handover_most_layers = 1024,
     handover_most_chunks = 16,
     handover_most_lanes = 4,
-    handover_most_rounds = 99
+    handover_most_rounds = 99,
+    handover_most_pages = 1 << 20,
+    handover_most_arguments = 100
 };
 
 /* The shape of one side's caches. */
@@ -106,7 +109,7 @@ static inline bool handover_word(const char *name, const char *text, const char 
 static inline bool handover_chunk_list(handover_options *o, const char *text)
 {
     char one[32];
-    for (o->chunk_count = 0; *text;) {
+    for (o->chunk_count = 0;;) {
         const size_t n = strcspn(text, ",");
         if (o->chunk_count == handover_most_chunks || n == 0 || n >= sizeof one) {
             fprintf(stderr, "14_handover: --chunk-bytes %s: must be 1 to %d numbers\n", text,
@@ -117,9 +120,10 @@ static inline bool handover_chunk_list(handover_options *o, const char *text)
         one[n] = 0;
         if (!handover_number("--chunk-bytes", one, 1, (int64_t)1 << 34, &o->chunk_bytes[o->chunk_count++]))
             return false;
-        text += n + (text[n] == ',');
+        if (!text[n])
+            return true;
+        text += n + 1;
     }
-    return o->chunk_count > 0;
 }
 
 /* Options with a number. */
@@ -226,6 +230,42 @@ static inline bool handover_flag(handover_options *o, const char *name)
     return true;
 }
 
+/* Which processes there are, and what they can tell each other. */
+static inline bool handover_check_processes(const handover_options *o)
+{
+    const int64_t pages = (o->tokens + o->to.page_rows - 1) / o->to.page_rows;
+    if (o->listen && o->connect) {
+        fprintf(stderr, "14_handover: --listen is the prefill side, --connect the decode side: give one of them\n");
+        return false;
+    }
+    if ((o->side == 0 && !o->listen && o->listener < 0) || (o->side == 1 && !o->connect)) {
+        fprintf(stderr, "14_handover: --side %d is what the program tells its own processes: give --%s HOST:PORT\n",
+                o->side, o->side ? "connect" : "listen");
+        return false;
+    }
+    if (o->straight && pages > handover_most_pages) {
+        fprintf(stderr,
+                "14_handover: --tokens %lld in pages of %d are %lld pages, at most %d are allowed with --mode "
+                "straight\n",
+                (long long)o->tokens, (int)o->to.page_rows, (long long)pages, (int)handover_most_pages);
+        return false;
+    }
+    if (!o->ring && (o->cancel_every || o->kill_at >= 0)) {
+        fprintf(stderr, "14_handover: --%s counts chunks, which --mode straight has not\n",
+                o->cancel_every ? "cancel-every" : "kill-at");
+        return false;
+    }
+    if (o->stops && o->kill_at < 0) {
+        fprintf(stderr, "14_handover: --stop needs --kill-at\n");
+        return false;
+    }
+    if (o->svg && o->rounds == 0) {
+        fprintf(stderr, "14_handover: --svg draws throughput, and --rounds 0 measures none\n");
+        return false;
+    }
+    return true;
+}
+
 /* What one option alone does not show. */
 static inline bool handover_check_options(handover_options *o)
 {
@@ -254,11 +294,7 @@ static inline bool handover_check_options(handover_options *o)
                 "14_handover: --sockets keeps the sides from each other's memory, which --mode straight needs\n");
         return false;
     }
-    if (o->listen && o->connect) {
-        fprintf(stderr, "14_handover: --listen is the prefill side, --connect the decode side: give one of them\n");
-        return false;
-    }
-    return true;
+    return handover_check_processes(o);
 }
 
 /* Returns -1 to go on, or the exit code.
@@ -275,6 +311,10 @@ static inline int handover_parse(handover_options *o, int argc, char **argv)
     o->tokens = 8192, o->seed = 1, o->slots = 4, o->lanes = 2, o->max_sms = 32, o->timeout_ms = 5000;
     o->verify = o->opponents = 1, o->ring = true, o->requests = 20, o->rounds = 5;
     o->device[1] = 1, o->kill_at = -1, o->kill_side = 1, o->listener = o->side = -1;
+    if (argc > handover_most_arguments) {
+        fprintf(stderr, "14_handover: %d arguments, at most %d are allowed\n", argc, (int)handover_most_arguments);
+        return 2;
+    }
     for (int k = 1; k < argc; k++) {
         bool known = false, right = true;
         if (strcmp(argv[k], "-h") == 0 || strcmp(argv[k], "--help") == 0) {

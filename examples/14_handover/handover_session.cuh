@@ -6,11 +6,12 @@
 #define HANDOVER_SESSION_CUH
 
 #include "handover_direct.h"
-#include "handover_link.h"
+#include "handover_guard.h"
 #include "handover_side.cuh"
 #include "kvprim_nccl.h"
-#include <pthread.h>
 #include <signal.h>
+
+static_assert(4 * handover_most_pages <= handover_link_most_payload, "a page table fits a message");
 
 enum { handover_most_pairs = handover_most_tp * handover_most_tp };
 
@@ -103,22 +104,18 @@ static bool linked(session *s, bool right)
     return right || lose(s, handover_link_error(&s->link));
 }
 
-/* Errors of NCCL and deadlines mean that the peer is gone. Others are this program's, or the GPU's. */
+/* Aborts the communicators when a call waits for a peer that is gone. */
+static handover_guard guard;
+
+/* Errors of NCCL and deadlines mean that the peer is gone, as any error does of a communicator that was aborted because
+   of that. Others are this program's, or the GPU's. */
 static bool reached(session *s, kvprim_status status)
 {
-    if (status != KVPRIM_OK && status != KVPRIM_ERROR_TIMEOUT && status != KVPRIM_ERROR_NCCL)
+    if (status != KVPRIM_OK && status != KVPRIM_ERROR_TIMEOUT && status != KVPRIM_ERROR_NCCL &&
+        !handover_guard_fired(&guard))
         kvprim_or_exit(status);
     return status == KVPRIM_OK || lose(s, kvprim_last_error());
 }
-
-/* A thread that ends calls which wait for a peer that is gone, inside NCCL or CUDA, by aborting the communicators. The
-   thread that works sets until_us before and clears it after; watched_fd: a connection whose end counts, too. */
-static struct guard {
-    session *s;
-    int64_t until_us; /* 0: nothing is guarded */
-    int32_t watched_fd;
-    int32_t fired;
-} guard = {NULL, 0, -1, 0};
 
 static void *abort_comm(void *comm)
 {
@@ -141,49 +138,20 @@ static void abort_comms(session *s)
     }
 }
 
-static void *guard_run(void *)
+static void end_calls(void *of)
 {
-    for (;;) {
-        struct pollfd p = {__atomic_load_n(&guard.watched_fd, __ATOMIC_SEQ_CST), POLLRDHUP, 0};
-        if (poll(&p, 1, 20) > 0)
-            (void)poll(NULL, 0, 20); /* the end of a connection stays */
-        const int64_t until_us = __atomic_load_n(&guard.until_us, __ATOMIC_SEQ_CST);
-        if (until_us == 0 || (handover_now_us() < until_us && !(p.fd >= 0 && p.revents)))
-            continue;
-        if (__atomic_exchange_n(&guard.fired, 1, __ATOMIC_SEQ_CST))
-            continue;
-        abort_comms(guard.s);
-    }
-    return NULL;
-}
-
-static void guard_start(session *s)
-{
-    pthread_t thread;
-    guard.s = s;
-    if (pthread_create(&thread, NULL, guard_run, NULL) != 0)
-        exit(1);
-    (void)pthread_detach(thread);
-}
-
-static void guard_begin(const session *s, int64_t ms)
-{
-    __atomic_store_n(&guard.fired, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&guard.watched_fd, s->link.fd, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&guard.until_us, handover_now_us() + ms * 1000, __ATOMIC_SEQ_CST);
+    abort_comms((session *)of);
 }
 
 static bool guard_end(session *s)
 {
-    __atomic_store_n(&guard.until_us, 0, __ATOMIC_SEQ_CST);
-    __atomic_store_n(&guard.watched_fd, -1, __ATOMIC_SEQ_CST);
-    return !__atomic_load_n(&guard.fired, __ATOMIC_SEQ_CST) || lose(s, "the peer is gone, or silent inside NCCL");
+    return handover_guard_end(&guard) || lose(s, "the peer is gone, or silent inside NCCL");
 }
 
 /* Waits for a stream whose work may wait for the peer. */
 static bool guarded_wait(session *s, cudaStream_t stream)
 {
-    guard_begin(s, s->o->timeout_ms);
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
     CU(cudaStreamSynchronize(stream));
     return guard_end(s);
 }
@@ -269,6 +237,16 @@ static void die_if_due(session *s)
 
 /* ---- the ring: the prefill side ---- */
 
+/* More credits than a ring has slots, or than chunks were sent, are the peer's mistake. */
+static bool take_credits(session *s, const handover_message *m)
+{
+    kvprim_status status = KVPRIM_ERROR_SIZE;
+    if (m->a >= 0 && m->a < s->agreed.lanes && m->b >= 1 && m->b <= s->agreed.slots)
+        status = kvprim_ring_credit(&s->rings[m->a], (int32_t)m->b);
+    return status == KVPRIM_ERROR_SIZE ? lose(s, "the peer gives credits for chunks that it did not get")
+                                       : reached(s, status);
+}
+
 /* Takes what the decode side says while chunks go out. */
 static bool hear_credits(session *s, bool *cancelled, int wait_ms)
 {
@@ -276,8 +254,8 @@ static bool hear_credits(session *s, bool *cancelled, int wait_ms)
     int n;
     while ((n = handover_link_hear(&s->link, &m, wait_ms)) > 0) {
         wait_ms = 0;
-        if (m.kind == say_credit && m.a >= 0 && m.a < s->agreed.lanes) {
-            if (!reached(s, kvprim_ring_credit(&s->rings[m.a], (int32_t)m.b)))
+        if (m.kind == say_credit) {
+            if (!take_credits(s, &m))
                 return false;
         } else if (m.kind == say_cancel) {
             *cancelled = true;
@@ -334,8 +312,8 @@ static bool await_ack(session *s, handover_message *ack)
             return linked(s, false);
         if (n > 0 && ack->kind == say_ack)
             return true;
-        if (n > 0 && ack->kind == say_credit && ack->a >= 0 && ack->a < s->agreed.lanes) {
-            if (!reached(s, kvprim_ring_credit(&s->rings[ack->a], (int32_t)ack->b)))
+        if (n > 0 && ack->kind == say_credit) {
+            if (!take_credits(s, ack))
                 return false;
         } else if (n > 0 && ack->kind != say_cancel) {
             return lose(s, "the peer sent a message that is not due");
@@ -536,10 +514,17 @@ static bool move_plain(session *s, const ask *a)
                                    : kvprim_recv(&s->comms[0], s->plain, bytes, KVPRIM_U8, 0, s->nccl[0]));
 }
 
-/* Ways in which both sides make the same calls. */
+/* Ways in which both sides make the same calls, to their end. */
 static bool move_together(session *s, const ask *a)
 {
-    return a->way == way_send ? move_plain(s, a) : a->way == way_packed ? move_packed(s, a) : move_pieces(s, a);
+    /* guarded from the first call on: NCCL takes only so many that have not run */
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
+    const bool moved = a->way == way_send     ? move_plain(s, a)
+                       : a->way == way_packed ? move_packed(s, a)
+                                              : move_pieces(s, a);
+    if (moved)
+        CU(cudaStreamSynchronize(s->nccl[0]));
+    return guard_end(s) && moved;
 }
 
 /* The prefill side writes into the decode side's pages: a launch for each pair, on two streams in turn, so that the end

@@ -5,10 +5,9 @@
 #define _GNU_SOURCE
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
-#include "../../examples/14_handover/handover_link.h"
+#include "../../examples/14_handover/handover_guard.h"
 #include "../../examples/14_handover/handover_options.h"
 #include "../harness.h"
-#include <pthread.h>
 
 enum { short_ms = 60 };
 
@@ -114,6 +113,20 @@ static void test_bad_peers(void)
     }
 }
 
+/* A message of the right kind, whose payload is not what is due. */
+static void test_payloads(void)
+{
+    for (unsigned bytes = 0; bytes <= 8; bytes += 4) {
+        handover_message m;
+        int fd;
+        handover_link a = link_of(&fd), b;
+        CHECK(handover_link_open(&b, fd, short_ms) && handover_link_say(&b, 7, 0, 0, 0, "12345678", bytes));
+        CHECK(handover_link_expect_bytes(&a, 7, &m, 4) == (bytes == 4));
+        CHECK(bytes == 4 || says(&a, bytes ? "message 7 has 8 bytes where 4" : "message 7 has 0 bytes where 4"));
+        handover_link_close(&a), handover_link_close(&b);
+    }
+}
+
 static void test_deadlines(void)
 {
     handover_message m;
@@ -154,13 +167,80 @@ static void test_sockets(void)
     CHECK(one >= 0 && other >= 0);
     close(one), close(other), close(listener);
     CHECK(handover_connect(address, short_ms, why) == -1 && strstr(why, "refused"));
+    const int64_t begun_us = handover_now_us();
+    CHECK(handover_connect("host", 60000, why) == -1 && strstr(why, "is not HOST:PORT"));
+    CHECK(handover_now_us() - begun_us < 5000000);
+}
+
+/* A peer whose kernel does not answer. */
+static void test_connect_deadline(void)
+{
+    struct sockaddr_in at;
+    socklen_t bytes = sizeof at;
+    char why[160], address[32];
+    int waiting[16], n = 0;
+    const int listener = handover_socket("127.0.0.1:0", true, why);
+    CHECK(listener >= 0 && getsockname(listener, (struct sockaddr *)(void *)&at, &bytes) == 0);
+    (void)snprintf(address, sizeof address, "127.0.0.1:%d", (int)ntohs(at.sin_port));
+    const int64_t begun_us = handover_now_us();
+    while (n < 16 && (waiting[n] = handover_connect(address, 0, why)) >= 0) /* until nobody accepts any more */
+        n++;
+    CHECK(n == 16 || strstr(why, "timed out"));
+    CHECK(handover_now_us() - begun_us < (handover_attempt_ms + 5000) * 1000);
+    while (n > 0)
+        close(waiting[--n]);
+    close(listener);
+}
+
+/* What a guard ends: it takes a while. */
+static int32_t ended, ending;
+
+static void end_slowly(void *context)
+{
+    (void)context;
+    __atomic_store_n(&ending, 1, __ATOMIC_SEQ_CST);
+    (void)__atomic_add_fetch(&ended, 1, __ATOMIC_SEQ_CST);
+    (void)poll(NULL, 0, short_ms);
+    __atomic_store_n(&ending, 0, __ATOMIC_SEQ_CST);
+}
+
+/* A call that waits for a peer, and returns when it is ended, or after ten seconds. */
+static bool call_ends(void)
+{
+    const int32_t before = __atomic_load_n(&ended, __ATOMIC_SEQ_CST);
+    const int64_t begun_us = handover_now_us();
+    while (__atomic_load_n(&ended, __ATOMIC_SEQ_CST) == before && handover_now_us() - begun_us < 10000000)
+        (void)poll(NULL, 0, 1);
+    return __atomic_load_n(&ended, __ATOMIC_SEQ_CST) != before;
+}
+
+static void test_guard(void)
+{
+    static handover_guard g;
+    int fds[2] = {-1, -1};
+    CHECK(handover_guard_start(&g, end_slowly, NULL) && socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
+    handover_guard_begin(&g, fds[0], 60000);
+    CHECK(handover_guard_end(&g) && __atomic_load_n(&ended, __ATOMIC_SEQ_CST) == 0);
+    for (int k = 0; k < 2; k++) { /* a deadline; a connection that ends */
+        handover_guard_begin(&g, fds[0], k ? 60000 : 5);
+        if (k)
+            (void)close(fds[1]);
+        CHECK(call_ends() && call_ends()); /* the second began after the first was ended */
+        CHECK(handover_guard_fired(&g) && !handover_guard_end(&g) && !__atomic_load_n(&ending, __ATOMIC_SEQ_CST));
+    }
+    const int32_t before = __atomic_load_n(&ended, __ATOMIC_SEQ_CST);
+    (void)poll(NULL, 0, 5 * handover_guard_ms);
+    CHECK(__atomic_load_n(&ended, __ATOMIC_SEQ_CST) == before);
+    handover_guard_begin(&g, -1, 60000); /* what was ended before does not count */
+    CHECK(!handover_guard_fired(&g) && handover_guard_end(&g));
+    (void)close(fds[0]);
 }
 
 /* What the program says about a command line; the words are separated by one space. */
 static int parsed(handover_options *o, const char *line, char *text, size_t size)
 {
-    static char copy[256];
-    char *argv[32] = {copy};
+    static char copy[16 * handover_most_arguments];
+    char *argv[handover_most_arguments + 1] = {copy};
     int argc = 0;
     FILE *const file = tmpfile();
     const int before = dup(2);
@@ -192,6 +272,16 @@ static void test_options(void)
                {"--layout nhd,hnd", "must be nhd or hnd"},
                {"--mode fast", "must be ring or straight"},
                {"--svg", "--svg needs a value"},
+               {"--chunk-bytes", "--chunk-bytes : must be 1 to 16 numbers"},
+               {"--chunk-bytes 1M,", "must be 1 to 16 numbers"},
+               {"--side 1", "give --connect HOST:PORT"},
+               {"--listen a:1 --side 1", "give --connect HOST:PORT"},
+               {"--connect a:1 --side 0", "give --listen HOST:PORT"},
+               {"--mode straight --cancel-every 2", "--cancel-every counts chunks"},
+               {"--mode straight --kill-at 0", "--kill-at counts chunks"},
+               {"--stop", "--stop needs --kill-at"},
+               {"--svg a --rounds 0", "--rounds 0 measures none"},
+               {"--mode straight --page-rows 1 --tokens 1048577", "are 1048577 pages, at most 1048576"},
                {"--heads 6 --from-tp 4", "--heads 6 is not a multiple of --from-tp 4 and --to-tp 1"},
                {"--chunk-bytes 1M,,2M", "must be 1 to 16 numbers"},
                {"--chunk-bytes 17G", "must be a number from 1 to 17179869184"},
@@ -207,10 +297,20 @@ static void test_options(void)
         if (!strstr(text, bad[k].words))
             fail("%s: %s", bad[k].line, text);
     }
-    CHECK(parsed(&o, "--layout hnd --to-layout nhd --chunk-bytes 1M,64K --from-tp 4 --to-tp 2 --mode all --stop", text,
-                 sizeof text) == -1);
+    CHECK(
+        parsed(&o,
+               "--layout hnd --to-layout nhd --chunk-bytes 1M,64K --from-tp 4 --to-tp 2 --mode all --stop --kill-at 1",
+               text, sizeof text) == -1);
     CHECK(o.from.head_major == 1 && o.to.head_major == 0 && o.chunk_count == 2 && o.chunk_bytes[0] == 1 << 20);
     CHECK(o.chunk_bytes[1] == 64 << 10 && o.ring && o.straight && o.stops && o.side == -1 && o.to.page_rows == 16);
+    char many[9 * handover_most_arguments + 1] = "";
+    for (int k = 1; k < handover_most_arguments; k++)
+        strcat(many, "--verify ");
+    CHECK(parsed(&o, many, text, sizeof text) == -1);
+    strcat(many, "--verify ");
+    CHECK(parsed(&o, many, text, sizeof text) == 2 && strstr(text, "101 arguments, at most 100 are allowed"));
+    CHECK(parsed(&o, "--listener-fd 3 --side 0", text, sizeof text) == -1 && o.listener == 3 && o.side == 0);
+    CHECK(parsed(&o, "--mode all --page-rows 1 --tokens 1M", text, sizeof text) == -1);
     CHECK(parsed(&o, "--connect host:5 --sockets", text, sizeof text) == -1 && o.side == 1 && o.chunk_count == 1);
 }
 
@@ -219,8 +319,11 @@ int main(void)
     run("handover: messages", test_messages);
     run("handover: bytes that come one by one", test_dribble);
     run("handover: peers that are gone, or others", test_bad_peers);
+    run("handover: payloads", test_payloads);
     run("handover: deadlines", test_deadlines);
     run("handover: sockets", test_sockets);
+    run("handover: a peer that does not answer", test_connect_deadline);
+    run("handover: calls that wait for a peer", test_guard);
     run("handover: options", test_options);
     return finish();
 }

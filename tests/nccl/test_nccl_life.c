@@ -703,6 +703,9 @@ static void test_ring_arguments(void)
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "ring was not initialised");
     CHECK_ERROR(kvprim_ring_destroy(&ring), KVPRIM_ERROR_ARGUMENT, "ring was not initialised");
     CHECK_ERROR(kvprim_ring_destroy(NULL), KVPRIM_ERROR_NULL, "ring is NULL");
+    current_device = elsewhere;
+    CHECK_ERROR(kvprim_ring_init(&ring, &good), KVPRIM_ERROR_ARGUMENT, "the current device is 7");
+    current_device = home;
     CHECK(kvprim_ring_init(&ring, &good) == KVPRIM_OK);
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
     CHECK_ERROR(kvprim_ring_take(&ring, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
