@@ -318,6 +318,19 @@ static int trace_utf8(const unsigned char *text)
     return length && code >= least[length] && code < 0x110000 && code >> 11 != 0xd800 >> 11 ? length : 0;
 }
 
+/* Replaces control characters, which a terminal would obey, and what is not UTF-8, by '?'. Returns the text. */
+static char *trace_show(char *text)
+{
+    for (unsigned char *c = (unsigned char *)text; *c;) {
+        const int utf8 = trace_utf8(c);
+        const int control = utf8 ? c[0] == 0xc2 && c[1] < 0xa0 : c[0] < 32 || c[0] > 126;
+        if (control)
+            memset(c, '?', utf8 ? 2 : 1);
+        c += utf8 ? utf8 : 1;
+    }
+    return text;
+}
+
 /* Escapes what is neither printable ASCII nor UTF-8, so that any name makes valid JSON. */
 static void trace_write_string(FILE *f, const char *text)
 {
