@@ -703,8 +703,10 @@ def judge_sanitizer(check, ended, said, kernels):
     launched = dict(re.findall(r'^launched (\w+) (\d+)$', said, re.M))
     wrong = ['exit code %d%s' % (ended, ' (124: not done in time)' if ended == 124 else '')] if ended else []
     print(*(line for line in lines if not line.startswith('launched ')), sep='\n')
-    if not kernels:
+    if kernels is None:
         print('whether each kernel ran is unknown: no cuobjdump')
+    elif not kernels:
+        wrong.append('cuobjdump finds none of the kernels in the program')
     elif not launched:
         print('whether each kernel ran is unknown: the program did not get so far, or CUDA is older than 12.3')
     else:
@@ -766,7 +768,7 @@ def main(job='', *inputs):
     os.environ.setdefault('NCCL_NVLS_ENABLE', '0')  # NVLink multicast stays off unless the caller says otherwise
     try:
         return int(jobs[job](inputs))
-    except (Missing, ValueError) as missing:
+    except (Missing, ValueError, OSError) as missing:
         sys.stdout.flush()
         print(missing, file=sys.stderr)
         return 1
