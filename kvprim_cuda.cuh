@@ -176,8 +176,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    multiprocessor. They may be written again when the work is done.
    They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
    call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered).
-   In device memory a few take 0.6 us more than kvprim_cuda_unpack, and many at most a tenth longer
-   many (H200). Each is seen by some blocks only, so one fragment with most of the bytes takes 1.5 to 2.5 times as long.
+   In device memory a few take 0.6 us more than kvprim_cuda_unpack, and many at most a tenth longer (H200). Each is seen
+   by some blocks only, so one fragment with most of the bytes takes 1.5 to 2.5 times as long.
    Reading them over PCIe takes 4 to 13 us more for up to 2,048, and 25 us for 65,536. max_count and the smaller of
    src_bytes and dst_bytes decide how the work is divided: they should not be much more than what is expected. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,

@@ -476,7 +476,7 @@ static char *piece_at(const handover_cache *c, int32_t layer, int part, int64_t 
            piece * c->head_bytes;
 }
 
-/* One ncclSend for each piece that is contiguous on both sides, in groups. */
+/* One ncclSend for each token's row of K or V in a layer, or for each of its heads where a side is HND, in groups. */
 static bool move_pieces(session *s, const ask *a)
 {
     const handover_side_memory *const mine = &s->mine;

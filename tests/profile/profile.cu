@@ -65,6 +65,8 @@ typedef struct place {
     int32_t *of_all, *of_half, *to, *from; /* rows of both tables, of one, of a layer, in random order */
     int32_t *in_order;                     /* rows of one table */
     int32_t *pages, *request, *position;   /* of tokens: see run_slots */
+    kvprim_unpack_meta_item *meta;         /* the fragments */
+    uint64_t *meta_count;
 } place;
 static place gpu, host;
 
@@ -198,6 +200,18 @@ static void run_unpack(const place *p, int64_t count)
     check_kvprim(p == &gpu ? kvprim_cuda_unpack(&unpack, &launch) : kvprim_unpack(&unpack));
 }
 
+static void run_unpack_meta(const place *p, int64_t count)
+{
+    kvprim_unpack_meta_desc unpack = {};
+    unpack.src = p->src;
+    unpack.dst = p->dst;
+    unpack.src_bytes = unpack.dst_bytes = (uint64_t)cache_rows * row_bytes;
+    unpack.meta = p->meta;
+    unpack.count = p->meta_count;
+    unpack.max_count = (uint64_t)count;
+    check_kvprim(p == &gpu ? kvprim_cuda_unpack_meta(&unpack, &launch) : kvprim_unpack_meta(&unpack));
+}
+
 static void run_copies(const place *p, int64_t count)
 {
     static kvprim_copy_item items[most_fragments];
@@ -236,6 +250,8 @@ static const operation operations[] = {
     {"store, 64 Ki tokens, random slots", "kvpc_store_kernel", "large", run_store, 65536, 2 * 65536 * row_bytes},
     {"transfer, 2,048 rows of 32 layers", "kvpc_move_kernel", "large", run_transfer, 2048, 2048 * layers *row_bytes},
     {"unpack, 8,192 fragments of 16 KB", "kvpc_unpack_kernel", "large", run_unpack, most_fragments,
+     most_fragments *fragment_bytes},
+    {"unpack_meta, 8,192 of 16 KB", "kvpc_meta_kernel", "large", run_unpack_meta, most_fragments,
      most_fragments *fragment_bytes},
     {"copy by address, 8,192 of 16 KB", "kvpc_unpack_kernel", "large", run_copies, most_fragments,
      most_fragments *fragment_bytes},
@@ -306,6 +322,21 @@ static void open_tokens(void)
     gpu.position = on_gpu(host.position, tokens * sizeof *host.position);
 }
 
+static void open_fragments(const int32_t *places)
+{
+    host.meta = (kvprim_unpack_meta_item *)allocate(most_fragments * sizeof *host.meta);
+    host.meta_count = (uint64_t *)allocate(sizeof *host.meta_count);
+    *host.meta_count = most_fragments;
+    for (int f = 0; f < most_fragments; f++) {
+        fragments[f].src_offset = (uint64_t)places[f] * fragment_bytes;
+        fragments[f].dst_offset = (uint64_t)f * fragment_bytes;
+        fragments[f].bytes = fragment_bytes;
+        host.meta[f] = {(uint32_t)fragments[f].src_offset, fragment_bytes, fragments[f].dst_offset};
+    }
+    gpu.meta = on_gpu(host.meta, most_fragments * sizeof *host.meta);
+    gpu.meta_count = on_gpu(host.meta_count, sizeof *host.meta_count);
+}
+
 static void open_rows(void)
 {
     int32_t *places, *unused;
@@ -325,11 +356,7 @@ static void open_rows(void)
         host.in_order[i] = i;
     gpu.in_order = on_gpu(host.in_order, cache_rows * sizeof *host.in_order);
     open_tokens();
-    for (int f = 0; f < most_fragments; f++) {
-        fragments[f].src_offset = (uint64_t)places[f] * fragment_bytes;
-        fragments[f].dst_offset = (uint64_t)f * fragment_bytes;
-        fragments[f].bytes = fragment_bytes;
-    }
+    open_fragments(places);
 }
 
 static int profile_rows(void)
