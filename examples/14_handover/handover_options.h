@@ -266,6 +266,12 @@ static inline bool handover_check_processes(const handover_options *o)
     return true;
 }
 
+/* Whether this is the one side that runs here, rather than a process of a program that runs both. */
+static inline bool handover_is_alone(const handover_options *o)
+{
+    return o->side >= 0 && o->listener < 0;
+}
+
 /* What one option alone does not show. */
 static inline bool handover_check_options(handover_options *o)
 {

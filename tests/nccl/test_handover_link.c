@@ -310,6 +310,9 @@ static void test_options(void)
     strcat(many, "--verify ");
     CHECK(parsed(&o, many, text, sizeof text) == 2 && strstr(text, "101 arguments, at most 100 are allowed"));
     CHECK(parsed(&o, "--listener-fd 3 --side 0", text, sizeof text) == -1 && o.listener == 3 && o.side == 0);
+    CHECK(!handover_is_alone(&o) && parsed(&o, "", text, sizeof text) == -1 && !handover_is_alone(&o));
+    CHECK(parsed(&o, "--listen a:1", text, sizeof text) == -1 && handover_is_alone(&o));
+    CHECK(parsed(&o, "--listener-fd 3 --connect a:1 --side 1", text, sizeof text) == -1 && !handover_is_alone(&o));
     CHECK(parsed(&o, "--mode all --page-rows 1 --tokens 1M", text, sizeof text) == -1);
     CHECK(parsed(&o, "--connect host:5 --sockets", text, sizeof text) == -1 && o.side == 1 && o.chunk_count == 1);
 }
