@@ -444,27 +444,28 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack(const kvprim_unpack_desc *
    writes up to 2,048 descriptors (twice the 4 KB pages of 4 MB) and then their number, a uint64_t, to memory that is
    mapped for the GPU. 16 requests make a ring: request r uses row r % 16 of `mem` and element r % 16 of `cnt`:
 
-       desc.meta = (const kvprim_meta *)meta->mem[r % 16], desc.count = &meta->cnt[r % 16], desc.max_count = 2048;
+       desc.meta = (const kvprim_unpack_meta_item *)meta->mem[r % 16], desc.count = &meta->cnt[r % 16];
+       desc.max_count = 2048;
 
    Each descriptor moves: dst[dst_offset .. + bytes) = src[src_offset .. + bytes). */
-typedef struct kvprim_meta {
+typedef struct kvprim_unpack_meta_item {
     uint32_t src_offset, bytes; /* src_off, len; bytes may be 0 */
     uint64_t dst_offset;        /* dst_off */
-} kvprim_meta;
+} kvprim_unpack_meta_item;
 
 typedef struct kvprim_unpack_meta_desc {
-    const void *src;
+    const void *src; /* the receive buffer, of any alignment, as dst; fastest where both are multiples of 16 bytes */
     uint64_t src_bytes;
     void *dst;
     uint64_t dst_bytes;
-    const kvprim_meta *meta; /* max_count of them, aligned to 16 bytes */
-    const uint64_t *count;   /* of the descriptors to move */
-    uint64_t max_count;      /* at most KVPRIM_MAX_META */
-    uint32_t *rejected;      /* optional counter */
-    int64_t reserved;        /* must be 0 */
+    const kvprim_unpack_meta_item *meta; /* max_count of them, aligned to 16 bytes */
+    const uint64_t *count;               /* of the descriptors to move */
+    uint64_t max_count;                  /* at most KVPRIM_MAX_UNPACK_META */
+    uint32_t *rejected;                  /* optional counter */
+    int64_t reserved;                    /* must be 0 */
 } kvprim_unpack_meta_desc;
 
-enum { KVPRIM_MAX_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
+enum { KVPRIM_MAX_UNPACK_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
 
 /* The side that executes reads *count and the descriptors when it does. On the GPU they may hold anything until then,
    so nothing that they say is an error of the call:
@@ -691,9 +692,9 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 312, "kvprim_transfer_desc"
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_desc) == 72, "kvprim_unpack_meta_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_meta) == 16 && offsetof(kvprim_meta, bytes) == 4 &&
-                         offsetof(kvprim_meta, dst_offset) == 8,
-                     "kvprim_meta is NCCL's loadMeta");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_item) == 16 && offsetof(kvprim_unpack_meta_item, bytes) == 4 &&
+                         offsetof(kvprim_unpack_meta_item, dst_offset) == 8,
+                     "kvprim_unpack_meta_item is NCCL's loadMeta");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_desc) == 24, "kvprim_copy_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_item) == 24, "kvprim_copy_item");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
@@ -718,7 +719,7 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
                    {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
                    {"kvprim_fragment", sizeof(kvprim_fragment)},
                    {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
-                   {"kvprim_meta", sizeof(kvprim_meta)},
+                   {"kvprim_unpack_meta_item", sizeof(kvprim_unpack_meta_item)},
                    {"kvprim_unpack_meta_desc", sizeof(kvprim_unpack_meta_desc)},
                    {"kvprim_copy_item", sizeof(kvprim_copy_item)},
                    {"kvprim_copy_desc", sizeof(kvprim_copy_desc)},
@@ -3210,9 +3211,9 @@ KVPRIM_API kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc 
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", function, null);
     if (desc->reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: reserved is %lld, not 0", function, (long long)desc->reserved);
-    if (desc->max_count > KVPRIM_MAX_META)
+    if (desc->max_count > KVPRIM_MAX_UNPACK_META)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: max_count is %llu, more than %d", function,
-                           (unsigned long long)desc->max_count, (int)KVPRIM_MAX_META);
+                           (unsigned long long)desc->max_count, (int)KVPRIM_MAX_UNPACK_META);
     if ((uint64_t)(size_t)desc->src_bytes != desc->src_bytes || (uint64_t)(size_t)desc->dst_bytes != desc->dst_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: src_bytes %llu or dst_bytes %llu is more than an address holds",
                            function, (unsigned long long)desc->src_bytes, (unsigned long long)desc->dst_bytes);
@@ -3227,7 +3228,7 @@ KVPRIM_API kvprim_status kvprim_unpack_meta(const kvprim_unpack_meta_desc *desc)
     const uint64_t given = d.max_count ? *d.count : 0, excess = given > d.max_count ? given - d.max_count : 0;
     uint32_t rejected = excess < INT32_MAX ? (uint32_t)excess : INT32_MAX;
     for (uint64_t i = 0; i < given - excess; i++) {
-        const kvprim_meta m = d.meta[i];
+        const kvprim_unpack_meta_item m = d.meta[i];
         const int inside = m.src_offset <= d.src_bytes && m.bytes <= d.src_bytes - m.src_offset &&
                            m.dst_offset <= d.dst_bytes && m.bytes <= d.dst_bytes - m.dst_offset;
         rejected += !inside;

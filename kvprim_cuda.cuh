@@ -176,10 +176,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack(const kvprim_unpack_d
    multiprocessor. They may be written again when the work is done.
    They lie in device memory or in pinned host memory. If they are ordinary host memory that the GPU cannot reach, the
    call fails with KVPRIM_ERROR_ARGUMENT (see kvprim_cuda_transfer: answers are remembered).
-   In device memory they take 0.6 us more than kvprim_cuda_unpack if they are few, and at most a tenth longer if they are
+   In device memory a few take 0.6 us more than kvprim_cuda_unpack, and many at most a tenth longer
    many (H200). Each is seen by some blocks only, so one fragment with most of the bytes takes 1.5 to 2.5 times as long.
-   Reading them over PCIe takes 4 to 12 us for up to 2,048, and 30 us for 65,536. max_count decides how the work is
-   divided: it should not be much more than what is expected. */
+   Reading them over PCIe takes 4 to 13 us more for up to 2,048, and 25 us for 65,536. max_count and the smaller of
+   src_bytes and dst_bytes decide how the work is divided: they should not be much more than what is expected. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_unpack_meta(const kvprim_unpack_meta_desc *desc,
                                                                 const kvprim_cuda_launch *launch);
 
@@ -1572,10 +1572,11 @@ enum {
     kvpc_meta_few = 1024,        /* descriptors */
     kvpc_meta_sm_threads = 1024, /* that run at once on a multiprocessor; of few descriptors 768 */
     kvpc_meta_link_shift = 7,    /* log2 of the descriptors of a range, at most, if they lie in the host's memory ... */
-    kvpc_meta_link_each = 32,    /* ... and for how many there is a block */
-    kvpc_meta_link_least = 16,   /* ... blocks, at least */
-    kvpc_meta_lanes = 8,         /* threads that copy a fragment if all of a range are small */
-    kvpc_meta_numbered = 3       /* see kvpc_copy_range */
+    kvpc_meta_link_each = 32,    /* ... and for how many, or how many bytes, there is a block */
+    kvpc_meta_link_bytes = 512 << 10,
+    kvpc_meta_link_least = 16, /* ... blocks, at least */
+    kvpc_meta_lanes = 8,       /* threads that copy a fragment if all of a range are small */
+    kvpc_meta_numbered = 3     /* see kvpc_copy_range */
 };
 
 /* Blocks that must fit a multiprocessor. Two of 512 threads keep the kernel to 64 registers, which is faster with many
@@ -3478,14 +3479,14 @@ static kvprim_status kvpc_check_items(const char *function, const kvprim_copy_de
 
 /* As many blocks as full buffers keep busy, and so few that all run at once. They have to read all descriptors of their
    range. In the host's memory this is slow, and the slower, the more multiprocessors read: 1,024 take 12.5 us by 32
-   blocks and 23 us by 264 (H200, 4 KB each). */
+   blocks and 23 us by 264 (H200, 4 KB each). If the buffers are large, more blocks copy: fragments may be long. */
 static uint32_t kvpc_meta_grid(const kvpc_call *call, const kvprim_unpack_meta_desc *d, uint32_t threads, bool link)
 {
     const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
     const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
     const uint64_t on_sm = threads == kvpc_meta_threads ? kvpc_meta_sm_threads / kvpc_meta_threads : 3;
     const uint64_t sms = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors() * on_sm;
-    const uint64_t each = d->max_count / kvpc_meta_link_each;
+    const uint64_t each = d->max_count / kvpc_meta_link_each + bytes / kvpc_meta_link_bytes;
     const uint64_t few = each > kvpc_meta_link_least ? each : (uint64_t)kvpc_meta_link_least;
     const uint64_t most = link && few < sms ? few : sms;
     return (uint32_t)(wanted < most ? wanted : most);

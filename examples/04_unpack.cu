@@ -29,7 +29,7 @@ static void *descriptors; /* device memory, for the report's first kernel */
 
 /* What a network plugin writes for each chunk, as NCCL lays it out: pinned host memory, which the GPU reads. */
 struct ring {
-    kvprim_meta meta[chunks][in_chunk];
+    kvprim_unpack_meta_item meta[chunks][in_chunk];
     uint64_t count[chunks];
     std::atomic<uint32_t> described; /* so many chunks are */
 };

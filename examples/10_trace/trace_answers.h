@@ -77,11 +77,30 @@ static trace_sum trace_family(const trace *t, int phase, trace_kind kind, const 
     return all;
 }
 
+typedef struct trace_shown {
+    char text[4096];
+} trace_shown;
+
+/* Returns at most `most` bytes of a name as they may be printed: whole characters, no control characters. */
+static trace_shown trace_shown_of(const char *name, size_t most)
+{
+    trace_shown shown;
+    size_t bytes = strlen(name);
+    most = most < sizeof shown.text ? most : sizeof shown.text - 1;
+    if (bytes > most)
+        for (bytes = most; bytes && most - bytes < 3 && ((unsigned char)name[bytes] & 0xc0) == 0x80;)
+            bytes--;
+    memcpy(shown.text, name, bytes);
+    shown.text[bytes] = 0;
+    (void)trace_show(shown.text);
+    return shown;
+}
+
 /* Prints the first `most` sums, each with its share of `whole` ns. */
 static void trace_print_sums(const trace *t, const trace_sum *sums, uint64_t whole, int most)
 {
     for (int n = 0; n < t->names_count && n < most && sums[n].count; n++)
-        printf("    %-34.34s %8llu %11.3f ms %10.2f us %6.1f %%\n", t->names[sums[n].name].text,
+        printf("    %-34s %8llu %11.3f ms %10.2f us %6.1f %%\n", trace_shown_of(t->names[sums[n].name].text, 34).text,
                (unsigned long long)sums[n].count, 1e-6 * (double)sums[n].ns,
                1e-3 * (double)sums[n].ns / (double)sums[n].count,
                100 * (double)sums[n].ns / (double)(whole ? whole : 1));
@@ -228,14 +247,16 @@ static void trace_print_longest(const trace *t, trace_event *on_gpu, size_t coun
     qsort(on_gpu, most, sizeof *on_gpu, trace_by_begin);
     for (size_t i = 0; i < most; i++)
         printf("    at %11.3f ms %10.2f us   %s\n", 1e-6 * (double)(on_gpu[i].begin - zero),
-               1e-3 * (double)(on_gpu[i].end - on_gpu[i].begin), t->names[on_gpu[i].name].text);
+               1e-3 * (double)(on_gpu[i].end - on_gpu[i].begin),
+               trace_shown_of(t->names[on_gpu[i].name].text, 4095).text);
 }
 
 static void trace_print_copies(const trace *t, const trace_sum *sums)
 {
     for (int n = 0; n < t->names_count && sums[n].count; n++)
-        printf("    %-34s %8llu %11.3f ms %13.3f MB %9.2f GB/s\n", t->names[sums[n].name].text,
-               (unsigned long long)sums[n].count, 1e-6 * (double)sums[n].ns, 1e-6 * (double)sums[n].bytes,
+        printf("    %-34s %8llu %11.3f ms %13.3f MB %9.2f GB/s\n",
+               trace_shown_of(t->names[sums[n].name].text, 4095).text, (unsigned long long)sums[n].count,
+               1e-6 * (double)sums[n].ns, 1e-6 * (double)sums[n].bytes,
                (double)sums[n].bytes / (double)(sums[n].ns ? sums[n].ns : 1));
 }
 
@@ -263,9 +284,9 @@ static void trace_print_waits(const trace *t, trace_busy *b, int most)
         const trace_gap g = t->names_count ? b->gaps[longest] : b->all;
         if (t->names_count == 0 || g.count == 0)
             return;
-        printf("    before %-27.27s %8llu %11.3f ms %10.2f us %6.1f %%   longest %.2f us\n", t->names[longest].text,
-               (unsigned long long)g.count, 1e-6 * (double)g.ns, 1e-3 * (double)g.ns / (double)g.count,
-               100 * (double)g.ns / (double)b->all.ns, 1e-3 * (double)g.longest);
+        printf("    before %-27s %8llu %11.3f ms %10.2f us %6.1f %%   longest %.2f us\n",
+               trace_shown_of(t->names[longest].text, 27).text, (unsigned long long)g.count, 1e-6 * (double)g.ns,
+               1e-3 * (double)g.ns / (double)g.count, 100 * (double)g.ns / (double)b->all.ns, 1e-3 * (double)g.longest);
         b->gaps[longest].ns = b->gaps[longest].count = 0;
     }
 }
@@ -338,9 +359,10 @@ static void trace_print_spans(const trace *t, int phase, size_t most)
     qsort(sums, count, sizeof *sums, trace_by_span_time);
     printf("7   ranges on streams, from the first operation to the last: count, operations, total, each\n");
     for (size_t i = 0; i < count && i < most; i++)
-        printf("    GPU %u stream %-5u %-24.24s %6llu %8llu %11.3f ms %10.2f us\n", sums[i].device, sums[i].track,
-               sums[i].text, (unsigned long long)sums[i].count, (unsigned long long)sums[i].operations,
-               1e-6 * (double)sums[i].ns, 1e-3 * (double)sums[i].ns / (double)sums[i].count);
+        printf("    GPU %u stream %-5u %-24s %6llu %8llu %11.3f ms %10.2f us\n", sums[i].device, sums[i].track,
+               trace_shown_of(sums[i].text, 24).text, (unsigned long long)sums[i].count,
+               (unsigned long long)sums[i].operations, 1e-6 * (double)sums[i].ns,
+               1e-3 * (double)sums[i].ns / (double)sums[i].count);
     free(spans.events), free(sums);
 }
 
@@ -383,7 +405,7 @@ typedef struct trace_change {
 
 static int64_t trace_slower(const trace_change *c)
 {
-    return (int64_t)c->ns[1] - (int64_t)c->ns[0];
+    return (int64_t)(c->ns[1] - c->ns[0]); /* sums of a spoilt file's times may not fit */
 }
 
 /* What became slower comes first, the most first. */
@@ -399,9 +421,9 @@ static void trace_print_change(const trace_change *c)
     for (int side = 0; side < 2; side++)
         if (c->count[side])
             snprintf(each[side], sizeof each[side], "%.2f", 1e-3 * (double)c->ns[side] / (double)c->count[side]);
-    printf("    %-27.27s %8llu %8llu %11.3f %11.3f %+11.3f ms %9s %9s us\n", c->text, (unsigned long long)c->count[0],
-           (unsigned long long)c->count[1], 1e-6 * (double)c->ns[0], 1e-6 * (double)c->ns[1],
-           1e-6 * (double)trace_slower(c), each[0], each[1]);
+    printf("    %-27s %8llu %8llu %11.3f %11.3f %+11.3f ms %9s %9s us\n", trace_shown_of(c->text, 27).text,
+           (unsigned long long)c->count[0], (unsigned long long)c->count[1], 1e-6 * (double)c->ns[0],
+           1e-6 * (double)c->ns[1], 1e-6 * (double)trace_slower(c), each[0], each[1]);
 }
 
 /* Prints the `most` changes to the worse, then as many to the better. */

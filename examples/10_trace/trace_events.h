@@ -13,11 +13,13 @@
 #define TRACE_EVENTS_H
 
 #include <errno.h>
+#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 /* Kernels and copies run on the GPU's streams, calls and ranges on the host's threads. A span is a range projected onto
    a stream, see trace_project(). */
@@ -318,6 +320,19 @@ static int trace_utf8(const unsigned char *text)
     return length && code >= least[length] && code < 0x110000 && code >> 11 != 0xd800 >> 11 ? length : 0;
 }
 
+/* Replaces control characters, which a terminal would obey, and what is not UTF-8, by '?'. Returns the text. */
+static char *trace_show(char *text)
+{
+    for (unsigned char *c = (unsigned char *)text; *c;) {
+        const int utf8 = trace_utf8(c);
+        const int control = utf8 ? c[0] == 0xc2 && c[1] < 0xa0 : c[0] < 32 || c[0] > 126;
+        if (control)
+            memset(c, '?', utf8 ? 2 : 1);
+        c += utf8 ? utf8 : 1;
+    }
+    return text;
+}
+
 /* Escapes what is neither printable ASCII nor UTF-8, so that any name makes valid JSON. */
 static void trace_write_string(FILE *f, const char *text)
 {
@@ -534,14 +549,45 @@ static void trace_write_all(FILE *f, const trace *t)
     free(placed);
 }
 
+/* While a trace is written, signals that end the program remove what is there of it. */
+static char *trace_unfinished;
+static const int trace_signals[] = {SIGINT, SIGTERM, SIGHUP, SIGXFSZ};
+enum { trace_signals_count = sizeof trace_signals / sizeof *trace_signals };
+
+static void trace_interrupted(int number)
+{
+    unlink(trace_unfinished);
+    signal(number, SIG_DFL);
+    raise(number);
+}
+
+/* Replaces the signals' actions, except where they are ignored, as under nohup. A limit to the size of files is then an
+   error, as a full disk is. */
+static void trace_catch(struct sigaction *before)
+{
+    for (int i = 0; i < trace_signals_count; i++) {
+        struct sigaction action;
+        memset(&action, 0, sizeof action);
+        action.sa_handler = trace_signals[i] == SIGXFSZ ? SIG_IGN : trace_interrupted;
+        sigaction(trace_signals[i], NULL, &before[i]);
+        if (before[i].sa_handler == SIG_DFL)
+            sigaction(trace_signals[i], &action, NULL);
+    }
+}
+
 /* Returns 0, or -1 if the file cannot be written; errno says why. The trace is written under another name first, so
    that an error leaves neither half a trace nor the loss of an old one. Devices and pipes are written directly. */
 static inline int trace_write(const trace *t, const char *path)
 {
     struct stat there;
+    struct sigaction before[trace_signals_count];
     const int direct = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     char *const other = strcpy((char *)trace_room(NULL, strlen(path) + sizeof ".part"), path);
-    FILE *const f = fopen(direct ? path : strcat(other, ".part"), "w");
+    if (!direct) {
+        trace_unfinished = strcat(other, ".part");
+        trace_catch(before);
+    }
+    FILE *const f = fopen(other, "w");
     int error = f ? 0 : errno;
     if (f) {
         trace_write_all(f, t);
@@ -551,6 +597,8 @@ static inline int trace_write(const trace *t, const char *path)
         if (error && !direct)
             remove(other);
     }
+    for (int i = 0; i < trace_signals_count && !direct; i++)
+        sigaction(trace_signals[i], &before[i], NULL);
     free(other);
     errno = error;
     return error ? -1 : 0;

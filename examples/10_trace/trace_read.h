@@ -155,6 +155,7 @@ __attribute__((format(printf, 2, 3))) static bool trace_fail(trace_reading *r, c
     if (r->error[0] == 0)
         snprintf(r->error, sizeof r->error, "%.200s: byte %llu%s: %s", r->path, (unsigned long long)(r->before + r->at),
                  r->gzip ? " of its text" : "", what);
+    trace_show(r->error);
     return false;
 }
 
@@ -677,9 +678,10 @@ static void trace_name_of_id(trace_reading *r, int field)
 
 static bool trace_add_string(trace_reading *r)
 {
-    const int before = r->ids.names_count, n = trace_name(&r->ids, TRACE_CALL, r->field[TRACE_ID]);
+    const int before = r->ids.names_count;
     if (before >= trace_names_most)
         return trace_fail(r, "more than %d strings", (int)trace_names_most);
+    const int n = trace_name(&r->ids, TRACE_CALL, r->field[TRACE_ID]);
     if (n < before)
         return trace_fail(r, "before this, the string %s is there for the second time", r->field[TRACE_ID]);
     if ((before & (before - 1)) == 0)
@@ -798,7 +800,11 @@ static bool trace_open(trace_reading *r)
     }
     if (r->gzip == 0) {
         dup2(r->file, 0), dup2(ends[1], 1), dup2(open("/dev/null", O_WRONLY), 2);
-        close(ends[0]), close(ends[1]), close(r->file);
+        for (int i = 0; i < 3; i++) { /* those of a caller that has closed its own are among the first three */
+            const int unused = i < 2 ? ends[i] : r->file;
+            if (unused > 2)
+                close(unused);
+        }
         execlp("gzip", "gzip", "-dcq", (char *)NULL);
         _exit(127);
     }

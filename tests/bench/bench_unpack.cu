@@ -375,9 +375,9 @@ static void shifts()
 struct meta_lists {
     const batch &b;
     size_t stride; /* from one rotation's descriptors to the next; their count comes before them */
-    std::vector<kvprim_meta> host;
-    kvprim_meta *pinned = nullptr;
-    on_device<kvprim_meta> device;
+    std::vector<kvprim_unpack_meta_item> host;
+    kvprim_unpack_meta_item *pinned = nullptr;
+    on_device<kvprim_unpack_meta_item> device;
 
     explicit meta_lists(const batch &b_) : b(b_), stride(b_.fragments.size() + 1)
     {
@@ -394,7 +394,7 @@ struct meta_lists {
     {
         (void)cudaFreeHost(pinned);
     }
-    void enqueue(int i, const kvprim_meta *list, const kvprim_cuda_launch &launch) const
+    void enqueue(int i, const kvprim_unpack_meta_item *list, const kvprim_cuda_launch &launch) const
     {
         kvprim_unpack_meta_desc d = {};
         d.src = b.src(i), d.src_bytes = uint64_t(b.src_bytes);
@@ -403,7 +403,7 @@ struct meta_lists {
         check_kvprim(kvprim_cuda_unpack_meta(&d, &launch));
     }
     /* anew: other descriptors for each launch, which are not in the cache */
-    contender contend(const char *name, const kvprim_meta *lists, bool anew, bool pdl = false) const
+    contender contend(const char *name, const kvprim_unpack_meta_item *lists, bool anew, bool pdl = false) const
     {
         const kvprim_cuda_launch launch = on_stream(pdl);
         contender c = ::contend(name, b, unpack);

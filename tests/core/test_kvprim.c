@@ -58,7 +58,7 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_slots_desc),
                  SIZE_OF(kvprim_transfer_desc),
                  SIZE_OF(kvprim_unpack_desc),
-                 SIZE_OF(kvprim_meta),
+                 SIZE_OF(kvprim_unpack_meta_item),
                  SIZE_OF(kvprim_unpack_meta_desc),
                  SIZE_OF(kvprim_fragment),
                  SIZE_OF(kvprim_copy_desc),

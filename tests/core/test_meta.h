@@ -7,7 +7,7 @@ enum { META_SIDE = 20000, META_MOST = 90 };
 
 /* What a call works on. */
 static struct meta_memory {
-    _Alignas(16) kvprim_meta meta[META_MOST];
+    _Alignas(16) kvprim_unpack_meta_item meta[META_MOST];
     uint64_t count;
     uint32_t rejected;
     unsigned char src[META_SIDE], dst[META_SIDE], want[META_SIDE];
@@ -44,8 +44,8 @@ static void one_round_of_metas(struct meta_memory *m)
     if (m->count > max_count)
         rejected += (uint32_t)(m->count - max_count);
     for (uint64_t i = 0; i < META_MOST; i++) {
-        kvprim_meta *const d = &m->meta[i];
-        *d = (kvprim_meta){(uint32_t)below(META_SIDE - 300), (uint32_t)below(200), at};
+        kvprim_unpack_meta_item *const d = &m->meta[i];
+        *d = (kvprim_unpack_meta_item){(uint32_t)below(META_SIDE - 300), (uint32_t)below(200), at};
         at += d->bytes + (size_t)below(3);
         switch (below(30)) {
         case 0: /* to the end, or one byte past it */
@@ -93,7 +93,7 @@ static void test_meta_limits(void)
     kvprim_unpack_meta_desc d = metas_of(m, 2);
     for (size_t i = 0; i < LENGTH(counts_of); i++) {
         memset(m, 0, sizeof *m);
-        m->meta[0] = (kvprim_meta){7, 1, 3}, m->meta[1] = (kvprim_meta){7, 2, 5};
+        m->meta[0] = (kvprim_unpack_meta_item){7, 1, 3}, m->meta[1] = (kvprim_unpack_meta_item){7, 2, 5};
         m->src[7] = 1, m->src[8] = 2;
         m->count = counts_of[i];
         CHECK(kvprim_unpack_meta(&d) == KVPRIM_OK);
@@ -111,7 +111,7 @@ static void test_meta_overlap(void)
     struct meta_memory *const m = &meta_memory;
     kvprim_unpack_meta_desc d = metas_of(m, 1);
     memset(m, 0, sizeof *m);
-    d.src = m->dst, m->count = 1, m->meta[0] = (kvprim_meta){100, 200, 150};
+    d.src = m->dst, m->count = 1, m->meta[0] = (kvprim_unpack_meta_item){100, 200, 150};
     m->dst[149] = m->dst[350] = 7;
     CHECK(kvprim_unpack_meta(&d) == KVPRIM_OK && m->dst[149] == 7 && m->dst[350] == 7 && m->rejected == 0);
 }
@@ -136,9 +136,10 @@ static void test_meta_errors(void)
     BAD_META(src = NULL, KVPRIM_ERROR_NULL, "src is NULL");
     BAD_META(dst = NULL, KVPRIM_ERROR_NULL, "dst is NULL");
     BAD_META(reserved = 3, KVPRIM_ERROR_ARGUMENT, "reserved is 3, not 0");
-    BAD_META(max_count = (uint64_t)KVPRIM_MAX_META + 1, KVPRIM_ERROR_SIZE,
+    BAD_META(max_count = (uint64_t)KVPRIM_MAX_UNPACK_META + 1, KVPRIM_ERROR_SIZE,
              "max_count is 268435457, more than 268435456");
-    BAD_META(meta = (const kvprim_meta *)(const void *)&m->meta[0].dst_offset, KVPRIM_ERROR_ARGUMENT, "meta (");
+    BAD_META(meta = (const kvprim_unpack_meta_item *)(const void *)&m->meta[0].dst_offset, KVPRIM_ERROR_ARGUMENT,
+             "meta (");
     BAD_META(count = (const uint64_t *)(const void *)((char *)&m->count + 4), KVPRIM_ERROR_ARGUMENT, "count (");
     BAD_META(rejected = (uint32_t *)(void *)((char *)&m->rejected + 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
     BAD_META(dst = &m->meta[3], KVPRIM_ERROR_OVERLAP, "dst (");
@@ -151,7 +152,7 @@ static void test_meta_errors(void)
     d = metas_of(m, 4);
     d.src = d.dst = NULL, d.src_bytes = d.dst_bytes = 0; /* then every fragment with bytes is rejected */
     m->count = 2, m->rejected = 0;
-    m->meta[0] = (kvprim_meta){0, 0, 0}, m->meta[1] = (kvprim_meta){0, 1, 0};
+    m->meta[0] = (kvprim_unpack_meta_item){0, 0, 0}, m->meta[1] = (kvprim_unpack_meta_item){0, 1, 0};
     CHECK(kvprim_unpack_meta(&d) == KVPRIM_OK && m->rejected == 1);
 }
 

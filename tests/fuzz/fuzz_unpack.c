@@ -108,7 +108,7 @@ static size_t expect_meta(const kvprim_unpack_meta_desc *d, uint8_t *dst, uint32
     const uint64_t count = *d->count < d->max_count ? *d->count : d->max_count, excess = *d->count - count;
     *want += excess < INT32_MAX ? (uint32_t)excess : INT32_MAX;
     for (uint64_t i = 0; i < count; i++) {
-        const kvprim_meta m = d->meta[i];
+        const kvprim_unpack_meta_item m = d->meta[i];
         if (!inside(m.src_offset, m.bytes, d->src_bytes) || !inside(m.dst_offset, m.bytes, d->dst_bytes)) {
             ++*want;
             continue;
@@ -130,7 +130,7 @@ static void fuzz_meta(struct input *in, size_t size)
     const size_t max_count = (size_t)take(in, 1) % (MAX_FRAGMENTS + 1);
     const int wild = chance(in, 4);
     uint8_t *const src = new_bytes(src_bytes), *const dst = new_bytes(dst_bytes), *const want = new_bytes(dst_bytes);
-    kvprim_meta *const meta = allocate(max_count * sizeof *meta); /* malloc aligns to 16 */
+    kvprim_unpack_meta_item *const meta = allocate(max_count * sizeof *meta); /* malloc aligns to 16 */
     const uint64_t count = chance(in, 4) ? take_offset(in, max_count) : max_count - take(in, 1) % (max_count / 4 + 1);
     uint32_t rejected = 7, want_rejected = 7;
     uint64_t at = 0;

@@ -1124,7 +1124,7 @@ static kvprim_status call_unpack_meta(const kvprim_cuda_launch *launch)
     kvprim_unpack_meta_desc d = {};
     d.src = memory.device, d.dst = memory.device + (16 << 20);
     d.src_bytes = d.dst_bytes = 8 << 20;
-    d.meta = reinterpret_cast<kvprim_meta *>(memory.device + (32 << 20)), d.max_count = 1000;
+    d.meta = reinterpret_cast<kvprim_unpack_meta_item *>(memory.device + (32 << 20)), d.max_count = 1000;
     d.count = reinterpret_cast<uint64_t *>(memory.device + (48 << 20));
     return kvprim_cuda_unpack_meta(&d, launch);
 }
@@ -1452,7 +1452,7 @@ static void test_far_metas()
 {
     const std::vector<kvprim_fragment> f = {
         {3, 700000001, UINT32_MAX}, {UINT32_MAX, 5, 100}, {17, 200, 40000}, {UINT32_MAX - 15, 50000, 16}};
-    std::vector<kvprim_meta> meta;
+    std::vector<kvprim_unpack_meta_item> meta;
     const uint64_t count = f.size();
     uint64_t total = 0;
     for (const kvprim_fragment &one : f) {
@@ -1464,7 +1464,7 @@ static void test_far_metas()
     if (!both)
         return;
     const gpu_array<kvprim_fragment> on(f.data(), f.size());
-    const gpu_array<kvprim_meta> list(meta.data(), meta.size());
+    const gpu_array<kvprim_unpack_meta_item> list(meta.data(), meta.size());
     const gpu_array<uint64_t> given(std::vector<uint64_t>{count + 1}.data(), 1);
     const gpu_array<uint32_t> rejected(1, 0);
     const gpu_array<unsigned long long> wrong(1, 0);
@@ -1795,7 +1795,7 @@ static void unreachable_metas(void *host)
     const kvprim_gather_desc gather = on_device(&memory, good_gather(&memory));
     kvprim_unpack_meta_desc good = {};
     good.src = gather.src.data, good.dst = gather.dst.data, good.src_bytes = good.dst_bytes = 16;
-    good.meta = reinterpret_cast<kvprim_meta *>(list.p), good.max_count = 1;
+    good.meta = reinterpret_cast<kvprim_unpack_meta_item *>(list.p), good.max_count = 1;
     good.count = reinterpret_cast<uint64_t *>(list.p + 16);
     CHECK(kvprim_cuda_unpack_meta(&good, &main_launch) == KVPRIM_OK);
     const auto wrong = [&](const char *name, const std::function<void(kvprim_unpack_meta_desc *)> &change) {
@@ -1805,7 +1805,7 @@ static void unreachable_metas(void *host)
     };
     wrong("src", [=](kvprim_unpack_meta_desc *d) { d->src = host; });
     wrong("dst", [=](kvprim_unpack_meta_desc *d) { d->dst = host; });
-    wrong("meta", [=](kvprim_unpack_meta_desc *d) { d->meta = static_cast<kvprim_meta *>(host); });
+    wrong("meta", [=](kvprim_unpack_meta_desc *d) { d->meta = static_cast<kvprim_unpack_meta_item *>(host); });
     wrong("count", [=](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(host); });
     wrong("rejected", [=](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(host); });
 }

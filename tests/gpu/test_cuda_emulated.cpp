@@ -1358,7 +1358,7 @@ static void test_meta_options()
 /* The message names what is out of reach. */
 static void test_meta_reach()
 {
-    alignas(16) kvprim_meta meta = {0, 0, 0};
+    alignas(16) kvprim_unpack_meta_item meta = {0, 0, 0};
     uint64_t count = 0;
     kvprim_unpack_meta_desc d = {};
     d.meta = &meta, d.count = &count, d.max_count = 1;

@@ -15,7 +15,7 @@ enum { late_most = 600, late_bytes = 1 << 20, late_list = (1 + late_most) * 16 }
 struct late_memory {
     std::atomic<uint32_t> open; /* 1: the stream may go on */
     alignas(16) uint64_t count[2];
-    kvprim_meta meta[late_most];
+    kvprim_unpack_meta_item meta[late_most];
     unsigned char src[late_bytes], want[late_bytes + 4], got[late_bytes + 4];
 };
 static late_memory *late;
@@ -79,7 +79,7 @@ static void enqueue_late(unsigned char *src, unsigned char *dst, unsigned char *
         CUDA(cudaMemcpyAsync(list, late->count, late_list, cudaMemcpyHostToDevice, stream));
     kvprim_unpack_meta_desc d = {};
     d.src = src, d.dst = dst, d.src_bytes = d.dst_bytes = late_bytes;
-    d.meta = mapped ? late->meta : reinterpret_cast<kvprim_meta *>(list + 16);
+    d.meta = mapped ? late->meta : reinterpret_cast<kvprim_unpack_meta_item *>(list + 16);
     d.count = mapped ? late->count : reinterpret_cast<uint64_t *>(list);
     d.max_count = late_most, d.rejected = reinterpret_cast<uint32_t *>(dst + late_bytes);
     if (kvprim_cuda_unpack_meta(&d, &main_launch) != KVPRIM_OK)

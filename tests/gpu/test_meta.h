@@ -5,7 +5,7 @@
 #ifndef TEST_META_H
 #define TEST_META_H
 
-static bool meta_is_inside(const kvprim_unpack_meta_desc *d, const kvprim_meta &m)
+static bool meta_is_inside(const kvprim_unpack_meta_desc *d, const kvprim_unpack_meta_item &m)
 {
     return m.src_offset <= d->src_bytes && m.bytes <= d->src_bytes - m.src_offset && m.dst_offset <= d->dst_bytes &&
            m.bytes <= d->dst_bytes - m.dst_offset;
@@ -22,7 +22,7 @@ static bool visit_meta(arena *a, const kvprim_unpack_meta_desc *d)
     if (d->rejected)
         a->allowed.push_back({offset_of(a, d->rejected), sizeof *d->rejected});
     for (uint64_t i = 0; i < n; i++) {
-        const kvprim_meta m = d->meta[i];
+        const kvprim_unpack_meta_item m = d->meta[i];
         if (!meta_is_inside(d, m) || m.bytes == 0)
             continue;
         const size_t src = offset_of(a, d->src) + m.src_offset, dst = offset_of(a, d->dst) + m.dst_offset;
@@ -76,7 +76,8 @@ static void one_meta_batch(arena *a, const batch_case *c, uint64_t max_count, ui
     d.dst = reserve(a, d.dst_bytes, c->dst_align);
     d.src = reserve(a, d.src_bytes, c->src_align);
     d.rejected = chance(3) ? nullptr : reserve_counter(a);
-    kvprim_meta *const meta = static_cast<kvprim_meta *>(reserve(a, max_count * sizeof *meta, 16 * below(4)));
+    kvprim_unpack_meta_item *const meta =
+        static_cast<kvprim_unpack_meta_item *>(reserve(a, max_count * sizeof *meta, 16 * below(4)));
     uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 8 * below(8)));
     for (size_t i = 0; i < c->count && i < max_count; i++)
         meta[i] = {uint32_t(f[i].src_offset), uint32_t(f[i].bytes), f[i].dst_offset};
@@ -143,7 +144,7 @@ static void one_meta_length(arena *a, size_t bytes, bool vary)
     empty(a);
     d.dst = reserve(a, 256 * slot, 0), d.dst_bytes = 256 * slot;
     d.src = reserve(a, 256 * slot, 0), d.src_bytes = 256 * slot;
-    kvprim_meta *const meta = static_cast<kvprim_meta *>(reserve(a, 256 * sizeof *meta, 0));
+    kvprim_unpack_meta_item *const meta = static_cast<kvprim_unpack_meta_item *>(reserve(a, 256 * sizeof *meta, 0));
     uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 0));
     for (uint32_t i = 0; i < 256; i++)
         meta[i] = {uint32_t(i * slot + i / 16), uint32_t(bytes + (vary ? below(17) : 0)), (255 - i) * slot + i % 16};
@@ -216,7 +217,7 @@ static void bad_metas(arena *a)
     empty(a);
     good.dst = reserve(a, 256, 0), good.dst_bytes = 256;
     good.src = reserve(a, 256, 0), good.src_bytes = 256;
-    kvprim_meta *const meta = static_cast<kvprim_meta *>(reserve(a, 4 * sizeof *meta, 0));
+    kvprim_unpack_meta_item *const meta = static_cast<kvprim_unpack_meta_item *>(reserve(a, 4 * sizeof *meta, 0));
     uint64_t *const count = static_cast<uint64_t *>(reserve(a, sizeof *count, 0));
     good.rejected = static_cast<uint32_t *>(reserve(a, 4, 0));
     good.meta = meta, good.count = count, good.max_count = 4;
@@ -234,11 +235,12 @@ static void bad_metas(arena *a)
     refuse("no src", [](kvprim_unpack_meta_desc *d) { d->src = nullptr; });
     refuse("no dst", [](kvprim_unpack_meta_desc *d) { d->dst = nullptr; });
     refuse("reserved", [](kvprim_unpack_meta_desc *d) { d->reserved = 1; });
-    refuse("too many", [](kvprim_unpack_meta_desc *d) { d->max_count = KVPRIM_MAX_META + 1; });
+    refuse("too many", [](kvprim_unpack_meta_desc *d) { d->max_count = KVPRIM_MAX_UNPACK_META + 1; });
     refuse("odd descriptors", [](kvprim_unpack_meta_desc *d) { d->meta = moved(d->meta, nullptr, (void *)8); });
     refuse("odd count", [](kvprim_unpack_meta_desc *d) { d->count = moved(d->count, nullptr, (void *)4); });
     refuse("odd counter", [](kvprim_unpack_meta_desc *d) { d->rejected = moved(d->rejected, nullptr, (void *)2); });
-    refuse("dst over descriptors", [](kvprim_unpack_meta_desc *d) { d->dst = const_cast<kvprim_meta *>(d->meta + 3); });
+    refuse("dst over descriptors",
+           [](kvprim_unpack_meta_desc *d) { d->dst = const_cast<kvprim_unpack_meta_item *>(d->meta + 3); });
     refuse("dst over count", [](kvprim_unpack_meta_desc *d) { d->count = static_cast<uint64_t *>(d->dst) + 31; });
     refuse("counter in dst", [](kvprim_unpack_meta_desc *d) { d->rejected = static_cast<uint32_t *>(d->dst) + 63; });
     refuse("counter in count", [](kvprim_unpack_meta_desc *d) { d->rejected = (uint32_t *)(uintptr_t)d->count + 1; });

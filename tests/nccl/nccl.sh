@@ -171,7 +171,7 @@ run_benches()
     return $code
 }
 
-# Runs compute-sanitizer's four tools. The implementation also says which kernels were launched.
+# Runs three of compute-sanitizer's four tools. The implementation also says which kernels were launched.
 run_sanitizers()
 {
     $cuda -c tests/nccl/counted.cu -o build/kvprim_nccl_counted.o &&

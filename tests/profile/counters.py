@@ -134,6 +134,13 @@ def read_plan(lines):
     return plan
 
 
+def rows_of(lines):
+    try:
+        yield from csv.reader(lines)
+    except csv.Error as error:  # as of a field of more than 128 KB, or a byte 0
+        raise ValueError('no table of ncu: %s' % error)
+
+
 def read_counters(lines):
     """Reads tables: the plan that build/ncu/profile prints, then ncu's raw page as CSV. Several may follow each other.
     A plan's line is `# operation|kernel|bytes moved|kind|us`, in the order in which kernels run. ncu's first row names
@@ -142,7 +149,7 @@ def read_counters(lines):
     lines = [line for line in lines if not line.startswith('# SPDX')]
     plan = read_plan(line for line in lines if line.startswith('# '))
     launches, columns, units = [], [], []
-    for row in csv.reader(line for line in lines if line.startswith('"')):
+    for row in rows_of(line for line in lines if line.startswith('"')):
         if row[0] == 'ID':
             columns, units = row, []
             if 'Kernel Name' not in columns:

@@ -100,7 +100,7 @@ def print_nsys(title, lines, most=12):
     print('%s\n%8s %12s %9s %10s  %s' % (title, 'time', 'ms', 'calls', 'us each', ''))
     for row in sorted(table, key=lambda row: -float(row[total]))[:most]:
         print('%7.1f%% %12.3f %9s %10.2f  %s' % (float(row[0]), float(row[total]) * 1e-6, row[count],
-                                                1e-3 * float(row[total]) / float(row[count]), row[name][:110]))
+                                                1e-3 * float(row[total]) / (float(row[count]) or 1), row[name][:110]))
     if len(table) > most:
         print('%31s  and %d more' % ('', len(table) - most))
     return len(table)
@@ -132,7 +132,7 @@ def read_source(lines):
     path, columns, hot, samples, code = '', None, [], None, {}
     for line in lines:
         fields = fields_of(line, len(columns) if columns else 2)
-        if fields[0] in ('File Path', 'File Name'):
+        if len(fields) > 1 and fields[0] in ('File Path', 'File Name'):
             path, columns = fields[1], None
         elif fields[0] == 'Line No':
             columns = line.strip()[1:-1].split('","')
@@ -145,7 +145,7 @@ def read_source(lines):
             stalls = {name[6:]: number_of(text) for name, text in zip(columns, fields)
                       if re.match(r'stall_\w+$', name) and not name.endswith('_not_issued')}
             hot.append(Hot(path, int(fields[0]), fields[1].strip(), number_of(fields[samples]), stalls))
-        elif columns and fields[2].startswith('0x'):
+        elif columns and len(fields) > 2 and fields[2].startswith('0x'):
             code[fields[2]] = number_of(fields[samples])
     if columns is None:
         raise ValueError('not the source page of ncu --csv')

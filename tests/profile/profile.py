@@ -703,10 +703,12 @@ def judge_sanitizer(check, ended, said, kernels):
     launched = dict(re.findall(r'^launched (\w+) (\d+)$', said, re.M))
     wrong = ['exit code %d%s' % (ended, ' (124: not done in time)' if ended == 124 else '')] if ended else []
     print(*(line for line in lines if not line.startswith('launched ')), sep='\n')
-    if not kernels:
+    if kernels is None:
         print('whether each kernel ran is unknown: no cuobjdump')
+    elif not kernels:
+        wrong.append('cuobjdump finds none of the kernels in the program')
     elif not launched:
-        print('whether each kernel ran is unknown: CUDA before 12.3 does not name them')
+        print('whether each kernel ran is unknown: the program did not get so far, or CUDA is older than 12.3')
     else:
         missing = short_names(kernels - set(launched)).values()
         print('%d of %d kernels ran, %d launches' % (len(kernels) - len(missing), len(kernels),
@@ -718,11 +720,11 @@ def judge_sanitizer(check, ended, said, kernels):
     return wrong
 
 
-def each_sanitizer(sanitizer, kernels, command, *options):
+def each_sanitizer(sanitizer, checks, kernels, command, *options):
     """Runs all of them at once, as the host does most of their work, and prints what they say in their order."""
     started, running, wrong = time.time(), [], []
     os.makedirs('build/sanitize', exist_ok=True)
-    for check in SANITIZERS:
+    for check in checks:
         log = open('build/sanitize/%s.log' % check, 'w')
         whole = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
                  *options, *command]
@@ -742,14 +744,16 @@ def find_sanitizer():
 def sanitize():
     sanitizer, program = find_sanitizer(), 'build/test_cuda'
     return recorded('gpu_sanitize.txt', HEADERS[:2],  # it tests only these
-                    lambda: each_sanitizer(sanitizer, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
+                    lambda: each_sanitizer(sanitizer, SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
 
 
 def sanitize_collectives():
     """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. Two ranks run the kernels for two.
     NCCL's own kernels are left out: their barriers are not those that synccheck expects. Errors of the API are not
     reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
-    return each_sanitizer(find_sanitizer(), kernels_in('build/kvprim_nccl_counted.o', 'kvpn_kernel.*Li2E'),
+    print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
+    kernels = kernels_in('build/kvprim_nccl_counted.o', 'kvpn_kernel.*Li2E')
+    return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
                           ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
                           'kernel_substring=kvpn_')
 
@@ -764,7 +768,7 @@ def main(job='', *inputs):
     os.environ.setdefault('NCCL_NVLS_ENABLE', '0')  # NVLink multicast stays off unless the caller says otherwise
     try:
         return int(jobs[job](inputs))
-    except (Missing, ValueError) as missing:
+    except (Missing, ValueError, OSError) as missing:
         sys.stdout.flush()
         print(missing, file=sys.stderr)
         return 1

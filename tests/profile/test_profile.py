@@ -76,6 +76,7 @@ TABLES = [
     ('other headings', 'without the column "Kernel Name"', altered('Kernel Name', 'Name', '"ID"')),
     ('of another program', 'does not begin with "ID"', ['"Time (%)","Name"', '"12.0","gather"']),
     ('a short plan', 'a plan has operation', altered(r'\|200000000\|copy$', '', '# copy')),
+    ('with a huge field', 'no table of ncu: field larger', ['"ID","%s"' % (200000 * 'x')]),
     ('a plan of words', 'invalid literal', altered('200000000', 'many', '# copy')),
 ]
 
@@ -325,6 +326,8 @@ def test_nsys():
     rows, text = printed(listing.print_nsys, 'kernels', NSYS)
     check('nsys: the longest first', rows == 2 and re.search(
         r'^ +75\.0% +3\.000 +3 +1000\.00  gather\n +25\.0% +1\.000 +500 +2\.00  void move<8, 2>', text, re.M), text)
+    rows, text = printed(listing.print_nsys, 'kernels', NSYS[:2] + ['100.0,5000,0,0,0,0,0,0,"none"'])
+    check('nsys: a row that counts nothing', rows == 1 and ' 0       5.00  none' in text, text)
     rows, text = printed(listing.print_nsys, 'copies', ['SKIPPED: report.sqlite does not contain GPU memory data.'])
     check('nsys: nothing recorded', rows == 0 and text == 'copies: none\n', text)
     for name, lines in (('cut', NSYS[:-1] + ['75.0,3000000']), ('foreign', ['Time (%),Bytes,Name', '1,2,x'])):
@@ -360,6 +363,8 @@ def test_source():
     for name, said, lines in (('cut', 'the file is cut', SOURCE[:-2] + ['"8","    store(v);","-"']),
                               ('without samples', 'no samples', ['"Line No","Source"', '"1","int i;"']),
                               ('foreign', 'not the source page', ['"ID","Kernel Name"', '"0","gather"']),
+                              ('cut in its name', 'not the source page', ['"File Path"']),
+                              ('narrow', '([], 0)', ['"Line No","# Samples"', '"7","0"']),
                               ('empty', 'not the source page', [])):
         try:
             found = str(listing.read_source(lines))
@@ -389,7 +394,8 @@ def test_sanitizers():
             ('no summary', 0, SANITIZED[:-40], both, 'no summary without errors'),
             ('hazards', 1, SANITIZED.replace('ERROR SUMMARY: 0 errors', 'RACECHECK SUMMARY: 1 hazards'), both,
              'no summary without errors'),
-            ('names unknown', 0, none, both, ''), ('no cuobjdump', 0, SANITIZED, None, '')):
+            ('names unknown', 0, none, both, ''), ('no cuobjdump', 0, SANITIZED, None, ''),
+            ('no kernels', 0, SANITIZED, set(), 'none of the kernels')):
         faults, text = printed(profile.judge_sanitizer, 'memcheck', ended, said, kernels)
         check('sanitizer: ' + name, bool(faults) == bool(wrong) and re.search('^FAIL memcheck: .*' + wrong if wrong else
                                                                             'kernels ran|is unknown', text, re.M) and

@@ -193,6 +193,45 @@ static void names(void)
           read_event("cuda", "k", "other", "1", "1", name).track);
 }
 
+/* What a file says cannot write to a terminal: neither as a name nor in an error. */
+static void shown(void)
+{
+    static const char name[] = "\x1b[31m\xc2\x9b\n\xc3\xa9\xff\x7f";
+    char text[600], error[640];
+    trace t;
+    CHECK(strcmp(trace_shown_of(name, 100).text, "?[31m???\xc3\xa9??") == 0);
+    CHECK(strcmp(trace_shown_of("ab\xc3\xa9", 3).text, "ab") == 0);
+    CHECK(strcmp(trace_shown_of("ab\xc3\xa9", 4).text, "ab\xc3\xa9") == 0);
+    snprintf(text, sizeof text, event, "kernel", "k", "7", "\"\\u001b[31m\\nx\"", "1");
+    CHECK(read_bytes(&t, text, strlen(text), error) == -1 && strstr(error, "ts is '?[31m?x'"));
+    trace_free(&t);
+}
+
+/* Sums of absurd times wrap, which is no undefined behaviour. */
+static void absurd_times(void)
+{
+    const trace_change change = {"k", {2, 1}, {17800000000000000000u, 8900000000000000000u}};
+    CHECK(trace_slower(&change) == -8900000000000000000);
+}
+
+/* One string more than can be kept is refused, and what is named by it has no name. */
+static void many_strings(void)
+{
+    const size_t room = ((size_t)trace_names_most + 3) * 40;
+    char *const bytes = (char *)allocate(room), error[640];
+    size_t size = (size_t)snprintf(bytes, room,
+                                   "{\"table\":\"CUPTI_ACTIVITY_KIND_KERNEL\",\"start\":1,\"end\":2,"
+                                   "\"shortName\":%d}",
+                                   (int)trace_names_most);
+    trace t;
+    for (int i = 0; i <= trace_names_most; i++)
+        size += (size_t)snprintf(bytes + size, room - size, "{\"table\":\"StringIds\",\"id\":%d}", i);
+    CHECK(read_bytes(&t, bytes, size, error) == -1 && strstr(error, "more than 1048576 strings"));
+    CHECK(t.names_count == 1 && strcmp(t.names[0].text, "unnamed") == 0);
+    trace_free(&t);
+    free(bytes);
+}
+
 /* Writes a trace into memory and reads it again. Names that are no UTF-8 are still valid JSON. */
 static void written(void)
 {
@@ -250,6 +289,9 @@ int main(int argc, char **argv)
     folder = argc > 1 ? argv[1] : "tests/trace/samples";
     run("trace: times are read to the nanosecond", times);
     run("trace: names", names);
+    run("trace: names and errors have no control characters", shown);
+    run("trace: absurd times", absurd_times);
+    run("trace: too many strings", many_strings);
     run("trace: what is written is read again", written);
     run("trace: many names", many_names);
     run("trace: files that are cut at any byte", cut);

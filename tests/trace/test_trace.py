@@ -300,6 +300,19 @@ def small_files():
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 
 
+def interrupted():
+    """The file that is being written is a pipe, which holds less than the trace."""
+    event = '{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":1,"dur":2}'
+    many, part = file_of('[' + ','.join([event] * 2000) + ']'), scratch / 'new.json.part'
+    os.mkfifo(part)
+    with subprocess.Popen([program, many, '--out', scratch / 'new.json'], stdout=subprocess.DEVNULL) as process:
+        with open(part, 'rb'):
+            process.send_signal(signal.SIGINT)
+            code = process.wait(60)
+    judge('an interrupt leaves nothing half written', [] if code == -signal.SIGINT and not part.exists() and
+          not (scratch / 'new.json').exists() else [code, os.listdir(scratch)])
+
+
 def outputs():
     trace = SAMPLES / 'chrome.json'
     old = file_of('old', 'out.json')
@@ -312,6 +325,9 @@ def outputs():
     refuses('a full disk', 1, 'out.json: File too large', trace, '--out', old, preexec_fn=small_files)
     judge('... leaves the old file and nothing else', [] if old.read_text() == 'old' and
           not list(scratch.glob('*.part')) and device.is_symlink() else os.listdir(scratch))
+    refuses('a limit to the size of files', 1, 'out.json: File too large', trace, '--out', old,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)))
+    interrupted()
     full = os.open('/dev/full', os.O_WRONLY)
     result = subprocess.run([program, trace], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     os.close(full)
@@ -329,6 +345,8 @@ def other_inputs():
           [] if runs(packed).split('\n', 1)[1] == want else ['other answers'])
     result = run('-', input=plain.read_text())
     judge('standard input', [] if result.stdout.split('\n', 1)[1] == want else [result])
+    result = run(packed, preexec_fn=lambda: os.close(0))
+    judge('a compressed file, without standard input', [] if result.stdout.split('\n', 1)[1:] == [want] else [result])
     for name in 'pairs.json', 'nsys.jsonl':
         judge(f'{name} has the answers of chrome.json, which is the same run',
               [] if runs(SAMPLES / name).split('\n', 1)[1] == want else ['other answers'])
