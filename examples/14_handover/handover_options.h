@@ -259,8 +259,9 @@ static inline bool handover_check_processes(const handover_options *o)
         fprintf(stderr, "14_handover: --stop needs --kill-at\n");
         return false;
     }
-    if (o->svg && o->rounds == 0) {
-        fprintf(stderr, "14_handover: --svg draws throughput, and --rounds 0 measures none\n");
+    if (o->svg && (!*o->svg || o->rounds == 0)) {
+        fprintf(stderr, "14_handover: --svg %s: %s\n", o->svg,
+                *o->svg ? "draws throughput, and --rounds 0 measures none" : "must name a file");
         return false;
     }
     return true;
