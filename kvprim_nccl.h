@@ -341,10 +341,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_group_end(kvprim_comm *comm);
    First connect the ranks: both send and receive a byte in a group. Otherwise the first kvprim_ring_send waits for ever
    for a receiver that has not been told yet (see kvprim_send). After that nothing waits: events order the caller's work
    and NCCL's. Slots are used in turn, several may be in use at once, and calls of each kind are in the order of chunks.
-   A ring goes one way, and while it is in use no other collective of its communicator runs. desc->stream must not be
-   NULL; elsewhere NULL is the legacy stream. Streams are not captured, and no group is open. One thread at a time uses
-   a ring. After an error of CUDA or NCCL, or when the peer is gone: abort and destroy the communicator, then init the
-   ring again.
+   A ring goes one way, as its first call says, and while it is in use no other collective of its communicator runs.
+   desc->stream must not be NULL; elsewhere NULL is the legacy stream. Streams are not captured, and no group is open.
+   One thread at a time uses a ring. After an error of CUDA or NCCL, or when the peer is gone: abort and destroy the
+   communicator, then init the ring again.
    Errors: NULL, SIZE (slots, bytes, n), ARGUMENT (fields, ring not initialised or moved, a call out of turn, comm not
    alive, an open group), and those of kvprim_send and kvprim_recv. */
 enum { KVPRIM_MAX_RING_SLOTS = 32 };
@@ -373,7 +373,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_init(kvprim_ring *ring, cons
 KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring);
 
 /* *slot: where later work on `stream` may put the next chunk; NULL, which is no error: there is no credit. send: sends
-   the oldest claimed slot when the work on `stream` so far is done. */
+   the oldest claimed slot when the work on `stream` so far is done; a claim cannot be taken back. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n);
@@ -3125,8 +3125,11 @@ static kvprim_status kvpn_check_ring_desc(const char *f, const kvprim_ring *ring
     return KVPRIM_OK;
 }
 
+/* Which way a ring goes: its first call says so. In desc.reserved, which is not the caller's there. */
+enum { kvpn_ring_sends = 1, kvpn_ring_receives };
+
 /* out: a pointer that must not be NULL; bytes: of a chunk, or 1. */
-static kvprim_status kvpn_check_ring(const char *f, const kvprim_ring *ring, const void *out, size_t bytes)
+static kvprim_status kvpn_check_ring(const char *f, kvprim_ring *ring, const void *out, size_t bytes, int way)
 {
     if (!ring || !out)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, ring ? "the place for the result" : "ring");
@@ -3139,13 +3142,17 @@ static kvprim_status kvpn_check_ring(const char *f, const kvprim_ring *ring, con
     if (bytes < 1 || bytes > ring->desc.slot_bytes)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: bytes is %llu, must be 1 to %llu", f, (unsigned long long)bytes,
                            (unsigned long long)ring->desc.slot_bytes);
+    if (ring->desc.reserved != 0 && ring->desc.reserved != way)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: this ring only %s", f,
+                           way == kvpn_ring_sends ? "receives" : "sends");
+    ring->desc.reserved = way;
     return KVPRIM_OK;
 }
 
 KVPRIM_API kvprim_status kvprim_ring_destroy(kvprim_ring *ring)
 {
     if (!ring || ring->self != ring)
-        return kvpn_check_ring("kvprim_ring_destroy", ring, ring, 1);
+        return kvpn_check_ring("kvprim_ring_destroy", ring, ring, 1, 0);
     for (int k = 0; k < ring->desc.slots; k++) {
         (void)(ring->filled[k] && cudaEventDestroy(ring->filled[k]));
         (void)(ring->finished[k] && cudaEventDestroy(ring->finished[k]));
@@ -3175,7 +3182,7 @@ KVPRIM_API kvprim_status kvprim_ring_init(kvprim_ring *ring, const kvprim_ring_d
 KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_claim";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, 1, kvpn_ring_sends));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     *slot = NULL;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
@@ -3189,7 +3196,7 @@ KVPRIM_API kvprim_status kvprim_ring_claim(kvprim_ring *ring, struct CUstream_st
 KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_send";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, bytes, kvpn_ring_sends));
     const uint64_t k = ring->ended % (uint64_t)ring->desc.slots;
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is claimed", f);
@@ -3205,7 +3212,7 @@ KVPRIM_API kvprim_status kvprim_ring_send(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 {
     const char *const f = "kvprim_ring_credit";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_sends));
     if (n < 0 || (uint64_t)n > ring->ended - ring->freed)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: n is %d, but %d chunks lack their credit", f, (int)n,
                            (int)(ring->ended - ring->freed));
@@ -3216,7 +3223,7 @@ KVPRIM_API kvprim_status kvprim_ring_credit(kvprim_ring *ring, int32_t n)
 KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struct CUstream_st *stream, void **slot)
 {
     const char *const f = "kvprim_ring_recv";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, slot, bytes, kvpn_ring_receives));
     const uint64_t k = ring->begun % (uint64_t)ring->desc.slots;
     char *const at = (char *)ring->desc.memory + k * ring->desc.slot_bytes;
     if (ring->begun - ring->freed == (uint64_t)ring->desc.slots)
@@ -3231,7 +3238,7 @@ KVPRIM_API kvprim_status kvprim_ring_recv(kvprim_ring *ring, size_t bytes, struc
 KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_st *stream)
 {
     const char *const f = "kvprim_ring_release";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, ring, 1, kvpn_ring_receives));
     if (ring->ended == ring->begun)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no slot is received", f);
     KVPRIM_NCCL_TRY_CUDA(
@@ -3243,7 +3250,7 @@ KVPRIM_API kvprim_status kvprim_ring_release(kvprim_ring *ring, struct CUstream_
 KVPRIM_API kvprim_status kvprim_ring_take(kvprim_ring *ring, int32_t *n)
 {
     const char *const f = "kvprim_ring_take";
-    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1));
+    KVPRIM_NCCL_TRY(kvpn_check_ring(f, ring, n, 1, kvpn_ring_receives));
     for (*n = 0; ring->freed < ring->ended; ring->freed++, ++*n) {
         const cudaError_t done = kvpn_query_event(ring->finished[ring->freed % (uint64_t)ring->desc.slots]);
         if (done != cudaSuccess)

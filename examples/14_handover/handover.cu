@@ -287,11 +287,6 @@ typedef struct report {
     double first_ms[handover_most_chunks][handover_most_rounds], last_ms[handover_most_chunks][handover_most_rounds];
 } report;
 
-static int64_t bytes_of(const session *s, int64_t tokens)
-{
-    return 2 * tokens * s->agreed.layers * s->agreed.heads * s->agreed.head_bytes;
-}
-
 /* Sends what was asked for by the way that was asked for, up to the decode side's word that it is there. */
 static bool transfer(session *s, const ask *a, int64_t cancel_at, handover_message *ack, double *seconds)
 {
@@ -574,8 +569,7 @@ static void open_side(session *s, const handover_options *o)
     }
     setenv("NCCL_NVLS_ENABLE", "0", 0);
     CU(cudaGetDeviceCount(&gpus));
-    const bool alone = o->listen || o->connect;
-    const int device = alone && o->device[o->side] >= gpus ? 0 : o->device[o->side];
+    const int device = handover_is_alone(o) && o->device[o->side] >= gpus ? 0 : o->device[o->side];
     if (device >= gpus) {
         fprintf(stderr, "14_handover: GPU %d is wanted, %d are here\n", device, gpus);
         exit(1);

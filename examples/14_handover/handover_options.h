@@ -259,11 +259,18 @@ static inline bool handover_check_processes(const handover_options *o)
         fprintf(stderr, "14_handover: --stop needs --kill-at\n");
         return false;
     }
-    if (o->svg && o->rounds == 0) {
-        fprintf(stderr, "14_handover: --svg draws throughput, and --rounds 0 measures none\n");
+    if (o->svg && (!*o->svg || o->rounds == 0)) {
+        fprintf(stderr, "14_handover: --svg %s: %s\n", o->svg,
+                *o->svg ? "draws throughput, and --rounds 0 measures none" : "must name a file");
         return false;
     }
     return true;
+}
+
+/* Whether this is the one side that runs here, rather than a process of a program that runs both. */
+static inline bool handover_is_alone(const handover_options *o)
+{
+    return o->side >= 0 && o->listener < 0;
 }
 
 /* What one option alone does not show. */

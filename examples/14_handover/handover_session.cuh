@@ -169,6 +169,11 @@ static bool check_comms(session *s)
     return true;
 }
 
+static int64_t bytes_of(const session *s, int64_t tokens)
+{
+    return 2 * tokens * s->agreed.layers * s->agreed.heads * s->agreed.head_bytes;
+}
+
 /* ---- chunks ---- */
 
 static void find_pairs(session *s)
@@ -454,7 +459,7 @@ static bool move_packed(session *s, const ask *a)
         pack(s, p, &chunk, s->plain + bytes, s->nccl[0]);
         bytes += chunk.bytes;
     }
-    bytes = (size_t)(2 * a->tokens * s->agreed.layers * s->agreed.heads * s->agreed.head_bytes);
+    bytes = (size_t)bytes_of(s, a->tokens);
     if (!reached(s, s->side == 0 ? kvprim_send(&s->comms[0], s->plain, bytes, KVPRIM_U8, 1, s->nccl[0])
                                  : kvprim_recv(&s->comms[0], s->plain, bytes, KVPRIM_U8, 0, s->nccl[0])))
         return false;
@@ -514,11 +519,15 @@ static bool move_plain(session *s, const ask *a)
                                    : kvprim_recv(&s->comms[0], s->plain, bytes, KVPRIM_U8, 0, s->nccl[0]));
 }
 
+/* All bytes of a request are under way at once, so that their deadline is later on a slow network: Gigabit Ethernet
+   carries 117 MB/s. */
+enum { slowest_bytes_per_ms = 100 * 1000 };
+
 /* Ways in which both sides make the same calls, to their end. */
 static bool move_together(session *s, const ask *a)
 {
     /* guarded from the first call on: NCCL takes only so many that have not run */
-    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms);
+    handover_guard_begin(&guard, s->link.fd, s->o->timeout_ms + bytes_of(s, a->tokens) / slowest_bytes_per_ms);
     const bool moved = a->way == way_send     ? move_plain(s, a)
                        : a->way == way_packed ? move_packed(s, a)
                                               : move_pieces(s, a);

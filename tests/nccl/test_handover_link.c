@@ -236,7 +236,7 @@ static void test_guard(void)
     (void)close(fds[0]);
 }
 
-/* What the program says about a command line; the words are separated by one space. */
+/* What the program says about a command line; words are separated by one space, and '' is an empty one. */
 static int parsed(handover_options *o, const char *line, char *text, size_t size)
 {
     static char copy[16 * handover_most_arguments];
@@ -246,7 +246,7 @@ static int parsed(handover_options *o, const char *line, char *text, size_t size
     const int before = dup(2);
     (void)snprintf(copy, sizeof copy, "program %s", line);
     for (char *word = strtok(copy, " "); word; word = strtok(NULL, " "))
-        argv[argc++] = word;
+        argv[argc++] = strcmp(word, "''") == 0 ? word + 2 : word;
     CHECK(file && dup2(fileno(file), 2) == 2);
     const int code = handover_parse(o, argc, argv);
     (void)fflush(stderr);
@@ -280,6 +280,8 @@ static void test_options(void)
                {"--mode straight --cancel-every 2", "--cancel-every counts chunks"},
                {"--mode straight --kill-at 0", "--kill-at counts chunks"},
                {"--stop", "--stop needs --kill-at"},
+               {"--svg ''", "--svg : must name a file"},
+               {"--chunk-bytes ''", "--chunk-bytes : must be 1 to 16 numbers"},
                {"--svg a --rounds 0", "--rounds 0 measures none"},
                {"--mode straight --page-rows 1 --tokens 1048577", "are 1048577 pages, at most 1048576"},
                {"--heads 6 --from-tp 4", "--heads 6 is not a multiple of --from-tp 4 and --to-tp 1"},
@@ -310,6 +312,9 @@ static void test_options(void)
     strcat(many, "--verify ");
     CHECK(parsed(&o, many, text, sizeof text) == 2 && strstr(text, "101 arguments, at most 100 are allowed"));
     CHECK(parsed(&o, "--listener-fd 3 --side 0", text, sizeof text) == -1 && o.listener == 3 && o.side == 0);
+    CHECK(!handover_is_alone(&o) && parsed(&o, "", text, sizeof text) == -1 && !handover_is_alone(&o));
+    CHECK(parsed(&o, "--listen a:1", text, sizeof text) == -1 && handover_is_alone(&o));
+    CHECK(parsed(&o, "--listener-fd 3 --connect a:1 --side 1", text, sizeof text) == -1 && !handover_is_alone(&o));
     CHECK(parsed(&o, "--mode all --page-rows 1 --tokens 1M", text, sizeof text) == -1);
     CHECK(parsed(&o, "--connect host:5 --sockets", text, sizeof text) == -1 && o.side == 1 && o.chunk_count == 1);
 }

@@ -589,6 +589,7 @@ static void test_ring_sender(void)
     const kvprim_ring_desc r = ring_desc_of(comm);
     kvprim_ring ring;
     void *slot;
+    int32_t n = 0;
     memset(&ring, 0, sizeof ring);
     CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK);
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
@@ -618,6 +619,8 @@ static void test_ring_sender(void)
     for (int k = 0; k < ring_slots; k++)
         CHECK(kvprim_ring_send(&ring, 1, &work_stream) == KVPRIM_OK);
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
+    CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_ARGUMENT, "this ring only sends");
+    CHECK_ERROR(kvprim_ring_recv(&ring, 1, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "this ring only sends");
     CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK && called("Send Send Send Send"));
     close_comm(comm, "CommDestroy");
 }
@@ -657,6 +660,8 @@ static void test_ring_receiver(void)
     CHECK_ERROR(kvprim_ring_recv(&ring, 1, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
     CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 2);
     CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && called("Recv Recv Recv Recv"));
+    CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "this ring only receives");
+    CHECK_ERROR(kvprim_ring_credit(&ring, 0), KVPRIM_ERROR_ARGUMENT, "this ring only receives");
     CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK);
     fake.dead = 1;
     CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
