@@ -1575,6 +1575,7 @@ enum {
     kvpc_meta_link_each = 32,    /* ... and for how many, or how many bytes, there is a block */
     kvpc_meta_link_bytes = 512 << 10,
     kvpc_meta_link_least = 16, /* ... blocks, at least */
+    kvpc_meta_most = 1 << 20,  /* blocks; 32 bits number their warps and tiles */
     kvpc_meta_lanes = 8,       /* threads that copy a fragment if all of a range are small */
     kvpc_meta_numbered = 3     /* see kvpc_copy_range */
 };
@@ -3485,7 +3486,8 @@ static uint32_t kvpc_meta_grid(const kvpc_call *call, const kvprim_unpack_meta_d
     const uint64_t bytes = d->src_bytes < d->dst_bytes ? d->src_bytes : d->dst_bytes;
     const uint64_t wanted = (d->max_count + bytes / (512 * kvpc_aligned_loads)) / (threads / 32) + 1;
     const uint64_t on_sm = threads == kvpc_meta_threads ? kvpc_meta_sm_threads / kvpc_meta_threads : 3;
-    const uint64_t sms = call->launch.max_sms > 0 ? (uint64_t)call->launch.max_sms : kvpc_multiprocessors() * on_sm;
+    const uint64_t given = (uint64_t)(call->launch.max_sms < kvpc_meta_most ? call->launch.max_sms : kvpc_meta_most);
+    const uint64_t sms = given ? given : kvpc_multiprocessors() * on_sm;
     const uint64_t each = d->max_count / kvpc_meta_link_each + bytes / kvpc_meta_link_bytes;
     const uint64_t few = each > kvpc_meta_link_least ? each : (uint64_t)kvpc_meta_link_least;
     const uint64_t most = link && few < sms ? few : sms;

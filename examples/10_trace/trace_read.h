@@ -824,15 +824,15 @@ static void trace_close(trace_reading *r)
     if (r->file >= 0)
         close(r->file);
     r->file = -1;
-    if (r->gzip && waitpid(r->gzip, &status, 0) == r->gzip && WIFEXITED(status) && WEXITSTATUS(status) != 0 &&
-        (r->ended || r->error[0] == 0)) {
+    if (r->gzip && waitpid(r->gzip, &status, 0) == r->gzip && status != 0 && (r->ended || r->error[0] == 0)) {
+        const int code = WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status); /* as a shell says it */
         memcpy(before, r->error, sizeof before);
         r->error[0] = 0;
-        if (WEXITSTATUS(status) == 127)
+        if (code == 127)
             trace_fail(r, "it is compressed, and there is no gzip here");
         else
-            trace_fail(r, "gzip reports damage or an early end (exit code %d)%s%.300s", WEXITSTATUS(status),
-                       before[0] ? ": " : "", before[0] ? strstr(before, " of its text: ") + 14 : "");
+            trace_fail(r, "gzip reports damage or an early end (exit code %d)%s%.300s", code, before[0] ? ": " : "",
+                       before[0] ? strstr(before, " of its text: ") + 14 : "");
     }
     if (r->told && isatty(2))
         fprintf(stderr, "\r\033[K");

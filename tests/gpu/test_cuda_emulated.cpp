@@ -1355,6 +1355,18 @@ static void test_meta_options()
     memory.launch = nullptr;
 }
 
+/* However large max_sms is, and the buffers are said to be, the warps of all blocks have numbers of 32 bits. */
+static void test_meta_blocks()
+{
+    kvprim_unpack_meta_desc d = {};
+    kvpc_call call = {};
+    d.max_count = 1, d.src_bytes = d.dst_bytes = UINT64_MAX / 2;
+    for (call.launch.max_sms = INT32_MAX; call.launch.max_sms; call.launch.max_sms /= 2) {
+        const uint32_t blocks = kvpc_meta_grid(&call, &d, kvpc_meta_threads, false);
+        CHECK(blocks > 0 && blocks <= uint32_t(call.launch.max_sms) && blocks <= UINT32_MAX / kvpc_meta_threads);
+    }
+}
+
 /* The message names what is out of reach. */
 static void test_meta_reach()
 {
@@ -1427,6 +1439,7 @@ int main(int argc, char **argv)
     run("emulated: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
     run("emulated: unpack_meta, max_sms, pdl", test_meta_options);
     run("emulated: unpack_meta, bad descriptors", in_memory<bad_metas>);
+    run("emulated: unpack_meta, blocks", test_meta_blocks);
     run("emulated: unpack_meta, memory out of reach", test_meta_reach);
     run("emulated: random unpack_metas", in_memory<fuzz_metas>);
     run("emulated: warp copy and zero", test_warps);

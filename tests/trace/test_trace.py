@@ -265,6 +265,7 @@ def bad_files():
          '{"table":"StringIds","id":4,"value":"a"}\n{"table":"StringIds","id":4,"value":"b"}'),
     ]:
         refuses(name, 1, words, file_of(content))
+    killed_gzip()
     refuses('a missing file', 1, 'no such: byte 0: cannot be opened: No such file', 'no such')
     refuses('a folder', 1, 'cannot be read: Is a directory', scratch)
     refuses('more events than allowed', 1, 'more than 3 events of a GPU', SAMPLES / 'chrome.json', '--most', 3)
@@ -273,6 +274,18 @@ def bad_files():
     result = run(cut, '--cut')
     judge('--cut answers from what is before the cut', [] if result.returncode == 0 and
           '1 of 1 events read; CUT: ' in result.stdout and 'the file ends where' in result.stdout else [result])
+
+
+def killed_gzip():
+    """Whole lines are no whole file if gzip has not come to its end."""
+    folder = scratch / 'bin'
+    folder.mkdir()
+    gzip_here = folder / 'gzip'
+    gzip_here.write_text("#!/bin/sh\necho '%s'\nkill -9 $$\n" %
+                         '{"table":"CUPTI_ACTIVITY_KIND_KERNEL","start":1,"end":2}')
+    gzip_here.chmod(0o755)
+    refuses('a file whose decompression is killed', 1, 'gzip reports damage or an early end (exit code 137)',
+            file_of(gzip.compress(b'x'), 'killed.gz'), env={**os.environ, 'PATH': f'{folder}:{os.environ["PATH"]}'})
 
 
 def bad_arguments():
