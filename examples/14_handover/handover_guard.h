@@ -3,7 +3,7 @@
    deadline of their own. C11 and C++17, POSIX.
 
        handover_guard_start(&guard, end, context)    once; false: no thread
-       handover_guard_begin(&guard, fd, ms)          end(context) is called when ms are over, or the connection has ended
+       handover_guard_begin(&guard, fd, ms)          end(context) is called when ms are over, or the connection ends
        ... calls that may wait ...
        handover_guard_end(&guard)                    false: it was called. It does not run any more, and will not run
 

@@ -216,8 +216,8 @@ static inline bool handover_split_address(const char *address, char host[256], c
     return true;
 }
 
-/* How long an attempt to connect may take: one that is lost is sent again after a second. Linux alone gives up after two
-   minutes. */
+/* How long an attempt to connect may take: one that is lost is sent again after a second. By itself Linux gives up
+   after two minutes. */
 enum { handover_attempt_ms = 3000 };
 
 /* A socket that listens there, or is connected to it; -1: `why` says why not. */
