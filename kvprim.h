@@ -467,8 +467,8 @@ typedef struct kvprim_unpack_meta_desc {
 
 enum { KVPRIM_MAX_UNPACK_META = 1 << 28 }; /* more is KVPRIM_ERROR_SIZE */
 
-/* The side that executes reads *count and the descriptors when it does. On the GPU they may hold anything until then,
-   so nothing that they say is an error of the call:
+/* The side that executes reads *count and the descriptors when it does, and they must not change meanwhile. On the GPU
+   they may hold anything until then, so nothing that they say is an error of the call:
    - A fragment that reaches past src_bytes or dst_bytes is skipped, and adds one to *rejected.
    - If *count is more than max_count, the first max_count are moved. The excess is added to *rejected, at most 2^31 - 1
      of it.
