@@ -18,8 +18,9 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
-/* How long a side may take to start: CUDA, NCCL, memory. A connection that ends is noticed at once nevertheless. */
-enum { connect_ms = 60000 };
+/* How long a side may take to start: CUDA, NCCL, memory. A connection that ends is noticed at once nevertheless.
+   answer_ms: to answer the setup, for which a decode side does nothing else. */
+enum { connect_ms = 60000, answer_ms = 5000 };
 
 /* Tokens that are sent piece by piece. A piece takes microseconds whatever its size: all of a request, many seconds. */
 enum { pieces_tokens = 64 };
@@ -191,11 +192,15 @@ static bool agree(session *s)
     return linked(s, handover_link_say(&s->link, say_welcome, s->served, 0, 0, NULL, 0));
 }
 
-static bool connect_session(session *s, int fd)
+static bool agree_on(session *s, int fd, int timeout_ms)
 {
     s->why[0] = 0;
-    if (!linked(s, handover_link_open(&s->link, fd, connect_ms)) || !agree(s))
-        return false;
+    return linked(s, handover_link_open(&s->link, fd, timeout_ms)) && agree(s);
+}
+
+static bool connect_session(session *s)
+{
+    s->link.timeout_ms = connect_ms;
     if (!s->opened)
         open_once(s);
     const bool right = connect_comms(s) && exchange_offers(s);
@@ -203,13 +208,28 @@ static bool connect_session(session *s, int fd)
     return right;
 }
 
-/* Leaves what the next session needs. */
-static void close_session(session *s, bool orderly)
+/* Returns false while NCCL still uses it: after a timeout only another destroy may follow. */
+static bool destroy_comm(kvprim_comm *comm, int64_t until_us)
 {
+    kvprim_status status = kvprim_comm_destroy(comm);
+    while (status == KVPRIM_ERROR_TIMEOUT && handover_now_us() < until_us)
+        status = kvprim_comm_destroy(comm);
+    if (status != KVPRIM_OK && status != KVPRIM_ERROR_ARGUMENT) /* which is one that was never made */
+        fprintf(stderr, "14_handover: %s: %s\n", kvprim_status_name(status), kvprim_last_error());
+    return status != KVPRIM_ERROR_TIMEOUT;
+}
+
+/* Leaves what the next session needs. False: there can be none, because a communicator could not be ended. */
+static bool close_session(session *s, bool orderly)
+{
+    const int64_t until_us = handover_now_us() + (int64_t)connect_ms * 1000;
+    bool ended = true;
     if (!orderly)
         abort_comms(s);
     for (int k = 0; k < s->agreed.lanes; k++)
-        (void)kvprim_comm_destroy(&s->comms[k]);
+        ended = destroy_comm(&s->comms[k], until_us) && ended;
+    if (!ended)
+        return false;
     CU(cudaDeviceSynchronize());
     for (int r = 0; r < s->agreed.to.tp; r++)
         (void)handover_direct_close(&s->peers[r]);
@@ -218,6 +238,7 @@ static void close_session(session *s, bool orderly)
     s->peer_plain = NULL;
     (void)cudaGetLastError();
     handover_link_close(&s->link);
+    return true;
 }
 
 /* ---- the decode side ---- */
@@ -236,12 +257,35 @@ static bool serve_transfer(session *s, const ask *a, int64_t page_count)
     return linked(s, handover_link_say(&s->link, say_ack, 0, 0, 0, NULL, 0));
 }
 
-static bool serve_request(session *s, const ask *a)
+/* Whether the peer's setup allows what it asks for: what follows relies on these bounds. last: the ask before. */
+static bool agreed_on(session *s, const ask *a, const ask *last)
 {
-    if (a->tokens < 1 || a->tokens > s->agreed.tokens || a->way < 0 || a->way >= ways ||
-        a->chunk_bytes > s->agreed.slot_bytes || a->copies < 0 || (a->again && a->way != way_ring) ||
-        a->copies > 2 * s->agreed.tokens * s->agreed.layers * s->agreed.heads * s->agreed.head_bytes)
-        return lose(s, "the prefill side asks for what was not agreed on");
+    const setup *const g = &s->agreed;
+    const struct {
+        const char *what;
+        int64_t value, least, most;
+    } all[] = {{"the request's number", a->request, 0, handover_most_requests},
+               {"the tokens", a->tokens, 1, g->tokens},
+               {"the way", a->way, 0, ways - 1},
+               {"the bytes of a chunk", a->chunk_bytes, (int64_t)2 * g->heads * g->head_bytes, g->slot_bytes},
+               {"the contiguous bytes", a->copies, a->way == way_send, bytes_of(s, g->tokens)}};
+    for (size_t k = 0; k < sizeof all / sizeof *all && !s->why[0]; k++)
+        if (all[k].value < all[k].least || all[k].value > all[k].most)
+            (void)snprintf(s->why, sizeof s->why, "the prefill side's ask: %s must be from %lld to %lld, not %lld",
+                           all[k].what, (long long)all[k].least, (long long)all[k].most, (long long)all[k].value);
+    const bool mapped = a->way == way_straight || a->way == way_copy;
+    const bool opponent = a->way != way_straight && a->way != way_ring;
+    if ((mapped && !g->offers) || (opponent && !g->opponents))
+        return lose(s, "the prefill side asks for a way that was not agreed on");
+    if (a->again && (a->way != way_ring || a->request != last->request || a->tokens != last->tokens))
+        return lose(s, "the prefill side asks again for what it has not asked for before");
+    return !s->why[0];
+}
+
+static bool serve_request(session *s, const ask *a, const ask *last)
+{
+    if (!agreed_on(s, a, last))
+        return false;
     const int64_t pages = a->again ? 0 : side_take_pages(&s->mine, s->agreed.seed, a->request, a->tokens);
     if (a->fill)
         side_fill(&s->mine, 0, 0, false);
@@ -253,7 +297,7 @@ static bool serve_request(session *s, const ask *a)
 static bool serve(session *s)
 {
     handover_message m;
-    ask last;
+    ask next, last;
     memset(&last, 0, sizeof last);
     for (;;) {
         const int n = handover_link_hear(&s->link, &m, 100);
@@ -262,12 +306,14 @@ static bool serve(session *s)
         if (n == 0)
             continue;
         if (m.kind == say_request && m.payload_bytes == sizeof last) {
-            memcpy(&last, s->link.payload, sizeof last);
-            if (!serve_request(s, &last))
+            memcpy(&next, s->link.payload, sizeof next);
+            if (!serve_request(s, &next, &last))
                 return false;
+            last = next;
         } else if (m.kind == say_verify && last.tokens > 0) {
             char text[200];
             const int64_t wrong = side_verify(&s->mine, last.request, last.tokens, text, sizeof text);
+            s->wrong += wrong != 0;
             s->served = wrong == 0 && m.a ? last.request + 1 : s->served;
             if (!linked(s, handover_link_say(&s->link, say_verified, wrong, 0, 0, text, strlen(text) + 1)))
                 return false;
@@ -305,8 +351,7 @@ static bool transfer(session *s, const ask *a, int64_t cancel_at, handover_messa
         if (a->way == way_straight)
             push_straight(s, a, (const int32_t *)(const void *)s->link.payload, pages);
         else
-            CU(cudaMemcpyPeerAsync(s->peer_plain, s->o->device[1], s->plain, s->o->device[0], (size_t)a->copies,
-                                   s->mine.stream));
+            CU(cudaMemcpyAsync(s->peer_plain, s->plain, (size_t)a->copies, cudaMemcpyDefault, s->mine.stream));
         if (!guarded_wait(s, s->mine.stream) || !linked(s, handover_link_say(&s->link, say_pushed, 0, 0, 0, NULL, 0)) ||
             !linked(s, handover_link_expect(&s->link, say_ack, ack)))
             return false;
@@ -340,7 +385,7 @@ static void begin_request(session *s, const ask *a)
 }
 
 /* A request of random length; one that is cancelled comes again, into the same pages. */
-static bool run_request(session *s, report *r, int64_t request, int32_t way)
+static bool run_request(session *s, report *r, int64_t request, int32_t by)
 {
     const handover_options *const o = s->o;
     const uint64_t h = handover_mix(handover_mix((uint64_t)o->seed + 77) ^ (uint64_t)request);
@@ -348,10 +393,10 @@ static bool run_request(session *s, report *r, int64_t request, int32_t way)
     double seconds;
     ask a;
     memset(&a, 0, sizeof a);
-    a.request = request, a.tokens = 1 + (int64_t)(h % (uint64_t)o->tokens), a.way = way, a.fill = s->agreed.verify;
+    a.request = request, a.tokens = 1 + (int64_t)(h % (uint64_t)o->tokens), a.way = by, a.fill = s->agreed.verify;
     a.chunk_bytes = o->chunk_bytes[0], a.cancel_at = -1;
     begin_request(s, &a);
-    if (o->cancel_every && way == way_ring && request % o->cancel_every == o->cancel_every - 1) {
+    if (o->cancel_every && by == way_ring && request % o->cancel_every == o->cancel_every - 1) {
         chunk_walk walk;
         walk_begin(s, &a, &walk);
         const int64_t at = 1 + (int64_t)(handover_mix(h) % (uint64_t)walk.total);
@@ -383,8 +428,8 @@ static bool run_requests(session *s, report *r)
 {
     const int64_t all = s->o->requests;
     while (s->served < all) {
-        const int32_t way = s->o->ring && (!s->o->straight || s->served % 2 == 0) ? way_ring : way_straight;
-        if (!run_request(s, r, s->served, way))
+        const int32_t by = s->o->ring && (!s->o->straight || s->served % 2 == 0) ? way_ring : way_straight;
+        if (!run_request(s, r, s->served, by))
             return false;
         s->served++;
         progress("request %lld of %lld", s->served, all);
@@ -394,14 +439,14 @@ static bool run_requests(session *s, report *r)
 
 /* ---- throughput ---- */
 
-static bool measure(session *s, report *r, int32_t way, int chunk, int round)
+static bool measure(session *s, report *r, int32_t by, int chunk, int round)
 {
     handover_message ack;
     double seconds;
     ask a;
     memset(&a, 0, sizeof a);
-    a.request = s->o->requests, a.tokens = s->o->tokens, a.way = way, a.cancel_at = -1;
-    if (way == way_pieces && a.tokens > pieces_tokens)
+    a.request = s->o->requests, a.tokens = s->o->tokens, a.way = by, a.cancel_at = -1;
+    if (by == way_pieces && a.tokens > pieces_tokens)
         a.tokens = pieces_tokens;
     a.chunk_bytes = s->o->chunk_bytes[chunk], a.copies = bytes_of(s, a.tokens);
     a.fill = round < 0 && s->agreed.verify;
@@ -412,11 +457,11 @@ static bool measure(session *s, report *r, int32_t way, int chunk, int round)
     if (!transfer(s, &a, -1, &ack, &seconds))
         return false;
     if (round >= 0) {
-        r->gbs[way][chunk][round] = (double)bytes_of(s, a.tokens) / seconds / 1e9;
-        r->first_ms[chunk][round] = way == way_ring ? (double)ack.a / 1e3 : r->first_ms[chunk][round];
-        r->last_ms[chunk][round] = way == way_ring ? (double)ack.b / 1e3 : r->last_ms[chunk][round];
+        r->gbs[by][chunk][round] = (double)bytes_of(s, a.tokens) / seconds / 1e9;
+        r->first_ms[chunk][round] = by == way_ring ? (double)ack.a / 1e3 : r->first_ms[chunk][round];
+        r->last_ms[chunk][round] = by == way_ring ? (double)ack.b / 1e3 : r->last_ms[chunk][round];
     }
-    const bool checks = round < 0 && s->agreed.verify && way != way_send && way != way_copy;
+    const bool checks = round < 0 && s->agreed.verify && by != way_send && by != way_copy;
     return !checks || verify(s, r, &a, false);
 }
 
@@ -547,7 +592,7 @@ static bool print_report(const session *s, const report *r, int64_t first)
 static bool survive(session *s, int64_t heard_us, bool may)
 {
     const int64_t noticed_us = handover_now_us();
-    close_session(s, false);
+    may = close_session(s, false) && may;
     printf("%s side: %s; noticed %.1f ms after its last message, ended %.1f ms later%s\n",
            s->side == 0 ? "prefill" : "decode", s->why, (double)(noticed_us - heard_us) / 1e3,
            (double)(handover_now_us() - noticed_us) / 1e3, may ? "; goes on with the same ring" : "");
@@ -581,6 +626,24 @@ static void open_side(session *s, const handover_options *o)
     }
 }
 
+/* Accepts until a decode side has answered the setup: anything may connect to a port. */
+static bool accept_decode_side(session *s)
+{
+    const int64_t until_us = handover_now_us() + ((int64_t)s->o->timeout_ms + connect_ms) * 1000;
+    int64_t left_ms;
+    while ((left_ms = (until_us - handover_now_us()) / 1000) > 0) {
+        const int fd = handover_accept(s->o->listener, (int)left_ms);
+        if (fd < 0)
+            break;
+        if (agree_on(s, fd, answer_ms))
+            return true;
+        fprintf(stderr, "14_handover: a connection was dropped: %s\n", s->why);
+        handover_link_close(&s->link);
+    }
+    fprintf(stderr, "14_handover: no decode side has connected\n");
+    return false;
+}
+
 static int prefill_main(session *s)
 {
     static report r;
@@ -588,12 +651,9 @@ static int prefill_main(session *s)
     int restarts = o->kill_at >= 0 && o->kill_side == 1;
     int64_t first = -1;
     for (;;) {
-        const int fd = handover_accept(o->listener, o->timeout_ms + connect_ms);
-        if (fd < 0) {
-            fprintf(stderr, "14_handover: no decode side has connected\n");
+        if (!accept_decode_side(s))
             return 1;
-        }
-        bool done = connect_session(s, fd);
+        bool done = connect_session(s);
         if (done && first < 0)
             print_shape(s);
         first = first < 0 ? s->served : first;
@@ -601,8 +661,7 @@ static int prefill_main(session *s)
                linked(s, handover_link_say(&s->link, say_bye, 0, 0, 0, NULL, 0));
         if (done) {
             const bool right = print_report(s, &r, first);
-            close_session(s, true);
-            return !right;
+            return !close_session(s, true) || !right;
         }
         if (!survive(s, s->link.heard_us, restarts > 0))
             return 1;
@@ -621,9 +680,10 @@ static int decode_main(session *s)
             fprintf(stderr, "14_handover: %s\n", why);
             return 1;
         }
-        if (connect_session(s, fd) && serve(s)) {
-            close_session(s, true);
-            return 0;
+        if (agree_on(s, fd, connect_ms) && connect_session(s) && serve(s)) {
+            if (s->wrong && handover_is_alone(o))
+                fprintf(stderr, "14_handover: WRONG bytes in %lld of the verified requests\n", (long long)s->wrong);
+            return !close_session(s, true) || s->wrong;
         }
         if (!survive(s, s->link.heard_us, restarts > 0))
             return 1;

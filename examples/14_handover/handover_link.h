@@ -170,14 +170,21 @@ static inline int handover_link_hear(handover_link *link, handover_message *mess
     return link->dead ? -1 : 0;
 }
 
-/* Waits for a message of this kind. Any other is an error. */
+/* Waits for a message of this kind. Any other is an error, and so is one that is not whole after timeout_ms, though its
+   bytes still come. */
 static inline bool handover_link_expect(handover_link *link, uint32_t kind, handover_message *message)
 {
     int n;
+    const int64_t until_us = handover_now_us() + (int64_t)link->timeout_ms * 1000;
     link->heard_us = handover_now_us(); /* from now on the peer has timeout_ms */
     do
         n = handover_link_hear(link, message, 100);
-    while (n == 0);
+    while (n == 0 && handover_now_us() < until_us);
+    if (n == 0)
+        return handover_link_fail(link,
+                                  link->have ? "the peer has sent only a part of its message in %d ms"
+                                             : "the peer has said nothing for %d ms",
+                                  link->timeout_ms);
     if (n == 1 && message->kind != kind)
         return handover_link_fail(link, "the peer sent message %u where %u was due", (unsigned)message->kind,
                                   (unsigned)kind);

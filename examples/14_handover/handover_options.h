@@ -17,6 +17,7 @@ enum {
     handover_most_chunks = 16,
     handover_most_lanes = 4,
     handover_most_rounds = 99,
+    handover_most_requests = 1 << 24,
     handover_most_pages = 1 << 20,
     handover_most_arguments = 100
 };
@@ -64,7 +65,8 @@ static const char handover_help[] =
     "  --requests N               requests of random lengths, verified (20); --seed N (1)\n"
     "  --rounds N                 then the throughput of the largest one, the median of N rounds (5); 0: none\n"
     "  --no-opponents             without the throughput of other ways, and their memory\n"
-    "  --chunk-bytes N[,N...]     of a slot, with K or M (64M; 8M with --sockets); several: throughput of each\n"
+    "  --chunk-bytes N[,N...]     of a slot, with K or M (64M; 8M with --sockets, --listen and --connect);\n"
+    "                             several: throughput of each\n"
     "  --slots N --lanes N        slots of a ring (4); communicators, each with a ring (2)\n"
     "  --max-sms N                multiprocessors for packing and unpacking (32); 0: all\n"
     "  --cancel-every K           each K-th request is cancelled in the middle, by either side, then sent again\n"
@@ -143,7 +145,7 @@ static inline bool handover_number_option(handover_options *o, const char *name,
                    {"--page-rows", 1, 1 << 20, &o->from.page_rows, NULL},
                    {"--to-page-rows", 1, 1 << 20, &o->to.page_rows, NULL},
                    {"--tokens", 1, 1 << 24, NULL, &o->tokens},
-                   {"--requests", 0, 1 << 24, NULL, &o->requests},
+                   {"--requests", 0, handover_most_requests, NULL, &o->requests},
                    {"--rounds", 0, handover_most_rounds, NULL, &o->rounds},
                    {"--seed", 0, INT64_MAX, NULL, &o->seed},
                    {"--slots", 1, 32, &o->slots, NULL},
@@ -279,7 +281,7 @@ static inline bool handover_check_options(handover_options *o)
     const int64_t token = (int64_t)2 * o->heads * o->head_bytes;
     o->to.page_rows = o->to.page_rows ? o->to.page_rows : o->from.page_rows;
     if (o->chunk_count == 0)
-        o->chunk_bytes[o->chunk_count++] = o->sockets ? 8 << 20 : 64 << 20;
+        o->chunk_bytes[o->chunk_count++] = o->sockets || handover_is_alone(o) ? 8 << 20 : 64 << 20;
     if (o->heads % o->from.tp != 0 || o->heads % o->to.tp != 0) {
         fprintf(stderr, "14_handover: --heads %d is not a multiple of --from-tp %d and --to-tp %d\n", (int)o->heads,
                 (int)o->from.tp, (int)o->to.tp);
@@ -309,6 +311,8 @@ static inline bool handover_check_options(handover_options *o)
    chunk, during which no chunk is under way, and 1.8 us for each MB of a chunk, which are packed before the first send
    and unpacked after the last. So chunks of 64, 128 and 256 MB reach 0.89, 0.92 and 0.92 of one ncclSend. A second lane
    sends while the first one is between two chunks: 0.97 with 64 MB, 0.92 with 32; four lanes of 32 MB reach 0.98.
+   A chunk's deadline counts from its call, when the chunks before it are still under way: 8 slots of 64 MB would take
+   4.6 of their 5 s on Gigabit Ethernet.
    Over sockets 1 MB to 16 MB are all the same: 1.0 of one ncclSend on one lane, 1.5 to 1.6 on two, which have twice the
    sockets. */
 static inline int handover_parse(handover_options *o, int argc, char **argv)

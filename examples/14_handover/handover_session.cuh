@@ -85,6 +85,7 @@ typedef struct session {
     int32_t *peer_pages_on_gpu;
     cudaEvent_t pushed;
     int64_t served;  /* requests that are done; the next session goes on after them */
+    int64_t wrong;   /* verifications that found wrong bytes, on the decode side */
     int64_t dies_at; /* chunks until this process dies; -1: never */
     int64_t checked_us;
     char why[400];
@@ -198,14 +199,23 @@ static void walk_begin(const session *s, const ask *a, chunk_walk *w)
     }
 }
 
+/* To the next pair, and from the last one to the first one's next chunk. */
+static void walk_step(const session *s, chunk_walk *w)
+{
+    if (++w->pair < s->pair_count)
+        return;
+    w->pair = 0;
+    w->i++;
+}
+
 /* The next chunk and its pair. */
 static pair walk_next(const session *s, const ask *a, chunk_walk *w, handover_chunk *chunk)
 {
     while (w->i >= w->count[w->pair])
-        w->i += ++w->pair == s->pair_count, w->pair %= s->pair_count;
+        walk_step(s, w);
     const pair p = s->pairs[w->pair];
     handover_chunk_at(&s->from[p.from], &s->to[p.to], a->tokens, (size_t)a->chunk_bytes, w->i, chunk);
-    w->i += ++w->pair == s->pair_count, w->pair %= s->pair_count;
+    walk_step(s, w);
     return p;
 }
 
@@ -359,11 +369,11 @@ static void incoming_begin(session *s, const ask *a, incoming *in)
 /* Receives an announced chunk. One that comes after this side has cancelled is dropped. */
 static bool receive_chunk(session *s, const ask *a, incoming *in, int64_t number, int64_t bytes)
 {
-    const int lane = (int)(number % s->agreed.lanes);
-    handover_chunk *const chunk = &in->recent[number % (s->agreed.lanes * s->agreed.slots)];
     void *slot;
     if (number != in->received || number >= in->walk.total)
         return lose(s, "the peer announced a chunk out of turn");
+    const int lane = (int)(number % s->agreed.lanes);
+    handover_chunk *const chunk = &in->recent[number % (s->agreed.lanes * s->agreed.slots)];
     const pair p = walk_next(s, a, &in->walk, chunk);
     if (bytes != (int64_t)chunk->bytes)
         return lose(s, "the peer announced a chunk of another size");
