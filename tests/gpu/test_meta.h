@@ -53,8 +53,9 @@ static outcome try_meta(arena *a, const kvprim_unpack_meta_desc *desc, const cha
     return run_both(
         a, want, want_text, runs, [&] { return kvprim_unpack_meta(desc); },
         [&] {
-            const kvprim_status got = kvprim_cuda_unpack_meta(&on, a->launch);
-            memset(&on, 0xff, sizeof on);
+            kvprim_unpack_meta_desc copy = on; /* it may be called twice: see sampled.h */
+            const kvprim_status got = kvprim_cuda_unpack_meta(&copy, a->launch);
+            memset(&copy, 0xff, sizeof copy);
             return got;
         });
 }
