@@ -143,7 +143,7 @@ static void test_meta_errors(void)
     BAD_META(count = (const uint64_t *)(const void *)((char *)&m->count + 4), KVPRIM_ERROR_ARGUMENT, "count (");
     BAD_META(rejected = (uint32_t *)(void *)((char *)&m->rejected + 2), KVPRIM_ERROR_ARGUMENT, "rejected (");
     BAD_META(dst = &m->meta[3], KVPRIM_ERROR_OVERLAP, "dst (");
-    BAD_META(dst = (char *)m->meta - META_SIDE + 1, KVPRIM_ERROR_OVERLAP, "dst (");
+    BAD_META(dst = (void *)((uintptr_t)m->meta - META_SIDE + 1), KVPRIM_ERROR_OVERLAP, "dst (");
     BAD_META(dst = &m->count, KVPRIM_ERROR_OVERLAP, "dst (");
     BAD_META(rejected = (uint32_t *)(void *)&m->count, KVPRIM_ERROR_OVERLAP, "rejected (");
     BAD_META(rejected = &m->meta[3].bytes, KVPRIM_ERROR_OVERLAP, "rejected (");

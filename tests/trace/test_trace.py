@@ -318,7 +318,9 @@ def interrupted():
     event = '{"ph":"X","cat":"kernel","name":"k","pid":0,"tid":7,"ts":1,"dur":2}'
     many, part = file_of('[' + ','.join([event] * 2000) + ']'), scratch / 'new.json.part'
     os.mkfifo(part)
-    with subprocess.Popen([program, many, '--out', scratch / 'new.json'], stdout=subprocess.DEVNULL) as process:
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits that it is ignored
+    with subprocess.Popen([program, many, '--out', scratch / 'new.json'], stdout=subprocess.DEVNULL,
+                          preexec_fn=heard) as process:
         with open(part, 'rb'):
             process.send_signal(signal.SIGINT)
             code = process.wait(60)
