@@ -51,7 +51,7 @@ CUDA_INCLUDE ?= $(patsubst %/cuda_runtime.h,%,$(firstword $(wildcard $(CUDA_PLAC
 NCCL_INCLUDE ?= $(patsubst %/nccl.h,%,$(firstword $(wildcard $(NCCL_PLACES:%=%/include/nccl.h))))
 NCCL_LIBRARY ?= $(firstword $(wildcard $(foreach place,$(NCCL_PLACES),$(foreach folder,lib lib64 lib/x86_64-linux-gnu \
     lib/aarch64-linux-gnu,$(place)/$(folder)/libnccl.so.2))))
-ifneq ($(and $(NCCL_HOME),$(filter gpu-test nccl-% gpu-bench sanitize engine ncu,$(MAKECMDGOALS))),)
+ifneq ($(and $(NCCL_HOME),$(filter gpu-test nccl-% handover gpu-bench sanitize engine ncu,$(MAKECMDGOALS))),)
 $(if $(and $(NCCL_INCLUDE),$(NCCL_LIBRARY)),,$(error NCCL_HOME=$(NCCL_HOME): no nccl.h or no libnccl.so.2 there (make \
     takes no spaces)))
 endif

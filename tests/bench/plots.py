@@ -94,8 +94,9 @@ def mean(numbers):
     return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
 
 
-gpu, transfer, cpu, nccl, replay, torch = (
-    Results(name + '.txt') for name in ('gpu_bench', 'gpu_transfer', 'bench', 'nccl_bench', 'replay', 'gpu_torch'))
+gpu, transfer, cpu, nccl, replay, torch, handover = (
+    Results(name + '.txt') for name in ('gpu_bench', 'gpu_transfer', 'bench', 'nccl_bench', 'replay', 'gpu_torch',
+                                        'handover'))
 COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  # counts bytes read and bytes written
 EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
 SIZES = r'\d+ +\d+'
@@ -124,14 +125,12 @@ PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx5
 HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
                         'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
 NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
-# Results of before 2026-11-23 do not have that column.
-PERCENT = ' % of link' if any(line.endswith(' % of link') for line in nccl.lines) else ''
 BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
 COLLECTIVES = {  # "to raw" is the sixth number of each
     name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
     for name, title, columns, count in (
         ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)'
-         + PERCENT, 9 if PERCENT else 8),
+         ' % of link', 9),
         ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
         ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
 ALL_REDUCE = COLLECTIVES['all-reduce']
@@ -428,6 +427,10 @@ def prefix():
                    'better', 'tokens', COUNTS, panels, f'One core of an {XEON}; tests/results/bench.txt')
 
 
+# Of example 14: with two communicators, with one, and over sockets.
+TWO_LANES, ONE_LANE, SOCKETS = (handover.parts(rf'== build/14_handover {options}, GPUs 0,1')[0][1] for options in (
+    '--mode all .*(--svg).*', '--mode all .*(--lanes 1).*', '--sockets .*(--lanes 1)'))
+
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 
@@ -490,12 +493,18 @@ def shares():
               for at in (0, 1) for way in ('to GPU', 'to host'))),
         ('gather / store, the worst: up to 64 rows in pages; rows of odd sizes; misaligned addresses',
          'a plain table; the next multiple of 128 bytes; aligned addresses',
-         '; '.join(each(numbers) for numbers in (PAGED, odd, off)))]
+         '; '.join(each(numbers) for numbers in (PAGED, odd, off))),
+        ('KV pages of a request to another GPU: straight; by a ring, 64 MB, two communicators / one; sockets, 4 MB',
+         'the copy engine; one `ncclSend` of as many bytes',
+         '; '.join((each([float(TWO_LANES.find(r"straight into .* ([\d.]+)$"))]),
+                    each(float(part.find(r'ring of \d x 64 MB on \d lanes? +[\d.]+ +([\d.]+)'))
+                         for part in (TWO_LANES, ONE_LANE)),
+                    each([float(SOCKETS.find(r'ring of \d x 4 MB on \d lane +[\d.]+ +([\d.]+)'))]))))]
 
 
 def figures():
     """The tables of README.md."""
-    sources = (cpu, replay, gpu, transfer, torch, nccl)
+    sources = (cpu, replay, gpu, transfer, torch, nccl, handover)
     links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
     texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}. The replay takes "
              f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
