@@ -114,7 +114,7 @@ def engine():
         return (lambda trace, files: by_node(node, path, trace, files)) if node else 'no node to run its WebAssembly'
     if named and path.is_file():
         return lambda trace, files: by_shell(path, trace, files)
-    return f'no trace_processor_shell in TRACE_PROCESSOR, and no {path} (fetch_perfetto.py)'
+    return f'no trace_processor_shell in TRACE_PROCESSOR, and no {os.path.relpath(path)} (fetch_perfetto.py)'
 
 
 def by_node(node, folder, trace, files):
