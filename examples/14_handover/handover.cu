@@ -2,9 +2,10 @@
 /* Hands the KV pages of requests over from a prefill rank to a decode rank: another process, on another GPU or machine.
    The two may differ in page layout, page size and tensor-parallel size. A chunk of layers is packed into a slot of a
    ring, sent by NCCL, received into a slot of the other side's ring and unpacked into pages; then its credit goes back.
-   Chunks overlap, and decoding can start when its first layer is there. Where the GPUs reach each other's memory, one
-   kernel can write straight into the peer's pages instead. The program verifies every byte of every page, also after a
-   cancelled request and after either process has died, and compares the throughput with other ways.
+   Chunks overlap and come layer by layer; the program prints when the first layer is ready. Where the GPUs reach each
+   other's memory, one kernel can write straight into the peer's pages instead. The program verifies every byte of every
+   page, also after a cancelled request and after either process has died, and compares the throughput with other
+   ways.
 
        nvcc -arch=native -std=c++17 -O3 -I. examples/14_handover/handover.cu -lnccl -o 14_handover && ./14_handover
 

@@ -25,7 +25,7 @@ static char *cache_memory, *row_memory, *host_memory;
 enum place { FLAT, NHD, HND };
 static const char *const place_names[] = {"flat", "NHD", "HND"};
 
-/* Pages have room for V behind K. A row of HND has `heads` pieces of `bytes`, in a quarter as many rows. */
+/* Pages have room for V after K. A row of HND has `heads` pieces of `bytes`, in a quarter as many rows. */
 struct row_job {
     place where;
     int64_t bytes;

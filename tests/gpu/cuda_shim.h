@@ -192,11 +192,6 @@ static inline uint4 kvpc_load16_once(uint64_t address)
     return kvpc_load16(address);
 }
 
-static inline uint4 kvpc_load16_fresh(uint64_t address)
-{
-    return kvpc_load16(address);
-}
-
 static inline void kvpc_store16_once(uint64_t address, uint4 v)
 {
     kvpc_store16(address, v);
@@ -212,11 +207,6 @@ static inline int64_t kvpc_load_i64(uint64_t address)
 {
     kvprim_emulate_access(address, 8);
     return *reinterpret_cast<const int64_t *>(static_cast<uintptr_t>(address));
-}
-
-static inline uint64_t kvpc_load_u64_fresh(uint64_t address)
-{
-    return static_cast<uint64_t>(kvpc_load_i64(address));
 }
 
 static inline char *kvpc_global(uint64_t address)

@@ -113,7 +113,7 @@ static void one_late(unsigned char *src, unsigned char *dst, unsigned char *list
     cudaGraph_t graph;
     cudaGraphExec_t exec;
     const auto enqueue = [&] { enqueue_late(src, dst, list, mapped, gate, wait); };
-    snprintf(current, sizeof current, "late descriptors, %s, behind %s, pdl %d", mapped ? "mapped" : "on the GPU",
+    snprintf(current, sizeof current, "late descriptors, %s, after %s, pdl %d", mapped ? "mapped" : "on the GPU",
              gate == WAIT_VALUE ? "cuStreamWaitValue32" : "a host function", main_launch.pdl);
     late_rounds(quick ? 2 : 8, enqueue);
     begin_capture();
