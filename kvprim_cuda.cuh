@@ -1727,7 +1727,7 @@ KVPRIM_DEVICE void kvpc_copy_small_range(const kvpc_meta &p, const kvpc_range &r
         kvpc_copy_part<kvpc_meta_lanes>(p, r.meta[i], 0);
 }
 
-/* Plain loads: volatile ones read mapped memory word by word, 10 to 30 times as long (H200).
+/* The loads are plain: volatile ones of mapped memory take 10 to 30 times as long (H200).
    Nothing that was read decides alone whether a thread comes to a barrier: the caller may break the promise not to
    write while this runs. */
 template <uint32_t most_threads>
