@@ -41,7 +41,9 @@
        >>status      kvprim_status, errors and their text
        >>dtype       element types
        >>prefix      prefix compare
+       >>format      element types and scales: FP8 and INT8 caches
        >>table       kvprim_table: rows, pages, heads; the index rule
+       >>preset      the caches of engines by name
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
@@ -192,7 +194,8 @@ typedef enum kvprim_dtype {
     KVPRIM_INT32 = 22,
     KVPRIM_INT64 = 23,
     KVPRIM_F8E4M3 = 24,
-    KVPRIM_F8E5M2 = 25
+    KVPRIM_F8E5M2 = 25,
+    KVPRIM_F8E8M0 = 26 /* a power of two, 2^(byte - 127): scales only */
 } kvprim_dtype;
 
 /* >>prefix ---------------------------------------------------------------------------------------------------------
@@ -235,6 +238,74 @@ KVPRIM_API size_t kvprim_prefix_i32_neon(const int32_t *a, size_t a_len, const i
 KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const int64_t *b, size_t b_len);
 #endif
 
+/* >>format ---------------------------------------------------------------------------------------------------------
+
+   What the elements of a table are, if a move converts them: kvprim_table.format. If both sides of a move have a
+   format, the row's elements change their type on the way. If neither has one, or both have the same type without
+   scales, bytes move as they are.
+
+       from                to                  how
+       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type (ties
+                           INT8                to even) and saturated to its largest: 448, 57,344, 127
+       F8E4M3, F8E5M2,     F32, F16, BF16      x = stored * scale in fp32, then rounded once (ties to even)
+       INT8
+       F32, F16, BF16      F32, F16, BF16      rounded once
+
+   All other pairs are KVPRIM_ERROR_UNSUPPORTED. row_bytes counts the bytes of the src row's elements, without scales;
+   the dst row has as many elements. Rows begin at multiples of an element, with any number of elements.
+   The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
+   do; fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8 it
+   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count.
+
+   Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
+
+       0                    none: every scale is 1
+       KVPRIM_SCALE_TENSOR  one number, read by store and gather when they run
+       KVPRIM_SCALE_HEAD    one for each head of `tile` elements, read likewise
+       KVPRIM_SCALE_TILE    one for each tile of each row: `tile` elements, or the whole row. A move from it reads them. A
+                            move to it computes them, and writes them beside each row that it writes:
+                            scale = max(largest |x| of the tile / largest value of the type, scale_min) in fp32, and
+                            with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
+                            count, infinity counts as the largest finite fp32
+
+   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above.
+
+   Where they lie: the scale of tile t of row r is at
+
+       scales + (r / page_rows) * scale_page_stride + (r % page_rows) * scale_stride + t * scale_tile_stride
+
+   with the page_rows of the table, the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory of
+   the table's layer, and data + scale_offset takes the place of scales. So scales lie inside the row
+   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride), or in memory of
+   their own. */
+typedef enum kvprim_scale_kind {
+    KVPRIM_SCALE_TENSOR = 1,
+    KVPRIM_SCALE_HEAD = 2,
+    KVPRIM_SCALE_TILE = 3
+} kvprim_scale_kind;
+
+typedef struct kvprim_format {
+    kvprim_dtype dtype;         /* of the elements */
+    kvprim_scale_kind scale;    /* 0: none */
+    kvprim_dtype scale_dtype;   /* KVPRIM_F32, which 0 means, or KVPRIM_F8E8M0 */
+    int32_t scale_power_of_two; /* 1: computed scales are powers of two */
+    int32_t scale_inverse; /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's inverse of
+                              what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse rounded to fp32.
+                              Moves from this side must leave it at 0, except with SCALE_TILE, where they ignore it */
+    float scale_min;       /* the least scale that is computed, 2^-126 to the largest finite; 0: 2^-126 */
+    int64_t tile; /* elements of a scale; they divide the row's. SCALE_TILE: 0 is the whole row. SCALE_HEAD: 0 is the
+                        row's elements / heads of the table, if that has more than one */
+    void *scales; /* aligned to their type; a move to SCALE_TILE writes them. NULL: they are in the table's memory */
+    int64_t scale_offset;                    /* bytes from the layer's start to the first scale; 0 with `scales` */
+    int64_t scale_tile_stride;               /* bytes from one tile's or head's scale to the next; 0: packed */
+    int64_t scale_stride, scale_page_stride; /* row to row and page to page. 0: packed in memory of their own; in the
+                                                  table's memory, the table's */
+    int64_t scale_layer_stride; /* layer to layer in memory of their own. 0: SCALE_TILE: packed; others: every layer has
+                                   the same scales */
+    uint32_t *nans;      /* optional: NaNs that became 0 in INT8; written by the executing side, as `rejected` is */
+    int64_t reserved[2]; /* 0 */
+} kvprim_format;
+
 /* >>table ----------------------------------------------------------------------------------------------------------
 
    Where the rows of a cache or tensor lie. Zero-initialise it, then set what differs. All sizes are bytes except where
@@ -263,7 +334,9 @@ typedef struct kvprim_table {
     int64_t head_stride;    /* piece to piece; required if heads > 1 */
     int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
                                reaches past it is an error */
-    int64_t reserved[2];
+    const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
+                                    until the call returns, or as long as moves that were made from it run */
+    int64_t reserved;
 } kvprim_table;
 
 /* The type of indices and slots; KVPRIM_INT32 and KVPRIM_INT64 are element types. 0 is an error wherever an index is
@@ -275,6 +348,32 @@ KVPRIM_API kvprim_table kvprim_table_resolve(kvprim_table table, int64_t row_byt
 
 /* Where row `row` (its first piece) starts, in a resolved table; 0 <= row < rows, which is not checked. */
 KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
+
+/* >>preset ---------------------------------------------------------------------------------------------------------
+
+   The layouts of engines: what the caches of one tensor hold, by the engine's name for it. */
+typedef struct kvprim_preset {
+    kvprim_table k_cache, v_cache; /* their `format` points below: do not copy the structure. v_cache.data is NULL if
+                                      there is one part only */
+    kvprim_format k_format;
+    int64_t k_elements, v_elements; /* of a row: what is converted (K of a store), and what is copied as it is (V) */
+} kvprim_preset;
+
+/* Fills in *preset for a cache of `rows` rows in pages of page_rows at `data`, page_stride bytes from page to page (0:
+   packed):
+
+       "fp8_ds_mla"     vLLM, DeepSeek V3.2: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them, 64 bf16
+       "fp8_ds_mla_v4"  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
+                        scales, of 64 elements each, and a byte that is not touched
+       "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
+       "fp8_indexer_ue8m0"  the same with scales that are powers of two
+
+   A store has k of bf16 with k_elements, and v with v_elements * 2 bytes if that is not 0, where table.format of k is
+   set and of v is not.
+   Errors: NULL, SIZE (rows or page_rows less than 1), ARGUMENT (an unknown name; the error lists the known ones). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
+                                                           int64_t page_rows, int64_t page_stride,
+                                                           kvprim_preset *preset);
 
 /* >>gather ---------------------------------------------------------------------------------------------------------
 
@@ -562,6 +661,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_trans
 /* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
 
+/* The format of a move's side with all defaults filled in; dtype 0 if its bytes move as they are. */
+KVPRIM_API kvprim_format kvprim_side_format(const kvprim_side *side);
+
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
@@ -685,6 +787,8 @@ extern "C" {
 /* Structures may grow with a version, but not by accident. Bindings declare them again. */
 #if UINTPTR_MAX == UINT64_MAX
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_format) == 104, "kvprim_format");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_preset) == 280, "kvprim_preset");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_slots_desc) == 136, "kvprim_slots_desc");
@@ -713,6 +817,8 @@ KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
         const char *name;
         size_t bytes;
     } structs[] = {{"kvprim_table", sizeof(kvprim_table)},
+                   {"kvprim_format", sizeof(kvprim_format)},
+                   {"kvprim_preset", sizeof(kvprim_preset)},
                    {"kvprim_gather_desc", sizeof(kvprim_gather_desc)},
                    {"kvprim_store_desc", sizeof(kvprim_store_desc)},
                    {"kvprim_slots_desc", sizeof(kvprim_slots_desc)},
@@ -1456,7 +1562,7 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
         return kvpi_fail_field(m, side, "bytes", t->bytes, "less than", 0);
     if (side->layer_stride < 0)
         return kvpi_fail_field(m, side, "layer_stride", side->layer_stride, "less than", 0);
-    if (t->reserved_heads | t->reserved[0] | t->reserved[1])
+    if (t->reserved_heads | t->reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: a reserved field of %s is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
