@@ -133,10 +133,11 @@ static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const plac
     size_t span = 0;
     layout l = layouts[at.layout % n_layouts];
     l.pad = l.pad / (at.layout / n_layouts ? 1 : 8) * size, l.page_pad *= size;
+    l.heads = l.heads > 0 && elements % l.heads == 0 ? l.heads : 0;
     s->row_bytes = elements * size;
     s->table = lay_out(&l, rows, s->row_bytes, &span);
     s->layer_stride = round_up(static_cast<int64_t>(span), size);
-    s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align * static_cast<size_t>(size));
+    s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align % 16 * static_cast<size_t>(size));
     s->full = s->given = format_of(type);
     fill_elements(s->table.data, type, static_cast<size_t>(s->layer_stride * layers / size));
 }
