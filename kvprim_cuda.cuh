@@ -3209,17 +3209,18 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
    row. Its elements go in groups of eight, or one by one where eight are not aligned or have no scale in common. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* What becomes of a number and its scale. */
-enum { kvpc_unscaled, kvpc_times, kvpc_times_inverse, kvpc_over, kvpc_over_short };
+/* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
+enum { kvpc_unscaled, kvpc_multiplied, kvpc_inverted, kvpc_divided };
 
 /* How a launch converts. Sizes of elements are powers of two: 1 << dst_shift bytes. */
 typedef struct kvpc_change {
     uint32_t dst_type, src_type, dst_shift, src_shift;
     uint32_t dst_mask, src_mask; /* address bits that are 0 where eight elements are aligned */
     uint32_t wide;               /* 1: eight elements have one scale, and lie together if the layers are aligned */
-    uint32_t scaling;            /* kvpc_times ... */
-    uint32_t quantises, computes, is_e8m0, power_of_two;
-    float largest, scale_min;
+    uint32_t scaling;            /* kvpc_multiplied ... */
+    uint32_t quantises, computes, several; /* several: a span may have more than one scale, which it reads */
+    uint32_t is_e8m0, power_of_two;
+    float scale_min;
     uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
     kvpc_layout scale; /* `head` divides by the elements of a tile, and head_step leads to the next scale */
@@ -3246,113 +3247,6 @@ template <uint32_t n> struct kvpc_elements {
     uint32_t w[n];
     float scale;
 };
-
-/* fp32 arithmetic that no compiler option changes. */
-KVPRIM_DEVICE float kvpc_f32_quotient(float x, float y)
-{
-#ifdef __CUDA_ARCH__
-    float q;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(q) : "f"(x), "f"(y));
-    return q;
-#else
-    return kvpi_quotient(x, y);
-#endif
-}
-
-KVPRIM_DEVICE float kvpc_f32_product(float x, float y)
-{
-#ifdef __CUDA_ARCH__
-    float p;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(p) : "f"(x), "f"(y));
-    return p;
-#else
-    return kvpi_product(x, y);
-#endif
-}
-
-KVPRIM_DEVICE float kvpc_of_f16(uint32_t x)
-{
-#ifdef __CUDA_ARCH__
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"((uint16_t)x));
-    return f;
-#else
-    return kvpi_of_f16(x);
-#endif
-}
-
-KVPRIM_DEVICE uint32_t kvpc_pair_to_f16(float low, float high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t v;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-#else
-    return kvpi_to_f16(low) | kvpi_to_f16(high) << 16;
-#endif
-}
-
-KVPRIM_DEVICE uint32_t kvpc_pair_to_bf16(float low, float high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    uint32_t v;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-    return v;
-#else
-    return kvpi_to_bf16(low) | kvpi_to_bf16(high) << 16;
-#endif
-}
-
-KVPRIM_DEVICE uint32_t kvpc_pair_to_e4m3(float low, float high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint16_t v;
-    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
-    return v;
-#else
-    return kvpi_to_e4m3(low) | kvpi_to_e4m3(high) << 8;
-#endif
-}
-
-KVPRIM_DEVICE uint32_t kvpc_pair_to_e5m2(float low, float high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint16_t v;
-    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(v) : "f"(high), "f"(low));
-    return v;
-#else
-    return kvpi_to_e5m2(low) | kvpi_to_e5m2(high) << 8;
-#endif
-}
-
-/* Two values of these types fit fp16. */
-KVPRIM_DEVICE void kvpc_pair_of_e4m3(uint32_t pair, float *low, float *high)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint32_t v;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(v) : "h"((uint16_t)pair));
-    *low = kvpc_of_f16(v & 0xffff), *high = kvpc_of_f16(v >> 16);
-#else
-    *low = kvpi_of_e4m3(pair & 0xff), *high = kvpi_of_e4m3(pair >> 8 & 0xff);
-#endif
-}
-
-/* The upper byte of an fp16 value is one of e5m2. */
-KVPRIM_DEVICE float kvpc_of_e5m2(uint32_t x)
-{
-    return kvpc_of_f16(x << 8);
-}
-
-KVPRIM_DEVICE uint32_t kvpc_to_int8(float x)
-{
-#ifdef __CUDA_ARCH__
-    int32_t v;
-    asm("cvt.rni.s32.f32 %0, %1;" : "=r"(v) : "f"(x)); /* 0 of NaN */
-    return (uint32_t)(v < -127 ? -127 : v > 127 ? 127 : v) & 0xff;
-#else
-    return kvpi_to_int8(x);
-#endif
-}
 
 /* Loads n elements: eight that are aligned, or one. */
 template <uint32_t n> KVPRIM_DEVICE void kvpc_load_elements(uint32_t *w, uint64_t address, uint32_t shift)
@@ -3396,110 +3290,74 @@ template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, c
         kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
 }
 
-/* The numbers that elements stand for. Of one element, too, there is room for two numbers. */
-template <uint32_t n> KVPRIM_DEVICE void kvpc_decode(uint32_t type, const uint32_t *w, float *x)
+/* The numbers that elements stand for. One element is the first of a word; then, too, x has room for 4. */
+template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_as(const uint32_t *w, float *x)
 {
-    if (type == KVPRIM_BF16)
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpi_of_bf16(w[e / 2] >> e % 2 * 16 & 0xffff);
-    else if (type == KVPRIM_F16)
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_of_f16(w[e / 2] >> e % 2 * 16 & 0xffff);
-    else if (type == KVPRIM_F8E4M3)
-        for (uint32_t e = 0; e < n; e += 2)
-            kvpc_pair_of_e4m3(w[e / 4] >> e % 4 * 8, &x[e], &x[e + 1]);
-    else if (type == KVPRIM_F8E5M2)
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_of_e5m2(w[e / 4] >> e % 4 * 8 & 0xff);
-    else if (type == KVPRIM_INT8)
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = (float)(int8_t)(w[e / 4] >> e % 4 * 8);
+    if (n == 1)
+        kvpc_decode_word<type>(x, w[0]);
     else
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpi_float_of(w[e]);
+        kvpc_decode<type, 8>(x, w);
 }
 
-/* Returns how many numbers were NaN, if INT8 has lost them. */
-template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode(uint32_t type, const float *x, uint32_t *w)
+template <uint32_t n> KVPRIM_DEVICE void kvpc_decode_any(uint32_t type, const uint32_t *w, float *x)
 {
-    const uint32_t pair = n > 1; /* to the second number of a pair */
-    uint32_t nans = 0;
-    for (uint32_t e = 0; e < n; e++)
-        w[e] = 0;
-    if (type == KVPRIM_F8E4M3)
-        for (uint32_t e = 0; e < n; e += 2)
-            w[e / 4] |= kvpc_pair_to_e4m3(x[e], x[e + pair]) << e % 4 * 8;
-    else if (type == KVPRIM_F8E5M2)
-        for (uint32_t e = 0; e < n; e += 2)
-            w[e / 4] |= kvpc_pair_to_e5m2(x[e], x[e + pair]) << e % 4 * 8;
-    else if (type == KVPRIM_BF16)
-        for (uint32_t e = 0; e < n; e += 2)
-            w[e / 2] = kvpc_pair_to_bf16(x[e], x[e + pair]);
+    if (type == KVPRIM_BF16)
+        kvpc_decode_as<n, KVPRIM_BF16>(w, x);
     else if (type == KVPRIM_F16)
-        for (uint32_t e = 0; e < n; e += 2)
-            w[e / 2] = kvpc_pair_to_f16(x[e], x[e + pair]);
-    else if (type == KVPRIM_INT8)
-        for (uint32_t e = 0; e < n; e++) {
-            w[e / 4] |= kvpc_to_int8(x[e]) << e % 4 * 8;
-            nans += (uint32_t)kvpi_is_nan(x[e]);
-        }
+        kvpc_decode_as<n, KVPRIM_F16>(w, x);
+    else if (type == KVPRIM_F32)
+        kvpc_decode_as<n, KVPRIM_F32>(w, x);
+    else if (type == KVPRIM_F8E4M3)
+        kvpc_decode_as<n, KVPRIM_F8E4M3>(w, x);
+    else if (type == KVPRIM_F8E5M2)
+        kvpc_decode_as<n, KVPRIM_F8E5M2>(w, x);
     else
-        for (uint32_t e = 0; e < n; e++)
-            w[e] = kvpi_to_f32(x[e]);
+        kvpc_decode_as<n, KVPRIM_INT8>(w, x);
+}
+
+template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_encode_as(uint32_t *w, const float *x)
+{
+    if (n == 1)
+        w[0] = kvpc_encode_word<type>(x);
+    else
+        kvpc_encode<type, 8>(w, x);
+}
+
+/* Returns how many NaNs INT8 has lost. */
+template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint32_t *w, float *x)
+{
+    uint32_t nans = 0;
+    if (type == KVPRIM_F8E4M3)
+        kvpc_encode_as<n, KVPRIM_F8E4M3>(w, x);
+    else if (type == KVPRIM_F8E5M2)
+        kvpc_encode_as<n, KVPRIM_F8E5M2>(w, x);
+    else if (type == KVPRIM_BF16)
+        kvpc_encode_as<n, KVPRIM_BF16>(w, x);
+    else if (type == KVPRIM_F16)
+        kvpc_encode_as<n, KVPRIM_F16>(w, x);
+    else if (type == KVPRIM_F32)
+        kvpc_encode_as<n, KVPRIM_F32>(w, x);
+    else {
+        nans = kvpc_clear_nans<n>(x);
+        kvpc_encode_as<n, KVPRIM_INT8>(w, x);
+    }
     return nans;
 }
 
 /* The largest of the values of a group of threads. Each thread of the block calls it. */
-KVPRIM_DEVICE uint32_t kvpc_group_most(uint32_t value, uint32_t lanes)
+KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
 {
-    for (uint32_t distance = lanes / 2; distance; distance /= 2) {
-        const uint32_t other = kvpc_shuffle_xor(value, distance);
-        value = other > value ? other : value;
-    }
+    for (uint32_t distance = lanes / 2; distance; distance /= 2)
+        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_shuffle_xor(kvpi_bits_of(value), distance)));
     return value;
 }
 
-/* x / scale, for numbers of at most 11 significant bits and scales from 2^-64 to 2^64, where `inverse` is 1 / scale,
-   rounded. It may differ from fp32's quotient in the last bit, but not on the other side of, or on, a number where a
-   quantised type's rounding changes. Those have up to 8 bits. A quotient that lies within this error of a neighbour of
-   such a number m would make x = (m +- 2^-25 m) * scale to less than 2^-46 of x, but x, m and scale are integers, up to
-   powers of two, and the nearest of these products is further away. Outside the range of a quantised type, a product
-   does: it saturates, or becomes 0 with the sign of the quotient. */
-KVPRIM_DEVICE float kvpc_short_quotient(float x, float scale, float inverse)
+/* What a scale does to numbers. */
+KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
 {
-    const float least = 1.0f / (1 << 20), most = 1 << 17;
-    const float near = kvpc_f32_product(x, inverse), size = near < 0 ? -near : near;
-#ifdef __CUDA_ARCH__
-    float rest, q;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(rest) : "f"(-near), "f"(scale), "f"(x));
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(q) : "f"(rest), "f"(inverse), "f"(near));
-#else
-    const float q = kvpi_quotient(x, scale);
-#endif
-    return size >= least && size < most ? q : near;
-}
-
-/* Numbers and their scale: what is stored, or what was. */
-template <uint32_t n> KVPRIM_DEVICE void kvpc_apply_scale(uint32_t scaling, float scale, float *x)
-{
-    if (scaling == kvpc_unscaled)
-        return;
-    if (scaling == kvpc_over) {
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_f32_quotient(x[e], scale);
-        return;
-    }
-    const float inverse = scaling == kvpc_times ? scale : kvpc_f32_quotient(1.0f, scale);
-    const uint32_t size = kvpi_bits_of(scale) & 0x7fffffff;
-    if (scaling != kvpc_over_short)
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_f32_product(x[e], inverse);
-    else if (size >= 0x1f800000 && size <= 0x5f800000) /* 2^-64, 2^64 */
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_short_quotient(x[e], scale, inverse);
-    else
-        for (uint32_t e = 0; e < n; e++)
-            x[e] = kvpc_f32_quotient(x[e], scale);
+    if (how.scaling == kvpc_divided)
+        return kvpc_over(scale, how.src_type == KVPRIM_F32);
+    return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
 }
 
 KVPRIM_DEVICE float kvpc_load_scale(const kvpc_change &how, uint64_t address)
@@ -3525,43 +3383,50 @@ KVPRIM_DEVICE kvpc_elements<n> kvpc_fetch_elements(const params &p, const kvpc_s
     if (s.zero || e >= s.end)
         return v;
     kvpc_load_elements<n>(v.w, kvpc_element_at(p.task.src, s.src, e, p.how.src_shift), p.how.src_shift);
-    if (p.how.scaling != kvpc_unscaled && !p.how.computes)
+    if (p.how.several)
         v.scale = kvpc_load_scale(p.how, s.scales + kvpc_divide(e, p.how.scale.head) * (uint64_t)p.how.scale.head_step);
     return v;
 }
 
 /* The largest magnitude of a thread's elements: those that it has loaded, and the others. */
 template <uint32_t n, class params, class number>
-KVPRIM_DEVICE uint32_t kvpc_span_most(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                      const kvpc_elements<n> &a, const kvpc_elements<n> &b)
+KVPRIM_DEVICE float kvpc_largest_of(const params &p, const kvpc_stretch<number> &s, number first, number step,
+                                    const kvpc_elements<n> &a, const kvpc_elements<n> &b)
 {
-    uint32_t most = 0, k = n == 1 ? kvpc_convert_loads : 0;
+    float largest = 0;
+    uint32_t k = n == 1 ? kvpc_convert_loads : 0;
     KVPRIM_ROLLED
     for (number e = first; e < s.end; e += step, k++) {
         const kvpc_elements<n> v = k == 0 ? a : k == 1 ? b : kvpc_fetch_elements<n>(p, s, e);
-        float x[n + n % 2];
-        kvpc_decode<n>(p.how.src_type, v.w, x);
+        float x[n == 1 ? 4 : 8];
+        kvpc_decode_any<n>(p.how.src_type, v.w, x);
         for (uint32_t i = 0; i < n; i++)
-            most = kvpi_tile_most(most, x[i]);
+            largest = kvpc_max_magnitude(largest, x[i]);
     }
-    return most;
+    return largest;
 }
 
 template <uint32_t n, class params, class number>
 KVPRIM_DEVICE void kvpc_convert_span(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                     const kvpc_elements<n> &a, const kvpc_elements<n> &b, float scale)
+                                     const kvpc_elements<n> &a, const kvpc_elements<n> &b, const kvpc_factor &common)
 {
     const kvpc_change &how = p.how;
-    const uint32_t scaling = s.zero ? (uint32_t)kvpc_unscaled : how.scaling;
+    const bool scaled = how.scaling != kvpc_unscaled && !s.zero;
+    kvpc_factor factor = common;
     uint32_t nans = 0, k = n == 1 ? kvpc_convert_loads : 0;
     KVPRIM_ROLLED
     for (number e = first; e < s.end; e += step, k++) {
         const kvpc_elements<n> v = k == 0 ? a : k == 1 ? b : kvpc_fetch_elements<n>(p, s, e);
-        float x[n + n % 2];
-        uint32_t w[n];
-        kvpc_decode<n>(how.src_type, v.w, x);
-        kvpc_apply_scale<n>(scaling, how.computes ? scale : v.scale, x);
-        nans += kvpc_encode<n>(how.dst_type, x, w);
+        float x[n == 1 ? 4 : 8] = {};
+        uint32_t w[n] = {};
+        kvpc_decode_any<n>(how.src_type, v.w, x);
+        if (scaled && how.several)
+            factor = kvpc_factor_of(how, v.scale);
+        if (scaled && how.src_type == KVPRIM_F32)
+            kvpc_apply<n, true>(x, factor);
+        else if (scaled)
+            kvpc_apply<n, false>(x, factor);
+        nans += kvpc_encode_any<n>(how.dst_type, w, x);
         kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
     }
     if (nans && how.nans)
@@ -3619,10 +3484,12 @@ KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, 
 }
 
 /* The scale of a tile, from its largest magnitude. */
-KVPRIM_DEVICE float kvpc_tile_scale(const kvpc_change &how, uint32_t most)
+KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
 {
-    const float quotient = kvpc_f32_quotient(kvpi_tile_largest(most), how.largest);
-    return kvpi_tile_scale(quotient, how.scale_min, (int)how.power_of_two);
+    const bool power = how.power_of_two != 0;
+    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
+           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
+                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
 }
 
 KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
@@ -3654,19 +3521,22 @@ static __global__ void __launch_bounds__(kvpc_convert_threads)
             b = kvpc_fetch_elements<8>(p, s, first + step);
         }
         if (p.how.computes) {
-            uint32_t most = s.wide ? kvpc_span_most<8>(p, s, first, step, a, b)
-                                   : kvpc_span_most<1>(p, s, first_one, step_one, none, none);
-            most = kvpc_group_most(most, lanes);
-            scale = kvpc_tile_scale(p.how, most);
+            const float largest = s.wide ? kvpc_largest_of<8>(p, s, first, step, a, b)
+                                         : kvpc_largest_of<1>(p, s, first_one, step_one, none, none);
+            scale = kvpc_scale_for(p.how, kvpc_group_largest(largest, lanes));
             if (lane == 0 && s.begin < s.end)
                 kvpc_store_scale(p.how,
                                  s.scales + kvpc_divide(s.begin, p.how.scale.head) * (uint64_t)p.how.scale.head_step,
                                  scale);
-        }
+        } else if (p.how.scaling != kvpc_unscaled && !p.how.several && s.begin < s.end && !s.zero)
+            scale = kvpc_load_scale(p.how, s.scales);
+        kvpc_factor common = kvpc_times(1.0f);
+        if (p.how.scaling != kvpc_unscaled && !p.how.several)
+            common = kvpc_factor_of(p.how, scale);
         if (s.wide)
-            kvpc_convert_span<8>(p, s, first, step, a, b, scale);
+            kvpc_convert_span<8>(p, s, first, step, a, b, common);
         else
-            kvpc_convert_span<1>(p, s, first_one, step_one, none, none, scale);
+            kvpc_convert_span<1>(p, s, first_one, step_one, none, none, common);
     }
 }
 
@@ -3719,21 +3589,19 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
     *dst = kvpc_elements_of(&m->dst, c.dst_shift, c.dst_mask, &wide);
     *src = kvpc_elements_of(&m->src, c.src_shift, c.src_mask, &wide);
     if (f->scale) {
-        const bool tiles = f->scale == KVPRIM_SCALE_TILE;
         kvpc_set_scales(&c, c.quantises ? &m->dst.table : &m->src.table, f, first_layer);
         wide = wide && (f->scale == KVPRIM_SCALE_TENSOR || f->tile % 8 == 0);
-        c.computes = c.quantises && tiles;
+        c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
         c.power_of_two = f->scale_power_of_two || c.is_e8m0;
-        c.largest = kvpi_largest(to.dtype);
         c.scale_min = f->scale_min;
+        c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
         /* The inverse of a power of two is exact. */
-        c.scaling = !c.quantises                                             ? kvpc_times
-                    : tiles && (f->scale_inverse || c.power_of_two) ? kvpc_times_inverse
-                    : f->scale_inverse                                       ? kvpc_times
-                    : c.src_shift == 2                                       ? kvpc_over
-                                                                             : kvpc_over_short;
-        c.nans = to.dtype == KVPRIM_INT8 ? to.nans : NULL;
-    } else if (c.quantises)
+        c.scaling = !c.quantises                                  ? kvpc_multiplied
+                    : c.computes && (f->scale_inverse || c.power_of_two) ? kvpc_inverted
+                    : f->scale_inverse                            ? kvpc_multiplied
+                                                                  : kvpc_divided;
+    }
+    if (c.quantises)
         c.nans = to.nans;
     c.wide = wide;
     return c;
