@@ -3525,9 +3525,8 @@ static __global__ void __launch_bounds__(kvpc_convert_threads)
                                          : kvpc_largest_of<1>(p, s, first_one, step_one, none, none);
             scale = kvpc_scale_for(p.how, kvpc_group_largest(largest, lanes));
             if (lane == 0 && s.begin < s.end)
-                kvpc_store_scale(p.how,
-                                 s.scales + kvpc_divide(s.begin, p.how.scale.head) * (uint64_t)p.how.scale.head_step,
-                                 scale);
+                kvpc_store_scale(
+                    p.how, s.scales + kvpc_divide(s.begin, p.how.scale.head) * (uint64_t)p.how.scale.head_step, scale);
         } else if (p.how.scaling != kvpc_unscaled && !p.how.several && s.begin < s.end && !s.zero)
             scale = kvpc_load_scale(p.how, s.scales);
         kvpc_factor common = kvpc_times(1.0f);
@@ -3570,7 +3569,8 @@ static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uin
 {
     uint64_t bits = 0;
     const kvpc_layout s = kvpc_layout_of(side, (int64_t)1 << shift, &bits);
-    *wide = *wide && (((uint64_t)s.stride | (uint64_t)s.page_step) & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
+    *wide =
+        *wide && (((uint64_t)s.stride | (uint64_t)s.page_step) & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
     return s;
 }
 
@@ -3596,10 +3596,10 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
         c.scale_min = f->scale_min;
         c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
         /* The inverse of a power of two is exact. */
-        c.scaling = !c.quantises                                  ? kvpc_multiplied
+        c.scaling = !c.quantises                                         ? kvpc_multiplied
                     : c.computes && (f->scale_inverse || c.power_of_two) ? kvpc_inverted
-                    : f->scale_inverse                            ? kvpc_multiplied
-                                                                  : kvpc_divided;
+                    : f->scale_inverse                                   ? kvpc_multiplied
+                                                                         : kvpc_divided;
     }
     if (c.quantises)
         c.nans = to.nans;

@@ -95,7 +95,8 @@ static uint32_t random_scale()
                                      0xbf800000, 0x00000001, 0x1f800000, 0x5f800000, 0x1f7fffff, 0x5f800001};
     if (chance(4))
         return edges[below(sizeof edges / sizeof *edges)];
-    return static_cast<uint32_t>((chance(8) ? 64 + below(128) : 117 + below(16)) << 23 | (chance(3) ? 0 : below(1 << 23)));
+    return static_cast<uint32_t>((chance(8) ? 64 + below(128) : 117 + below(16)) << 23 |
+                                 (chance(3) ? 0 : below(1 << 23)));
 }
 
 /* ---- one case in memory ---- */
@@ -137,7 +138,8 @@ static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const plac
     s->row_bytes = elements * size;
     s->table = lay_out(&l, rows, s->row_bytes, &span);
     s->layer_stride = round_up(static_cast<int64_t>(span), size);
-    s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align % 16 * static_cast<size_t>(size));
+    s->table.data =
+        reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align % 16 * static_cast<size_t>(size));
     s->full = s->given = format_of(type);
     fill_elements(s->table.data, type, static_cast<size_t>(s->layer_stride * layers / size));
 }
@@ -161,12 +163,14 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
     const size_t bytes = static_cast<size_t>(f->scale_layer_stride * (layers - 1) + layer);
     f->scales = reserve(a, bytes, static_cast<size_t>(size) * below(5));
     for (size_t i = 0; i < bytes / static_cast<size_t>(size); i++) {
-        const uint32_t scale = size == 4 ? random_scale() : static_cast<uint32_t>(chance(4) ? below(256) : 117 + below(20));
+        const uint32_t scale =
+            size == 4 ? random_scale() : static_cast<uint32_t>(chance(4) ? below(256) : 117 + below(20));
         memcpy(static_cast<char *>(f->scales) + i * static_cast<size_t>(size), &scale, static_cast<size_t>(size));
     }
     s->given = *f;
     if (tiles && f->scale_tile_stride == size && c->n % 3 != 1 && c->n % 4 != 1 && c->n % 7 != 0)
-        s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = s->given.scale_layer_stride = 0;
+        s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = s->given.scale_layer_stride =
+            0;
 }
 
 /* Rows with their scales inside, or behind the rows of each page. */
@@ -184,7 +188,8 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
     s->row_bytes = c->elements;
     s->table = table_of(nullptr, rows, stride);
     s->table.page_rows = page_rows, s->table.page_stride = page_rows ? page + (c->where == IN_ROW ? size : 0) : 0;
-    s->layer_stride = round_up((page_rows ? (pages ? pages : 1) * s->table.page_stride : (rows ? rows : 1) * stride), 16);
+    s->layer_stride =
+        round_up((page_rows ? (pages ? pages : 1) * s->table.page_stride : (rows ? rows : 1) * stride), 16);
     s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), static_cast<size_t>(size) * at.align);
     f->scale_offset = c->where == IN_ROW ? offset : behind;
     f->scale_tile_stride = size;
@@ -195,8 +200,8 @@ static void place_in_table(arena *a, const convert_case *c, convert_side *s, con
         s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = 0;
 }
 
-static void place_small(arena *a, const convert_case *c, convert_side *s, const placing &at, int64_t rows, int32_t layers,
-                        bool written)
+static void place_small(arena *a, const convert_case *c, convert_side *s, const placing &at, int64_t rows,
+                        int32_t layers, bool written)
 {
     const kvprim_dtype type = is_small(c->to) ? c->to : c->from;
     const bool in_table = c->scale == KVPRIM_SCALE_TILE && c->where != OWN_MEMORY;
@@ -288,8 +293,9 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
     char *at = f->scales ? static_cast<char *>(f->scales) + l * f->scale_layer_stride
                          : static_cast<char *>(layer->data) + f->scale_offset;
     if (f->scale == KVPRIM_SCALE_TILE)
-        at += layer->page_rows ? row / layer->page_rows * f->scale_page_stride + row % layer->page_rows * f->scale_stride
-                               : row * f->scale_stride;
+        at += layer->page_rows
+                  ? row / layer->page_rows * f->scale_page_stride + row % layer->page_rows * f->scale_stride
+                  : row * f->scale_stride;
     for (int64_t t = 0; t < scales; t++, at += f->scale_tile_stride) {
         const size_t begin = offset_of(a, at), bytes = scale_bytes(f);
         if (begin + bytes > a->used || (write && memchr(&a->taken[begin], 1, bytes)))
@@ -321,7 +327,8 @@ static bool visit_convert(arena *a, rows_move m, const convert_call *call)
             for (size_t i = 0; good && i < m.rows.size(); i++) {
                 const int64_t to = m.rows[i].first, from = m.rows[i].second;
                 const bool moves = to >= 0 && (from >= 0 || (m.zero && write));
-                good = !moves || visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
+                good = !moves ||
+                       visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
             }
         }
     return good;
@@ -363,7 +370,8 @@ template <class Desc> static outcome try_convert(arena *a, const Desc *desc, con
     const std::string want_text = kvprim_last_error();
     const bool runs = want == KVPRIM_OK && desc->count > 0;
     start_visit(a);
-    if (runs && (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved)[0], call)))
+    if (runs &&
+        (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved)[0], call)))
         return OUTSIDE;
     if (runs)
         describe(rows_of(&resolved));
@@ -372,7 +380,8 @@ template <class Desc> static outcome try_convert(arena *a, const Desc *desc, con
         [&] {
             const kvprim_status got = functions<Desc>::gpu(&on.d, a->launch);
             if (!is_asked())
-                memset(static_cast<void *>(&dst), 0xff, sizeof dst), memset(static_cast<void *>(&src), 0xff, sizeof src);
+                memset(static_cast<void *>(&dst), 0xff, sizeof dst),
+                    memset(static_cast<void *>(&src), 0xff, sizeof src);
             return got;
         });
     return result;
