@@ -1,16 +1,15 @@
 /* SPDX-License-Identifier: MIT */
 /* What test_cuda.cu and test_cuda_emulated.cpp share for moves that convert. They run in the memory of test_rows.h,
    once by the host function and once on the GPU, and every byte is compared. What the host function gives is tested in
-   tests/core. Include it after test_rows.h. */
+   tests/core. Include it after test_transfers.h. */
 #ifndef GPU_TEST_CONVERT_H
 #define GPU_TEST_CONVERT_H
-
-#include <cmath>
 
 /* ---- cases ---- */
 
 enum scale_place { OWN_MEMORY, IN_ROW, BEHIND_PAGE, n_scale_places };
 enum convert_form { CONVERT_GATHER, CONVERT_STORE, CONVERT_TRANSFER, n_convert_forms };
+enum v_form { NO_V, V_CONVERTS, V_BYTES, n_v_forms };
 
 /* One converting move. Alignments count elements past a multiple of 64 bytes. */
 struct convert_case {
@@ -24,6 +23,7 @@ struct convert_case {
     int64_t count, rows; /* rows: of an indexed side */
     int32_t layers;      /* of a transfer */
     unsigned indexed;    /* sides of a transfer: 1: dst, 2: src */
+    v_form v;            /* of a store */
     unsigned n;          /* chooses whatever is not given */
 };
 
@@ -109,7 +109,7 @@ struct convert_side {
 };
 
 struct convert_call {
-    convert_side dst, src;
+    convert_side dst, src, v_dst, v_src;
     kvprim_gather_desc gather;
     kvprim_store_desc store;
     kvprim_transfer_desc transfer;
@@ -242,14 +242,35 @@ static void place_side(arena *a, const convert_case *c, convert_side *s, bool ds
     s->table.format = &s->given;
 }
 
-/* Makes a case. Descriptors point to the call's own formats. */
+/* V of a store: the same as K in other memory, or bytes. */
+static void place_v(arena *a, const convert_case *c, convert_call *call)
+{
+    kvprim_store_desc *const d = &call->store;
+    if (c->v == V_CONVERTS) {
+        place_side(a, c, &call->v_dst, true, c->rows);
+        place_side(a, c, &call->v_src, false, c->count);
+    } else {
+        call->v_dst.row_bytes = call->v_src.row_bytes = row_sizes[c->n % 40];
+        call->v_dst.table = place(a, {c->dst.layout % n_layouts, c->dst.align}, c->rows, call->v_dst.row_bytes);
+        call->v_src.table = place(a, {c->src.layout % n_layouts, c->src.align}, c->count, call->v_src.row_bytes);
+    }
+    d->v_cache = call->v_dst.table, d->v = call->v_src.table, d->v_bytes = call->v_src.row_bytes;
+}
+
+static void make_transfer(const convert_case *c, const convert_call *call, kvprim_transfer_desc *d)
+{
+    d->dst = call->dst.table, d->src = call->src.table;
+    d->dst_layer_stride = call->dst.layer_stride, d->src_layer_stride = call->src.layer_stride;
+    d->layers = c->layers, d->row_bytes = call->src.row_bytes, d->count = c->count;
+}
+
+/* Makes a case, beside what the memory holds already. Descriptors point to the call's own formats. */
 static void make_convert(arena *a, const convert_case *c, convert_call *call)
 {
     const bool dst_index = c->form == CONVERT_STORE || (c->form == CONVERT_TRANSFER && c->indexed & 1);
     const bool src_index = c->form == CONVERT_GATHER || (c->form == CONVERT_TRANSFER && c->indexed & 2);
     const kvprim_index_type type = type_of(c->n);
     const int64_t base = bases[c->n / 2 % 4], stride = index_strides[c->n % 8];
-    empty(a);
     place_side(a, c, &call->dst, true, dst_index ? c->rows : c->count);
     place_side(a, c, &call->src, false, src_index ? c->rows : c->count);
     void *const to = dst_index ? place_index(a, type, c->count, base, c->rows, true, stride) : nullptr;
@@ -262,15 +283,15 @@ static void make_convert(arena *a, const convert_case *c, convert_call *call)
     } else if (c->form == CONVERT_STORE) {
         call->store = store_of(call->dst.table, call->src.table, row_bytes, to, type, c->count, rejected);
         call->store.slot_base = base, call->store.slot_stride = stride;
+        if (c->v != NO_V)
+            place_v(a, c, call);
     } else {
-        kvprim_transfer_desc d = {};
-        d.dst = call->dst.table, d.src = call->src.table;
-        d.dst_layer_stride = call->dst.layer_stride, d.src_layer_stride = call->src.layer_stride;
-        d.layers = c->layers, d.row_bytes = row_bytes, d.count = c->count, d.rejected = rejected;
-        d.dst_index = to, d.src_index = from, d.index_type = type;
-        d.dst_index_base = to ? base : 0, d.src_index_base = from ? base : 0;
-        d.dst_index_stride = to ? stride : 0, d.src_index_stride = from ? stride : 0;
-        call->transfer = d;
+        kvprim_transfer_desc *const d = &call->transfer;
+        make_transfer(c, call, d);
+        d->rejected = rejected;
+        d->dst_index = to, d->src_index = from, d->index_type = type;
+        d->dst_index_base = to ? base : 0, d->src_index_base = from ? base : 0;
+        d->dst_index_stride = to ? stride : 0, d->src_index_stride = from ? stride : 0;
     }
 }
 
@@ -307,101 +328,175 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
     return true;
 }
 
-/* As visit_moves. Sides have rows of different sizes. */
-static bool visit_convert(arena *a, rows_move m, const convert_call *call)
+/* Visits the rows of a side, and their scales. */
+static bool visit_side(arena *a, rows_move *m, const convert_side *s, bool write)
 {
     bool good = true;
-    if (m.rejected)
-        visit_word(a, m.rejected, 4);
-    if (call->dst.full.nans)
-        visit_word(a, call->dst.full.nans, 4);
-    good = visit_index(a, &m.dst, m.count) && visit_index(a, &m.src, m.count);
-    for (int64_t i = 0; good && i < m.count; i++)
-        m.rows.push_back({row_at(&m.dst, i), row_at(&m.src, i)});
-    for (const bool write : {true, false})
-        for (int32_t l = 0; good && l < m.layers; l++) {
-            const convert_side *const s = write ? &call->dst : &call->src;
-            const kvprim_table layer = layer_of(write ? &m.dst : &m.src, l);
-            m.row_bytes = s->row_bytes;
-            good = visit_layer(a, &m, l, write);
-            for (size_t i = 0; good && i < m.rows.size(); i++) {
-                const int64_t to = m.rows[i].first, from = m.rows[i].second;
-                const bool moves = to >= 0 && (from >= 0 || (m.zero && write));
-                good = !moves ||
-                       visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
-            }
+    m->row_bytes = s->row_bytes;
+    for (int32_t l = 0; good && l < m->layers; l++) {
+        const kvprim_table layer = layer_of(write ? &m->dst : &m->src, l);
+        good = visit_layer(a, m, l, write);
+        for (size_t i = 0; good && i < m->rows.size(); i++) {
+            const int64_t to = m->rows[i].first, from = m->rows[i].second;
+            if (to >= 0 && (from >= 0 || (m->zero && write)))
+                good = visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
         }
+    }
     return good;
 }
 
-/* A side's format for the code under test. */
-static kvprim_format format_on_device(const arena *a, kvprim_format f, bool source)
+/* As visit_moves. Sides have rows of different sizes. */
+static bool visit_convert(arena *a, std::vector<rows_move> moves, const convert_call *call)
 {
-    f.scales = source ? on_source(a, f.scales) : on_device(a, f.scales);
-    f.nans = on_device(a, f.nans);
-    return f;
+    bool good = true;
+    for (size_t k = 0; k < moves.size(); k++) {
+        rows_move &m = moves[k];
+        uint32_t *const nans = k ? call->v_dst.full.nans : call->dst.full.nans;
+        if (m.rejected)
+            visit_word(a, m.rejected, 4);
+        if (nans)
+            visit_word(a, nans, 4);
+        good = good && visit_index(a, &m.dst, m.count) && visit_index(a, &m.src, m.count);
+        for (int64_t i = 0; good && i < m.count; i++)
+            m.rows.push_back({row_at(&m.dst, i), row_at(&m.src, i)});
+    }
+    for (const bool write : {true, false})
+        for (size_t k = 0; good && k < moves.size(); k++)
+            good = visit_side(a, &moves[k],
+                              k       ? write ? &call->v_dst : &call->v_src
+                              : write ? &call->dst
+                                      : &call->src,
+                              write);
+    return good;
 }
 
-static void point(kvprim_gather_desc *d, const kvprim_format *dst, const kvprim_format *src)
-{
-    d->dst.format = dst, d->src.format = src;
-}
+/* Formats for the code under test. */
+struct device_formats {
+    kvprim_format dst, src, v_dst, v_src;
 
-static void point(kvprim_store_desc *d, const kvprim_format *dst, const kvprim_format *src)
-{
-    d->k_cache.format = dst, d->k.format = src;
-}
+    static kvprim_format moved_format(const arena *a, kvprim_format f, bool source)
+    {
+        f.scales = source ? on_source(a, f.scales) : on_device(a, f.scales);
+        f.nans = on_device(a, f.nans);
+        return f;
+    }
+    device_formats(const arena *a, const convert_call *call)
+        : dst(moved_format(a, call->dst.given, false)), src(moved_format(a, call->src.given, true)),
+          v_dst(moved_format(a, call->v_dst.given, false)), v_src(moved_format(a, call->v_src.given, true))
+    {
+    }
+    void point(kvprim_gather_desc *d) const
+    {
+        d->dst.format = &dst, d->src.format = &src;
+    }
+    void point(kvprim_store_desc *d) const
+    {
+        d->k_cache.format = &dst, d->k.format = &src;
+        d->v_cache.format = v_dst.dtype ? &v_dst : nullptr, d->v.format = v_src.dtype ? &v_src : nullptr;
+    }
+    void point(kvprim_transfer_desc *d) const
+    {
+        d->dst.format = &dst, d->src.format = &src;
+    }
+    void forget()
+    {
+        memset(static_cast<void *>(this), 0xff, sizeof *this);
+    }
+};
 
-static void point(kvprim_transfer_desc *d, const kvprim_format *dst, const kvprim_format *src)
-{
-    d->dst.format = dst, d->src.format = src;
-}
-
-/* Runs a case on both sides. */
+/* Runs a descriptor on both sides. Its formats are overwritten before the code under test can have run. */
 template <class Desc> static outcome try_convert(arena *a, const Desc *desc, const convert_call *call, const char *what)
 {
     on_gpu<Desc> on(a, *desc);
-    kvprim_format dst = format_on_device(a, call->dst.given, false), src = format_on_device(a, call->src.given, true);
+    device_formats formats(a, call);
     Desc resolved = {};
-    point(&on.d, &dst, &src);
+    formats.point(&on.d);
     snprintf(current, sizeof current, "%s: %s", functions<Desc>::name, what);
     (void)kvprim_fail(KVPRIM_OK, "-");
     const kvprim_status want = functions<Desc>::check(&on.d, nullptr);
     const std::string want_text = kvprim_last_error();
     const bool runs = want == KVPRIM_OK && desc->count > 0;
     start_visit(a);
-    if (runs &&
-        (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved)[0], call)))
+    if (runs && (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved), call)))
         return OUTSIDE;
     if (runs)
         describe(rows_of(&resolved));
-    const outcome result = run_both(
+    return run_both(
         a, want, want_text, runs, [&] { return functions<Desc>::host(desc); },
         [&] {
             const kvprim_status got = functions<Desc>::gpu(&on.d, a->launch);
             if (!is_asked())
-                memset(static_cast<void *>(&dst), 0xff, sizeof dst),
-                    memset(static_cast<void *>(&src), 0xff, sizeof src);
+                formats.forget();
             return got;
         });
-    return result;
 }
 
-static outcome run_convert(arena *a, const convert_case *c)
+/* The same with layers that only the GPU knows, or rows that the host names: see test_tables.h. */
+static outcome try_listed_convert(arena *a, const convert_call *call, unsigned how, const char *what)
+{
+    const kvprim_transfer_desc *const d = &call->transfer;
+    kvprim_transfer_desc resolved = {};
+    device_formats formats(a, call);
+    start_visit(a);
+    if (kvprim_transfer_check(d, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved), call))
+        return OUTSIDE;
+    listed_transfer listed(a, *d, resolved, how);
+    formats.point(&listed.on.d);
+    listed.visit_tables(a);
+    snprintf(current, sizeof current, "transfer, kind %u: %s", how, what);
+    describe(rows_of(&resolved));
+    return run_both(
+        a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(d); },
+        [&] {
+            const kvprim_status status = kvprim_cuda_transfer(&listed.on.d, a->launch);
+            if (!is_asked())
+                listed.forget_lists(), formats.forget();
+            return status;
+        });
+}
+
+/* `layers` of a side as an array of the host, from the last to the first. */
+static void turn_layers(kvprim_transfer_desc *d, void **dst, void **src)
+{
+    for (int32_t l = 0; l < d->layers; l++) {
+        dst[l] = static_cast<char *>(d->dst.data) + (d->layers - 1 - l) * d->dst_layer_stride;
+        src[l] = static_cast<char *>(d->src.data) + l * d->src_layer_stride;
+    }
+    d->dst_layers = dst, d->dst_layer_stride = 0;
+    d->src_layers = src, d->src_layer_stride = 0;
+}
+
+static void say_case(const convert_case *c, char *what, size_t room)
+{
+    snprintf(what, room,
+             "%d <- %d, scale %d, %lld elements, tile %lld, scales %d, e8m0 %d, power of two %d, inverse %d, v %d, "
+             "case %u",
+             c->to, c->from, c->scale, static_cast<long long>(c->elements), static_cast<long long>(c->tile), c->where,
+             c->is_e8m0, c->power_of_two, c->inverse, c->v, c->n);
+}
+
+static void run_convert(arena *a, const convert_case *c)
 {
     convert_call call = {};
     char what[300];
+    void *layers[2][most_layers];
+    empty(a);
     make_convert(a, c, &call);
-    snprintf(what, sizeof what,
-             "%d <- %d, scale %d, %lld elements, tile %lld, scales %d, e8m0 %d, power of two %d, inverse %d, case %u",
-             c->to, c->from, c->scale, static_cast<long long>(c->elements), static_cast<long long>(c->tile), c->where,
-             c->is_e8m0, c->power_of_two, c->inverse, c->n);
-    const outcome result = c->form == CONVERT_GATHER  ? try_convert(a, &call.gather, &call, what)
-                           : c->form == CONVERT_STORE ? try_convert(a, &call.store, &call, what)
-                                                      : try_convert(a, &call.transfer, &call, what);
+    say_case(c, what, sizeof what);
+    outcome result;
+    if (c->form == CONVERT_GATHER)
+        result = try_convert(a, &call.gather, &call, what);
+    else if (c->form == CONVERT_STORE)
+        result = try_convert(a, &call.store, &call, what);
+    else {
+        if (c->n / 4 % 2)
+            turn_layers(&call.transfer, layers[0], layers[1]);
+        const unsigned how = c->n / 8 % (2 * LISTED_KINDS); /* half of them are none of these */
+        result = how > 0 && how < LISTED_KINDS ? try_listed_convert(a, &call, how, what)
+                                               : try_convert(a, &call.transfer, &call, what);
+    }
     if (result != RAN)
         fail("%s: outcome %d: %s", current, result, kvprim_last_error());
-    return result;
 }
 
 /* ---- the matrix ---- */
@@ -445,6 +540,7 @@ static convert_case convert_case_of(unsigned n, kvprim_dtype to, kvprim_dtype fr
     c.src = {n / 2 * 3 % (2 * n_layouts), n % 2 ? n / 8 % 16 : 0};
     c.count = 1 + n * 7 % 40, c.rows = c.count + 3;
     c.layers = 1 + int32_t(n % 3), c.indexed = n / 5 % 4;
+    c.v = n % 5 < 3 ? static_cast<v_form>(n % 5) : NO_V;
     return c;
 }
 
@@ -456,9 +552,135 @@ static void convert_matrix(arena *a)
             for (int scale = 0; scale <= KVPRIM_SCALE_TILE; scale++, n++) {
                 if (scale && !is_small(pair.first) && !is_small(pair.second))
                     continue;
-                const convert_case c = convert_case_of(n * 11 + below(64), pair.first, pair.second, scale);
-                (void)run_convert(a, &c);
+                const convert_case c =
+                    convert_case_of(n * 11 + static_cast<unsigned>(below(1024)), pair.first, pair.second, scale);
+                run_convert(a, &c);
             }
+}
+
+/* ---- every input ---- */
+
+static const uint32_t every_scale[] = {0x3f800000, 0x00800000, 0x7f000000, 0x1f800000, 0x5f800000, 0x1f7fffff,
+                                       0x69800000, 0x3c23d70a, 0x40490fdb, 0xbf19999a, 0x00000000, 0x80000000,
+                                       0x7f800000, 0xff800000, 0x7fc00000, 0x00000001, 0x007fffff, 0x3f7fffff,
+                                       0x3dcccccd, 0x42c80000, 0x35800001, 0x4b7fffff};
+
+/* All values of a type of 8 or 16 bits, or so many of fp32. */
+static void every_element(kvprim_dtype type, void *to, size_t count)
+{
+    for (uint32_t i = 0; type != KVPRIM_F32 && i < count; i++)
+        memcpy(static_cast<char *>(to) + i * static_cast<size_t>(bytes_of_type(type)), &i,
+               static_cast<size_t>(bytes_of_type(type)));
+    if (type == KVPRIM_F32)
+        fill_elements(to, type, count);
+}
+
+/* Every value, and of fp32 many, into another type with one scale. `odd`: one by one, as rows begin at odd elements. */
+static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32_t scale, bool inverse, size_t odd)
+{
+    const int64_t count = 64, elements = is_small(from) ? 4 : 1024, rows = count;
+    const bool small = is_small(to) || is_small(from);
+    convert_call call = {};
+    convert_side *const quantised = is_small(to) ? &call.dst : &call.src;
+    char what[120];
+    empty(a);
+    call.dst.full = format_of(to), call.src.full = format_of(from);
+    call.dst.row_bytes = elements * bytes_of_type(to), call.src.row_bytes = elements * bytes_of_type(from);
+    call.dst.table = table_of(
+        reserve(a, static_cast<size_t>(rows * call.dst.row_bytes), odd * static_cast<size_t>(bytes_of_type(to))), rows);
+    call.src.table = table_of(
+        reserve(a, static_cast<size_t>(count * call.src.row_bytes), odd * static_cast<size_t>(bytes_of_type(from))),
+        count);
+    every_element(from, call.src.table.data, static_cast<size_t>(count * elements));
+    if (small) {
+        quantised->full.scale = KVPRIM_SCALE_TENSOR, quantised->full.scale_inverse = inverse && is_small(to);
+        quantised->full.scales = reserve(a, 4, 0);
+        memcpy(quantised->full.scales, &scale, 4);
+    }
+    if (to == KVPRIM_INT8)
+        call.dst.full.nans = reserve_counter(a);
+    call.dst.given = call.dst.full, call.src.given = call.src.full;
+    call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+    int32_t *const slot = static_cast<int32_t *>(reserve(a, static_cast<size_t>(count) * 4, 0));
+    a->index_room = count;
+    for (int32_t i = 0; i < count; i++)
+        slot[i] = i;
+    snprintf(what, sizeof what, "every input, %d <- %d, scale %08x, inverse %d, odd %zu", to, from, scale, inverse,
+             odd);
+    const kvprim_store_desc d =
+        store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
+    CHECK(try_convert(a, &d, &call, what) == RAN);
+}
+
+static void every_input(arena *a)
+{
+    unsigned n = 0;
+    for (const auto &pair : convert_pairs())
+        for (const uint32_t scale : every_scale) {
+            if (n++ % static_cast<unsigned>(thin > 7 ? 7 : 1))
+                continue;
+            one_every_input(a, pair.first, pair.second, scale, n % 3 == 0, n % 2);
+            if (!is_small(pair.first) && !is_small(pair.second))
+                break;
+        }
+}
+
+/* ---- several moves in one call, of which some convert ---- */
+
+static void run_convert_moves(arena *a, unsigned n)
+{
+    enum { most = 4 };
+    static const kvprim_dtype to[] = {KVPRIM_F8E4M3, KVPRIM_BF16, KVPRIM_INT8, KVPRIM_F32};
+    static const kvprim_dtype from[] = {KVPRIM_BF16, KVPRIM_F8E5M2, KVPRIM_F32, KVPRIM_F16};
+    convert_call calls[most] = {};
+    kvprim_move host[2 * most], on[2 * most];
+    std::unique_ptr<device_formats> formats[most];
+    size_t moves = 0;
+    bool good = true;
+    empty(a);
+    start_visit(a);
+    for (unsigned k = 0; k < 1 + n % most; k++) {
+        convert_case c = convert_case_of(n * 7 + k, to[(n + k) % 4], from[(n + k) % 4], static_cast<int>((n + k) % 4));
+        c.form = is_small(c.to) ? CONVERT_STORE : CONVERT_GATHER;
+        c.v = is_small(c.to) ? static_cast<v_form>((n + k) % n_v_forms) : NO_V;
+        make_convert(a, &c, &calls[k]);
+    }
+    a->taken.assign(a->used, 0);
+    for (unsigned k = 0; k < 1 + n % most; k++) {
+        convert_call *const call = &calls[k];
+        formats[k].reset(new device_formats(a, call));
+        if (call->gather.count) {
+            kvprim_gather_desc d = call->gather, resolved;
+            good =
+                good && kvprim_gather_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
+            good = good && kvprim_gather_moves(&d, &host[moves]) == KVPRIM_OK;
+            d = on_device(a, d);
+            formats[k]->point(&d);
+            good = good && kvprim_gather_moves(&d, &on[moves]) == KVPRIM_OK;
+            moves++;
+        } else {
+            kvprim_store_desc d = call->store, resolved;
+            good = good && kvprim_store_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
+            good = good && kvprim_store_moves(&d, &host[moves]) == KVPRIM_OK;
+            d = on_device(a, d);
+            formats[k]->point(&d);
+            good = good && kvprim_store_moves(&d, &on[moves]) == KVPRIM_OK;
+            moves += 2;
+        }
+    }
+    snprintf(current, sizeof current, "%zu moves, some convert, case %u", moves, n);
+    if (!good)
+        fail("%s: %s", current, kvprim_last_error());
+    else
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_cpu_move(host, moves); },
+                  [&] { return kvprim_cuda_move(on, moves, a->launch); }) == RAN);
+}
+
+static void convert_moves(arena *a)
+{
+    for (unsigned n = 0; n<240; n += thin> 7 ? 7 : 1)
+        run_convert_moves(a, n);
 }
 
 #endif /* GPU_TEST_CONVERT_H */
