@@ -57,6 +57,7 @@
            >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
+           >>impl_cpu_convert     its loop for rows whose elements change their type
            >>impl_slots           page tables into slots
            >>impl_copy            checks of lists of copies, which unpack shares; copies
            >>impl_unpack
@@ -2905,10 +2906,345 @@ static void kvpi_move_layer(const kvprim_move *m)
         kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
+/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
+
+/* Elements converted at a time. So many of each type lie in local arrays, for a number of loops that the compiler knows
+   and vectorises: gcc's -O2 vectorises no others. */
+enum { kvpi_block = 64 };
+
+/* What becomes of an element between the two types. */
+typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
+
+KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
+{
+    uint8_t b[kvpi_block] = {0};
+    uint16_t h[kvpi_block] = {0};
+    switch ((int)from) {
+    case KVPRIM_F16:
+        memcpy(h, src, n * 2);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_f16(h[i]);
+        break;
+    case KVPRIM_BF16:
+        memcpy(h, src, n * 2);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_bf16(h[i]);
+        break;
+    case KVPRIM_F8E4M3:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_e4m3(b[i]);
+        break;
+    case KVPRIM_F8E5M2:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_e5m2(b[i]);
+        break;
+    case KVPRIM_INT8:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_int8(b[i]);
+        break;
+    default:
+        memcpy(x, src, n * 4);
+    }
+}
+
+KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
+{
+    uint8_t b[kvpi_block];
+    uint16_t h[kvpi_block];
+    uint32_t w[kvpi_block];
+    switch ((int)to) {
+    case KVPRIM_F16:
+        for (int i = 0; i < kvpi_block; i++)
+            h[i] = (uint16_t)kvpi_to_f16(x[i]);
+        memcpy(dst, h, n * 2);
+        break;
+    case KVPRIM_BF16:
+        for (int i = 0; i < kvpi_block; i++)
+            h[i] = (uint16_t)kvpi_to_bf16(x[i]);
+        memcpy(dst, h, n * 2);
+        break;
+    case KVPRIM_F8E4M3:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
+        memcpy(dst, b, n);
+        break;
+    case KVPRIM_F8E5M2:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
+        memcpy(dst, b, n);
+        break;
+    case KVPRIM_INT8:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_int8(x[i]);
+        memcpy(dst, b, n);
+        break;
+    default:
+        for (int i = 0; i < kvpi_block; i++)
+            w[i] = kvpi_to_f32(x[i]);
+        memcpy(dst, w, n * 4);
+    }
+}
+
+/* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
+typedef uint32_t kvpi_convert_fn(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
+                                 kvpi_scaling scaling, float scale);
+
+KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
+                                           kvpi_scaling scaling, float scale)
+{
+    const size_t to_bytes = (size_t)kvpi_dtype_bytes(to), from_bytes = (size_t)kvpi_dtype_bytes(from);
+    uint32_t nans = 0;
+    for (size_t done = 0; done < n; done += kvpi_block) {
+        float x[kvpi_block] = {0};
+        const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
+        kvpi_load_block(x, src + done * from_bytes, from, some);
+        if (scaling == kvpi_divide)
+            for (int i = 0; i < kvpi_block; i++)
+                x[i] = kvpi_quotient(x[i], scale);
+        else if (scaling == kvpi_multiply)
+            for (int i = 0; i < kvpi_block; i++)
+                x[i] = kvpi_product(x[i], scale);
+        if (to == KVPRIM_INT8)
+            for (size_t i = 0; i < some; i++)
+                nans += (uint32_t)kvpi_is_nan(x[i]);
+        kvpi_store_block(dst + done * to_bytes, x, to, some);
+    }
+    return nans;
+}
+
+/* kvpi_tile_most() of n elements. */
+typedef uint32_t kvpi_most_fn(uint32_t most, const char *src, kvprim_dtype from, size_t n);
+
+KVPRIM_INLINE uint32_t kvpi_most_of_blocks(uint32_t most, const char *src, kvprim_dtype from, size_t n)
+{
+    const size_t from_bytes = (size_t)kvpi_dtype_bytes(from);
+    for (size_t done = 0; done < n; done += kvpi_block) {
+        float x[kvpi_block] = {0};
+        const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
+        kvpi_load_block(x, src + done * from_bytes, from, some);
+        for (int i = 0; i < kvpi_block; i++)
+            most = kvpi_tile_most(most, x[i]);
+    }
+    return most;
+}
+
+#define KVPRIM_CONVERT(suffix, target)                                                                                 \
+    target static uint32_t kvpi_convert_##suffix(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from,       \
+                                                 size_t n, kvpi_scaling scaling, float scale)                          \
+    {                                                                                                                  \
+        return kvpi_convert_blocks(dst, to, src, from, n, scaling, scale);                                             \
+    }                                                                                                                  \
+    target static uint32_t kvpi_most_##suffix(uint32_t most, const char *src, kvprim_dtype from, size_t n)             \
+    {                                                                                                                  \
+        return kvpi_most_of_blocks(most, src, from, n);                                                                \
+    }
+KVPRIM_CONVERT(plain, )
+#ifdef KVPRIM_X86
+KVPRIM_CONVERT(avx2, KVPRIM_AVX2)
+KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
+#endif
+
+/* One side of a move that converts. */
+typedef struct kvpi_lane {
+    const kvprim_side *side;
+    kvprim_format format; /* with its defaults */
+    char *data, *scales;  /* of the layer */
+    int64_t piece, bytes; /* elements of a piece, bytes of an element */
+} kvpi_lane;
+
+typedef struct kvpi_conversion {
+    kvpi_lane dst, src;
+    kvpi_lane *scaled; /* the side that has scales, or NULL */
+    int64_t elements, tile;
+    kvpi_scaling scaling;
+    int computed;
+    kvpi_convert_fn *convert;
+    kvpi_most_fn *most;
+} kvpi_conversion;
+
+static void kvpi_set_lane(kvpi_lane *lane, const kvprim_side *side)
+{
+    lane->side = side;
+    lane->format = kvprim_side_format(side);
+    lane->bytes = kvpi_dtype_bytes(lane->format.dtype);
+    lane->piece = side->piece_bytes / lane->bytes;
+    lane->data = lane->scales = NULL;
+}
+
+static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
+{
+    kvpi_set_lane(&c->dst, &m->dst);
+    kvpi_set_lane(&c->src, &m->src);
+    c->scaled = c->dst.format.scale ? &c->dst : c->src.format.scale ? &c->src : NULL;
+    c->elements = m->row_bytes / c->src.bytes;
+    c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
+    c->computed = c->dst.format.scale == KVPRIM_SCALE_TILE;
+    c->scaling = !c->scaled                                            ? kvpi_unscaled
+                 : c->scaled == &c->src || c->dst.format.scale_inverse ? kvpi_multiply
+                                                                       : kvpi_divide;
+    c->convert = kvpi_convert_plain, c->most = kvpi_most_plain;
+#ifdef KVPRIM_X86
+    if (kvpi_has_avx512())
+        c->convert = kvpi_convert_avx512, c->most = kvpi_most_avx512;
+    else if (kvpi_has_avx2())
+        c->convert = kvpi_convert_avx2, c->most = kvpi_most_avx2;
+#endif
+}
+
+/* The number of row i of a side, or -1 by the index rule; *past as in kvpi_find_row(). */
+static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
+{
+    if (!side->index)
+        return i;
+    const int64_t index = kvpi_load_index(side, i), row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
+    if ((uint64_t)row < (uint64_t)side->table.rows && index >= side->index_base)
+        return row;
+    *past |= index >= side->index_base;
+    return -1;
+}
+
+static char *kvpi_row_at(const kvpi_lane *lane, int64_t row)
+{
+    const kvprim_table *const t = &lane->side->table;
+    const int64_t page = t->page_rows ? row / t->page_rows : 0;
+    return lane->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
+}
+
+/* The scale of a row's first tile. */
+static char *kvpi_scales_at(const kvpi_lane *lane, int64_t row)
+{
+    const kvprim_format *const f = &lane->format;
+    const int64_t page_rows = lane->side->table.page_rows, page = page_rows ? row / page_rows : 0;
+    if (f->scale != KVPRIM_SCALE_TILE)
+        return lane->scales;
+    return lane->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+}
+
+static float kvpi_read_scale(const kvprim_format *f, const char *at)
+{
+    uint32_t bits;
+    if (f->scale_dtype == KVPRIM_F8E8M0)
+        return kvpi_of_e8m0(*(const uint8_t *)at);
+    memcpy(&bits, at, sizeof bits);
+    return kvpi_float_of(bits);
+}
+
+static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
+{
+    const uint32_t bits = kvpi_bits_of(scale);
+    if (f->scale_dtype == KVPRIM_F8E8M0)
+        *(uint8_t *)at = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        memcpy(at, &bits, sizeof bits);
+}
+
+/* Element e of a row, and how many of `left` elements from there on follow each other. */
+static char *kvpi_element_at(const kvpi_lane *lane, char *row, int64_t e, int64_t *left)
+{
+    const int64_t piece = e / lane->piece, in_piece = e - piece * lane->piece;
+    *left = lane->piece - in_piece < *left ? lane->piece - in_piece : *left;
+    return row + piece * lane->side->table.head_stride + in_piece * lane->bytes;
+}
+
+/* Converts the elements from `first` to `end` - 1. src NULL: they become zeros. */
+static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char *src, int64_t first, int64_t end,
+                                      float scale)
+{
+    uint32_t nans = 0;
+    for (int64_t e = first, n; e < end; e += n) {
+        n = end - e;
+        char *const to = kvpi_element_at(&c->dst, dst, e, &n);
+        if (!src) {
+            memset(to, 0, (size_t)(n * c->dst.bytes));
+            continue;
+        }
+        const char *const from = kvpi_element_at(&c->src, src, e, &n);
+        nans += c->convert(to, c->dst.format.dtype, from, c->src.format.dtype, (size_t)n, c->scaling, scale);
+    }
+    return nans;
+}
+
+/* The scale that the elements from `first` to `end` - 1 need. src NULL: they are zeros. */
+static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t first, int64_t end)
+{
+    const kvprim_format *const f = &c->dst.format;
+    uint32_t most = 0;
+    for (int64_t e = first, n; src && e < end; e += n) {
+        n = end - e;
+        const char *const from = kvpi_element_at(&c->src, src, e, &n);
+        most = c->most(most, from, c->src.format.dtype, (size_t)n);
+    }
+    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype)), f->scale_min,
+                           f->scale_power_of_two);
+}
+
+static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src, char *scales)
+{
+    uint32_t nans = 0;
+    for (int64_t e = 0; e < c->elements; e += c->tile) {
+        float scale = 1;
+        if (c->computed) {
+            scale = kvpi_compute_scale(c, src, e, e + c->tile);
+            kvpi_write_scale(&c->dst.format, scales, scale);
+            scale = c->dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
+        } else if (c->scaled && src) {
+            scale = kvpi_read_scale(&c->scaled->format, scales);
+        }
+        nans += kvpi_convert_elements(c, dst, src, e, e + c->tile, scale);
+        if (c->scaled)
+            scales += c->scaled->format.scale_tile_stride;
+    }
+    return nans;
+}
+
+static void kvpi_convert_layer(const kvprim_move *m, const kvpi_conversion *c, uint32_t *rejected)
+{
+    uint32_t nans = 0;
+    for (int64_t i = 0; i < m->count; i++) {
+        int past = 0;
+        const int64_t to = kvpi_find_number(&m->dst, i, &past), from = kvpi_find_number(&m->src, i, &past);
+        if (past && rejected)
+            ++*rejected;
+        if (to < 0 || (from < 0 && !m->zero))
+            continue;
+        char *scales = NULL;
+        if (c->scaled == &c->dst)
+            scales = kvpi_scales_at(&c->dst, to);
+        else if (c->scaled && from >= 0)
+            scales = kvpi_scales_at(&c->src, from);
+        nans += kvpi_convert_row(c, kvpi_row_at(&c->dst, to), from < 0 ? NULL : kvpi_row_at(&c->src, from), scales);
+    }
+    if (c->dst.format.nans && c->dst.format.dtype == KVPRIM_INT8)
+        *c->dst.format.nans += nans;
+}
+
 /* Here the CPU is the executing side. */
 static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
 {
     return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
+}
+
+static void kvpi_enter_layer(kvpi_lane *lane, int32_t layer)
+{
+    const kvprim_format *const f = &lane->format;
+    lane->data = (char *)kvpi_read_layer(lane->side, layer);
+    lane->scales = f->scales                ? (char *)f->scales + layer * f->scale_layer_stride
+                   : f->scale && lane->data ? lane->data + f->scale_offset
+                                            : NULL;
+}
+
+static void kvpi_run_conversion(const kvprim_move *m)
+{
+    kvpi_conversion c;
+    kvpi_set_conversion(&c, m);
+    for (int32_t l = 0; l < m->layers; l++) {
+        kvpi_enter_layer(&c.dst, l);
+        kvpi_enter_layer(&c.src, l);
+        kvpi_convert_layer(m, &c, l == 0 ? m->rejected : NULL);
+    }
 }
 
 static void kvpi_run_moves(const kvprim_move *moves, size_t n)
@@ -2916,6 +3252,10 @@ static void kvpi_run_moves(const kvprim_move *moves, size_t n)
     for (size_t k = 0; k < n; k++) {
         if (moves[k].count == 0)
             continue;
+        if (moves[k].dst.table.format) {
+            kvpi_run_conversion(&moves[k]);
+            continue;
+        }
         kvprim_move layer = moves[k];
         for (int32_t l = 0; l < moves[k].layers; l++) {
             layer.dst.table.data = kvpi_read_layer(&moves[k].dst, l);
