@@ -181,7 +181,7 @@ def load(path):
         getattr(library, "kvprim_" + name).argtypes = [ctypes.POINTER(structure)]
         if library.has_cuda:
             getattr(library, "kvprim_cuda_" + name).argtypes = [ctypes.POINTER(structure), ctypes.POINTER(Launch)]
-    library.kvprim_preset_find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+    if hasattr(library, "kvprim_preset_find"): library.kvprim_preset_find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
                                            ctypes.c_int64, ctypes.POINTER(Preset)]
     return library
 
