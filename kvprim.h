@@ -374,6 +374,8 @@ typedef struct kvprim_preset {
        "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
        "fp8_indexer_ue8m0"  the same with scales that are powers of two
 
+   As in the engines, no scale is less than 1e-4 / 448, or 2^-126 in "fp8_ds_mla".
+
    A store has k of bf16 with k_elements, and v with v_elements * 2 bytes if that is not 0, where table.format of k is
    set and of v is not.
    Errors: NULL, SIZE (rows or page_rows less than 1), ARGUMENT (an unknown name; the error lists the known ones). */
@@ -3754,21 +3756,23 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
-/* What the caches hold; `behind` is what each row has behind all rows of its page. */
+/* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
+   largest magnitude as 1e-4 at least, except in "fp8_ds_mla". */
 typedef struct kvpi_preset {
     const char *name;
     int64_t converted, copied, tile, row_bytes, behind;
     kvprim_dtype scale_dtype;
     int32_t power_of_two;
+    float scale_min;
 } kvpi_preset;
 
 KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
                                             int64_t page_stride, kvprim_preset *preset)
 {
-    static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0},
-                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1},
-                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0},
-                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1}};
+    static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 0},
+                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 1e-4f / 448.0f},
+                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 1e-4f / 448.0f},
+                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 1e-4f / 448.0f}};
     const kvpi_preset *p = NULL;
     if (!name || !preset)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
@@ -3791,7 +3795,7 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     kvprim_format *const f = &preset->k_format;
     kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
     f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
-    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two;
+    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
     f->scale_offset = p->behind ? page_rows * p->row_bytes : p->converted;
     f->scale_stride = p->behind; /* 0: the row's */
     k->data = data, k->rows = rows, k->stride = p->row_bytes;
