@@ -587,10 +587,10 @@ void store(const Tensor &k, MaybeTensor v, const Tensor &k_cache, MaybeTensor v_
             call.takes("v", *v);
         kvprim_preset preset = {};
         find_preset(preset, *named, "k_cache", k_cache, layout);
+        EXPECT(preset.v_elements != 0 || !v, cache_dtype, " has no v");
         const Parts from(preset, "k", k, "v", v);
         EXPECT(preset.v_elements == 0 || from.v.table.data || k.numel() == 0, "v is None, but a row of k has only ",
                preset.k_elements, " elements");
-        EXPECT(preset.v_elements != 0 || !v, cache_dtype, " has no v");
         desc.k = from.k.table, desc.k_cache = preset.k_cache, desc.k_bytes = from.k.bytes;
         if (from.v.table.data)
             desc.v = from.v.table, desc.v_cache = preset.v_cache, desc.v_bytes = from.v.bytes;
