@@ -3228,7 +3228,10 @@ typedef struct kvpc_change {
     uint32_t *nans;
 } kvpc_change;
 
-enum { kvpc_change_bytes = 256, kvpc_convert_threads = 1024, kvpc_convert_loads = 2 };
+#ifndef V_EACH
+#define V_EACH 4
+#endif
+enum { kvpc_change_bytes = 256, kvpc_convert_threads = 1024, kvpc_convert_loads = V_EACH };
 
 static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
 
@@ -3391,32 +3394,34 @@ KVPRIM_DEVICE kvpc_elements<n> kvpc_fetch_elements(const params &p, const kvpc_s
 /* The largest magnitude of a thread's elements: those that it has loaded, and the others. */
 template <uint32_t n, class params, class number>
 KVPRIM_DEVICE float kvpc_largest_of(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                    const kvpc_elements<n> &a, const kvpc_elements<n> &b)
+                                    const kvpc_elements<n> &a)
 {
     float largest = 0;
-    uint32_t k = n == 1 ? kvpc_convert_loads : 0;
+    kvpc_elements<n> v = a;
     KVPRIM_ROLLED
-    for (number e = first; e < s.end; e += step, k++) {
-        const kvpc_elements<n> v = k == 0 ? a : k == 1 ? b : kvpc_fetch_elements<n>(p, s, e);
+    for (number e = first; e < s.end; e += step) {
+        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
         float x[n == 1 ? 4 : 8];
         kvpc_decode_any<n>(p.how.src_type, v.w, x);
         for (uint32_t i = 0; i < n; i++)
             largest = kvpc_max_magnitude(largest, x[i]);
+        v = next;
     }
     return largest;
 }
 
 template <uint32_t n, class params, class number>
 KVPRIM_DEVICE void kvpc_convert_span(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                     const kvpc_elements<n> &a, const kvpc_elements<n> &b, const kvpc_factor &common)
+                                     const kvpc_elements<n> &a, const kvpc_factor &common)
 {
     const kvpc_change &how = p.how;
     const bool scaled = how.scaling != kvpc_unscaled && !s.zero;
     kvpc_factor factor = common;
-    uint32_t nans = 0, k = n == 1 ? kvpc_convert_loads : 0;
+    kvpc_elements<n> v = a;
+    uint32_t nans = 0;
     KVPRIM_ROLLED
-    for (number e = first; e < s.end; e += step, k++) {
-        const kvpc_elements<n> v = k == 0 ? a : k == 1 ? b : kvpc_fetch_elements<n>(p, s, e);
+    for (number e = first; e < s.end; e += step) {
+        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
         float x[n == 1 ? 4 : 8] = {};
         uint32_t w[n] = {};
         kvpc_decode_any<n>(how.src_type, v.w, x);
@@ -3428,6 +3433,7 @@ KVPRIM_DEVICE void kvpc_convert_span(const params &p, const kvpc_stretch<number>
             kvpc_apply<n, false>(x, factor);
         nans += kvpc_encode_any<n>(how.dst_type, w, x);
         kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
+        v = next;
     }
     if (nans && how.nans)
         atomicAdd(how.nans, nans);
@@ -3511,18 +3517,17 @@ static __global__ void __launch_bounds__(kvpc_convert_threads)
         kvpc_pdl_wait();
     for (number block = blockIdx.x * in_block; block < (number)p.total; block += gridDim.x * in_block) {
         const kvpc_stretch<number> s = kvpc_find_span(p, block + (threadIdx.x >> p.lanes_shift), lane == 0);
-        const number first = s.begin + (number)(8 * lane), step = 8 * lanes;
-        const number first_one = s.begin + lane, step_one = lanes;
-        kvpc_elements<8> a = {}, b = {};
-        const kvpc_elements<1> none = {};
+        const number first = s.begin + (number)(s.wide ? 8 * lane : lane), step = s.wide ? 8 * lanes : lanes;
+        kvpc_elements<8> a = {};
+        kvpc_elements<1> b = {};
         float scale = 1.0f;
-        if (s.wide) {
+        if (s.wide)
             a = kvpc_fetch_elements<8>(p, s, first);
-            b = kvpc_fetch_elements<8>(p, s, first + step);
-        }
+        else
+            b = kvpc_fetch_elements<1>(p, s, first);
         if (p.how.computes) {
-            const float largest = s.wide ? kvpc_largest_of<8>(p, s, first, step, a, b)
-                                         : kvpc_largest_of<1>(p, s, first_one, step_one, none, none);
+            const float largest =
+                s.wide ? kvpc_largest_of<8>(p, s, first, step, a) : kvpc_largest_of<1>(p, s, first, step, b);
             scale = kvpc_scale_for(p.how, kvpc_group_largest(largest, lanes));
             if (lane == 0 && s.begin < s.end)
                 kvpc_store_scale(
@@ -3533,9 +3538,9 @@ static __global__ void __launch_bounds__(kvpc_convert_threads)
         if (p.how.scaling != kvpc_unscaled && !p.how.several)
             common = kvpc_factor_of(p.how, scale);
         if (s.wide)
-            kvpc_convert_span<8>(p, s, first, step, a, b, common);
+            kvpc_convert_span<8>(p, s, first, step, a, common);
         else
-            kvpc_convert_span<1>(p, s, first_one, step_one, none, none, common);
+            kvpc_convert_span<1>(p, s, first, step, b, common);
     }
 }
 
@@ -3615,17 +3620,18 @@ template <uint32_t bytes> static void kvpc_cut_conversion(kvpc_conversion<bytes>
     const uint64_t all = (c->computes ? (uint64_t)tile : c->elements) / each; /* groups of elements */
     uint64_t parts = 1;
     p->lanes_shift = 0;
-    while (p->lanes_shift < 5 && (uint64_t)kvpc_convert_loads << p->lanes_shift < all)
+    while (p->lanes_shift < 5 && (uint64_t)1 << p->lanes_shift < all)
         p->lanes_shift++;
     if (c->computes)
         parts = c->elements / (uint64_t)tile, c->span = (uint64_t)tile;
     else {
-        uint64_t least = UINT64_MAX; /* threads without work */
-        const uint64_t loads = c->wide ? kvpc_convert_loads : 8;
+        uint64_t least = UINT64_MAX; /* rounds of threads without work */
+        const uint64_t most = c->wide ? kvpc_convert_loads : 8;
         for (uint32_t shift = p->lanes_shift + 1; shift-- > 2 && least > all / 8;) {
-            const uint64_t group = loads << shift, groups = (all + group - 1) / group;
-            if (groups * group - all < least)
-                least = groups * group - all, parts = groups, p->lanes_shift = shift;
+            const uint64_t spans = (all + (most << shift) - 1) / (most << shift), of_span = (all + spans - 1) / spans;
+            const uint64_t idle = (((of_span + (1u << shift) - 1) >> shift << shift) * spans) - all;
+            if (idle < least)
+                least = idle, parts = spans, p->lanes_shift = shift;
         }
         c->span = (all + parts - 1) / parts * each;
         parts = (c->elements + c->span - 1) / c->span;
