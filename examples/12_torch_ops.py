@@ -214,9 +214,9 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int16)
 
 
-def scales_like(device, layout, tiles=HEADS, dtype=torch.float32):
+def scales_like(device, layout, tiles=HEADS, dtype=None):
     shape = {"rows": (SLOTS, tiles), "NHD": (PAGES, PAGE, tiles), "HND": (PAGES, tiles, PAGE)}[layout]
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype or torch.float32, device=device)
 
 
 def with_edges(rows):
