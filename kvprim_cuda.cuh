@@ -3228,10 +3228,13 @@ typedef struct kvpc_change {
     uint32_t *nans;
 } kvpc_change;
 
-#ifndef V_EACH
-#define V_EACH 4
-#endif
-enum { kvpc_change_bytes = 256, kvpc_convert_threads = 1024, kvpc_convert_loads = V_EACH };
+enum {
+    kvpc_change_bytes = 256,
+    kvpc_few_change = kvpc_few_params - kvpc_change_bytes, /* bytes of kvpc_listed */
+    kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
+    kvpc_convert_threads = 1024,
+    kvpc_convert_loads = 4
+};
 
 static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
 
@@ -3669,7 +3672,7 @@ static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_m
 {
     kvpc_conversion<bytes> p;
     kvpc_fill_conversion(call, m, slice, &p);
-    const kvpc_call start = kvpc_with_sms(call, p.how.wide ? kvpc_link_short_sms : kvpc_link_unaligned_sms);
+    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
     return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number>, kvpc_convert_threads,
                              1u << p.lanes_shift, &p);
 }
@@ -3685,7 +3688,7 @@ static bool kvpc_converts_narrow(const kvprim_move *m, int64_t rows)
 /* As kvpc_run_listed does. */
 static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
 {
-    enum { few = kvpc_few_params - kvpc_change_bytes, most = kvpc_most_params - kvpc_change_bytes };
+    enum { few = kvpc_few_change, most = kvpc_most_change };
     const int64_t few_room = kvpc_listed<few>::room - kvpc_first_word;
     const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
     const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);

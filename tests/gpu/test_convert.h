@@ -40,13 +40,6 @@ static bool is_small(kvprim_dtype t)
     return bytes_of_type(t) == 1;
 }
 
-static float float_of_bits(uint32_t bits)
-{
-    float f;
-    memcpy(&f, &bits, sizeof f);
-    return f;
-}
-
 static uint32_t bits_of_float(float f)
 {
     uint32_t bits;
@@ -683,6 +676,85 @@ static void convert_moves(arena *a)
 {
     for (unsigned n = 0; n<240; n += thin> 7 ? 7 : 1)
         run_convert_moves(a, n);
+}
+
+/* ---- many rows, and lists of them that take large parameters, or several launches ---- */
+
+static void convert_counts(arena *a, const int64_t *row_counts, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        for (unsigned k = 0; k < 6; k++) {
+            const bool small = k % 2 != 0;
+            convert_case c = convert_case_of(k + static_cast<unsigned>(i), small ? KVPRIM_F8E4M3 : KVPRIM_F16,
+                                             small ? KVPRIM_BF16 : KVPRIM_INT8, static_cast<int>(k % 4));
+            c.elements = 16, c.tile = 8, c.count = row_counts[i], c.rows = c.count + 5,
+            c.layers = 1 + static_cast<int32_t>(k % 2);
+            c.form = k < 3 ? CONVERT_TRANSFER : small ? CONVERT_STORE : CONVERT_GATHER, c.v = NO_V;
+            c.n = k == 1 ? 4 * 8 : 8 * (HOST_LISTS + k % 4); /* how rows are named: see run_convert */
+            c.indexed = 1 + k % 3;
+            run_convert(a, &c);
+        }
+}
+
+/* ---- the formats of engines by name ---- */
+
+struct preset_case {
+    const char *name;
+    int64_t rows, page_rows, count, page_gap;
+};
+
+/* Stores rows of bf16 by a preset, or gathers them from it. */
+static void run_preset(arena *a, const preset_case *c, bool store)
+{
+    kvprim_preset host, on;
+    unsigned char none[1] = {0};
+    empty(a);
+    CHECK(kvprim_preset_find(c->name, none, c->rows, c->page_rows, 0, &host) == KVPRIM_OK);
+    const int64_t page = host.k_cache.page_stride + c->page_gap, pages = (c->rows + c->page_rows - 1) / c->page_rows;
+    const int64_t elements = host.k_elements, v_bytes = host.v_elements * 2;
+    const size_t bytes = static_cast<size_t>(page * pages);
+    unsigned char *const cache = static_cast<unsigned char *>(reserve(a, bytes, 0));
+    CHECK(kvprim_preset_find(c->name, cache, c->rows, c->page_rows, page, &host) == KVPRIM_OK);
+    CHECK(kvprim_preset_find(c->name, on_device(a, cache), c->rows, c->page_rows, page, &on) == KVPRIM_OK);
+    kvprim_format bf16 = format_of(KVPRIM_BF16);
+    kvprim_table k = table_of(reserve(a, static_cast<size_t>(c->count * elements * 2), 0), c->count);
+    kvprim_table v =
+        v_bytes ? table_of(reserve(a, static_cast<size_t>(c->count * v_bytes), 0), c->count) : table_of(nullptr, 0);
+    fill_elements(k.data, KVPRIM_BF16, static_cast<size_t>(c->count * elements));
+    k.format = &bf16;
+    void *const slot = place_index(a, KVPRIM_I64, c->count, 0, c->rows, store);
+    snprintf(current, sizeof current, "preset %s, %s, %lld rows of %lld, pages of %lld", c->name,
+             store ? "store" : "gather", static_cast<long long>(c->count), static_cast<long long>(c->rows),
+             static_cast<long long>(c->page_rows));
+    start_visit(a);
+    a->allowed.push_back({0, a->used});
+    if (store) {
+        kvprim_store_desc d = store_of(host.k_cache, k, elements * 2, slot, KVPRIM_I64, c->count, nullptr);
+        d.v_cache = host.v_cache, d.v = v, d.v_bytes = v_bytes;
+        kvprim_store_desc e = on_device(a, d);
+        e.k_cache = on.k_cache, e.v_cache = on.v_cache;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_store(&d); },
+                  [&] { return kvprim_cuda_store(&e, a->launch); }) == RAN);
+    } else {
+        const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
+        kvprim_gather_desc e = on_device(a, d);
+        e.src = on.k_cache;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_gather(&d); },
+                  [&] { return kvprim_cuda_gather(&e, a->launch); }) == RAN);
+    }
+}
+
+static void convert_presets(arena *a)
+{
+    for (const char *const name : {"fp8_ds_mla", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
+        for (const int64_t page_rows : {1, 16, 64})
+            for (const int64_t count : {1, 5, 64, 130})
+                for (const bool store : {true, false}) {
+                    const preset_case c = {name, count + 70, page_rows, count, page_rows == 16 ? 64 : 0};
+                    run_preset(a, &c, store);
+                }
 }
 
 #endif /* GPU_TEST_CONVERT_H */
