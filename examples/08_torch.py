@@ -264,6 +264,8 @@ def typed(table, scale=None, nans=None, **fields):
     if scale is not None:
         if scale.dtype != torch.float32 and str(scale.dtype) != "torch.float8_e8m0fnu":
             raise ValueError(f"scale is {scale.dtype}, expected float32 or float8_e8m0fnu")
+        if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
+            raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
         form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale)
         strides = [stride * scale.element_size() for stride in scale.stride()]
         if scale.numel() == 1 and scale.dim() < 2:
@@ -785,6 +787,7 @@ def check_errors(library, checks):
     for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
                          ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
                          ("a scale of float64", lambda: typed(rows_of(cache), scale.double())),
+                         ("an expanded scale", lambda: typed(rows_of(cache), scale.expand(8))),
                          ("three scales for 64 elements", lambda: typed(rows_of(cache), scale.repeat(3))),
                          ("scales of other rows", lambda: typed(rows_of(cache), scale.repeat(9, 2))),
                          ("elements of float64", lambda: typed(rows_of(rows.double()))),
