@@ -251,7 +251,7 @@ def dtype_of(tensor):
 
 @eager
 def typed(table, scale=None, nans=None, **fields):
-    """Gives the Table a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
+    """The Table with a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
     tensor of float32 (computed ones also float8_e8m0fnu), says what it is:
 
         one element                       the scale of the whole table, read when the call runs
@@ -281,9 +281,10 @@ def typed(table, scale=None, nans=None, **fields):
             rows = tuple(scale.shape[:-1])
             if rows not in ((), (table.rows,), (table.rows // max(table.page_rows, 1), table.page_rows)):
                 raise ValueError(f"scale has shape {tuple(scale.shape)}, but its table {table.rows} rows")
-    table.kept, table.scales, table.nans = form, scale, nans
-    table.format = ctypes.addressof(form)
-    return table
+    copy = Table.from_buffer_copy(table)
+    vars(copy).update(vars(table), kept=form, scales=scale, nans=nans)
+    copy.format = ctypes.addressof(form)
+    return copy
 
 
 @eager

@@ -518,7 +518,7 @@ def step_of(ops):
         latent = ops.gather_new(mla, slot, "NHD", cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
         heads = ops.gather_new(small[2], slot, "NHD", cache_dtype="int8_per_token_head", scale=scales, dtype=k.dtype)
         return (ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2, latent + 1, heads + out,
-                scales.sum() + scale)
+                scales.amax() + scale)
     return step
 
 
