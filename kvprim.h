@@ -3646,7 +3646,7 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
             scale = kvpi_read_scale(&c->scaled->format, scales);
         }
         nans += kvpi_convert_elements(c, dst, src, e, e + c->tile, scale);
-        if (c->scaled)
+        if (scales)
             scales += c->scaled->format.scale_tile_stride;
     }
     return nans;
