@@ -1987,6 +1987,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
