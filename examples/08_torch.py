@@ -241,17 +241,17 @@ def hnd(cache):
                     heads=cache.shape[1], head_stride=cache.stride(1) * size)
 
 
-def dtype_of(tensor):
-    """The kvprim_dtype of a tensor's elements."""
-    name = str(tensor.dtype).removeprefix("torch.")
+def dtype_of(dtype):
+    """The kvprim_dtype of a torch.dtype."""
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"{tensor.dtype} is no element type of kvprim: it has {', '.join(DTYPES)}")
+        raise ValueError(f"{dtype} is no element type of kvprim: it has {', '.join(DTYPES)}")
     return DTYPES[name][1]
 
 
 @eager
 def typed(table, scale=None, nans=None, **fields):
-    """Gives the Table a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
+    """The Table with a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
     tensor of float32 (computed ones also float8_e8m0fnu), says what it is:
 
         one element                       the scale of the whole table, read when the call runs
@@ -260,11 +260,13 @@ def typed(table, scale=None, nans=None, **fields):
         [pages, page_rows, tiles]         computes and writes them, a gather reads them
 
     nans: a tensor of one int32, which counts NaNs that became 0 in int8. fields: more of kvprim_format's."""
-    form = Format(dtype=dtype_of(table.tensor), nans=counter(nans, "nans"), **fields)
+    form = Format(dtype=dtype_of(table.tensor.dtype), nans=counter(nans, "nans"), **fields)
     if scale is not None:
         if scale.dtype != torch.float32 and str(scale.dtype) != "torch.float8_e8m0fnu":
             raise ValueError(f"scale is {scale.dtype}, expected float32 or float8_e8m0fnu")
-        form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale)
+        if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
+            raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
+        form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale.dtype)
         strides = [stride * scale.element_size() for stride in scale.stride()]
         if scale.numel() == 1 and scale.dim() < 2:
             form.scale = SCALE_TENSOR
@@ -279,9 +281,10 @@ def typed(table, scale=None, nans=None, **fields):
             rows = tuple(scale.shape[:-1])
             if rows not in ((), (table.rows,), (table.rows // max(table.page_rows, 1), table.page_rows)):
                 raise ValueError(f"scale has shape {tuple(scale.shape)}, but its table {table.rows} rows")
-    table.kept, table.scales, table.nans = form, scale, nans
-    table.format = ctypes.addressof(form)
-    return table
+    copy = Table.from_buffer_copy(table)
+    vars(copy).update(vars(table), kept=form, scales=scale, nans=nans)
+    copy.format = ctypes.addressof(form)
+    return copy
 
 
 @eager
@@ -785,6 +788,7 @@ def check_errors(library, checks):
     for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
                          ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
                          ("a scale of float64", lambda: typed(rows_of(cache), scale.double())),
+                         ("an expanded scale", lambda: typed(rows_of(cache), scale.expand(8))),
                          ("three scales for 64 elements", lambda: typed(rows_of(cache), scale.repeat(3))),
                          ("scales of other rows", lambda: typed(rows_of(cache), scale.repeat(9, 2))),
                          ("elements of float64", lambda: typed(rows_of(rows.double()))),
