@@ -30,10 +30,12 @@
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). It turns page
+   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather, store and
+   transfer can change the type of a row's elements on the way, into and out of FP8 and INT8 caches. It turns page
    tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
 
-   What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
+   What it does NOT do: own or allocate memory, start threads, or print. Without a format (>>format) it moves bytes, and
+   does not look at them.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -73,8 +75,8 @@
                   it returns KVPRIM_OK and looks at nothing else.
        Threads    Any number of threads may call every function at once. Sharing the bytes is the caller's business.
        Alignment  Rows may have any alignment and any number of bytes >= 1. Tokens, indices and counters are aligned
-                  as their C types.
-       Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
+                  as their C types, and so are elements that a move converts, and scales.
+       Aliasing   The destination must not overlap source rows, scales, indices, counters, fragments, layer arrays or
                   descriptors, from the first byte of a table to the last. All except the last two are checked. To
                   copy rows inside one cache, see same_cache. Unpack and copy compare their items one by one instead of
                   whole buffers, so both may work inside one buffer.
@@ -251,39 +253,46 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    scales, bytes move as they are.
 
        from                to                  how
-       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type (ties
-                           INT8                to even) and saturated to its largest: 448, 57,344, 127
+       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
+                           INT8                (ties to even), saturated to its largest: 448, 57,344, 127
        F8E4M3, F8E5M2,     F32, F16, BF16      x = stored * scale in fp32, then rounded once (ties to even)
        INT8
        F32, F16, BF16      F32, F16, BF16      rounded once
 
    All other pairs are KVPRIM_ERROR_UNSUPPORTED. row_bytes counts the bytes of the src row's elements, without scales;
-   the dst row has as many elements. Rows begin at multiples of an element, with any number of elements.
+   the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the data of a
+   table and of its layers, and all strides, are multiples of an element's bytes.
+
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8 it
-   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count.
+   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
+   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math, and a thread that rounds
+   to nearest and does not flush denormals to zero.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
        0                    none: every scale is 1
-       KVPRIM_SCALE_TENSOR  one number, read by store and gather when they run
-       KVPRIM_SCALE_HEAD    one for each head of `tile` elements, read likewise
-       KVPRIM_SCALE_TILE    one for each tile of each row: `tile` elements, or the whole row. A move from it reads them. A
+       KVPRIM_SCALE_TENSOR  one number, read when the move runs
+       KVPRIM_SCALE_HEAD    one for each `tile` elements of a row, the same for all rows; read when the move runs
+       KVPRIM_SCALE_TILE    one for each `tile` elements of each row, or for the whole row. A move from it reads them. A
                             move to it computes them, and writes them beside each row that it writes:
                             scale = max(largest |x| of the tile / largest value of the type, scale_min) in fp32, and
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above.
+   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above. Fields that have
+   no meaning with a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
        scales + (r / page_rows) * scale_page_stride + (r % page_rows) * scale_stride + t * scale_tile_stride
 
-   with the page_rows of the table, the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory of
-   the table's layer, and data + scale_offset takes the place of scales. So scales lie inside the row
+   with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
+   of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
    (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride), or in memory of
-   their own. */
+   their own. Scales of a move's dst overlap no row of it, nor, in a store, rows and scales of the other cache; and
+   those that are written do not overlap each other. This check is exact, except that tables whose strides have nothing
+   in common may be refused. */
 typedef enum kvprim_scale_kind {
     KVPRIM_SCALE_TENSOR = 1,
     KVPRIM_SCALE_HEAD = 2,
@@ -298,7 +307,7 @@ typedef struct kvprim_format {
     int32_t scale_inverse; /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's inverse of
                               what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse rounded to fp32.
                               Moves from this side must leave it at 0, except with SCALE_TILE, where they ignore it */
-    float scale_min;       /* the least scale that is computed, 2^-126 to the largest finite; 0: 2^-126 */
+    float scale_min;       /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
     int64_t tile; /* elements of a scale; they divide the row's. SCALE_TILE: 0 is the whole row. SCALE_HEAD: 0 is the
                         row's elements / heads of the table, if that has more than one */
     void *scales; /* aligned to their type; a move to SCALE_TILE writes them. NULL: they are in the table's memory */
@@ -308,7 +317,7 @@ typedef struct kvprim_format {
                                                   table's memory, the table's */
     int64_t scale_layer_stride; /* layer to layer in memory of their own. 0: SCALE_TILE: packed; others: every layer has
                                    the same scales */
-    uint32_t *nans;      /* optional: NaNs that became 0 in INT8; written by the executing side, as `rejected` is */
+    uint32_t *nans;      /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected` */
     int64_t reserved[2]; /* 0 */
 } kvprim_format;
 
@@ -329,17 +338,17 @@ typedef struct kvprim_format {
    slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
    mode. */
 typedef struct kvprim_table {
-    void *data;        /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;      /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
+    void *data;     /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;   /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
                             is an error */
-    int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
-    int64_t page_rows; /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
-    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
-    int32_t reserved_heads; /* reserved fields are 0, here and below */
-    int64_t head_stride;    /* piece to piece; required if heads > 1 */
-    int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
-                               reaches past it is an error */
+    int64_t stride; /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more than that */
+    int64_t page_rows;           /* rows per page; 0: no pages */
+    int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
+    int32_t reserved_heads;      /* reserved fields are 0, here and below */
+    int64_t head_stride;         /* piece to piece; required if heads > 1 */
+    int64_t bytes;               /* of the memory at data, all layers that start there and scales among them included;
+                               0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
                                     until the call returns, or as long as moves that were made from it run */
     int64_t reserved;
@@ -399,9 +408,12 @@ typedef struct kvprim_gather_desc {
     int64_t reserved;
 } kvprim_gather_desc;
 
-/* Aliasing: dst must not overlap src. Repeated indices are fine.
+/* A row of zeros also gets computed scales, those of a tile of zeros.
+   Aliasing: dst must not overlap src. Repeated indices are fine.
    Errors: NULL (descriptor, index, data), SIZE (names the field and the values), OVERLAP, ARGUMENT (index type, an
-   index or counter that is not aligned, a reserved field that is not 0). */
+   index or counter that is not aligned, a reserved field that is not 0). With a format also ARGUMENT (a format on one
+   side only, a field that has no such value or no meaning, elements or scales that are not aligned) and UNSUPPORTED (a
+   pair of types). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
 /* >>store ----------------------------------------------------------------------------------------------------------
@@ -423,7 +435,8 @@ typedef struct kvprim_store_desc {
 /* Both caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
    tensor (packed QKV). With duplicate slots, each aligned 16-byte block of a row (and each byte at an unaligned end)
    comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
-   sides.
+   sides. A computed scale may then come from another of the rows than its values. K and V convert or not, each by its
+   own formats.
    Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
    strides, pages and heads, and covers row 0 otherwise.
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
@@ -503,7 +516,8 @@ enum {
     KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
 };
 
-/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
+/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do. Rows that convert
+   cannot stay inside one cache: with same_cache the formats, if there are any, have the same type and no scales.
    Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
    (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
@@ -622,11 +636,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the indices
-   again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
-   read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
-   was captured with. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
+   indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
+   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with scales and
+   nans of a format, too. All other fields are read-only, and so is rejected of a store's V move, which does not
+   count. A captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -641,7 +655,7 @@ typedef struct kvprim_side {
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index;
-    int32_t scale_heads; /* the table's heads before those that follow each other without a gap were left out */
+    int32_t scale_heads; /* the table's heads, also where they follow each other and are left out of it */
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -661,8 +675,9 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). After an error the contents of
-   `moves` are unspecified. Errors also: NULL (moves). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). Where both formats are the same
+   type without scales, both are NULL in the move: a move converts if dst.table.format is set. After an error the
+   contents of `moves` are unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
