@@ -47,6 +47,7 @@
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>move        checked moves: check once, run often, several in one launch
        >>check       the checks alone
+       >>impl_elements   conversions of one element
        >>impl        the implementation:
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
@@ -56,6 +57,7 @@
            >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
+           >>impl_cpu_convert     its loop for rows whose elements change their type
            >>impl_slots           page tables into slots
            >>impl_copy            checks of lists of copies, which unpack shares; copies
            >>impl_unpack
@@ -629,10 +631,11 @@ typedef struct kvprim_side {
     int64_t index_base, index_stride;
     void *const *layers; /* one base pointer per layer; NULL: they lie layer_stride bytes apart from table.data on */
     int64_t layer_stride;
-    int64_t piece_bytes;        /* row_bytes / heads */
+    int64_t piece_bytes;        /* of a row's elements in this side's type, / heads */
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
-    int32_t host_index, reserved_index;
+    int32_t host_index;
+    int32_t scale_heads; /* the table's heads before those that follow each other without a gap were left out */
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -733,6 +736,239 @@ static inline void kvpi_end_range(const int *level)
 #endif /* KVPRIM_H */
 
 /* Stop here if you only use the library. */
+
+/* >>impl_elements -- conversions of one element, for this header and for kvprim_cuda.cuh
+
+   They work on the bits, so no compiler option and no processor mode changes what they give, and without branches, so
+   that compilers use vectors. Divisions and products of scales alone are left to fp32 arithmetic. */
+#if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) &&  \
+    !defined(KVPRIM_ELEMENT)
+
+#include <float.h>
+#include <string.h>
+
+#ifdef __CUDACC__
+#define KVPRIM_ELEMENT static __host__ __device__ __forceinline__
+#else
+#define KVPRIM_ELEMENT static inline
+#endif
+
+KVPRIM_ELEMENT uint32_t kvpi_bits_of(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+KVPRIM_ELEMENT float kvpi_float_of(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+/* The x87 keeps more bits than fp32 has until a value is in memory. */
+KVPRIM_ELEMENT float kvpi_rounded(float x)
+{
+#if !defined(__CUDA_ARCH__) && defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
+    volatile float y = x;
+    return y;
+#else
+    return x;
+#endif
+}
+
+KVPRIM_ELEMENT float kvpi_quotient(float x, float y)
+{
+    return kvpi_rounded(x / y);
+}
+
+KVPRIM_ELEMENT float kvpi_product(float x, float y)
+{
+    return kvpi_rounded(x * y);
+}
+
+KVPRIM_ELEMENT int kvpi_is_nan(float x)
+{
+    return (kvpi_bits_of(x) & 0x7fffffff) > 0x7f800000;
+}
+
+/* From fp32, rounded to the nearest, ties to even. `small` are the results below the least normal value: a float was
+   added whose last bit is the type's least value. */
+KVPRIM_ELEMENT uint32_t kvpi_to_e4m3(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 16384.0f) - 0x46800000;
+    const uint32_t large = (a - 0x3c000000 + 0x7ffff + (a >> 20 & 1)) >> 20;
+    const uint32_t nearest = a < 0x3c800000 ? small : large, most = nearest < 0x7e ? nearest : 0x7e;
+    return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_e5m2(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 128.0f) - 0x43000000;
+    const uint32_t large = (a - 0x38000000 + 0xfffff + (a >> 21 & 1)) >> 21;
+    const uint32_t nearest = a < 0x38800000 ? small : large, most = nearest < 0x7b ? nearest : 0x7b;
+    return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
+}
+
+/* NaN becomes 0. */
+KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x42fe0000 ? a : 0x42fe0000;
+    const uint32_t nearest = kvpi_bits_of(kvpi_float_of(most) + 8388608.0f) - 0x4b000000;
+    const uint32_t value = a > 0x7f800000 ? 0 : nearest;
+    return (bits >> 31 ? 0 - value : value) & 0xff;
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_f16(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(a) + 0.5f) - 0x3f000000;
+    const uint32_t large = (a - 0x38000000 + 0xfff + (a >> 13 & 1)) >> 13;
+    const uint32_t nearest = a < 0x38800000 ? small : large, most = nearest < 0x7c00 ? nearest : 0x7c00;
+    return a > 0x7f800000 ? 0x7fff : most | (bits >> 16 & 0x8000);
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_bf16(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x);
+    const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fff : nearest;
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_f32(float x)
+{
+    const uint32_t bits = kvpi_bits_of(x);
+    return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : bits;
+}
+
+/* To fp32, which holds every value of these types. For the values below the least normal one, a float whose last bit
+   is the type's least value takes their bits, and is subtracted again. */
+KVPRIM_ELEMENT float kvpi_of_e4m3(uint32_t x)
+{
+    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x46800000 + a) - 16384.0f);
+    const uint32_t large = (a << 20) + 0x3c000000, value = a < 8 ? small : large;
+    return kvpi_float_of(a == 0x7f ? 0x7fffffff : value | sign);
+}
+
+KVPRIM_ELEMENT float kvpi_of_e5m2(uint32_t x)
+{
+    const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x43000000 + a) - 128.0f);
+    const uint32_t large = (a << 21) + (a < 0x7c ? 0x38000000 : 0x70000000), value = a < 4 ? small : large;
+    return kvpi_float_of(a > 0x7c ? 0x7fffffff : value | sign);
+}
+
+KVPRIM_ELEMENT float kvpi_of_int8(uint32_t x)
+{
+    return (float)(int32_t)((x ^ 0x80) & 0xff) - 128.0f;
+}
+
+KVPRIM_ELEMENT float kvpi_of_f16(uint32_t x)
+{
+    const uint32_t a = x & 0x7fff, sign = (x & 0x8000) << 16;
+    const uint32_t small = kvpi_bits_of(kvpi_float_of(0x3f000000 + a) - 0.5f);
+    const uint32_t large = (a << 13) + (a < 0x7c00 ? 0x38000000 : 0x70000000), value = a < 0x400 ? small : large;
+    return kvpi_float_of(value | sign);
+}
+
+KVPRIM_ELEMENT float kvpi_of_bf16(uint32_t x)
+{
+    return kvpi_float_of(x << 16);
+}
+
+/* 2^(x - 127); 255 is NaN. */
+KVPRIM_ELEMENT float kvpi_of_e8m0(uint32_t x)
+{
+    const uint32_t value = x == 0 ? 0x00400000 : x << 23;
+    return kvpi_float_of(x == 255 ? 0x7fffffff : value);
+}
+
+/* For a power of two from 2^-126 on. */
+KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
+{
+    return kvpi_bits_of(x) >> 23;
+}
+
+/* 0 for what is no element type of a table. */
+KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
+{
+    switch ((int)dtype) {
+    case KVPRIM_U8:
+    case KVPRIM_INT8:
+    case KVPRIM_F8E4M3:
+    case KVPRIM_F8E5M2:
+    case KVPRIM_F8E8M0:
+        return 1;
+    case KVPRIM_F16:
+    case KVPRIM_BF16:
+        return 2;
+    case KVPRIM_F32:
+    case KVPRIM_INT32:
+        return 4;
+    case KVPRIM_F64:
+    case KVPRIM_INT64:
+        return 8;
+    default:
+        return 0;
+    }
+}
+
+KVPRIM_ELEMENT int kvpi_is_quantised(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F8E4M3 || dtype == KVPRIM_F8E5M2 || dtype == KVPRIM_INT8;
+}
+
+/* The largest finite value of a quantised type. */
+KVPRIM_ELEMENT float kvpi_largest(kvprim_dtype dtype)
+{
+    return dtype == KVPRIM_F8E4M3 ? 448.0f : dtype == KVPRIM_F8E5M2 ? 57344.0f : 127.0f;
+}
+
+/* An element's bits, and back. Both take the types that kvprim_format.dtype converts. */
+KVPRIM_ELEMENT float kvpi_of_element(kvprim_dtype dtype, uint32_t x)
+{
+    return dtype == KVPRIM_F8E4M3   ? kvpi_of_e4m3(x)
+           : dtype == KVPRIM_F8E5M2 ? kvpi_of_e5m2(x)
+           : dtype == KVPRIM_INT8   ? kvpi_of_int8(x)
+           : dtype == KVPRIM_F16    ? kvpi_of_f16(x)
+           : dtype == KVPRIM_BF16   ? kvpi_of_bf16(x)
+                                    : kvpi_float_of(x);
+}
+
+KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
+{
+    return dtype == KVPRIM_F8E4M3   ? kvpi_to_e4m3(x)
+           : dtype == KVPRIM_F8E5M2 ? kvpi_to_e5m2(x)
+           : dtype == KVPRIM_INT8   ? kvpi_to_int8(x)
+           : dtype == KVPRIM_F16    ? kvpi_to_f16(x)
+           : dtype == KVPRIM_BF16   ? kvpi_to_bf16(x)
+                                    : kvpi_to_f32(x);
+}
+
+/* A tile's scale. Its largest magnitude is found in the bits of its elements: kvpi_tile_most() takes what earlier
+   elements gave, 0 at first, and kvpi_tile_largest() what all gave. */
+KVPRIM_ELEMENT uint32_t kvpi_tile_most(uint32_t most, float x)
+{
+    const uint32_t a = kvpi_bits_of(x) & 0x7fffffff, number = a > 0x7f800000 ? 0 : a;
+    return number > most ? number : most;
+}
+
+KVPRIM_ELEMENT float kvpi_tile_largest(uint32_t most)
+{
+    return kvpi_float_of(most < 0x7f7fffff ? most : 0x7f7fffff);
+}
+
+/* From the quotient of that and the type's largest value. scale_min and power_of_two have no defaults here. */
+KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_of_two)
+{
+    const uint32_t a = kvpi_bits_of(quotient), b = kvpi_bits_of(scale_min), scale = a > b ? a : b;
+    return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & 0x7f800000 : scale);
+}
+#endif /* KVPRIM_ELEMENT */
 
 /* >>impl ----------------------------------------------------------------------------------------------------------- */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION)) && !defined(KVPRIM_CORE_IMPLEMENTED)
@@ -1459,6 +1695,58 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
+/* The bytes of a row's elements on one side. row_bytes are those of src. */
+static int64_t kvpi_side_bytes(const kvprim_move *m, const kvprim_side *side)
+{
+    if (KVPRIM_LIKELY(!m->dst.table.format) || side == &m->src)
+        return m->row_bytes;
+    return m->row_bytes / kvpi_dtype_bytes(m->src.table.format->dtype) * kvpi_dtype_bytes(m->dst.table.format->dtype);
+}
+
+/* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
+static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
+{
+    const kvprim_table *const t = &side->table;
+    kvprim_format f;
+    memset(&f, 0, sizeof f);
+    if (!t->format)
+        return f;
+    f = *t->format;
+    if (!f.scale)
+        return f;
+    f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
+    f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
+    f.scale_min = f.scale_min > 0 ? f.scale_min : FLT_MIN;
+    const int64_t elements = row_bytes / kvpi_dtype_bytes(f.dtype);
+    if (f.tile == 0)
+        f.tile = f.scale == KVPRIM_SCALE_HEAD ? elements / side->scale_heads : elements;
+    if (f.scale_tile_stride == 0)
+        f.scale_tile_stride = kvpi_dtype_bytes(f.scale_dtype);
+    if (f.scale != KVPRIM_SCALE_TILE)
+        return f;
+    const uint64_t tiles = (uint64_t)(elements / f.tile);
+    if (f.scale_stride == 0)
+        f.scale_stride = f.scales ? (int64_t)kvpi_mul(tiles, (uint64_t)f.scale_tile_stride) : t->stride;
+    if (f.scale_page_stride == 0)
+        f.scale_page_stride =
+            f.scales ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) : t->page_stride;
+    if (f.scale_layer_stride == 0 && f.scales) { /* any of the loops may be outside */
+        const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
+        const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
+        const uint64_t by_page = kvpi_mul(t->page_rows ? pages : 0, (uint64_t)f.scale_page_stride);
+        const uint64_t by_row = kvpi_mul(page_rows, (uint64_t)f.scale_stride);
+        const uint64_t by_tile = kvpi_mul(tiles, (uint64_t)f.scale_tile_stride);
+        const uint64_t most = by_page > by_row ? by_page : by_row;
+        f.scale_layer_stride = (int64_t)(most > by_tile ? most : by_tile);
+    }
+    return f;
+}
+
+KVPRIM_API kvprim_format kvprim_side_format(const kvprim_side *side)
+{
+    return kvpi_format_of(side, side->piece_bytes * side->table.heads);
+}
+
 /* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
 static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_bytes)
 {
@@ -1480,13 +1768,15 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. Scales of tiles may still lie
+   by pages. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
     if (t->heads > 1 && t->head_stride == row_bytes / t->heads)
         t->heads = 1;
-    if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0)
+    if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0 &&
+        !(t->format && t->format->scale == KVPRIM_SCALE_TILE))
         t->page_rows = 0;
     side->piece_bytes = kvpi_piece_of(t, row_bytes);
     side->page_shift = 0;
@@ -1532,7 +1822,7 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = m->row_bytes, piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = kvpi_side_bytes(m, side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
@@ -1625,17 +1915,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(m->row_bytes / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(m, side) / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), m->row_bytes);
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(m, side));
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)m->row_bytes;
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(m, side);
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -1649,7 +1939,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, m->row_bytes);
+    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(m, side));
     reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
@@ -1661,7 +1951,8 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
-    kvpi_resolve(t, m->row_bytes);
+    kvpi_resolve(t, kvpi_side_bytes(m, side));
+    side->scale_heads = t->heads;
     if (t->rows == 0) {
         side->layer_stride = 0; /* nothing of it is ever touched */
         return KVPRIM_OK;
@@ -1990,6 +2281,43 @@ static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_h
     return KVPRIM_OK;
 }
 
+/* Whether `dst` can be made from `src`: see >>format. */
+static int kvpi_converts(const kvprim_format *dst, const kvprim_format *src)
+{
+    if (dst->dtype == src->dtype && !dst->scale && !src->scale)
+        return 1;
+    const int to_float = dst->dtype >= KVPRIM_F16 && dst->dtype <= KVPRIM_F32;
+    const int from_float = src->dtype >= KVPRIM_F16 && src->dtype <= KVPRIM_F32;
+    return (to_float && (from_float || kvpi_is_quantised(src->dtype))) || (from_float && kvpi_is_quantised(dst->dtype));
+}
+
+/* Both sides have a format, of types that convert. */
+static kvprim_status kvpi_check_types(const kvprim_move *m)
+{
+    const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
+    const char *const function = m->names->function;
+    if (!dst || !src)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is not", function,
+                           dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
+    for (int k = 0; k < 2; k++)
+        if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no kvprim_dtype", function,
+                               k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
+    if (!kvpi_converts(dst, src))
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "%s: %s.format.dtype is %d and %s.format.dtype %d: no such "
+                           "conversion",
+                           function, m->names->dst, (int)dst->dtype, m->names->src, (int)src->dtype);
+    if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large to convert", function, m->names->row_bytes,
+                           (long long)m->row_bytes);
+    if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of the %d bytes of an element of %s",
+                           function, m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype),
+                           m->names->src);
+    return KVPRIM_OK;
+}
+
 /* Fills in all defaults. */
 static kvprim_status kvpi_check_move(kvprim_move *m)
 {
@@ -1998,6 +2326,8 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->src));
+    if (m->dst.table.format || m->src.table.format)
+        KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
     if (m->same_cache)
@@ -2074,7 +2404,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
-    const int64_t k_piece = m[0].row_bytes / a->heads, v_piece = m[1].row_bytes / b->heads;
+    const int64_t k_piece = kvpi_side_bytes(&m[0], k) / a->heads, v_piece = kvpi_side_bytes(&m[1], v) / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
@@ -2100,7 +2430,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index = index, side->index_type = index ? type : (kvprim_index_type)0;
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
-    side->host_index = side->reserved_index = 0;
+    side->host_index = 0, side->scale_heads = 1;
     side->bytes = 0;
 }
 
@@ -2273,8 +2603,13 @@ static void kvpi_finish_move(kvprim_move *m)
 {
     if (m->count == 0)
         return;
-    kvpi_simplify(&m->dst, m->row_bytes);
-    kvpi_simplify(&m->src, m->row_bytes);
+    if (m->dst.table.format) {
+        const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
+        if (dst->dtype == src->dtype && !dst->scale && !src->scale)
+            m->dst.table.format = m->src.table.format = NULL; /* bytes, which move as they are */
+    }
+    kvpi_simplify(&m->dst, kvpi_side_bytes(m, &m->dst));
+    kvpi_simplify(&m->src, kvpi_side_bytes(m, &m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
         m->layers = 1; /* no row moves: layer 0 counts */
 }
@@ -2571,10 +2906,345 @@ static void kvpi_move_layer(const kvprim_move *m)
         kvpi_move_rows(m, kvpi_copy, kvpi_any_move, 0);
 }
 
+/* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
+
+/* Elements converted at a time. So many of each type lie in local arrays, for a number of loops that the compiler knows
+   and vectorises: gcc's -O2 vectorises no others. */
+enum { kvpi_block = 64 };
+
+/* What becomes of an element between the two types. */
+typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
+
+KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
+{
+    uint8_t b[kvpi_block] = {0};
+    uint16_t h[kvpi_block] = {0};
+    switch ((int)from) {
+    case KVPRIM_F16:
+        memcpy(h, src, n * 2);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_f16(h[i]);
+        break;
+    case KVPRIM_BF16:
+        memcpy(h, src, n * 2);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_bf16(h[i]);
+        break;
+    case KVPRIM_F8E4M3:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_e4m3(b[i]);
+        break;
+    case KVPRIM_F8E5M2:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_e5m2(b[i]);
+        break;
+    case KVPRIM_INT8:
+        memcpy(b, src, n);
+        for (int i = 0; i < kvpi_block; i++)
+            x[i] = kvpi_of_int8(b[i]);
+        break;
+    default:
+        memcpy(x, src, n * 4);
+    }
+}
+
+KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, size_t n)
+{
+    uint8_t b[kvpi_block];
+    uint16_t h[kvpi_block];
+    uint32_t w[kvpi_block];
+    switch ((int)to) {
+    case KVPRIM_F16:
+        for (int i = 0; i < kvpi_block; i++)
+            h[i] = (uint16_t)kvpi_to_f16(x[i]);
+        memcpy(dst, h, n * 2);
+        break;
+    case KVPRIM_BF16:
+        for (int i = 0; i < kvpi_block; i++)
+            h[i] = (uint16_t)kvpi_to_bf16(x[i]);
+        memcpy(dst, h, n * 2);
+        break;
+    case KVPRIM_F8E4M3:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
+        memcpy(dst, b, n);
+        break;
+    case KVPRIM_F8E5M2:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
+        memcpy(dst, b, n);
+        break;
+    case KVPRIM_INT8:
+        for (int i = 0; i < kvpi_block; i++)
+            b[i] = (uint8_t)kvpi_to_int8(x[i]);
+        memcpy(dst, b, n);
+        break;
+    default:
+        for (int i = 0; i < kvpi_block; i++)
+            w[i] = kvpi_to_f32(x[i]);
+        memcpy(dst, w, n * 4);
+    }
+}
+
+/* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
+typedef uint32_t kvpi_convert_fn(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
+                                 kvpi_scaling scaling, float scale);
+
+KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from, size_t n,
+                                           kvpi_scaling scaling, float scale)
+{
+    const size_t to_bytes = (size_t)kvpi_dtype_bytes(to), from_bytes = (size_t)kvpi_dtype_bytes(from);
+    uint32_t nans = 0;
+    for (size_t done = 0; done < n; done += kvpi_block) {
+        float x[kvpi_block] = {0};
+        const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
+        kvpi_load_block(x, src + done * from_bytes, from, some);
+        if (scaling == kvpi_divide)
+            for (int i = 0; i < kvpi_block; i++)
+                x[i] = kvpi_quotient(x[i], scale);
+        else if (scaling == kvpi_multiply)
+            for (int i = 0; i < kvpi_block; i++)
+                x[i] = kvpi_product(x[i], scale);
+        if (to == KVPRIM_INT8)
+            for (size_t i = 0; i < some; i++)
+                nans += (uint32_t)kvpi_is_nan(x[i]);
+        kvpi_store_block(dst + done * to_bytes, x, to, some);
+    }
+    return nans;
+}
+
+/* kvpi_tile_most() of n elements. */
+typedef uint32_t kvpi_most_fn(uint32_t most, const char *src, kvprim_dtype from, size_t n);
+
+KVPRIM_INLINE uint32_t kvpi_most_of_blocks(uint32_t most, const char *src, kvprim_dtype from, size_t n)
+{
+    const size_t from_bytes = (size_t)kvpi_dtype_bytes(from);
+    for (size_t done = 0; done < n; done += kvpi_block) {
+        float x[kvpi_block] = {0};
+        const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
+        kvpi_load_block(x, src + done * from_bytes, from, some);
+        for (int i = 0; i < kvpi_block; i++)
+            most = kvpi_tile_most(most, x[i]);
+    }
+    return most;
+}
+
+#define KVPRIM_CONVERT(suffix, target)                                                                                 \
+    target static uint32_t kvpi_convert_##suffix(char *dst, kvprim_dtype to, const char *src, kvprim_dtype from,       \
+                                                 size_t n, kvpi_scaling scaling, float scale)                          \
+    {                                                                                                                  \
+        return kvpi_convert_blocks(dst, to, src, from, n, scaling, scale);                                             \
+    }                                                                                                                  \
+    target static uint32_t kvpi_most_##suffix(uint32_t most, const char *src, kvprim_dtype from, size_t n)             \
+    {                                                                                                                  \
+        return kvpi_most_of_blocks(most, src, from, n);                                                                \
+    }
+KVPRIM_CONVERT(plain, )
+#ifdef KVPRIM_X86
+KVPRIM_CONVERT(avx2, KVPRIM_AVX2)
+KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
+#endif
+
+/* One side of a move that converts. */
+typedef struct kvpi_lane {
+    const kvprim_side *side;
+    kvprim_format format; /* with its defaults */
+    char *data, *scales;  /* of the layer */
+    int64_t piece, bytes; /* elements of a piece, bytes of an element */
+} kvpi_lane;
+
+typedef struct kvpi_conversion {
+    kvpi_lane dst, src;
+    kvpi_lane *scaled; /* the side that has scales, or NULL */
+    int64_t elements, tile;
+    kvpi_scaling scaling;
+    int computed;
+    kvpi_convert_fn *convert;
+    kvpi_most_fn *most;
+} kvpi_conversion;
+
+static void kvpi_set_lane(kvpi_lane *lane, const kvprim_side *side)
+{
+    lane->side = side;
+    lane->format = kvprim_side_format(side);
+    lane->bytes = kvpi_dtype_bytes(lane->format.dtype);
+    lane->piece = side->piece_bytes / lane->bytes;
+    lane->data = lane->scales = NULL;
+}
+
+static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
+{
+    kvpi_set_lane(&c->dst, &m->dst);
+    kvpi_set_lane(&c->src, &m->src);
+    c->scaled = c->dst.format.scale ? &c->dst : c->src.format.scale ? &c->src : NULL;
+    c->elements = m->row_bytes / c->src.bytes;
+    c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
+    c->computed = c->dst.format.scale == KVPRIM_SCALE_TILE;
+    c->scaling = !c->scaled                                            ? kvpi_unscaled
+                 : c->scaled == &c->src || c->dst.format.scale_inverse ? kvpi_multiply
+                                                                       : kvpi_divide;
+    c->convert = kvpi_convert_plain, c->most = kvpi_most_plain;
+#ifdef KVPRIM_X86
+    if (kvpi_has_avx512())
+        c->convert = kvpi_convert_avx512, c->most = kvpi_most_avx512;
+    else if (kvpi_has_avx2())
+        c->convert = kvpi_convert_avx2, c->most = kvpi_most_avx2;
+#endif
+}
+
+/* The number of row i of a side, or -1 by the index rule; *past as in kvpi_find_row(). */
+static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
+{
+    if (!side->index)
+        return i;
+    const int64_t index = kvpi_load_index(side, i), row = (int64_t)((uint64_t)index - (uint64_t)side->index_base);
+    if ((uint64_t)row < (uint64_t)side->table.rows && index >= side->index_base)
+        return row;
+    *past |= index >= side->index_base;
+    return -1;
+}
+
+static char *kvpi_row_at(const kvpi_lane *lane, int64_t row)
+{
+    const kvprim_table *const t = &lane->side->table;
+    const int64_t page = t->page_rows ? row / t->page_rows : 0;
+    return lane->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
+}
+
+/* The scale of a row's first tile. */
+static char *kvpi_scales_at(const kvpi_lane *lane, int64_t row)
+{
+    const kvprim_format *const f = &lane->format;
+    const int64_t page_rows = lane->side->table.page_rows, page = page_rows ? row / page_rows : 0;
+    if (f->scale != KVPRIM_SCALE_TILE)
+        return lane->scales;
+    return lane->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+}
+
+static float kvpi_read_scale(const kvprim_format *f, const char *at)
+{
+    uint32_t bits;
+    if (f->scale_dtype == KVPRIM_F8E8M0)
+        return kvpi_of_e8m0(*(const uint8_t *)at);
+    memcpy(&bits, at, sizeof bits);
+    return kvpi_float_of(bits);
+}
+
+static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
+{
+    const uint32_t bits = kvpi_bits_of(scale);
+    if (f->scale_dtype == KVPRIM_F8E8M0)
+        *(uint8_t *)at = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        memcpy(at, &bits, sizeof bits);
+}
+
+/* Element e of a row, and how many of `left` elements from there on follow each other. */
+static char *kvpi_element_at(const kvpi_lane *lane, char *row, int64_t e, int64_t *left)
+{
+    const int64_t piece = e / lane->piece, in_piece = e - piece * lane->piece;
+    *left = lane->piece - in_piece < *left ? lane->piece - in_piece : *left;
+    return row + piece * lane->side->table.head_stride + in_piece * lane->bytes;
+}
+
+/* Converts the elements from `first` to `end` - 1. src NULL: they become zeros. */
+static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char *src, int64_t first, int64_t end,
+                                      float scale)
+{
+    uint32_t nans = 0;
+    for (int64_t e = first, n; e < end; e += n) {
+        n = end - e;
+        char *const to = kvpi_element_at(&c->dst, dst, e, &n);
+        if (!src) {
+            memset(to, 0, (size_t)(n * c->dst.bytes));
+            continue;
+        }
+        const char *const from = kvpi_element_at(&c->src, src, e, &n);
+        nans += c->convert(to, c->dst.format.dtype, from, c->src.format.dtype, (size_t)n, c->scaling, scale);
+    }
+    return nans;
+}
+
+/* The scale that the elements from `first` to `end` - 1 need. src NULL: they are zeros. */
+static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t first, int64_t end)
+{
+    const kvprim_format *const f = &c->dst.format;
+    uint32_t most = 0;
+    for (int64_t e = first, n; src && e < end; e += n) {
+        n = end - e;
+        const char *const from = kvpi_element_at(&c->src, src, e, &n);
+        most = c->most(most, from, c->src.format.dtype, (size_t)n);
+    }
+    return kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), kvpi_largest(f->dtype)), f->scale_min,
+                           f->scale_power_of_two);
+}
+
+static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src, char *scales)
+{
+    uint32_t nans = 0;
+    for (int64_t e = 0; e < c->elements; e += c->tile) {
+        float scale = 1;
+        if (c->computed) {
+            scale = kvpi_compute_scale(c, src, e, e + c->tile);
+            kvpi_write_scale(&c->dst.format, scales, scale);
+            scale = c->dst.format.scale_inverse ? kvpi_quotient(1, scale) : scale;
+        } else if (c->scaled && src) {
+            scale = kvpi_read_scale(&c->scaled->format, scales);
+        }
+        nans += kvpi_convert_elements(c, dst, src, e, e + c->tile, scale);
+        if (c->scaled)
+            scales += c->scaled->format.scale_tile_stride;
+    }
+    return nans;
+}
+
+static void kvpi_convert_layer(const kvprim_move *m, const kvpi_conversion *c, uint32_t *rejected)
+{
+    uint32_t nans = 0;
+    for (int64_t i = 0; i < m->count; i++) {
+        int past = 0;
+        const int64_t to = kvpi_find_number(&m->dst, i, &past), from = kvpi_find_number(&m->src, i, &past);
+        if (past && rejected)
+            ++*rejected;
+        if (to < 0 || (from < 0 && !m->zero))
+            continue;
+        char *scales = NULL;
+        if (c->scaled == &c->dst)
+            scales = kvpi_scales_at(&c->dst, to);
+        else if (c->scaled && from >= 0)
+            scales = kvpi_scales_at(&c->src, from);
+        nans += kvpi_convert_row(c, kvpi_row_at(&c->dst, to), from < 0 ? NULL : kvpi_row_at(&c->src, from), scales);
+    }
+    if (c->dst.format.nans && c->dst.format.dtype == KVPRIM_INT8)
+        *c->dst.format.nans += nans;
+}
+
 /* Here the CPU is the executing side. */
 static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
 {
     return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
+}
+
+static void kvpi_enter_layer(kvpi_lane *lane, int32_t layer)
+{
+    const kvprim_format *const f = &lane->format;
+    lane->data = (char *)kvpi_read_layer(lane->side, layer);
+    lane->scales = f->scales                ? (char *)f->scales + layer * f->scale_layer_stride
+                   : f->scale && lane->data ? lane->data + f->scale_offset
+                                            : NULL;
+}
+
+static void kvpi_run_conversion(const kvprim_move *m)
+{
+    kvpi_conversion c;
+    kvpi_set_conversion(&c, m);
+    for (int32_t l = 0; l < m->layers; l++) {
+        kvpi_enter_layer(&c.dst, l);
+        kvpi_enter_layer(&c.src, l);
+        kvpi_convert_layer(m, &c, l == 0 ? m->rejected : NULL);
+    }
 }
 
 static void kvpi_run_moves(const kvprim_move *moves, size_t n)
@@ -2582,6 +3252,10 @@ static void kvpi_run_moves(const kvprim_move *moves, size_t n)
     for (size_t k = 0; k < n; k++) {
         if (moves[k].count == 0)
             continue;
+        if (moves[k].dst.table.format) {
+            kvpi_run_conversion(&moves[k]);
+            continue;
+        }
         kvprim_move layer = moves[k];
         for (int32_t l = 0; l < moves[k].layers; l++) {
             layer.dst.table.data = kvpi_read_layer(&moves[k].dst, l);

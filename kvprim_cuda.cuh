@@ -32,6 +32,7 @@
            >>impl_row_kernels     gather and store of plain rows: index rule, `rejected`, pages, zero fill, tails
            >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
                                   short units over the link; device layers and indices of the host
+           >>impl_convert_elements  elements in registers: decode, scale, encode
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
                                   whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
@@ -1325,6 +1326,294 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
     }
     kvpc_store_once<loads>(c, at, 16 * lanes, v);
 }
+
+/* >>impl_convert_elements --------------------------------------------------------------------------------------------
+
+   Elements in registers, several at a time, with the bits of kvprim.h's >>impl_elements. Inline PTX, because compiler
+   options (--use_fast_math) change what C's operators do. What has no instruction takes the functions of kvprim.h. */
+#ifndef KVPRIM_NO_CONVERT
+
+/* PTX knows the 8-bit types from sm_89 on (by CUDA 12.1), and packs two 16-bit types at once from sm_80 on. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
+#define KVPRIM_PTX_F8
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define KVPRIM_PTX_F16X2
+#endif
+
+KVPRIM_DEVICE float kvpc_mul(float a, float b)
+{
+#ifdef __CUDA_ARCH__
+    float c;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return kvpi_product(a, b);
+#endif
+}
+
+#ifdef __CUDA_ARCH__
+/* a * b + c, rounded once. */
+KVPRIM_DEVICE float kvpc_fma(float a, float b, float c)
+{
+    float d;
+    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(d) : "f"(a), "f"(b), "f"(c));
+    return d;
+}
+
+/* 1 / a, within a unit of the last place; of 0 infinity, and of infinity 0. */
+KVPRIM_DEVICE float kvpc_near_reciprocal(float a)
+{
+    float b;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(b) : "f"(a));
+    return b;
+}
+#endif
+
+/* 1 / a in fp32. */
+KVPRIM_DEVICE float kvpc_reciprocal(float a)
+{
+#ifdef __CUDA_ARCH__
+    float b;
+    asm("rcp.rn.f32 %0, %1;" : "=f"(b) : "f"(a));
+    return b;
+#else
+    return kvpi_quotient(1, a);
+#endif
+}
+
+/* The larger of a and |b|; a if b is NaN. */
+KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
+{
+#ifdef __CUDA_ARCH__
+    float c;
+    asm("{.reg .f32 m; abs.f32 m, %2; max.f32 %0, %1, m;}" : "=f"(c) : "f"(a), "f"(b));
+    return c;
+#else
+    return kvpi_float_of(kvpi_tile_most(kvpi_bits_of(a), b));
+#endif
+}
+
+/* What divides elements by a scale that many of them share, or multiplies them by it. */
+typedef struct kvpc_factor {
+    float high, low; /* the factor, in two parts if it is a reciprocal */
+    float scale;     /* what the reciprocal is of, and to the nearest fp32 */
+    float nearest;
+    float before; /* a power of two or its negative that elements are multiplied by first */
+    bool divides;
+} kvpc_factor;
+
+KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
+{
+    return kvpc_factor{factor, 0, factor, 0, 1, false};
+}
+
+/* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
+       q = x * high + x * low
+   rounded once, of a number that is larger than x / scale by a factor of 1 + 2^-43 to 1 + 2^-40.5. So q is the correctly
+   rounded quotient except if a midpoint of two fp32 numbers lies that close above x / scale. Such a q may be one unit
+   of the last place too large.
+   That does not matter for x of 11 bits (fp16, bf16), because the type that q is rounded to next does not see it. It
+   could only see it if M, a boundary between two numbers of that type, were one of those two fp32 numbers. Let
+   M = m 2^b with m odd of n <= 8 bits (5 in E4M3, 4 in E5M2, 8 in INT8), and scale = S 2^a with S of 24 bits. Then
+   M scale = m S 2^(a+b), and half a unit of q's last place is S 2^(n-25) times 2^(a+b) in x. x is a multiple of
+   2^(a+b+11+n), so x - M scale is k 2^(a+b) with an integer k. For x / scale to be that close to the midpoint, S must
+   be k 2^(25-n) + j with 1 <= |k| <= 2^(n-1) and |j| < 2^-40.5 2^49 < 363. Then m S +- k is x / 2^(a+b), a multiple
+   of 2^(11+n), so m j +- k is a multiple of 2^min(25-n, 11+n); it is less, hence 0. As |k| <= 2^(n-1) <= m, this leaves
+   |j| = 1 and m = k = 1: S = 2^24 - 1 and x a power of two. There x / scale lies above the midpoint, as q's operand
+   does, and both are rounded up. (Below a power of two the unit is half as large; S 2^(n-26) < 1/2 is close to no k.)
+   fp32 has numbers of 24 bits, which take two instructions more: q - (q scale - x) * nearest is correctly rounded if q
+   is one of the two fp32 numbers around the quotient, and nearest the reciprocal rounded to the nearest (Markstein).
+   `low` is never 0, and has the sign of `high`: so zeros keep their sign, and infinity stays what it is.
+   Scales from 2^-64 to 2^84 keep all this clear of underflow, where it matters: quotients below 2^-17 are 0, above 2^17
+   the largest value. Other scales are brought there by a power of two, which multiplies x, too. */
+KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
+{
+    kvpc_factor f = {scale, 0, scale, 0, 1, true};
+#ifdef __CUDA_ARCH__
+    const uint32_t bits = kvpi_bits_of(scale), least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
+    if (bits - least >= most - least) {
+        const uint32_t magnitude = bits & 0x7fffffff;
+        if (magnitude == 0 || magnitude >= 0x7f800000)
+            return kvpc_times(kvpc_near_reciprocal(scale));
+        const uint32_t before = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
+        f.before = kvpi_float_of(before | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
+        f.scale = kvpc_mul(scale, f.before);
+    }
+    f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(f.scale)) - 2);
+    f.low = kvpc_fma(kvpc_fma(-f.scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
+    if (f32)
+        f.nearest = kvpc_reciprocal(f.scale);
+#else
+    (void)f32;
+#endif
+    return f;
+}
+
+/* Scales n numbers. f32: their type was fp32. */
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
+{
+#ifdef __CUDA_ARCH__
+    if (!f.divides) {
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], f.high);
+        return;
+    }
+    if (kvpi_bits_of(f.before) != 0x3f800000)
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], f.before);
+    for (uint32_t k = 0; k < n; k++) {
+        const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
+        const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
+        const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
+        x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+    }
+#else
+    for (uint32_t k = 0; k < n; k++)
+        x[k] = f.divides ? kvpi_quotient(x[k], f.scale) : kvpi_product(x[k], f.scale);
+#endif
+}
+
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. Dividing by the largest value of the type, 7
+   or 127 times a power of two, is exact in three steps, because no quotient is close to a midpoint: it is a multiple of
+   1/127 of half a unit away. Of quotients below 2^-126 only that matters. */
+template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
+{
+    constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
+    const uint32_t infinity = 0x7f800000, bits = kvpi_bits_of(largest);
+    const float finite = kvpi_float_of(bits < infinity ? bits : infinity - 1);
+#ifdef __CUDA_ARCH__
+    const float q = kvpc_mul(finite, inverse);
+    const uint32_t quotient = kvpi_bits_of(kvpc_fma(kvpc_fma(-q, by, finite), inverse, q));
+#else
+    const uint32_t quotient = kvpi_bits_of(kvpi_quotient(finite, by));
+    (void)inverse;
+#endif
+    const uint32_t floor = kvpi_bits_of(least), scale = quotient > floor ? quotient : floor;
+    return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & infinity : scale);
+}
+
+/* Bytes of an element. */
+KVPRIM_DEVICE constexpr uint32_t kvpc_size(kvprim_dtype type)
+{
+    return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
+}
+
+/* The numbers of one word: 1 of fp32, 2 of fp16 and bf16, 4 of the 8-bit types. */
+template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint32_t word)
+{
+#ifdef KVPRIM_PTX_F8
+    if (type == KVPRIM_F8E4M3 || type == KVPRIM_F8E5M2) {
+        uint32_t low, high; /* each two fp16 */
+        if (type == KVPRIM_F8E4M3)
+            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e4m3x2 %0, a; cvt.rn.f16x2.e4m3x2 %1, b;}"
+                : "=r"(low), "=r"(high)
+                : "r"(word));
+        else
+            asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.rn.f16x2.e5m2x2 %0, a; cvt.rn.f16x2.e5m2x2 %1, b;}"
+                : "=r"(low), "=r"(high)
+                : "r"(word));
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+            : "=f"(x[0]), "=f"(x[1])
+            : "r"(low));
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+            : "=f"(x[2]), "=f"(x[3])
+            : "r"(high));
+        return;
+    }
+#endif
+#ifdef __CUDA_ARCH__
+    if (type == KVPRIM_F16) {
+        asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+            : "=f"(x[0]), "=f"(x[1])
+            : "r"(word));
+        return;
+    }
+    if (type == KVPRIM_INT8) { /* 2^23 + 128 + the value, less 2^23 + 128 */
+        for (uint32_t k = 0; k < 4; k++)
+            x[k] = kvpi_float_of(__byte_perm(word ^ 0x80808080, 0x4b000000, 0x7440 + k)) - 8388736.0f;
+        return;
+    }
+#endif
+    if (type == KVPRIM_BF16) {
+        x[0] = kvpi_float_of(word << 16), x[1] = kvpi_float_of(word & 0xffff0000);
+        return;
+    }
+    const uint32_t size = kvpc_size(type), mask = size == 4 ? UINT32_MAX : (1u << 8 * size % 32) - 1;
+    for (uint32_t k = 0; k < 4 / size; k++)
+        x[k] = kvpi_of_element(type, word >> 8 * size * k & mask);
+}
+
+/* The reverse, rounded to the nearest and saturated as >>format says. In INT8 numbers only: see kvpc_clear_nans. */
+template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float *x)
+{
+    uint32_t word = 0;
+#ifdef KVPRIM_PTX_F8
+    if (type == KVPRIM_F8E4M3)
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    else if (type == KVPRIM_F8E5M2)
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]));
+    else
+#endif
+#ifdef KVPRIM_PTX_F16X2
+        if (type == KVPRIM_F16)
+        asm("cvt.rn.f16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
+    else if (type == KVPRIM_BF16)
+        asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
+    else
+#endif
+#ifdef __CUDA_ARCH__
+        if (type == KVPRIM_INT8) { /* 1.5 * 2^23 + x has the integer in its last bits */
+        float y[4];
+        for (uint32_t k = 0; k < 4; k++)
+            asm("{.reg .f32 a; max.f32 a, %1, 0fC2FE0000; min.f32 a, a, 0f42FE0000; add.rn.f32 %0, a, 0f4B400000;}"
+                : "=f"(y[k])
+                : "f"(x[k]));
+        word = __byte_perm(__byte_perm(kvpi_bits_of(y[0]), kvpi_bits_of(y[1]), 0x40),
+                           __byte_perm(kvpi_bits_of(y[2]), kvpi_bits_of(y[3]), 0x40), 0x5410);
+    } else
+#endif
+        for (uint32_t k = 0; k < 4 / kvpc_size(type); k++)
+            word |= kvpi_to_element(type, x[k]) << 8 * kvpc_size(type) * k;
+    return word;
+}
+
+/* INT8 has no NaN: makes 0 of each, and returns how many there were. The test of all by one sum is true also for sums
+   of infinities. */
+template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
+{
+    uint32_t nans = 0;
+    float sum = x[0];
+    for (uint32_t k = 1; k < n; k++)
+        sum += x[k];
+    if (kvpi_is_nan(sum))
+        for (uint32_t k = 0; k < n; k++)
+            if (kvpi_is_nan(x[k]))
+                x[k] = 0, nans++;
+    return nans;
+}
+
+/* n elements in consecutive words, which they fill. */
+template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_decode(float *x, const uint32_t *words)
+{
+    const uint32_t in_word = 4 / kvpc_size(type);
+    for (uint32_t w = 0; w < n / in_word; w++)
+        kvpc_decode_word<type>(x + w * in_word, words[w]);
+}
+
+template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t *words, const float *x)
+{
+    const uint32_t in_word = 4 / kvpc_size(type);
+    for (uint32_t w = 0; w < n / in_word; w++)
+        words[w] = kvpc_encode_word<type>(x + w * in_word);
+}
+#endif
 
 /* >>impl_unpack_kernels -------------------------------------------------------------------------------------------- */
 

@@ -975,8 +975,8 @@ static const struct bad_table {
     {{.rows = 8, .bytes = 1024}, GOOD, ""},
     {{.rows = 8, .page_rows = 4, .bytes = 1024}, GOOD, ""},
     {{.rows = 8, .reserved_heads = 1}, ARGUMENT, " is not 0"},
-    {{.rows = 8, .reserved = {1, 0}}, ARGUMENT, " is not 0"},
-    {{.rows = 8, .reserved = {0, 1}}, ARGUMENT, " is not 0"},
+    {{.rows = 8, .reserved = 1}, ARGUMENT, " is not 0"},
+    {{.rows = 8, .reserved = (int64_t)1 << 32}, ARGUMENT, " is not 0"},
 };
 
 static _Alignas(16) unsigned char arena[4][2048], arena_want[4][2048];

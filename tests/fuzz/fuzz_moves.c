@@ -224,7 +224,7 @@ static struct layout judge_table(struct verdict *v, kvprim_table *judged, int64_
     const int wrong =
         negative || row_bytes < 1 || table.bytes < 0 || layers > 65536 || (table.heads > 1 && table.head_stride == 0);
     must(v, wrong, KVPRIM_ERROR_SIZE);
-    must(v, table.reserved[0] != 0 || table.reserved[1] != 0, KVPRIM_ERROR_ARGUMENT);
+    must(v, table.reserved != 0, KVPRIM_ERROR_ARGUMENT);
     may(v, table.page_stride < 0 || table.head_stride < 0 || layer_stride < 0, KVPRIM_ERROR_SIZE);
     if (wrong)
         return t;
@@ -404,7 +404,7 @@ static void take_bytes(struct input *in, kvprim_table *t, int64_t row_bytes, con
 
 static void spoil_table(struct input *in, kvprim_table *t)
 {
-    t->reserved[take(in, 1) % 2] = chance(in, 200);
+    t->reserved = chance(in, 200);
     if (!chance(in, 16))
         return;
     int64_t *const fields[] = {&t->rows, &t->stride, &t->page_rows, &t->page_stride, &t->head_stride};
