@@ -23,6 +23,9 @@
 #include "bench_gpu.h"
 #include "opponents_convert.h"
 #include <cuda_fp16.h>
+#ifndef OURS
+#define OURS 1
+#endif
 
 static int64_t cache_bytes, dense_bytes; /* for K, and again for V */
 constexpr int sets_count = 8;
@@ -361,7 +364,8 @@ struct times {
 
     explicit times(std::vector<contender> c) : all(std::move(c))
     {
-        measure(all);
+        if (!all.empty())
+            measure(all);
     }
     const contender *find(const char *name) const
     {
@@ -653,7 +657,8 @@ static times measure_store(const shape &s, const slot_sets &slots, int64_t token
     std::vector<contender> c;
     const bool by_inverse = s.what == TOKEN_HEAD;
     for (const bool pdl : {false, true})
-        c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
+        if (OURS)
+            c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
     const auto theirs = [&s, &slots, tokens](convert_launch *launch, bool pdl) {
         return [&s, &slots, tokens, launch, pdl](int i) {
             CUDA(
@@ -675,12 +680,10 @@ struct store_figures {
     std::vector<figure> vllm, sglang, sglang_off, limit, pdl;
 };
 
-static void print_store_head(const char *title, const char *first)
+static void print_store_head(const char *title)
 {
-    printf("\n%s: us; kvprim's time / theirs, the same with PDL (vLLM's without);\nkvprim's GB/s without PDL, and as a "
-           "part of the limit's\n%-18s %5s %6s %9s %9s %9s %6s %6s | %9s %9s %6s %6s | %6s %6s\n",
-           title, first, "", "tokens", "kvprim", "vLLM", "SGLang", "/ vLLM", "/ SGL", "PDL", "SGLang", "/ vLLM",
-           "/ SGL", "GB/s", "limit");
+    printf("\n%s\n%-18s %5s %6s %9s %9s %9s %6s %6s | %9s %9s %6s %6s | %6s %6s\n", title, "", "", "tokens", "kvprim",
+           "vLLM", "SGLang", "/ vLLM", "/ SGL", "PDL", "SGLang", "/ vLLM", "/ SGL", "GB/s", "limit");
 }
 
 static times store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order, store_figures *f)
@@ -750,7 +753,10 @@ static void store()
     store_figures f;
     times *bar[2] = {nullptr, nullptr};
     fill_dense();
-    print_store_head("store of K and V, bf16 to e4m3, a scale for each tensor, random slots", "elements of a row");
+    printf("\nstores: us, and kvprim's time / theirs; the same with PDL (vLLM's without); kvprim's GB/s without PDL, "
+           "and as "
+           "a part of\nthe limit's. pages: random pages that are filled in order, not random slots\n");
+    print_store_head("store of K and V by elements of a row, bf16 to e4m3, a scale for each tensor");
     for (shape s : tensor_shapes()) {
         const std::string name = std::to_string(s.elements());
         s.name = name.c_str();
@@ -808,7 +814,7 @@ static void layouts()
 {
     store_figures f;
     fill_dense();
-    print_store_head("store of K and V of 8 heads of 128 elements in pages of 16", "");
+    print_store_head("store of K and V of 8 heads of 128 elements in pages of 16");
     for (const shape &s : layout_shapes())
         all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536}, &f,
                    nullptr);
@@ -831,7 +837,7 @@ static std::vector<shape> latent_shapes()
 static void latents()
 {
     fill_dense();
-    print_store_head("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64", "");
+    print_store_head("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64");
     for (const shape &s : latent_shapes()) {
         store_figures f;
         std::vector<times> all;
@@ -1048,7 +1054,7 @@ static times measure_gather(const gather_shape &g, const page_sets &sets)
     std::vector<contender> c;
     for (const bool by_pages : {true, false})
         for (const bool pdl : {false, true}) {
-            if (by_pages && !g.by_pages())
+            if ((by_pages && !g.by_pages()) || !OURS)
                 continue;
             c.push_back(contend_gather(by_pages ? pdl ? "pages+PDL" : "pages"
                                        : pdl    ? "tokens+PDL"
@@ -1068,6 +1074,8 @@ static times measure_gather(const gather_shape &g, const page_sets &sets)
                     CUDA(launch(gather_params_of(g, device, sets, i, at), stream));
                 }));
     }
+    if (c.empty())
+        return times({});
     const double bytes = c[0].bytes_moved / double(sets.tokens);
     if (g.by_pages())
         c.push_back(contend_plain_gather("plain pages", bytes, sets, true));
@@ -1130,10 +1138,11 @@ static void gather()
 {
     gather_figures f;
     printf(
-        "\ngather of requests' tokens from random pages, e4m3 to bf16: us, with page tables and with slots; of vLLM's "
-        "kernel\nof 2026 and the one before, or of the kernel for fp8_ds_mla; kvprim's / the better; GB/s, and as a "
-        "part of the limit's\n%-15s %4s %6s %9s %9s %9s %9s %9s %9s %6s %6s %6s %6s\n",
-        "", "row", "tokens", "pages", "PDL", "slots", "PDL", "vLLM page", "token", "pages", "slots", "GB/s", "limit");
+        "\ngathers: us, by page tables and by slots; of vLLM's kernel of 2026 and the one before, or of its kernel for "
+        "fp8_ds_mla;\nkvprim's time / the better; GB/s without PDL, by page tables where it can, and as a part of the "
+        "limit's\ngather of requests' tokens from random pages, e4m3 to bf16\n%-15s %4s %6s %9s %9s %9s %9s %9s %9s "
+        "%6s %6s %6s %6s\n",
+        "", "row", "tokens", "pages", "PDL", "slots", "PDL", "vLLM", "before", "pages", "slots", "GB/s", "limit");
     for (const gather_shape &g : gather_shapes()) {
         const int64_t row = std::max(g.s.row(), (g.out() * 2 + g.s.row()) / 2 + 256);
         int64_t rows = std::min(g.s.rows(), cache_bytes / row) / g.s.page_rows * g.s.page_rows;
@@ -1488,12 +1497,13 @@ static void check()
     int stores = 0;
     for (const std::vector<shape> &list : {tensor_shapes(), layout_shapes(), latent_shapes()})
         for (const shape &s : list)
-            for (int w = 0; w < EVERYBODY; w++)
+            for (int w = OURS ? 0 : 2; w < EVERYBODY; w++)
                 check_store(&t, s, who(w));
     stores = t.calls;
-    for (const gather_shape &g : gather_shapes())
-        for (const bool pdl : {false, true})
-            check_gather(&t, g, pdl);
+    if (OURS)
+        for (const gather_shape &g : gather_shapes())
+            for (const bool pdl : {false, true})
+                check_gather(&t, g, pdl);
     printf("\n%d stores and %d gathers of %lld tokens: all memory is as after kvprim's functions on the CPU\n", stores,
            t.calls - stores, (long long)small_tokens);
 }

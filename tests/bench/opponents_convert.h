@@ -104,20 +104,21 @@ template <bool pdl> __device__ inline void convert_trigger()
 #endif
 }
 
-/* What other kernels wrote is not loaded by the path for constant data if the kernel begins before they end. */
-template <bool pdl, class type> __device__ inline type read_once(const type *from)
+/* A word of 16, 8 or 4 bytes at once. What a kernel before this one may still be writing is not loaded by the path for
+   constant data. */
+template <class type>
+using word_of = std::conditional_t<sizeof(type) == 16, uint4, std::conditional_t<sizeof(type) == 8, uint2, uint32_t>>;
+
+template <bool pdl, class type> __device__ inline type read_word(const type *from)
 {
-    type value;
-    static_assert(sizeof value == 16 || sizeof value == 8 || sizeof value == 4, "a word");
-    if (pdl)
-        return *from;
-    if (sizeof value == 16)
-        reinterpret_cast<uint4 &>(value) = __ldg(reinterpret_cast<const uint4 *>(from));
-    else if (sizeof value == 8)
-        reinterpret_cast<uint2 &>(value) = __ldg(reinterpret_cast<const uint2 *>(from));
-    else
-        reinterpret_cast<uint32_t &>(value) = __ldg(reinterpret_cast<const uint32_t *>(from));
-    return value;
+    const word_of<type> *const word = reinterpret_cast<const word_of<type> *>(from);
+    const word_of<type> held = pdl ? *word : __ldg(word);
+    return reinterpret_cast<const type &>(held);
+}
+
+template <class type> __device__ inline void write_word(type *to, const type &value)
+{
+    *reinterpret_cast<word_of<type> *>(to) = reinterpret_cast<const word_of<type> &>(value);
 }
 
 /* ---- vLLM: stores ---- */
@@ -149,15 +150,15 @@ __global__ void __launch_bounds__(512) vllm_quant_store_kernel(const __grid_cons
 #pragma unroll
         for (int i = 0; i < steps; i++)
             if (lane + i * lanes < vectors) {
-                a[i] = read_once<false>(k + lane + i * lanes);
-                b[i] = read_once<false>(v + lane + i * lanes);
+                a[i] = read_word<false>(k + lane + i * lanes);
+                b[i] = read_word<false>(v + lane + i * lanes);
             }
         const float k_scale = __ldg(p.k_scale + head * p.scale_step), v_scale = __ldg(p.v_scale + head * p.scale_step);
 #pragma unroll
         for (int i = 0; i < steps; i++)
             if (lane + i * lanes < vectors) {
-                k_to[lane + i * lanes] = quantise<true>(a[i], k_scale);
-                v_to[lane + i * lanes] = quantise<true>(b[i], v_scale);
+                write_word(k_to + lane + i * lanes, quantise<true>(a[i], k_scale));
+                write_word(v_to + lane + i * lanes, quantise<true>(b[i], v_scale));
             }
     }
 }
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(96) vllm_ds_mla_store_kernel(const __grid_cons
         reinterpret_cast<uint32_t *>(to + 528)[i] = pair;
         return;
     }
-    const eight_bf16 x = read_once<false>(reinterpret_cast<const eight_bf16 *>(p.k + token * p.k_stride) + threadIdx.x);
+    const eight_bf16 x = read_word<false>(reinterpret_cast<const eight_bf16 *>(p.k + token * p.k_stride) + threadIdx.x);
     float most = largest_of(x);
 #pragma unroll
     for (int step = 8; step > 0; step /= 2)
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(96) vllm_ds_mla_store_kernel(const __grid_cons
     const float scale = fmaxf(most / 448.f, FLT_MIN);
     if (threadIdx.x % 16 == 0)
         reinterpret_cast<float *>(to + 512)[threadIdx.x / 16] = scale;
-    reinterpret_cast<eight_e4m3 *>(to)[threadIdx.x] = quantise<true>(x, scale);
+    write_word(reinterpret_cast<eight_e4m3 *>(to) + threadIdx.x, quantise<true>(x, scale));
 }
 
 inline cudaError_t launch_vllm_ds_mla(const convert_params &p, bool, cudaStream_t on)
@@ -317,7 +318,7 @@ template <int elements, bool pdl>
 __global__ void __launch_bounds__(128, 1) sglang_quant_kernel(const __grid_constant__ convert_params p)
 {
     constexpr int vectors = elements / 8, steps = (vectors + 31) / 32;
-    constexpr bool together = steps <= 12; /* K and V fit into the registers */
+    constexpr bool together = steps <= 20; /* K and V fit into the registers */
     const uint32_t token = blockIdx.x * 4 + threadIdx.x / 32;
     const int lane = int(threadIdx.x) % 32;
     if (token >= p.tokens)
@@ -328,30 +329,32 @@ __global__ void __launch_bounds__(128, 1) sglang_quant_kernel(const __grid_const
     const eight_bf16 *const v = reinterpret_cast<const eight_bf16 *>(p.v + token * p.v_stride) + lane;
     eight_e4m3 *const k_to = reinterpret_cast<eight_e4m3 *>(p.k_cache + to) + lane;
     eight_e4m3 *const v_to = reinterpret_cast<eight_e4m3 *>(p.v_cache + to) + lane;
+    const float k_scale = read_word<pdl>(p.k_scale), v_scale = read_word<pdl>(p.v_scale);
     eight_bf16 a[steps], b[steps];
 #pragma unroll
     for (int i = 0; i < steps; i++)
         if (lane + 32 * i < vectors)
-            a[i] = read_once<pdl>(k + 32 * i);
+            a[i] = read_word<pdl>(k + 32 * i);
     if (together)
 #pragma unroll
         for (int i = 0; i < steps; i++)
             if (lane + 32 * i < vectors)
-                b[i] = read_once<pdl>(v + 32 * i);
-    const float k_inverse = 1.f / read_once<pdl>(p.k_scale), v_inverse = 1.f / read_once<pdl>(p.v_scale);
+                b[i] = read_word<pdl>(v + 32 * i);
+    __syncwarp(); /* else ptxas puts loads after the division */
+    const float k_inverse = 1.f / k_scale, v_inverse = 1.f / v_scale;
 #pragma unroll
     for (int i = 0; i < steps; i++)
         if (lane + 32 * i < vectors)
-            k_to[32 * i] = quantise<false>(a[i], k_inverse);
+            write_word(k_to + 32 * i, quantise<false>(a[i], k_inverse));
     if (!together)
 #pragma unroll
         for (int i = 0; i < steps; i++)
             if (lane + 32 * i < vectors)
-                b[i] = read_once<pdl>(v + 32 * i);
+                b[i] = read_word<pdl>(v + 32 * i);
 #pragma unroll
     for (int i = 0; i < steps; i++)
         if (lane + 32 * i < vectors)
-            v_to[32 * i] = quantise<false>(b[i], v_inverse);
+            write_word(v_to + 32 * i, quantise<false>(b[i], v_inverse));
     convert_trigger<pdl>();
 }
 
@@ -377,7 +380,7 @@ template <bool pdl> __global__ void __launch_bounds__(256) sglang_v4_kernel(cons
     const int64_t slot = pdl ? p.slot[blockIdx.x] : __ldg(p.slot + blockIdx.x);
     const uint32_t page = uint32_t(slot >> shift), row = uint32_t(slot) & (uint32_t(p.page_rows) - 1);
     const __nv_bfloat162 pair =
-        read_once<pdl>(reinterpret_cast<const __nv_bfloat162 *>(p.k) + threadIdx.x + blockIdx.x * 256ll);
+        read_word<pdl>(reinterpret_cast<const __nv_bfloat162 *>(p.k) + threadIdx.x + blockIdx.x * 256ll);
     uint8_t *const at = p.k_cache + page * p.page_stride, *const to = at + row * 576;
     if (warp != 7) {
         const float2 x = __bfloat1622float2(pair);
@@ -411,7 +414,7 @@ __global__ void __launch_bounds__(128) sglang_indexer_kernel(const __grid_consta
         return;
     convert_wait<pdl>();
     const int64_t slot = pdl ? p.slot[token] : __ldg(p.slot + token);
-    const uint2 word = read_once<pdl>(reinterpret_cast<const uint2 *>(p.k) + thread);
+    const uint2 word = read_word<pdl>(reinterpret_cast<const uint2 *>(p.k) + thread);
     const float2 a = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.x));
     const float2 b = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162 &>(word.y));
     float most = fmaxf(fmaxf(fabsf(a.x), fabsf(a.y)), fmaxf(fabsf(b.x), fabsf(b.y)));
@@ -496,14 +499,15 @@ __global__ void __launch_bounds__(256) vllm_gather_page_kernel(const __grid_cons
         for (int k = 0; k < at_once; k++) {
             const int32_t n = i + k * int32_t(blockDim.x), row = n / vectors;
             if (n < count)
-                x[k] = read_once<false>(reinterpret_cast<const eight_e4m3 *>(from + row * p.row_stride) +
+                x[k] = read_word<false>(reinterpret_cast<const eight_e4m3 *>(from + row * p.row_stride) +
                                         (n - row * vectors));
         }
 #pragma unroll
         for (int k = 0; k < at_once; k++) {
             const int32_t n = i + k * int32_t(blockDim.x), row = n / vectors;
             if (n < count)
-                reinterpret_cast<eight_bf16 *>(to + row * p.dst_stride)[n - row * vectors] = dequantise(x[k], scale);
+                write_word(reinterpret_cast<eight_bf16 *>(to + row * p.dst_stride) + (n - row * vectors),
+                           dequantise(x[k], scale));
         }
     }
 }
@@ -534,11 +538,11 @@ __global__ void __launch_bounds__(64) vllm_gather_token_kernel(const __grid_cons
 #pragma unroll
     for (int i = 0; i < steps; i++)
         if (int(threadIdx.x) + 64 * i < vectors)
-            x[i] = read_once<false>(from + 64 * i);
+            x[i] = read_word<false>(from + 64 * i);
 #pragma unroll
     for (int i = 0; i < steps; i++)
         if (int(threadIdx.x) + 64 * i < vectors)
-            to[64 * i] = dequantise(x[i], scale);
+            write_word(to + 64 * i, dequantise(x[i], scale));
 }
 
 template <int elements> cudaError_t launch_vllm_gather_token(const gather_convert_params &p, cudaStream_t on)
@@ -570,13 +574,15 @@ __global__ void __launch_bounds__(512) vllm_upconvert_kernel(const __grid_consta
         float scale[2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            x[k] = read_once<false>(reinterpret_cast<const eight_e4m3 *>(from) + 32 * k + lane);
+            x[k] = read_word<false>(reinterpret_cast<const eight_e4m3 *>(from) + 32 * k + lane);
             scale[k] = __ldg(reinterpret_cast<const float *>(from + 512) + (32 * k + lane) / 16);
         }
         const uint32_t pair = __ldg(reinterpret_cast<const uint32_t *>(from + 528) + lane);
+        /* Keeps ptxas from loading the second half after the first is stored. */
+        __syncwarp();
 #pragma unroll
         for (int k = 0; k < 2; k++)
-            reinterpret_cast<eight_bf16 *>(to)[32 * k + lane] = dequantise(x[k], scale[k]);
+            write_word(reinterpret_cast<eight_bf16 *>(to) + 32 * k + lane, dequantise(x[k], scale[k]));
         reinterpret_cast<uint32_t *>(to + 512)[lane] = pair;
     }
 }
