@@ -308,9 +308,12 @@ __global__ static void check_moves(const plain_move m, bool poison, bool inverse
             }
         }
     }
-    atomicAdd(&sum->wrong, wrong);
-    atomicAdd(&sum->differ, differ);
-    atomicAdd(&sum->far, far);
+    if (wrong)
+        atomicAdd(&sum->wrong, wrong);
+    if (differ)
+        atomicAdd(&sum->differ, differ);
+    if (far)
+        atomicAdd(&sum->far, far);
     if (blockIdx.x == 0 && threadIdx.x == 0)
         atomicAdd(&sum->elements, (unsigned long long)(m.count * m.elements));
 }
