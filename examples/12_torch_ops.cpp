@@ -397,6 +397,12 @@ bool converts(const char *a_name, const Tensor &a, const Rows &a_rows, const cha
     return true;
 }
 
+/* Bytes of a row, as src has them. One of the tensors may be empty. */
+int64_t row_bytes(const Rows &dst, const Rows &src, const Tensor &src_tensor)
+{
+    return std::max(dst.elements, src.elements) * static_cast<int64_t>(src_tensor.itemsize());
+}
+
 /* A cache in a whole format: the tables of what it quantises (K) and of what it copies (V). */
 void find_preset(kvprim_preset &preset, const PresetName &named, const char *name, const Tensor &cache, Layout layout)
 {
@@ -489,7 +495,7 @@ void gather(const Tensor &out, const Tensor &src, const Tensor &index, Text layo
     const Rows to = rows_of("out", out), from = rows_of("src", src, layout);
     kvprim_gather_desc desc = {};
     kvprim_format formats[2];
-    desc.dst = to.table, desc.src = from.table, desc.row_bytes = src.numel() ? from.bytes : to.bytes;
+    desc.dst = to.table, desc.src = from.table, desc.row_bytes = row_bytes(to, from, src);
     if (converts("out", out, to, "src", src, from, cache_dtype != "auto" || scale)) {
         formats[0] = format_of("out", out, "auto"), formats[1] = format_of("src", src, cache_dtype);
         formats[1].scale_inverse = 0;
@@ -499,7 +505,6 @@ void gather(const Tensor &out, const Tensor &src, const Tensor &index, Text layo
         else if (scale)
             set_scale_cache(formats[1], call, "scale", *scale, layout, desc.src, from.elements);
         desc.dst.format = &formats[0], desc.src.format = &formats[1];
-        desc.row_bytes = to.elements * static_cast<int64_t>(src.itemsize());
     }
     desc.index = rows.data, desc.index_type = rows.type, desc.index_stride = rows.stride;
     desc.index_base = base, desc.count = rows.count, desc.rejected = call.counter(rejected);
@@ -560,7 +565,7 @@ struct StoreSide {
         EXPECT(scale_cache || !formats[1].scale_min, cache_dtype, " needs ", scale_cache_name);
         formats[1].scale_inverse |= inverse;
         if (scale)
-            set_scale(formats[1], call, scale_name, *scale, from.elements);
+            set_scale(formats[1], call, scale_name, *scale, to.elements);
         if (scale_cache)
             set_scale_cache(formats[1], call, scale_cache_name, *scale_cache, layout, to_table, to.elements);
         from_table.format = &formats[0], to_table.format = &formats[1];
@@ -683,7 +688,7 @@ void transfer(at::TensorList dst, at::TensorList src, MaybeTensor dst_index, May
     EXPECT(to.layers == from.layers, "dst has ", to.layers, " layers, but src ", from.layers);
     kvprim_transfer_desc desc = {};
     kvprim_format formats[2];
-    desc.dst = to.rows.table, desc.src = from.rows.table, desc.row_bytes = from.rows.bytes;
+    desc.dst = to.rows.table, desc.src = from.rows.table, desc.row_bytes = row_bytes(to.rows, from.rows, src[0]);
     const bool asked = dst_dtype != "auto" || src_dtype != "auto" || dst_scale || src_scale;
     if (converts("dst", dst[0], to.rows, "src", src[0], from.rows, asked)) {
         formats[0] = format_of("dst", dst[0], dst_dtype), formats[1] = format_of("src", src[0], src_dtype);

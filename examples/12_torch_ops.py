@@ -214,9 +214,9 @@ def bits(tensor):
     return tensor.contiguous().view(torch.int16)
 
 
-def scales_like(device, layout, tiles=HEADS, dtype=torch.float32):
+def scales_like(device, layout, tiles=HEADS, dtype=None):
     shape = {"rows": (SLOTS, tiles), "NHD": (PAGES, PAGE, tiles), "HND": (PAGES, tiles, PAGE)}[layout]
-    return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype or torch.float32, device=device)
 
 
 def with_edges(rows):
@@ -255,6 +255,11 @@ def scaled_caches(ops, device):
                         got = ops.gather_new(cache, slot, layout, cache_dtype=cache_dtype, scale=scale, dtype=wide)
                         value = casts.dequantized(want, wide, column).masked_fill(~keep[:, None, None], 0)
                         assert torch.equal(got.view(value.dtype), value), (layout, cache_dtype, stored, wide)
+    before = [as_bytes(cache).clone() for cache in cached]  # and no token at all
+    ops.store(k[:0], v[:0], *cached, slot[:0], layout, cache_dtype=cache_dtype, k_scale=each, v_scale=one)
+    none = ops.gather_new(cached[0], slot[:0], layout, cache_dtype=cache_dtype, scale=each, dtype=k.dtype)
+    assert none.shape == (0, HEADS, DIM), "no token gathered"
+    assert all(torch.equal(a, as_bytes(b)) for a, b in zip(before, cached)), "no token stored"
     inverse = torch.full((1,), 4.0, device=device)
     cache = torch.zeros((SLOTS, HEADS, DIM), dtype=torch.float8_e4m3fn, device=device)
     ops.store(k, None, cache, None, slot, k_scale=inverse, scale_inverse=True)
@@ -269,6 +274,7 @@ def scaled_caches(ops, device):
 def computed_scales(ops, device):
     """Scale caches: a scale for each token and head, in a cache of its own and inside the padded heads of a cache."""
     k, v = (with_edges(random_like(100, HEADS, DIM, device=device)) for _ in "kv")
+    k[1], k[2] = 0, 1e-5  # the least scale
     for layout in ("rows", "NHD", "HND"):
         for name, dtype, least, inverse in (("auto", torch.float8_e4m3fn, 2.0 ** -126, False),
                                             ("fp8_per_token_head", torch.float8_e4m3fn, 1e-6, True),
@@ -327,6 +333,9 @@ def whole_formats(ops, device):
         assert torch.equal(bits(got), expected), name
         ops.gather(part, cache, slot, "NHD", cache_dtype=name)
         assert torch.equal(bits(part), expected[:, :quantized]), f"{name}: what is quantised alone"
+        ops.store(rows[:0], None, again, None, slot[:0], "NHD", cache_dtype=name)
+        none = ops.gather_new(again, slot[:0], "NHD", cache_dtype=name, dtype=torch.bfloat16)
+        assert none.shape == (0, quantized + copied) and torch.equal(cache, again), f"{name}: no token"
     packed = torch.zeros((SLOTS, 656), dtype=torch.uint8, device=device)  # rows that follow each other, without pages
     ops.store(random_like(100, 576, device=device), None, packed, None, slot, cache_dtype="fp8_ds_mla")
     assert packed[slot[keep]].any(1).all(), "rows of 656 bytes"
