@@ -251,7 +251,7 @@ def dtype_of(tensor):
 
 @eager
 def typed(table, scale=None, nans=None, **fields):
-    """Gives the Table a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
+    """The Table with a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
     tensor of float32 (computed ones also float8_e8m0fnu), says what it is:
 
         one element                       the scale of the whole table, read when the call runs
@@ -264,6 +264,8 @@ def typed(table, scale=None, nans=None, **fields):
     if scale is not None:
         if scale.dtype != torch.float32 and str(scale.dtype) != "torch.float8_e8m0fnu":
             raise ValueError(f"scale is {scale.dtype}, expected float32 or float8_e8m0fnu")
+        if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
+            raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
         form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale)
         strides = [stride * scale.element_size() for stride in scale.stride()]
         if scale.numel() == 1 and scale.dim() < 2:
@@ -279,9 +281,10 @@ def typed(table, scale=None, nans=None, **fields):
             rows = tuple(scale.shape[:-1])
             if rows not in ((), (table.rows,), (table.rows // max(table.page_rows, 1), table.page_rows)):
                 raise ValueError(f"scale has shape {tuple(scale.shape)}, but its table {table.rows} rows")
-    table.kept, table.scales, table.nans = form, scale, nans
-    table.format = ctypes.addressof(form)
-    return table
+    copy = Table.from_buffer_copy(table)
+    vars(copy).update(vars(table), kept=form, scales=scale, nans=nans)
+    copy.format = ctypes.addressof(form)
+    return copy
 
 
 @eager
@@ -785,6 +788,7 @@ def check_errors(library, checks):
     for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
                          ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
                          ("a scale of float64", lambda: typed(rows_of(cache), scale.double())),
+                         ("an expanded scale", lambda: typed(rows_of(cache), scale.expand(8))),
                          ("three scales for 64 elements", lambda: typed(rows_of(cache), scale.repeat(3))),
                          ("scales of other rows", lambda: typed(rows_of(cache), scale.repeat(9, 2))),
                          ("elements of float64", lambda: typed(rows_of(rows.double()))),

@@ -324,7 +324,8 @@ kvprim_format format_of(const char *name, const Tensor &tensor, Text dtype)
     EXPECT(named, "the dtype of ", name, " is \"", dtype,
            "\", not \"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\", \"int8\", \"fp8_per_token_head\", "
            "\"int8_per_token_head\", \"fp8_ds_mla\", \"fp8_ds_mla_v4\", \"fp8_indexer\" or \"fp8_indexer_ue8m0\"");
-    EXPECT(tensor.itemsize() == 1, name, " is ", tensor.scalar_type(), ", which does not hold \"", dtype, "\"");
+    EXPECT(tensor.scalar_type() == at::kByte || dtype_of(name, tensor.scalar_type()) == named->dtype, name, " is ",
+           tensor.scalar_type(), ", which does not hold \"", dtype, "\"");
     format.dtype = named->dtype;
     format.scale_inverse = named->per_token_head;
     format.scale_min = named->per_token_head ? 1e-6f : 0;

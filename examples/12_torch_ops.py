@@ -402,6 +402,8 @@ def refusals(ops, device):
     refused("k_cache|\"fp4\"|\"fp8_e5m2\"|\"fp8_ds_mla\"", ops.store, rows, None, fp8, None, index, "NHD",
             cache_dtype="fp4")
     refused("k_cache is BFloat16|\"fp8\"", ops.store, rows, None, cache, None, index, "NHD", cache_dtype="fp8")
+    refused("k_cache is Float8_e4m3fn|\"fp8_e5m2\"", ops.store, rows, None, fp8, None, index, "NHD",
+            cache_dtype="fp8_e5m2")
     refused("KVPRIM_ERROR", ops.store, rows, None, cache, None, index, "NHD", k_scale=scale)
     refused("KVPRIM_ERROR_UNSUPPORTED", ops.gather_new, fp8, index, "NHD", dtype=torch.int8)
     refused("dtype must say", ops.gather_new, fp8, index, "NHD", scale=scale)
@@ -516,7 +518,7 @@ def step_of(ops):
         latent = ops.gather_new(mla, slot, "NHD", cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
         heads = ops.gather_new(small[2], slot, "NHD", cache_dtype="int8_per_token_head", scale=scales, dtype=k.dtype)
         return (ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2, latent + 1, heads + out,
-                scales.sum() + scale)
+                scales.amax() + scale)
     return step
 
 
