@@ -23,9 +23,6 @@
 #include "bench_gpu.h"
 #include "opponents_convert.h"
 #include <cuda_fp16.h>
-#ifndef OURS
-#define OURS 1
-#endif
 
 static int64_t cache_bytes, dense_bytes; /* for K, and again for V */
 constexpr int sets_count = 8;
@@ -367,8 +364,7 @@ struct times {
 
     explicit times(std::vector<contender> c) : all(std::move(c))
     {
-        if (!all.empty())
-            measure(all);
+        measure(all);
     }
     const contender *find(const char *name) const
     {
@@ -661,8 +657,7 @@ static times measure_store(const shape &s, const slot_sets &slots, int64_t token
     std::vector<contender> c;
     const bool by_inverse = s.what == TOKEN_HEAD;
     for (const bool pdl : {false, true})
-        if (OURS)
-            c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
+        c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
     const auto theirs = [&s, &slots, tokens](convert_launch *launch, bool pdl) {
         return [&s, &slots, tokens, launch, pdl](int i) {
             CUDA(
@@ -1054,7 +1049,7 @@ static times measure_gather(const gather_shape &g, const page_sets &sets)
     std::vector<contender> c;
     for (const bool by_pages : {true, false})
         for (const bool pdl : {false, true}) {
-            if ((by_pages && !g.by_pages()) || !OURS)
+            if (by_pages && !g.by_pages())
                 continue;
             c.push_back(contend_gather(by_pages ? pdl ? "pages+PDL" : "pages"
                                        : pdl    ? "tokens+PDL"
@@ -1074,8 +1069,6 @@ static times measure_gather(const gather_shape &g, const page_sets &sets)
                     CUDA(launch(gather_params_of(g, device, sets, i, at), stream));
                 }));
     }
-    if (c.empty())
-        return times({});
     const double bytes = c[0].bytes_moved / double(sets.tokens);
     if (g.by_pages())
         c.push_back(contend_plain_gather("plain pages", bytes, sets, true));
@@ -1501,13 +1494,12 @@ static void check()
     int stores = 0;
     for (const std::vector<shape> &list : {tensor_shapes(), layout_shapes(), latent_shapes()})
         for (const shape &s : list)
-            for (int w = OURS ? 0 : 2; w < EVERYBODY; w++)
+            for (int w = 0; w < EVERYBODY; w++)
                 check_store(&t, s, who(w));
     stores = t.calls;
-    if (OURS)
-        for (const gather_shape &g : gather_shapes())
-            for (const bool pdl : {false, true})
-                check_gather(&t, g, pdl);
+    for (const gather_shape &g : gather_shapes())
+        for (const bool pdl : {false, true})
+            check_gather(&t, g, pdl);
     printf("\n%d stores and %d gathers of %lld tokens: all memory is as after kvprim's functions on the CPU\n", stores,
            t.calls - stores, (long long)small_tokens);
 }
