@@ -1015,9 +1015,11 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
+#define KVPRIM_SELDOM __attribute__((noinline, cold)) static /* where it were inlined, it would slow down its caller */
 #else
 #define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
+#define KVPRIM_SELDOM static
 #endif
 
 #ifdef __cplusplus
@@ -1701,12 +1703,10 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The bytes of a row's elements on one side. row_bytes are those of src. */
-static int64_t kvpi_side_bytes(const kvprim_move *m, const kvprim_side *side)
+/* The bytes of a row's elements on one side, until kvpi_simplify(). */
+static int64_t kvpi_side_bytes(const kvprim_side *side)
 {
-    if (KVPRIM_LIKELY(!m->dst.table.format) || side == &m->src)
-        return m->row_bytes;
-    return m->row_bytes / kvpi_dtype_bytes(m->src.table.format->dtype) * kvpi_dtype_bytes(m->dst.table.format->dtype);
+    return side->piece_bytes;
 }
 
 /* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
@@ -1828,7 +1828,7 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = kvpi_side_bytes(m, side), piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
@@ -1921,17 +1921,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(m, side) / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(side) / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(m, side));
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(side));
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(m, side);
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(side);
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -1945,7 +1945,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(m, side));
+    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(side));
     reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
@@ -1968,8 +1968,8 @@ static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
 }
 
-/* Both sides have a format, of types that convert, and whole elements. */
-static kvprim_status kvpi_check_types(const kvprim_move *m)
+/* Both sides have a format, of types that convert, and whole elements. Each gets its own bytes of a row. */
+KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
     const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
     const char *const function = m->names->function;
@@ -1987,12 +1987,16 @@ static kvprim_status kvpi_check_types(const kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
     if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
                            m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    m->dst.piece_bytes = m->row_bytes / kvpi_dtype_bytes(src->dtype) * kvpi_dtype_bytes(dst->dtype);
     return KVPRIM_OK;
 }
 
@@ -2095,12 +2099,12 @@ static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim
 }
 
 /* A format alone, whatever its table's rows. The table has its defaults. */
-static kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
+KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_side_bytes(m, side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    const int64_t elements = kvpi_side_bytes(side) / bytes, tiles = f->tile ? elements / f->tile : 1;
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
@@ -2129,7 +2133,7 @@ typedef struct kvpi_area {
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table,        kvpi_side_bytes(m, side),       kvpi_used_rows(m, side),
+    const kvpi_area area = {side->table,        kvpi_side_bytes(side),          kvpi_used_rows(m, side),
                             side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
     return area;
 }
@@ -2137,13 +2141,13 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 /* Scales in a table's memory are in its layers, wherever those are. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int tiled = f.scale == KVPRIM_SCALE_TILE;
     kvpi_area area = kvpi_rows_area(m, side);
     kvprim_table *const t = &area.table;
     area.written = side == &m->dst && tiled;
     t->heads =
-        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(m, side) / kvpi_dtype_bytes(f.dtype) / f.tile);
+        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
     t->head_stride = f.scale_tile_stride;
     area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
@@ -2166,9 +2170,9 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
 
 /* Where scales lie: aligned, apart from each other if they are written, and inside the memory of a table whose size is
    known. Those in a table's memory extend the side's bytes, and the default layer stride. */
-static kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
+KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
     const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
@@ -2222,7 +2226,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
-    kvpi_resolve(t, kvpi_side_bytes(m, side));
+    kvpi_resolve(t, kvpi_side_bytes(side));
     side->scale_heads = t->heads;
     if (!KVPRIM_LIKELY(!t->format))
         KVPRIM_TRY(kvpi_check_format(m, side));
@@ -2676,7 +2680,7 @@ static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hul
 }
 
 /* Scales in memory of their own, and the counters. */
-static kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
 {
     const char *const function = m->names->function;
     char name[64];
@@ -2751,7 +2755,8 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->src));
-    if (m->dst.table.format || m->src.table.format)
+    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
+    if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
@@ -2821,7 +2826,7 @@ static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_byte
 }
 
 /* The scales and counters of K beside the rows and scales of V, and of V beside those of K. */
-static kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
+KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
 {
     const kvprim_format *const f = m->dst.table.format, *const g = other->dst.table.format;
     const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
@@ -2855,7 +2860,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
-    const int64_t k_piece = kvpi_side_bytes(&m[0], k) / a->heads, v_piece = kvpi_side_bytes(&m[1], v) / b->heads;
+    const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
@@ -3060,8 +3065,8 @@ static void kvpi_finish_move(kvprim_move *m)
         return;
     if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         m->dst.table.format = m->src.table.format = NULL;
-    kvpi_simplify(&m->dst, kvpi_side_bytes(m, &m->dst));
-    kvpi_simplify(&m->src, kvpi_side_bytes(m, &m->src));
+    kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
+    kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
         m->layers = 1; /* no row moves: layer 0 counts */
 }
