@@ -225,8 +225,8 @@ __device__ static uint32_t encoded(kvprim_dtype type, float x)
     }
 }
 
-/* Results of a check: elements and scales that are wrong; of those whose project multiplies by the inverse, elements that
-   the division would not give, and those that it gives neither next to. */
+/* What a check finds: wrong elements and scales; and, where a project multiplies by the inverse, elements that differ
+   from the quotient's, and those that are more than a step from it. */
 struct found {
     unsigned long long wrong, elements, differ, far;
 };
@@ -596,8 +596,8 @@ static std::function<void(int)> kvprim_store_of(const shape &s, const slot_sets 
     };
 }
 
-/* Bytes of a row of each of `tensors` tensors, so that a plain move reads and writes `bytes` for each token, but for the
-   alignment of its rows to 128 bytes, or to 32 if they are small. */
+/* Bytes of a row of each of `tensors` tensors, so that a plain move reads and writes `bytes` for each token; but a
+   multiple of 128, or of 32 if that is small. */
 static int64_t plain_row(double bytes, int tensors)
 {
     const int64_t row = int64_t(bytes / 2 / tensors), to = row >= 512 ? 128 : 32;

@@ -555,8 +555,8 @@ template <int elements> cudaError_t launch_vllm_gather_token(const gather_conver
     return cudaGetLastError();
 }
 
-/* cp_gather_and_upconvert_fp8_kv_cache, kernel of 2026: rows of "fp8_ds_mla". A block of 16 warps per page; a warp takes
-   every 16th token of it. */
+/* cp_gather_and_upconvert_fp8_kv_cache, kernel of 2026: rows of "fp8_ds_mla". A block of 16 warps per page; a warp
+   takes every 16th token of it. */
 __global__ void __launch_bounds__(512) vllm_upconvert_kernel(const __grid_constant__ gather_convert_params p)
 {
     __shared__ page_task task;
