@@ -52,12 +52,16 @@
            >>impl_status
            >>impl_prefix_scalar   >>impl_prefix_x86   >>impl_prefix_arm   >>impl_prefix_pick
            >>impl_table           defaults; where a row and a layer start; how far a table reaches
-           >>impl_check           checks of one side, its index and `rejected`
+           >>impl_check           checks of a table
+           >>impl_check_format    checks of a side's element type, and of its scales
+           >>impl_check_side      checks of one side, its index and `rejected`
            >>impl_check_layers    overlap of layers
+           >>impl_check_scales    overlap of scales and counters with what else a conversion reads and writes
            >>impl_check_move      checks of a whole move, and of K beside V
            >>impl_moves           descriptors into moves
            >>impl_cpu_move        the executor: index rule, page arithmetic, `rejected`, zero fill, copies
            >>impl_cpu_convert     its loop for rows whose elements change their type
+           >>impl_preset          caches of engines
            >>impl_slots           page tables into slots
            >>impl_copy            checks of lists of copies, which unpack shares; copies
            >>impl_unpack
@@ -369,6 +373,8 @@ typedef struct kvprim_preset {
                         scales, of 64 elements each, and a byte that is not touched
        "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
        "fp8_indexer_ue8m0"  the same with scales that are powers of two
+
+   As in the engines, no scale is less than 1e-4 / 448, or 2^-126 in "fp8_ds_mla".
 
    A store has k of bf16 with k_elements, and v with v_elements * 2 bytes if that is not 0, where table.format of k is
    set and of v is not.
@@ -1946,6 +1952,271 @@ static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *s
     return kvpi_fail_field(m, side, "bytes", t->bytes, "but its rows, strides, heads and layers reach", reach);
 }
 
+/* >>impl_check_format -- checks of a side's element type, and of its scales */
+
+/* Whether elements of `dst` are made from those of `src`: see >>format. */
+static int kvpi_converts(const kvprim_format *dst, const kvprim_format *src)
+{
+    const int to_float = dst->dtype == KVPRIM_F16 || dst->dtype == KVPRIM_BF16 || dst->dtype == KVPRIM_F32;
+    const int from_float = src->dtype == KVPRIM_F16 || src->dtype == KVPRIM_BF16 || src->dtype == KVPRIM_F32;
+    return (to_float && (from_float || kvpi_is_quantised(src->dtype))) || (from_float && kvpi_is_quantised(dst->dtype));
+}
+
+/* Whether the rows of two formats are the same bytes. */
+static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
+{
+    return dst->dtype == src->dtype && !dst->scale && !src->scale;
+}
+
+/* Both sides have a format, of types that convert, and whole elements. */
+static kvprim_status kvpi_check_types(const kvprim_move *m)
+{
+    const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
+    const char *const function = m->names->function;
+    if (!dst || !src)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is NULL", function,
+                           dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
+    for (int k = 0; k < 2; k++)
+        if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no element type", function,
+                               k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
+    if (!kvpi_same_bytes(dst, src) && !kvpi_converts(dst, src))
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "%s: no conversion from %s.format.dtype, which is %d, to %s.format.dtype, which is %d",
+                           function, m->names->src, (int)src->dtype, m->names->dst, (int)dst->dtype);
+    if (m->same_cache && !kvpi_same_bytes(dst, src))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
+                           function, m->names->src, m->names->dst);
+    if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
+                           m->names->row_bytes, (long long)m->row_bytes);
+    if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
+                           m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    return KVPRIM_OK;
+}
+
+/* "kvprim_store: k_cache.format.tile is 96, which ...". */
+static kvprim_status kvpi_fail_format(const kvprim_move *m, const kvprim_side *side, const char *field, int64_t value,
+                                      const char *why)
+{
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is %lld, %s", m->names->function, kvpi_name(m, side),
+                       field, (long long)value, why);
+}
+
+/* The fields of a format that have a meaning with its kind of scale, and those that have none. */
+static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_format *const f = side->table.format;
+    const int kind = (int)f->scale;
+    if (f->reserved[0] | f->reserved[1])
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "%s: a reserved field of %s.format is not 0: zero-initialise the "
+                           "structure",
+                           m->names->function, kvpi_name(m, side));
+    if (kind < 0 || kind > KVPRIM_SCALE_TILE)
+        return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
+    if (kind && !kvpi_is_quantised(f->dtype))
+        return kvpi_fail_format(m, side, "scale", kind, "but elements that are not quantised have none");
+    if (f->scale_dtype && f->scale_dtype != KVPRIM_F32 && f->scale_dtype != KVPRIM_F8E8M0)
+        return kvpi_fail_format(m, side, "scale_dtype", (int64_t)f->scale_dtype,
+                                "neither KVPRIM_F32 nor KVPRIM_F8E8M0");
+    if (f->scale_power_of_two != 0 && f->scale_power_of_two != 1)
+        return kvpi_fail_format(m, side, "scale_power_of_two", f->scale_power_of_two, "neither 0 nor 1");
+    if (f->scale_inverse != 0 && f->scale_inverse != 1)
+        return kvpi_fail_format(m, side, "scale_inverse", f->scale_inverse, "neither 0 nor 1");
+    if (f->scale_inverse && side == &m->src && kind != KVPRIM_SCALE_TILE)
+        return kvpi_fail_format(m, side, "scale_inverse", 1, "but only a move to this side multiplies by an inverse");
+    if (f->scale_min != 0 && !(f->scale_min >= FLT_MIN && f->scale_min <= 1.7014118346046923e38f))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.scale_min is %g, neither 0 nor from 2^-126 to 2^127",
+                           m->names->function, kvpi_name(m, side), (double)f->scale_min);
+    if (f->scales && f->scale_offset)
+        return kvpi_fail_format(m, side, "scale_offset", f->scale_offset, "but scales is set");
+    const struct {
+        const char *field;
+        int64_t value;
+        int used;
+    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind},
+                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE},
+                  {"scale_inverse", f->scale_inverse, kind},
+                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE},
+                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD},
+                  {"scales", f->scales != NULL, kind},
+                  {"scale_offset", f->scale_offset, kind},
+                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD},
+                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE},
+                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE},
+                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL}};
+    for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
+        if (fields[k].value && !fields[k].used)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
+                               m->names->function, kvpi_name(m, side), fields[k].field, kind,
+                               kind && !f->scales ? " in the table's memory" : "");
+        if (k >= 4 && k != 5 && fields[k].value < 0)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
+                               kvpi_name(m, side), fields[k].field, (long long)fields[k].value);
+    }
+    return KVPRIM_OK;
+}
+
+/* A pointer that a conversion uses is aligned to `bytes`. */
+static kvprim_status kvpi_check_aligned(const kvprim_move *m, const kvprim_side *side, const char *field,
+                                        const void *pointer, int32_t bytes)
+{
+    if ((uintptr_t)pointer % (uintptr_t)bytes == 0)
+        return KVPRIM_OK;
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.%s (%p) is not aligned to %d bytes", m->names->function,
+                       kvpi_name(m, side), field, pointer, (int)bytes);
+}
+
+/* The same for the distance of two of them. */
+static kvprim_status kvpi_check_multiple(const kvprim_move *m, const kvprim_side *side, const char *field,
+                                         int64_t value, int32_t bytes)
+{
+    return value % bytes == 0 ? KVPRIM_OK
+                              : kvpi_fail_field(m, side, field, value,
+                                                "no multiple of the bytes of an element or scale,", (uint64_t)bytes);
+}
+
+/* All elements of all rows, and scales among them, are aligned to `bytes`. The table has its defaults. */
+static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim_side *side, int32_t bytes)
+{
+    const kvprim_table *const t = &side->table;
+    if (bytes == 1)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", t->data, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "stride", t->stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "page_stride", t->page_rows ? t->page_stride : 0, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "head_stride", t->heads > 1 ? t->head_stride : 0, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+    for (int32_t l = 1; side->layers && l < m->layers; l++)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    return KVPRIM_OK;
+}
+
+/* A format alone, whatever its table's rows. The table has its defaults. */
+static kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_table *const t = &side->table;
+    const kvprim_format *const f = t->format;
+    const int32_t bytes = kvpi_dtype_bytes(f->dtype);
+    const int64_t elements = kvpi_side_bytes(m, side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    KVPRIM_TRY(kvpi_check_format_fields(m, side));
+    if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
+        return KVPRIM_OK;
+    if (elements % t->heads != 0)
+        return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
+                               (uint64_t)elements);
+    if (f->scale == KVPRIM_SCALE_HEAD && f->tile == 0 && t->heads == 1)
+        return kvpi_fail_format(m, side, "tile", 0, "and heads is not more than 1: KVPRIM_SCALE_HEAD needs either");
+    if (f->tile && elements % f->tile != 0)
+        return kvpi_fail_field(m, side, "format.tile", f->tile, "which does not divide the elements of a row,",
+                               (uint64_t)elements);
+    if (tiles > INT32_MAX)
+        return kvpi_fail_field(m, side, "format.tile", f->tile, "which makes more tiles than", INT32_MAX);
+    if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales, 4));
+    return kvpi_check_table_aligned(m, side, bytes);
+}
+
+/* What a side's rows take of memory, or its scales, which are a table as well: their tiles are its heads. */
+typedef struct kvpi_area {
+    kvprim_table table; /* of layer 0 */
+    int64_t row_bytes, rows, layer_stride;
+    int32_t layers;
+    int written;
+} kvpi_area;
+
+static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvpi_area area = {side->table,        kvpi_side_bytes(m, side),       kvpi_used_rows(m, side),
+                            side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
+    return area;
+}
+
+/* Scales in a table's memory are in its layers, wherever those are. */
+static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const int tiled = f.scale == KVPRIM_SCALE_TILE;
+    kvpi_area area = kvpi_rows_area(m, side);
+    kvprim_table *const t = &area.table;
+    area.written = side == &m->dst && tiled;
+    t->heads =
+        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(m, side) / kvpi_dtype_bytes(f.dtype) / f.tile);
+    t->head_stride = f.scale_tile_stride;
+    area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
+    t->stride = tiled ? f.scale_stride : area.row_bytes;
+    t->page_stride = f.scale_page_stride;
+    if (!tiled)
+        t->page_rows = 0, t->rows = area.rows = 1;
+    if (f.scales)
+        area.layers = m->layers, area.layer_stride = f.scale_layer_stride, t->data = f.scales;
+    else
+        t->data = t->data ? (char *)t->data + f.scale_offset : NULL;
+    return area;
+}
+
+/* From an area's first byte to its last, of one layer or of all. */
+static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
+{
+    const uint64_t reach = kvpi_reach(&a->table, a->rows, a->row_bytes);
+    return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
+}
+
+/* Where scales lie: aligned, apart from each other if they are written, and inside the memory of a table whose size is
+   known. Those in a table's memory extend the side's bytes, and the default layer stride. */
+static kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
+{
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
+    kvpi_area a = kvpi_scales_area(m, side);
+    const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
+    const uint64_t page_rows = a.table.page_rows ? (uint64_t)a.table.page_rows : rows;
+    kvpi_loop loops[4] = {
+        {"format.scale_tile_stride", (uint64_t)a.table.head_stride, (uint64_t)a.table.heads},
+        {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
+        {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
+        {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
+    if (!f.scales && packed_layers) {
+        const uint64_t packed = kvpi_add(offset, kvpi_packed_layer(loops, 3));
+        if (packed > (uint64_t)side->layer_stride)
+            side->layer_stride = (int64_t)packed;
+        a.layer_stride = side->layer_stride;
+        loops[3].stride = (uint64_t)a.layer_stride;
+    }
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f.scale_offset, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f.scale_tile_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f.scale_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f.scale_page_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f.scale_layer_stride, bytes));
+    if (!f.scales) {
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
+        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+        for (int32_t l = 1; side->layers && l < m->layers; l++)
+            KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    }
+    kvpi_area all = a;
+    all.rows = a.table.rows;
+    const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
+    if (reach >= kvpi_too_large)
+        return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
+                               kvpi_too_large);
+    if (a.written) {
+        uint64_t span;
+        KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
+    }
+    if (f.scales)
+        return KVPRIM_OK;
+    if (side->table.bytes && reach > (uint64_t)side->table.bytes)
+        return kvpi_fail_field(m, side, "bytes", side->table.bytes, "but its scales reach", reach);
+    const uint64_t used = a.rows ? kvpi_add(offset, kvpi_area_bytes(&a, 1)) : 0;
+    side->bytes = used > side->bytes ? used : side->bytes;
+    return KVPRIM_OK;
+}
+
+/* >>impl_check_side ------------------------------------------------------------------------------------------------ */
+
 /* Checks a side and fills in its defaults and its bytes. */
 static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
@@ -1953,6 +2224,9 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     KVPRIM_TRY(kvpi_check_fields(m, side));
     kvpi_resolve(t, kvpi_side_bytes(m, side));
     side->scale_heads = t->heads;
+    if (!KVPRIM_LIKELY(!t->format))
+        KVPRIM_TRY(kvpi_check_format(m, side));
+    const int packed_layers = side->layer_stride == 0;
     if (t->rows == 0) {
         side->layer_stride = 0; /* nothing of it is ever touched */
         return KVPRIM_OK;
@@ -1963,6 +2237,8 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_loops(m, side));
     if (t->bytes)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
+    if (!KVPRIM_LIKELY(!t->format) && t->format->scale)
+        KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
     if (!t->data && !side->device_layers && kvpi_used_rows(m, side) > 0)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
     return KVPRIM_OK;
@@ -2245,6 +2521,192 @@ static kvprim_status kvpi_check_same_cache(const kvprim_move *m)
     return KVPRIM_OK;
 }
 
+/* >>impl_check_scales -- overlap of scales and counters with what else a conversion reads and writes */
+
+typedef struct kvpi_step {
+    int64_t stride, n;
+} kvpi_step;
+
+/* Pieces at all steps of some loops, the one with the largest stride first. */
+typedef struct kvpi_pieces {
+    kvpi_step loops[4];
+    int count;
+    int64_t piece, span; /* bytes of a piece, and from the first to the last */
+} kvpi_pieces;
+
+/* An area's full pages, or its last page if that is not full. Returns 0 if there is no such part. */
+static int kvpi_pieces_of(const kvpi_area *a, int last, kvpi_pieces *p)
+{
+    const kvprim_table *const t = &a->table;
+    const int64_t in_page = t->page_rows && t->page_rows < a->rows ? t->page_rows : a->rows;
+    const int64_t pages = a->rows / in_page, rows = last ? a->rows % in_page : in_page;
+    const kvpi_step loops[4] = {{t->stride, rows},
+                                {t->head_stride, t->heads},
+                                {t->page_stride, last ? 1 : pages},
+                                {a->layer_stride, a->layers}};
+    p->piece = p->span = kvpi_piece_of(t, a->row_bytes);
+    p->count = 0;
+    for (int k = 0; k < 4; k++) {
+        int at = p->count;
+        if (loops[k].n < 2 || loops[k].stride == 0)
+            continue;
+        for (; at > 0 && p->loops[at - 1].stride < loops[k].stride; at--)
+            p->loops[at] = p->loops[at - 1];
+        p->loops[at] = loops[k];
+        p->span += (loops[k].n - 1) * loops[k].stride;
+        p->count++;
+    }
+    return rows > 0;
+}
+
+/* floor(a / b); b > 0. */
+static int64_t kvpi_floor(int64_t a, int64_t b)
+{
+    return a / b - (a % b < 0);
+}
+
+static void kvpi_enter_loop(kvpi_pieces *p)
+{
+    p->span -= (p->loops[0].n - 1) * p->loops[0].stride;
+    p->count--;
+    for (int k = 0; k < p->count; k++)
+        p->loops[k] = p->loops[k + 1];
+}
+
+/* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. Loops of the same stride go together:
+   s is a's step less b's. Only steps count whose insides overlap, few in each loop unless strides differ. After
+   `budget` of them the answer is yes: such tables are refused. */
+static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budget)
+{
+    if (delta >= a.span || -delta >= b.span)
+        return 0;
+    if ((a.count == 0 && b.count == 0) || --*budget < 0)
+        return 1;
+    const kvpi_step x = a.loops[0], y = b.loops[0];
+    const int in_a = a.count > 0 && (b.count == 0 || x.stride >= y.stride);
+    const int in_b = b.count > 0 && (a.count == 0 || y.stride >= x.stride);
+    const int64_t stride = in_a ? x.stride : y.stride;
+    if (in_a)
+        kvpi_enter_loop(&a);
+    if (in_b)
+        kvpi_enter_loop(&b);
+    int64_t first = kvpi_floor(delta - a.span, stride) + 1, end = -kvpi_floor(-delta - b.span, stride);
+    const int64_t least = in_b ? 1 - y.n : 0, most = in_a ? x.n : 1;
+    first = first > least ? first : least, end = end < most ? end : most;
+    for (int64_t s = first; s < end; s++)
+        if (kvpi_any_meet(delta - s * stride, a, b, budget))
+            return 1;
+    return 0;
+}
+
+static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b)
+{
+    if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
+        return 0;
+    const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
+    for (int last = 0; last < 4; last++) {
+        kvpi_pieces x, y;
+        int budget = 1 << 16;
+        if (!kvpi_pieces_of(a, last & 1, &x) || !kvpi_pieces_of(b, last >> 1, &y))
+            continue;
+        const int64_t x_at = last & 1 ? a->rows / a->table.page_rows * a->table.page_stride : 0;
+        const int64_t y_at = last >> 1 ? b->rows / b->table.page_rows * b->table.page_stride : 0;
+        if (kvpi_any_meet(delta + y_at - x_at, x, y, &budget))
+            return 1;
+    }
+    return 0;
+}
+
+/* Scales of one side, and rows or scales of the same or another. */
+static kvprim_status kvpi_check_areas(const char *function, const char *scales_of, const kvpi_area *scales,
+                                      const char *kind, const char *other_of, const kvpi_area *other)
+{
+    char name[64], other_name[64];
+    if ((!scales->written && !other->written) || !kvpi_areas_meet(scales, other))
+        return KVPRIM_OK;
+    (void)snprintf(name, sizeof name, "a scale of %s", scales_of);
+    (void)snprintf(other_name, sizeof other_name, "a %s of %s", kind, other_of);
+    const kvpi_bytes a = {name, scales->table.data, kvpi_area_bytes(scales, scales->layers)},
+                     b = {other_name, other->table.data, kvpi_area_bytes(other, other->layers)};
+    return kvpi_fail_overlap(function, a, b, "");
+}
+
+/* The rows of a side whose layers are an array are as many areas. */
+static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const kvprim_side *side)
+{
+    kvpi_area scales = kvpi_scales_area(m, side), rows = kvpi_rows_area(m, side);
+    const int32_t layers = side->layers && side->table.format->scales ? m->layers : 1;
+    if (rows.rows == 0 || !rows.table.data)
+        return KVPRIM_OK;
+    for (int32_t l = 0; l < layers; l++) {
+        rows.table.data = kvprim_side_layer(side, l);
+        KVPRIM_TRY(kvpi_check_areas(m->names->function, kvpi_name(m, side), &scales, "row", kvpi_name(m, side), &rows));
+    }
+    return KVPRIM_OK;
+}
+
+/* Some bytes, which the move may read or write, and all that it writes. Or, if it writes them, all that it reads, too,
+   except rows and scales of `own`. */
+static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src,
+                                            kvpi_bytes bytes, const kvprim_side *own, int written)
+{
+    for (int k = 0; k < 2; k++) {
+        const kvprim_side *const side = k ? &m->src : &m->dst;
+        if (side == own || (k && !written))
+            continue;
+        KVPRIM_TRY(kvpi_check_outside(m, side, k ? src : dst, bytes.name, bytes.data, bytes.bytes));
+        if (side->table.format && side->table.format->scales) {
+            const kvpi_area scales = kvpi_scales_area(m, side);
+            const kvpi_bytes other = {"scales", scales.table.data, kvpi_area_bytes(&scales, scales.layers)};
+            if ((written || scales.written) && kvpi_overlap(bytes.data, bytes.bytes, other.data, other.bytes))
+                return kvpi_fail_overlap(m->names->function, bytes, other, "");
+        }
+    }
+    for (int k = 0; k < 2 && written; k++) {
+        const kvprim_side *const side = k ? &m->src : &m->dst;
+        const kvpi_bytes index = {kvpi_index_name(m, side), side->index, side->index ? kvpi_index_bytes(m, side) : 0};
+        const kvpi_bytes array = {k ? "src_device_layers" : "dst_device_layers", side->device_layers,
+                                  side->device_layers ? (uint64_t)m->layers * sizeof(void *) : 0};
+        if (kvpi_overlap(bytes.data, bytes.bytes, index.data, index.bytes))
+            return kvpi_fail_overlap(m->names->function, bytes, index, "");
+        if (kvpi_overlap(bytes.data, bytes.bytes, array.data, array.bytes))
+            return kvpi_fail_overlap(m->names->function, bytes, array, "");
+    }
+    return KVPRIM_OK;
+}
+
+/* Scales in memory of their own, and the counters. */
+static kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+{
+    const char *const function = m->names->function;
+    char name[64];
+    for (int k = 0; k < 2; k++) {
+        const kvprim_side *const side = k ? &m->src : &m->dst;
+        if (!side->table.format->scale || side->table.rows == 0)
+            continue;
+        const kvpi_area scales = kvpi_scales_area(m, side);
+        const uint64_t bytes = kvpi_area_bytes(&scales, scales.layers);
+        (void)snprintf(name, sizeof name, "%s.format.scales", kvpi_name(m, side));
+        if (side == &m->dst)
+            KVPRIM_TRY(kvpi_check_scales_beside_rows(m, side));
+        if (!side->table.format->scales)
+            continue;
+        const kvpi_bytes own = {name, scales.table.data, bytes}, rejected = {"rejected", m->rejected, 4};
+        KVPRIM_TRY(kvpi_check_bytes_apart(m, dst, src, own, side, scales.written));
+        if (m->rejected && kvpi_overlap(own.data, own.bytes, rejected.data, rejected.bytes))
+            return kvpi_fail_overlap(function, rejected, own, "");
+    }
+    const void *const nans = m->dst.table.format->nans;
+    if (!nans)
+        return KVPRIM_OK;
+    KVPRIM_TRY(kvpi_check_aligned(m, &m->dst, "format.nans", nans, 4));
+    (void)snprintf(name, sizeof name, "%s.format.nans", m->names->dst);
+    const kvpi_bytes counter = {name, nans, 4}, rejected = {"rejected", m->rejected, 4};
+    if (m->rejected && kvpi_overlap(nans, 4, m->rejected, 4))
+        return kvpi_fail_overlap(function, counter, rejected, "");
+    return kvpi_check_bytes_apart(m, dst, src, counter, NULL, 1);
+}
+
 /* >>impl_check_move ------------------------------------------------------------------------------------------------ */
 
 static kvprim_status kvpi_check_apart(const kvprim_move *m, const kvprim_side *a, const char *a_name,
@@ -2281,43 +2743,6 @@ static kvprim_status kvpi_check_device_layers(const kvprim_move *m, const kvpi_h
     return KVPRIM_OK;
 }
 
-/* Whether `dst` can be made from `src`: see >>format. */
-static int kvpi_converts(const kvprim_format *dst, const kvprim_format *src)
-{
-    if (dst->dtype == src->dtype && !dst->scale && !src->scale)
-        return 1;
-    const int to_float = dst->dtype >= KVPRIM_F16 && dst->dtype <= KVPRIM_F32;
-    const int from_float = src->dtype >= KVPRIM_F16 && src->dtype <= KVPRIM_F32;
-    return (to_float && (from_float || kvpi_is_quantised(src->dtype))) || (from_float && kvpi_is_quantised(dst->dtype));
-}
-
-/* Both sides have a format, of types that convert. */
-static kvprim_status kvpi_check_types(const kvprim_move *m)
-{
-    const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
-    const char *const function = m->names->function;
-    if (!dst || !src)
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format is set, but %s.format is not", function,
-                           dst ? m->names->dst : m->names->src, dst ? m->names->src : m->names->dst);
-    for (int k = 0; k < 2; k++)
-        if (kvpi_dtype_bytes(k ? src->dtype : dst->dtype) == 0)
-            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.dtype is %d, which is no kvprim_dtype", function,
-                               k ? m->names->src : m->names->dst, (int)(k ? src->dtype : dst->dtype));
-    if (!kvpi_converts(dst, src))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
-                           "%s: %s.format.dtype is %d and %s.format.dtype %d: no such "
-                           "conversion",
-                           function, m->names->dst, (int)dst->dtype, m->names->src, (int)src->dtype);
-    if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large to convert", function, m->names->row_bytes,
-                           (long long)m->row_bytes);
-    if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
-        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of the %d bytes of an element of %s",
-                           function, m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype),
-                           m->names->src);
-    return KVPRIM_OK;
-}
-
 /* Fills in all defaults. */
 static kvprim_status kvpi_check_move(kvprim_move *m)
 {
@@ -2345,6 +2770,8 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
             KVPRIM_TRY(
                 kvpi_check_outside(m, &m->dst, &dst, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)));
     }
+    if (!KVPRIM_LIKELY(!m->dst.table.format) && !kvpi_same_bytes(m->dst.table.format, m->src.table.format))
+        KVPRIM_TRY(kvpi_check_conversion(m, &dst, &src));
     return kvpi_check_rejected(m, &dst, &src);
 }
 
@@ -2391,6 +2818,30 @@ static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_byte
             return 1;
     }
     return 0;
+}
+
+/* The scales and counters of K beside the rows and scales of V, and of V beside those of K. */
+static kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
+{
+    const kvprim_format *const f = m->dst.table.format, *const g = other->dst.table.format;
+    const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
+    char name[64];
+    if (f->scale && m->dst.table.rows > 0) {
+        const kvpi_area scales = kvpi_scales_area(m, &m->dst), rows = kvpi_rows_area(other, &other->dst);
+        KVPRIM_TRY(kvpi_check_areas(m->names->function, m->names->dst, &scales, "row", other->names->dst, &rows));
+        if (g && g->scale) {
+            const kvpi_area others = kvpi_scales_area(other, &other->dst);
+            KVPRIM_TRY(
+                kvpi_check_areas(m->names->function, m->names->dst, &scales, "scale", other->names->dst, &others));
+        }
+        (void)snprintf(name, sizeof name, "%s.format.scales", m->names->dst);
+        const kvpi_bytes own = {name, scales.table.data, kvpi_area_bytes(&scales, 1)};
+        if (f->scales && scales.written)
+            KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
+    }
+    (void)snprintf(name, sizeof name, "%s.format.nans", m->names->dst);
+    const kvpi_bytes nans = {name, f->nans, 4};
+    return f->nans ? kvpi_check_bytes_apart(other, &dst, &src, nans, NULL, 1) : KVPRIM_OK;
 }
 
 /* K and V caches may interleave, but no row of one overlaps a row of the other. */
@@ -2470,6 +2921,10 @@ static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc 
         return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
                                (uint64_t)d->k_cache.rows);
     m[1].rejected = NULL; /* one slot counts once */
+    if (m[0].dst.table.format)
+        KVPRIM_TRY(kvpi_check_scales_beside(&m[0], &m[1]));
+    if (m[1].dst.table.format)
+        KVPRIM_TRY(kvpi_check_scales_beside(&m[1], &m[0]));
     return kvpi_check_k_beside_v(m);
 }
 
@@ -2603,11 +3058,8 @@ static void kvpi_finish_move(kvprim_move *m)
 {
     if (m->count == 0)
         return;
-    if (m->dst.table.format) {
-        const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
-        if (dst->dtype == src->dtype && !dst->scale && !src->scale)
-            m->dst.table.format = m->src.table.format = NULL; /* bytes, which move as they are */
-    }
+    if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
+        m->dst.table.format = m->src.table.format = NULL;
     kvpi_simplify(&m->dst, kvpi_side_bytes(m, &m->dst));
     kvpi_simplify(&m->src, kvpi_side_bytes(m, &m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
@@ -3299,6 +3751,61 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
     kvprim_move m;
     KVPRIM_TRY(kvprim_transfer_moves(desc, &m));
     kvpi_run_moves(&m, 1);
+    return KVPRIM_OK;
+}
+
+/* >>impl_preset ---------------------------------------------------------------------------------------------------- */
+
+/* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
+   largest magnitude as 1e-4 at least, except in "fp8_ds_mla". */
+typedef struct kvpi_preset {
+    const char *name;
+    int64_t converted, copied, tile, row_bytes, behind;
+    kvprim_dtype scale_dtype;
+    int32_t power_of_two;
+    float scale_min;
+} kvpi_preset;
+
+KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
+                                            int64_t page_stride, kvprim_preset *preset)
+{
+    static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 0},
+                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 1e-4f / 448.0f},
+                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 1e-4f / 448.0f},
+                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 1e-4f / 448.0f}};
+    const kvpi_preset *p = NULL;
+    if (!name || !preset)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
+    for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
+        p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
+    if (!p)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s and %s", name,
+                           presets[0].name, presets[1].name, presets[2].name, presets[3].name);
+    if (rows < 1 || page_rows < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
+                           rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
+    const uint64_t page = kvpi_mul((uint64_t)page_rows, (uint64_t)(p->row_bytes + p->behind));
+    if (page >= kvpi_too_large)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_rows is %lld, too large", (long long)page_rows);
+    if (page_stride != 0 && page_stride < (int64_t)page)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: page_stride is %lld, less than a page's bytes, %llu",
+                           (long long)page_stride, (unsigned long long)page);
+    memset(preset, 0, sizeof *preset);
+    kvprim_format *const f = &preset->k_format;
+    kvprim_table *const k = &preset->k_cache, *const v = &preset->v_cache;
+    f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
+    f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
+    f->scale_offset = p->behind ? page_rows * p->row_bytes : p->converted;
+    f->scale_stride = p->behind; /* 0: the row's */
+    k->data = data, k->rows = rows, k->stride = p->row_bytes;
+    k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
+    if (p->copied) {
+        *v = *k;
+        v->data = (char *)data + p->row_bytes - 2 * p->copied;
+    }
+    k->format = f;
+    preset->k_elements = p->converted, preset->v_elements = p->copied;
     return KVPRIM_OK;
 }
 
