@@ -1431,15 +1431,14 @@ KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
     float high, low; /* the factor, in two parts if it is a reciprocal */
-    float scale;     /* what the reciprocal is of, and to the nearest fp32 */
-    float nearest;
-    float before; /* a power of two or its negative that elements are multiplied by first */
+    float nearest;   /* the reciprocal to the nearest fp32 */
+    float scale;     /* what it is of */
     bool divides;
 } kvpc_factor;
 
 KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
 {
-    return kvpc_factor{factor, 0, factor, 0, 1, false};
+    return kvpc_factor{factor, 0, 0, factor, false};
 }
 
 /* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
@@ -1463,44 +1462,50 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    the largest value. Other scales are brought there by a power of two, which multiplies x, too. */
 KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
 {
-    kvpc_factor f = {scale, 0, scale, 0, 1, true};
+    kvpc_factor f = {scale, 0, 0, scale, true};
 #ifdef __CUDA_ARCH__
-    const uint32_t bits = kvpi_bits_of(scale), least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
-    if (bits - least >= most - least) {
-        const uint32_t magnitude = bits & 0x7fffffff;
-        if (magnitude == 0 || magnitude >= 0x7f800000)
-            return kvpc_times(kvpc_near_reciprocal(scale));
-        const uint32_t before = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
-        f.before = kvpi_float_of(before | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
-        f.scale = kvpc_mul(scale, f.before);
-    }
-    f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(f.scale)) - 2);
-    f.low = kvpc_fma(kvpc_fma(-f.scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
+    f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(scale)) - 2);
+    f.low = kvpc_fma(kvpc_fma(-scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
     if (f32)
-        f.nearest = kvpc_reciprocal(f.scale);
+        f.nearest = kvpc_reciprocal(scale);
 #else
     (void)f32;
 #endif
     return f;
 }
 
-/* Scales n numbers. f32: their type was fp32. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
-{
 #ifdef __CUDA_ARCH__
-    if (!f.divides) {
-        for (uint32_t k = 0; k < n; k++)
-            x[k] = kvpc_mul(x[k], f.high);
-        return;
-    }
-    if (kvpi_bits_of(f.before) != 0x3f800000)
-        for (uint32_t k = 0; k < n; k++)
-            x[k] = kvpc_mul(x[k], f.before);
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
+{
     for (uint32_t k = 0; k < n; k++) {
         const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
         const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
         const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
         x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+    }
+}
+#endif
+
+/* Scales n numbers. f32: their type was fp32. */
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
+{
+#ifdef __CUDA_ARCH__
+    const uint32_t bits = kvpi_bits_of(f.scale), magnitude = bits & 0x7fffffff;
+    const uint32_t least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
+    if (!f.divides) {
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], f.high);
+    } else if (bits - least < most - least) {
+        kvpc_apply_reciprocal<n, f32>(x, f);
+    } else {
+        const uint32_t power = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
+        const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
+        kvpc_factor g = kvpc_over(kvpc_mul(f.scale, before), f32);
+        if (magnitude == 0 || magnitude >= 0x7f800000)
+            g.high = g.low = g.nearest = kvpc_near_reciprocal(g.scale); /* infinity, 0, or NaN */
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], before);
+        kvpc_apply_reciprocal<n, f32>(x, g);
     }
 #else
     for (uint32_t k = 0; k < n; k++)
@@ -1912,9 +1917,9 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const float scale = kvpc_tile_scale<to>(largest, p.least, p.power_of_two != 0);
     const kvpc_factor f =
         p.divides ? kvpc_over(scale, from == KVPRIM_F32) : kvpc_times(kvpc_reciprocal(scale));
+    kvpc_apply<loads * n, from == KVPRIM_F32>(e[0], f);
     for (uint32_t k = 0; k < loads; k++) {
         uint32_t out[n / 4];
-        kvpc_apply<n, from == KVPRIM_F32>(e[k], f);
         const uint32_t nans = to == KVPRIM_INT8 ? kvpc_clear_nans<n>(e[k]) : 0;
         kvpc_encode<to, n>(out, e[k]);
         if (first + k * step < end) {
