@@ -1830,9 +1830,9 @@ static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *
     const kvprim_table *const t = &side->table;
     const int64_t row_bytes = kvpi_side_bytes(m, side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
-    if (row_bytes < 1)
+    if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
-                           (long long)row_bytes);
+                           (long long)m->row_bytes);
     if (t->rows < 0)
         return kvpi_fail_field(m, side, "rows", t->rows, "less than", 0);
     if (t->rows < kvpi_used_rows(m, side))
@@ -3646,7 +3646,7 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
             scale = kvpi_read_scale(&c->scaled->format, scales);
         }
         nans += kvpi_convert_elements(c, dst, src, e, e + c->tile, scale);
-        if (c->scaled)
+        if (scales)
             scales += c->scaled->format.scale_tile_stride;
     }
     return nans;

@@ -40,6 +40,7 @@
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
+           >>impl_convert_moves   all other moves that convert: kernels and plan
            >>impl_unpack_host     planning and encoding fragments and copies
            >>impl_slots           page tables into slots: the kernel and its parameters
            >>impl_calls           the public functions
@@ -495,19 +496,19 @@ KVPRIM_DEVICE uint32_t kvpc_load_u8(uint64_t address)
     return v;
 }
 
-/* Returns the value of the thread whose number in the warp differs from this one's in the bits of `mask`. */
-KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
-{
-    uint32_t v;
-    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(v) : "r"(value), "r"(mask));
-    return v;
-}
-
 /* Returns the value of the thread `distance` before this one in the warp, or this one's if there is none. */
 KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
 {
     uint32_t v;
     asm volatile("shfl.sync.up.b32 %0, %1, %2, 0, 0xffffffff;" : "=r"(v) : "r"(value), "r"(distance));
+    return v;
+}
+
+/* Returns the value of the thread whose number differs in the bit `distance`. */
+KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t distance)
+{
+    uint32_t v;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(v) : "r"(value), "r"(distance));
     return v;
 }
 
@@ -1915,8 +1916,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         return;
     }
     const float scale = kvpc_tile_scale<to>(largest, p.least, p.power_of_two != 0);
-    const kvpc_factor f =
-        p.divides ? kvpc_over(scale, from == KVPRIM_F32) : kvpc_times(kvpc_reciprocal(scale));
+    const kvpc_factor f = p.divides ? kvpc_over(scale, from == KVPRIM_F32) : kvpc_times(kvpc_reciprocal(scale));
     kvpc_apply<loads * n, from == KVPRIM_F32>(e[0], f);
     for (uint32_t k = 0; k < loads; k++) {
         uint32_t out[n / 4];
@@ -2931,7 +2931,9 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
 /* >>impl_convert_plan ------------------------------------------------------------------------------------------------ */
 #ifndef KVPRIM_NO_CONVERT
 
-typedef void (*kvpc_convert_kernel)(const kvpc_convert KVPRIM_IN_PLACE);
+#define KVPC_LOADS 2
+#define KVPC_GATHER_LOADS 2
+typedef void (*kvpc_plain_convert_kernel)(const kvpc_convert KVPRIM_IN_PLACE);
 typedef void (*kvpc_convert_tiles_of)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
 
 enum { kvpc_float_types = 3, kvpc_quantised_types = 3 };
@@ -2946,30 +2948,30 @@ static int kvpc_quantised_number(kvprim_dtype type)
     return type == KVPRIM_F8E4M3 ? 0 : type == KVPRIM_F8E5M2 ? 1 : type == KVPRIM_INT8 ? 2 : -1;
 }
 
-template <kvprim_dtype type, uint32_t loads> static kvpc_convert_kernel kvpc_convert_store_from(int to)
+template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_from(int to)
 {
-    static const kvpc_convert_kernel kernels[] = {kvpc_convert_store_kernel<type, KVPRIM_F8E4M3, loads>,
-                                                  kvpc_convert_store_kernel<type, KVPRIM_F8E5M2, loads>,
-                                                  kvpc_convert_store_kernel<type, KVPRIM_INT8, loads>};
+    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_store_kernel<type, KVPRIM_F8E4M3, loads>,
+                                                        kvpc_convert_store_kernel<type, KVPRIM_F8E5M2, loads>,
+                                                        kvpc_convert_store_kernel<type, KVPRIM_INT8, loads>};
     return kernels[to];
 }
 
-template <uint32_t loads> static kvpc_convert_kernel kvpc_convert_store_of(int from, int to)
+template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_of(int from, int to)
 {
     return from == 0   ? kvpc_convert_store_from<KVPRIM_BF16, loads>(to)
            : from == 1 ? kvpc_convert_store_from<KVPRIM_F16, loads>(to)
                        : kvpc_convert_store_from<KVPRIM_F32, loads>(to);
 }
 
-template <kvprim_dtype type, uint32_t loads> static kvpc_convert_kernel kvpc_convert_gather_to(int from)
+template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_to(int from)
 {
-    static const kvpc_convert_kernel kernels[] = {kvpc_convert_gather_kernel<KVPRIM_F8E4M3, type, loads>,
-                                                  kvpc_convert_gather_kernel<KVPRIM_F8E5M2, type, loads>,
-                                                  kvpc_convert_gather_kernel<KVPRIM_INT8, type, loads>};
+    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_gather_kernel<KVPRIM_F8E4M3, type, loads>,
+                                                        kvpc_convert_gather_kernel<KVPRIM_F8E5M2, type, loads>,
+                                                        kvpc_convert_gather_kernel<KVPRIM_INT8, type, loads>};
     return kernels[from];
 }
 
-template <uint32_t loads> static kvpc_convert_kernel kvpc_convert_gather_of(int from, int to)
+template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_of(int from, int to)
 {
     return to == 0   ? kvpc_convert_gather_to<KVPRIM_BF16, loads>(from)
            : to == 1 ? kvpc_convert_gather_to<KVPRIM_F16, loads>(from)
@@ -3013,7 +3015,8 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_format f = kvprim_side_format(quantised), g = kvprim_side_format(other);
     const uint32_t n = kvpc_float_number(g.dtype) == 2 ? 4 : 8;
-    const int64_t page = quantised->table.page_rows > 0 ? f.scale_page_stride : 0, in_pages = quantised->table.page_rows;
+    const int64_t page = quantised->table.page_rows > 0 ? f.scale_page_stride : 0,
+                  in_pages = quantised->table.page_rows;
     if (kvpc_float_number(g.dtype) < 0 || kvpc_quantised_number(f.dtype) < 0 || !kvpc_is_aligned_side(other, 16) ||
         !kvpc_is_aligned_side(quantised, n))
         return false;
@@ -3044,8 +3047,7 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
            k->src.table.format->dtype == v->src.table.format->dtype && a->table.heads == b->table.heads &&
            (a->table.heads == 1 || a->piece_bytes == b->piece_bytes) && f.scale == g.scale &&
            f.scale_inverse == g.scale_inverse && f.scale_dtype == g.scale_dtype && f.nans == g.nans &&
-           f.tile == g.tile && f.scale_power_of_two == g.scale_power_of_two &&
-           f.scale_min == g.scale_min;
+           f.tile == g.tile && f.scale_power_of_two == g.scale_power_of_two && f.scale_min == g.scale_min;
 }
 
 /* Plans how threads share the rows, where each takes up to `loads` units. */
@@ -3100,8 +3102,8 @@ static void kvpc_set_conversion(kvpc_convert_tiles *p, const kvprim_move *m, int
     p->plain.head_magic = head.magic;
     p->plain.head_shift = head.shift;
     if (f.scale)
-        p->scales[k].first = f.scales ? (uintptr_t)f.scales
-                                      : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
+        p->scales[k].first =
+            f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
     p->scales[k].tile = (uint32_t)f.scale_tile_stride;
     p->scales[k].magic = tile.magic;
     p->scales[k].shift = tile.shift;
@@ -3125,7 +3127,7 @@ static void kvpc_share_units(kvpc_convert *p, uint32_t loads)
 /* Runs K, or K and V, if the kernels of plain rows can; returns whether. `from` and `to` are numbers of types. */
 static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
 {
-    if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
+    if (call->launch.max_sms != 0 || n > 2 || moves[0].count == 0 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
         return false;
     const kvprim_move *const m = &moves[0];
@@ -3160,8 +3162,9 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     started.launch.pdl = call->launch.pdl && (uint64_t)blocks.x * blocks.y * blocks.z <= kvpc_many_blocks;
     p.plain.pdl = started.launch.pdl ? words * 16 <= kvpc_first_bytes ? kvpc_trigger_first : kvpc_trigger_late : 0;
     if (tiles)
-        *status = kvpc_start(&started, loads == 8 ? kvpc_convert_tiles_by<8>(other, quantised)
-                                                  : kvpc_convert_tiles_by<2>(other, quantised),
+        *status = kvpc_start(&started,
+                             loads == 8 ? kvpc_convert_tiles_by<8>(other, quantised)
+                                        : kvpc_convert_tiles_by<2>(other, quantised),
                              blocks, threads, p);
     else
         *status = kvpc_start(&started,
@@ -3720,6 +3723,9 @@ static bool kvpc_splits_launch(const kvpc_call *call, const kvprim_move *moves, 
     return aligned && others && most >= least_bytes && call->launch.max_sms == 0;
 }
 
+static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *moves, size_t n,
+                                      const kvprim_cuda_launch *launch);
+
 /* Runs moves if `checked`, the status of their checks, is KVPRIM_OK. */
 static kvprim_status kvpc_run(const char *function, kvprim_status checked, const kvprim_move *moves, size_t n,
                               const kvprim_cuda_launch *launch)
@@ -3740,6 +3746,9 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     call.chosen = call.link && call.launch.max_sms == 0;
     if (call.chosen)
         call.launch.max_sms = kvpc_link_sms;
+    for (size_t k = 0; k < n; k++)
+        if (moves[k].count > 0 && moves[k].dst.table.format)
+            return kvpc_run_convert(&call, moves, n, launch);
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
         return kvpc_run_plain(&call, moves, (int)n, bits);
@@ -3754,6 +3763,540 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
         return kvpc_run_batches<1>(&call, moves, n);
     return kvpc_run_batches<kvpc_most_tasks>(&call, moves, n);
 }
+
+/* >>impl_convert_moves ----------------------------------------------------------------------------------------------
+
+   Moves that convert, where the kernels of plain rows do not take them: layers, indices on both sides or of the host,
+   64-bit sizes, tiles of any size, elements of any alignment, few multiprocessors. The types are chosen inside the
+   kernel. A span is what a group of threads converts at once: a tile whose scale is computed, otherwise a part of a
+   row. Its elements go in groups of eight, or one by one where eight are not aligned or have no scale in common. */
+#ifndef KVPRIM_NO_CONVERT
+
+/* What is done with a number: nothing, or with its scale, its scale's inverse, a division. */
+enum { kvpc_unscaled, kvpc_multiplied, kvpc_inverted, kvpc_divided };
+
+/* How a launch converts. Sizes of elements are powers of two: 1 << dst_shift bytes. */
+typedef struct kvpc_change {
+    uint32_t dst_type, src_type, dst_shift, src_shift;
+    uint32_t dst_mask, src_mask; /* address bits that are 0 where eight elements are aligned */
+    uint32_t wide;               /* 1: eight elements have one scale, and lie together if the layers are aligned */
+    uint32_t scaling;            /* kvpc_multiplied ... */
+    uint32_t quantises, computes, several; /* several: a span may have more than one scale, which it reads */
+    uint32_t is_e8m0, power_of_two;
+    float scale_min;
+    uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
+    int64_t offset;
+    kvpc_layout scale; /* `head` divides by the elements of a tile, and head_step leads to the next scale */
+    uint64_t elements, span;
+    uint32_t *nans;
+} kvpc_change;
+
+enum {
+    kvpc_change_bytes = 256,
+    kvpc_few_change = kvpc_few_params - kvpc_change_bytes, /* bytes of kvpc_listed */
+    kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
+    kvpc_convert_threads = 1024,
+    kvpc_convert_loads = 4
+};
+
+static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
+
+template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
+    kvpc_change how;
+};
+
+template <class number> struct kvpc_stretch {
+    uint64_t dst, src, scales; /* where the rows begin, and the row's scales */
+    number begin, end;         /* elements; the same: nothing to do */
+    bool zero, wide;
+};
+
+/* Some elements as they lie in memory, and their scale. */
+template <uint32_t n> struct kvpc_elements {
+    uint32_t w[n];
+    float scale;
+};
+
+/* Loads n elements: eight that are aligned, or one. */
+template <uint32_t n> KVPRIM_DEVICE void kvpc_load_elements(uint32_t *w, uint64_t address, uint32_t shift)
+{
+    if (n == 1) {
+        const char *const from = kvpc_global(address);
+        w[0] = shift == 0 ? *(const uint8_t *)from : shift == 1 ? *(const uint16_t *)from : *(const uint32_t *)from;
+        return;
+    }
+    if (shift == 0) {
+        const uint2 v = *(const uint2 *)kvpc_global(address);
+        w[0] = v.x, w[1] = v.y;
+        return;
+    }
+    const uint4 v = kvpc_load16(address);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+    if (shift == 2) {
+        const uint4 u = kvpc_load16(address + 16);
+        w[4] = u.x, w[5] = u.y, w[6] = u.z, w[7] = u.w;
+    }
+}
+
+template <uint32_t n> KVPRIM_DEVICE void kvpc_store_elements(uint64_t address, const uint32_t *w, uint32_t shift)
+{
+    if (n == 1) {
+        char *const to = kvpc_global(address);
+        if (shift == 0)
+            *(uint8_t *)to = (uint8_t)w[0];
+        else if (shift == 1)
+            *(uint16_t *)to = (uint16_t)w[0];
+        else
+            *(uint32_t *)to = w[0];
+        return;
+    }
+    if (shift == 0) {
+        *(uint2 *)kvpc_global(address) = uint2{w[0], w[1]};
+        return;
+    }
+    kvpc_store16(address, uint4{w[0], w[1], w[2], w[3]});
+    if (shift == 2)
+        kvpc_store16(address + 16, uint4{w[4], w[5], w[6], w[7]});
+}
+
+/* The numbers that elements stand for. One element is the first of a word; then, too, x has room for 4. */
+template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_as(const uint32_t *w, float *x)
+{
+    if (n == 1)
+        kvpc_decode_word<type>(x, w[0]);
+    else
+        kvpc_decode<type, 8>(x, w);
+}
+
+template <uint32_t n> KVPRIM_DEVICE void kvpc_decode_any(uint32_t type, const uint32_t *w, float *x)
+{
+    if (type == KVPRIM_BF16)
+        kvpc_decode_as<n, KVPRIM_BF16>(w, x);
+    else if (type == KVPRIM_F16)
+        kvpc_decode_as<n, KVPRIM_F16>(w, x);
+    else if (type == KVPRIM_F32)
+        kvpc_decode_as<n, KVPRIM_F32>(w, x);
+    else if (type == KVPRIM_F8E4M3)
+        kvpc_decode_as<n, KVPRIM_F8E4M3>(w, x);
+    else if (type == KVPRIM_F8E5M2)
+        kvpc_decode_as<n, KVPRIM_F8E5M2>(w, x);
+    else
+        kvpc_decode_as<n, KVPRIM_INT8>(w, x);
+}
+
+template <uint32_t n, kvprim_dtype type> KVPRIM_DEVICE void kvpc_encode_as(uint32_t *w, const float *x)
+{
+    if (n == 1)
+        w[0] = kvpc_encode_word<type>(x);
+    else
+        kvpc_encode<type, 8>(w, x);
+}
+
+/* Returns how many NaNs INT8 has lost. */
+template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint32_t *w, float *x)
+{
+    uint32_t nans = 0;
+    if (type == KVPRIM_F8E4M3)
+        kvpc_encode_as<n, KVPRIM_F8E4M3>(w, x);
+    else if (type == KVPRIM_F8E5M2)
+        kvpc_encode_as<n, KVPRIM_F8E5M2>(w, x);
+    else if (type == KVPRIM_BF16)
+        kvpc_encode_as<n, KVPRIM_BF16>(w, x);
+    else if (type == KVPRIM_F16)
+        kvpc_encode_as<n, KVPRIM_F16>(w, x);
+    else if (type == KVPRIM_F32)
+        kvpc_encode_as<n, KVPRIM_F32>(w, x);
+    else {
+        nans = kvpc_clear_nans<n>(x);
+        kvpc_encode_as<n, KVPRIM_INT8>(w, x);
+    }
+    return nans;
+}
+
+/* The largest of the values of a group of threads. Each thread of the block calls it. */
+KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
+{
+    for (uint32_t distance = lanes / 2; distance; distance /= 2)
+        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_shuffle_xor(kvpi_bits_of(value), distance)));
+    return value;
+}
+
+/* What a scale does to numbers. */
+KVPRIM_DEVICE kvpc_factor kvpc_factor_of(const kvpc_change &how, float scale)
+{
+    if (how.scaling == kvpc_divided)
+        return kvpc_over(scale, how.src_type == KVPRIM_F32);
+    return kvpc_times(how.scaling == kvpc_inverted ? kvpc_reciprocal(scale) : scale);
+}
+
+KVPRIM_DEVICE float kvpc_load_scale(const kvpc_change &how, uint64_t address)
+{
+    const char *const at = kvpc_global(address);
+    return how.is_e8m0 ? kvpi_of_e8m0(*(const uint8_t *)at) : *(const float *)at;
+}
+
+/* Where element e of a row lies. */
+template <class number>
+KVPRIM_DEVICE uint64_t kvpc_element_at(const kvpc_layout &side, uint64_t row, number e, uint32_t shift)
+{
+    return row + ((uint64_t)e << shift) + kvpc_divide(e, side.head) * (uint64_t)side.head_step;
+}
+
+template <uint32_t n, class params, class number>
+KVPRIM_DEVICE kvpc_elements<n> kvpc_fetch_elements(const params &p, const kvpc_stretch<number> &s, number e)
+{
+    kvpc_elements<n> v;
+    for (uint32_t k = 0; k < n; k++)
+        v.w[k] = 0;
+    v.scale = 1.0f;
+    if (s.zero || e >= s.end)
+        return v;
+    kvpc_load_elements<n>(v.w, kvpc_element_at(p.task.src, s.src, e, p.how.src_shift), p.how.src_shift);
+    if (p.how.several)
+        v.scale = kvpc_load_scale(p.how, s.scales + kvpc_divide(e, p.how.scale.head) * (uint64_t)p.how.scale.head_step);
+    return v;
+}
+
+/* The largest magnitude of a thread's elements: those that it has loaded, and the others. */
+template <uint32_t n, class params, class number>
+KVPRIM_DEVICE float kvpc_largest_of(const params &p, const kvpc_stretch<number> &s, number first, number step,
+                                    const kvpc_elements<n> &a)
+{
+    float largest = 0;
+    kvpc_elements<n> v = a;
+    KVPRIM_ROLLED
+    for (number e = first; e < s.end; e += step) {
+        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
+        float x[n == 1 ? 4 : 8];
+        kvpc_decode_any<n>(p.how.src_type, v.w, x);
+        for (uint32_t i = 0; i < n; i++)
+            largest = kvpc_max_magnitude(largest, x[i]);
+        v = next;
+    }
+    return largest;
+}
+
+template <uint32_t n, class params, class number>
+KVPRIM_DEVICE void kvpc_convert_span(const params &p, const kvpc_stretch<number> &s, number first, number step,
+                                     const kvpc_elements<n> &a, const kvpc_factor &common)
+{
+    const kvpc_change &how = p.how;
+    const bool scaled = how.scaling != kvpc_unscaled && !s.zero;
+    kvpc_factor factor = common;
+    kvpc_elements<n> v = a;
+    uint32_t nans = 0;
+    KVPRIM_ROLLED
+    for (number e = first; e < s.end; e += step) {
+        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
+        float x[n == 1 ? 4 : 8] = {};
+        uint32_t w[n] = {};
+        kvpc_decode_any<n>(how.src_type, v.w, x);
+        if (scaled && how.several)
+            factor = kvpc_factor_of(how, v.scale);
+        if (scaled && how.src_type == KVPRIM_F32)
+            kvpc_apply<n, true>(x, factor);
+        else if (scaled)
+            kvpc_apply<n, false>(x, factor);
+        nans += kvpc_encode_any<n>(how.dst_type, w, x);
+        kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
+        v = next;
+    }
+    if (nans && how.nans)
+        atomicAdd(how.nans, nans);
+}
+
+/* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
+template <class params, class number>
+KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, bool first_lane)
+{
+    const kvpc_task &t = p.task;
+    const kvpc_change &how = p.how;
+    kvpc_stretch<number> s = {0, 0, 0, 0, 0, false, false};
+    if (work >= (number)p.total)
+        return s;
+    const number layer_row = kvpc_divide(work, t.chunks), in_row = work - layer_row * (number)t.chunks.by;
+    const number layer = kvpc_divide(layer_row, t.count), i = layer_row - layer * (number)t.count.by;
+    uint64_t dst_base = 0, src_base = 0;
+    int64_t to, from;
+    if (p.dst.array)
+        dst_base = (uint64_t)kvpc_load_i64(p.dst.array + 8 * (uint64_t)layer);
+    if (p.src.array)
+        src_base = (uint64_t)kvpc_load_i64(p.src.array + 8 * (uint64_t)layer);
+    kvpc_load_indices(t, i, &to, &from);
+    if (!params::bare && p.dst.list)
+        to = kvpc_row_in<number>(p, p.dst, (uint32_t)i);
+    if (!params::bare && p.src.list)
+        from = kvpc_row_in<number>(p, p.src, (uint32_t)i);
+    if (!p.dst.array)
+        dst_base = kvpc_layer_in(p, p.dst, (uint32_t)layer);
+    if (!p.src.array)
+        src_base = kvpc_layer_in(p, p.src, (uint32_t)layer);
+    const uint64_t dst_row = (uint64_t)to - (uint64_t)t.dst_rows.base,
+                   src_row = (uint64_t)from - (uint64_t)t.src_rows.base;
+    const bool dst_inside = to >= t.dst_rows.base && dst_row < t.dst_rows.rows;
+    const bool src_inside = from >= t.src_rows.base && src_row < t.src_rows.rows;
+    const uint64_t in_table = (how.quantises ? dst_base : src_base) + (uint64_t)how.offset;
+    s.dst = dst_base + kvpc_place(t.dst, (number)dst_row);
+    s.src = src_base + kvpc_place(t.src, (number)src_row);
+    s.scales = how.scales ? how.scales + layer * how.scales_step : in_table;
+    s.scales += kvpc_place(how.scale, (number)(how.quantises ? dst_row : src_row));
+    s.zero = !src_inside;
+    s.wide = how.wide && (((uint32_t)dst_base & how.dst_mask) | ((uint32_t)src_base & how.src_mask)) == 0;
+    if (dst_inside && (src_inside || t.zero)) {
+        const number end = (in_row + 1) * (number)how.span;
+        s.begin = in_row * (number)how.span;
+        s.end = end < (number)how.elements ? end : (number)how.elements;
+    }
+    if (!dst_inside || !src_inside) {
+        const bool past = (!dst_inside && to >= t.dst_rows.base) || (!src_inside && from >= t.src_rows.base);
+        if (past && layer == 0 && in_row == 0 && first_lane && t.rejected)
+            atomicAdd(t.rejected, 1u);
+    }
+    return s;
+}
+
+/* The scale of a tile, from its largest magnitude. */
+KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
+{
+    const bool power = how.power_of_two != 0;
+    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
+           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
+                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
+}
+
+KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
+{
+    if (how.is_e8m0)
+        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        *(float *)kvpc_global(address) = scale;
+}
+
+/* Each thread of a block turns equally often, as kvpc_group_most asks for. */
+template <class params, class number>
+static __global__ void __launch_bounds__(kvpc_convert_threads)
+    kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
+{
+    const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
+    const number in_block = blockDim.x >> p.lanes_shift;
+    if (p.pdl)
+        kvpc_pdl_wait();
+    for (number block = blockIdx.x * in_block; block < (number)p.total; block += gridDim.x * in_block) {
+        const kvpc_stretch<number> s = kvpc_find_span(p, block + (threadIdx.x >> p.lanes_shift), lane == 0);
+        const number first = s.begin + (number)(s.wide ? 8 * lane : lane), step = s.wide ? 8 * lanes : lanes;
+        kvpc_elements<8> a = {};
+        kvpc_elements<1> b = {};
+        float scale = 1.0f;
+        if (s.wide)
+            a = kvpc_fetch_elements<8>(p, s, first);
+        else
+            b = kvpc_fetch_elements<1>(p, s, first);
+        if (p.how.computes) {
+            const float largest =
+                s.wide ? kvpc_largest_of<8>(p, s, first, step, a) : kvpc_largest_of<1>(p, s, first, step, b);
+            scale = kvpc_scale_for(p.how, kvpc_group_largest(largest, lanes));
+            if (lane == 0 && s.begin < s.end)
+                kvpc_store_scale(
+                    p.how, s.scales + kvpc_divide(s.begin, p.how.scale.head) * (uint64_t)p.how.scale.head_step, scale);
+        } else if (p.how.scaling != kvpc_unscaled && !p.how.several && s.begin < s.end && !s.zero)
+            scale = kvpc_load_scale(p.how, s.scales);
+        kvpc_factor common = kvpc_times(1.0f);
+        if (p.how.scaling != kvpc_unscaled && !p.how.several)
+            common = kvpc_factor_of(p.how, scale);
+        if (s.wide)
+            kvpc_convert_span<8>(p, s, first, step, a, common);
+        else
+            kvpc_convert_span<1>(p, s, first, step, b, common);
+    }
+}
+
+/* Where the scales of a side lie. */
+static void kvpc_set_scales(kvpc_change *c, const kvprim_table *t, const kvprim_format *f, int32_t first_layer)
+{
+    const bool rows = f->scale == KVPRIM_SCALE_TILE;
+    const int64_t stride = rows ? f->scale_stride : 0;
+    c->is_e8m0 = f->scale_dtype == KVPRIM_F8E8M0;
+    c->scales_step = (uint64_t)f->scale_layer_stride;
+    c->scales = f->scales ? (uintptr_t)f->scales + (uint64_t)first_layer * c->scales_step : 0;
+    c->offset = f->scales ? 0 : f->scale_offset;
+    c->scale.stride = stride;
+    if (rows && t->page_rows > 0) {
+        c->scale.page = kvpc_divisor_of(t->page_rows);
+        c->scale.page_step = (int64_t)((uint64_t)f->scale_page_stride - (uint64_t)t->page_rows * (uint64_t)stride);
+    }
+    if (f->scale != KVPRIM_SCALE_TENSOR) {
+        c->scale.head = kvpc_divisor_of(f->tile);
+        c->scale.head_step = f->scale_tile_stride;
+    }
+}
+
+static uint32_t kvpc_shift_of(int64_t bytes)
+{
+    return bytes == 4 ? 2 : bytes == 2 ? 1 : 0;
+}
+
+/* The layout of a side in elements. *wide becomes false unless eight of them are aligned wherever a layer is. */
+static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uint32_t mask, bool *wide)
+{
+    uint64_t bits = 0;
+    const kvpc_layout s = kvpc_layout_of(side, (int64_t)1 << shift, &bits);
+    *wide =
+        *wide && (((uint64_t)s.stride | (uint64_t)s.page_step) & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
+    return s;
+}
+
+/* How a move converts. The layers start with number `first_layer` of the move. */
+static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvpc_layout *dst, kvpc_layout *src)
+{
+    const kvprim_format to = kvprim_side_format(&m->dst), from = kvprim_side_format(&m->src);
+    kvpc_change c = {};
+    c.quantises = kvpi_is_quantised(to.dtype) != 0;
+    const kvprim_format *const f = c.quantises ? &to : &from;
+    c.dst_type = (uint32_t)to.dtype, c.dst_shift = kvpc_shift_of(kvpi_dtype_bytes(to.dtype));
+    c.src_type = (uint32_t)from.dtype, c.src_shift = kvpc_shift_of(kvpi_dtype_bytes(from.dtype));
+    c.dst_mask = c.dst_shift == 0 ? 7 : 15, c.src_mask = c.src_shift == 0 ? 7 : 15;
+    c.elements = (uint64_t)m->row_bytes >> c.src_shift;
+    bool wide = true;
+    *dst = kvpc_elements_of(&m->dst, c.dst_shift, c.dst_mask, &wide);
+    *src = kvpc_elements_of(&m->src, c.src_shift, c.src_mask, &wide);
+    if (f->scale) {
+        kvpc_set_scales(&c, c.quantises ? &m->dst.table : &m->src.table, f, first_layer);
+        wide = wide && (f->scale == KVPRIM_SCALE_TENSOR || f->tile % 8 == 0);
+        c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
+        c.power_of_two = f->scale_power_of_two || c.is_e8m0;
+        c.scale_min = f->scale_min;
+        c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
+        /* The inverse of a power of two is exact. */
+        c.scaling = !c.quantises                                         ? kvpc_multiplied
+                    : c.computes && (f->scale_inverse || c.power_of_two) ? kvpc_inverted
+                    : f->scale_inverse                                   ? kvpc_multiplied
+                                                                         : kvpc_divided;
+    }
+    if (c.quantises)
+        c.nans = to.nans;
+    c.wide = wide;
+    return c;
+}
+
+/* Cuts rows into spans: tiles whose scale is computed, or parts that keep most threads of a group busy. */
+template <uint32_t bytes> static void kvpc_cut_conversion(kvpc_conversion<bytes> *p, int64_t tile)
+{
+    kvpc_change *const c = &p->how;
+    const uint32_t each = c->wide ? 8 : 1;
+    const uint64_t all = (c->computes ? (uint64_t)tile : c->elements) / each; /* groups of elements */
+    uint64_t parts = 1;
+    p->lanes_shift = 0;
+    while (p->lanes_shift < 5 && (uint64_t)1 << p->lanes_shift < all)
+        p->lanes_shift++;
+    if (c->computes)
+        parts = c->elements / (uint64_t)tile, c->span = (uint64_t)tile;
+    else {
+        uint64_t least = UINT64_MAX; /* rounds of threads without work */
+        const uint64_t most = c->wide ? kvpc_convert_loads : 8;
+        for (uint32_t shift = p->lanes_shift + 1; shift-- > 2 && least > all / 8;) {
+            const uint64_t spans = (all + (most << shift) - 1) / (most << shift), of_span = (all + spans - 1) / spans;
+            const uint64_t idle = (((of_span + (1u << shift) - 1) >> shift << shift) * spans) - all;
+            if (idle < least)
+                least = idle, parts = spans, p->lanes_shift = shift;
+        }
+        c->span = (all + parts - 1) / parts * each;
+        parts = (c->elements + c->span - 1) / c->span;
+    }
+    p->task.chunks = kvpc_divisor_of((int64_t)parts);
+    p->total = parts * p->task.count.by * p->task.layers;
+}
+
+/* Fills in all parameters of a launch. */
+template <uint32_t bytes>
+static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice,
+                                 kvpc_conversion<bytes> *p)
+{
+    kvpc_task *const t = &p->task;
+    uint64_t bits = 0;
+    uint32_t used = kvpc_first_word;
+    *t = kvpc_task{};
+    p->row_words = kvpc_row_words(m);
+    p->pdl = call->launch.pdl != 0;
+    p->part_bytes = 0;
+    p->how = kvpc_change_of(m, slice->layer, &t->dst, &t->src);
+    p->dst = kvpc_stack_of(&m->dst, slice->layer, slice->layers, p->n32, &used, &bits);
+    p->src = kvpc_stack_of(&m->src, slice->layer, slice->layers, p->n32, &used, &bits);
+    t->dst_rows = kvpc_list_rows(&m->dst, slice->row, slice->rows, p->row_words, p->n32, &used, &p->dst);
+    t->src_rows = kvpc_list_rows(&m->src, slice->row, slice->rows, p->row_words, p->n32, &used, &p->src);
+    t->count = kvpc_divisor_of(slice->rows);
+    t->layers = (uint32_t)slice->layers;
+    t->zero = m->zero != 0;
+    t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
+    kvpc_cut_conversion(p, p->how.computes ? kvprim_side_format(&m->dst).tile : 0);
+}
+
+template <uint32_t bytes, class number>
+static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
+{
+    kvpc_conversion<bytes> p;
+    kvpc_fill_conversion(call, m, slice, &p);
+    const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
+    return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number>, kvpc_convert_threads,
+                             1u << p.lanes_shift, &p);
+}
+
+/* Whether all numbers of a launch of so many rows fit 31 bits. Each span has an element or more. */
+static bool kvpc_converts_narrow(const kvprim_move *m, int64_t rows)
+{
+    const uint64_t most = (uint64_t)1 << 31, elements = (uint64_t)m->row_bytes;
+    return kvpc_row_words(m) == 1 && elements < most / 8 && (uint64_t)rows < most &&
+           (elements / 4 + 1) * (uint64_t)rows < most / (uint64_t)m->layers;
+}
+
+/* As kvpc_run_listed does. */
+static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_move *m)
+{
+    enum { few = kvpc_few_change, most = kvpc_most_change };
+    const int64_t few_room = kvpc_listed<few>::room - kvpc_first_word;
+    const int64_t of_row = kvpc_row_words(m) * (kvpc_has_host_index(&m->dst) + kvpc_has_host_index(&m->src));
+    const int64_t of_layer = 2 * (m->dst.layers != NULL) + 2 * (m->src.layers != NULL);
+    const int64_t most_in = kvpc_listed<most>::room / (of_row ? of_row : 1);
+    const bool narrow = kvpc_converts_narrow(m, of_row && m->count > most_in ? most_in : m->count);
+    const int64_t room = narrow && of_row ? kvpc_listed<most>::room - kvpc_first_word : few_room;
+    const int64_t most_layers = of_layer ? room / (of_row ? 2 : 1) / of_layer : m->layers;
+    kvpc_slice s = {0, 0, 0, 0};
+    for (; s.layer < m->layers; s.layer += s.layers) {
+        s.layers = m->layers - s.layer < most_layers ? m->layers - s.layer : (int32_t)most_layers;
+        const int64_t in_layers = of_layer * s.layers, most_rows = of_row ? (room - in_layers) / of_row : m->count;
+        for (s.row = 0; s.row < m->count; s.row += s.rows) {
+            s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
+            const int64_t words = in_layers + of_row * s.rows;
+            KVPRIM_TRY(!narrow             ? (kvpc_start_conversion<few, uint64_t>(call, m, &s))
+                       : words == 0        ? (kvpc_start_conversion<kvpc_bare_params, uint32_t>(call, m, &s))
+                       : words <= few_room ? (kvpc_start_conversion<few, uint32_t>(call, m, &s))
+                                           : (kvpc_start_conversion<most, uint32_t>(call, m, &s)));
+        }
+    }
+    return KVPRIM_OK;
+}
+
+/* Each move by itself: those that convert by the kernels of plain rows, if these can, or as above; others as ever. */
+static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *moves, size_t n,
+                                      const kvprim_cuda_launch *launch)
+{
+    kvprim_status status = KVPRIM_OK;
+    if (kvpc_run_plain_convert(call, moves, n, &status))
+        return status;
+    for (size_t k = 0; k < n; k++)
+        if (n > 1 && kvpc_run_plain_convert(call, &moves[k], 1, &status))
+            KVPRIM_TRY(status);
+        else if (moves[k].count > 0)
+            KVPRIM_TRY(moves[k].dst.table.format ? kvpc_run_conversion(call, &moves[k])
+                                                 : kvpc_run(call->function, KVPRIM_OK, &moves[k], 1, launch));
+    return KVPRIM_OK;
+}
+#else
+static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *, size_t, const kvprim_cuda_launch *)
+{
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: compiled with KVPRIM_NO_CONVERT, and a format needs a conversion",
+                       call->function);
+}
+#endif
 
 /* >>impl_unpack_host ----------------------------------------------------------------------------------------------- */
 

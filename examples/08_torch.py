@@ -15,6 +15,11 @@ that is repeated with the same tensors, as in each layer of a decode step, is be
     append = prepare_store(library, nhd(k_cache), nhd(v_cache), k, v, slot)
     append(stream)      every step, after k, v and slot are written; stream: see current_stream()
 
+typed() says what a Table's elements are. A store into one of FP8 or INT8 quantises, and a gather from it dequantises:
+
+    store(library, typed(nhd(k_cache), k_scale), typed(nhd(v_cache), v_scale), k, v, slot)
+    gather(library, out, typed(nhd(k_cache), k_scale), index)
+
 torch.compile leaves all of them out of its graphs: a compiled function breaks there, and goes on after the call.
 """
 import ctypes
@@ -29,14 +34,34 @@ except ImportError:
 
 VERSION = 200  # the KVPRIM_VERSION whose structures these are: major * 10000 + minor * 100 + patch
 I32, I64 = 1, 2  # kvprim_index_type; 0 is "not set", which the library refuses
+SCALE_TENSOR, SCALE_HEAD, SCALE_TILE = 1, 2, 3  # kvprim_scale_kind
+DTYPES = {"uint8": ("KVPRIM_U8", 16), "float16": ("KVPRIM_F16", 17), "bfloat16": ("KVPRIM_BF16", 18),
+          "float32": ("KVPRIM_F32", 19), "int8": ("KVPRIM_INT8", 21), "float8_e4m3fn": ("KVPRIM_F8E4M3", 24),
+          "float8_e5m2": ("KVPRIM_F8E5M2", 25), "float8_e8m0fnu": ("KVPRIM_F8E8M0", 26)}  # torch's name: kvprim_dtype
+
+
+class Format(ctypes.Structure):
+    _fields_ = [("dtype", ctypes.c_int), ("scale", ctypes.c_int), ("scale_dtype", ctypes.c_int),
+                ("scale_power_of_two", ctypes.c_int32), ("scale_inverse", ctypes.c_int32),
+                ("scale_min", ctypes.c_float), ("tile", ctypes.c_int64), ("scales", ctypes.c_void_p),
+                ("scale_offset", ctypes.c_int64), ("scale_tile_stride", ctypes.c_int64),
+                ("scale_stride", ctypes.c_int64), ("scale_page_stride", ctypes.c_int64),
+                ("scale_layer_stride", ctypes.c_int64), ("nans", ctypes.c_void_p), ("reserved", ctypes.c_int64 * 2)]
 
 
 class Table(ctypes.Structure):
-    tensor = None  # whose memory it is, if one's: see table_of()
+    # Whose memory it is, if one's, and of its scales and counter of NaNs; what `format` points to; elements of a row
+    # and bytes of one, as far as they are known: see table_of() and typed().
+    tensor = scales = nans = kept = elements = element_bytes = None
     _fields_ = [("data", ctypes.c_void_p), ("rows", ctypes.c_int64), ("stride", ctypes.c_int64),
                 ("page_rows", ctypes.c_int64), ("page_stride", ctypes.c_int64), ("heads", ctypes.c_int32),
                 ("reserved_heads", ctypes.c_int32), ("head_stride", ctypes.c_int64), ("bytes", ctypes.c_int64),
-                ("reserved", ctypes.c_int64 * 2)]
+                ("format", ctypes.c_void_p), ("reserved", ctypes.c_int64)]
+
+
+class Preset(ctypes.Structure):
+    _fields_ = [("k_cache", Table), ("v_cache", Table), ("k_format", Format), ("k_elements", ctypes.c_int64),
+                ("v_elements", ctypes.c_int64)]
 
 
 class GatherDesc(ctypes.Structure):
@@ -88,9 +113,10 @@ class Launch(ctypes.Structure):
                 ("reserved", ctypes.c_int64)]
 
 
-STRUCTURES = {"kvprim_table": Table, "kvprim_gather_desc": GatherDesc, "kvprim_store_desc": StoreDesc,
-              "kvprim_transfer_desc": TransferDesc, "kvprim_fragment": Fragment, "kvprim_unpack_desc": UnpackDesc,
-              "kvprim_copy_item": CopyItem, "kvprim_copy_desc": CopyDesc, "kvprim_cuda_launch": Launch}
+STRUCTURES = {"kvprim_format": Format, "kvprim_table": Table, "kvprim_preset": Preset,
+              "kvprim_gather_desc": GatherDesc, "kvprim_store_desc": StoreDesc, "kvprim_transfer_desc": TransferDesc,
+              "kvprim_fragment": Fragment, "kvprim_unpack_desc": UnpackDesc, "kvprim_copy_item": CopyItem,
+              "kvprim_copy_desc": CopyDesc, "kvprim_cuda_launch": Launch}
 
 
 def layout():
@@ -98,7 +124,10 @@ def layout():
     place and size, and none is missing, because the initialisers name them all (-Wmissing-field-initializers)."""
     lines = ['#include "kvprim_cuda.cuh"',
              f'_Static_assert(KVPRIM_VERSION / 100 == {VERSION // 100}, "KVPRIM_VERSION");',
-             f'_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, "kvprim_index_type");']
+             f'_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, "kvprim_index_type");',
+             f"_Static_assert(KVPRIM_SCALE_TENSOR == {SCALE_TENSOR} && KVPRIM_SCALE_HEAD == {SCALE_HEAD} && "
+             f'KVPRIM_SCALE_TILE == {SCALE_TILE}, "kvprim_scale_kind");']
+    lines += [f'_Static_assert({name} == {value}, "kvprim_dtype");' for name, value in DTYPES.values()]
     for name, structure in STRUCTURES.items():
         lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");')
         for field, kind in structure._fields_:
@@ -152,7 +181,15 @@ def load(path):
         getattr(library, "kvprim_" + name).argtypes = [ctypes.POINTER(structure)]
         if library.has_cuda:
             getattr(library, "kvprim_cuda_" + name).argtypes = [ctypes.POINTER(structure), ctypes.POINTER(Launch)]
+    library.kvprim_preset_find.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
+                                           ctypes.c_int64, ctypes.POINTER(Preset)]
     return library
+
+
+def check(library, status):
+    if status != 0:
+        name, text = library.kvprim_status_name(status), library.kvprim_last_error()
+        raise KvprimError(f"{name.decode()}: {text.decode()}")
 
 
 def row_bytes(rows):
@@ -165,12 +202,17 @@ def packed_bytes(tensor):
     return tensor.numel() * tensor.element_size()
 
 
-def table_of(tensor, **fields):
-    """A Table of the tensor's memory, which lives as long as the Table. `bytes` ends at the tensor's last element, so
-    that the library refuses rows, strides and heads that reach past it."""
+def extent(tensor):
+    """Bytes from a tensor's first element to the end of its last one."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    table = Table(data=tensor.data_ptr(), bytes=elements * tensor.element_size() if tensor.numel() else 0, **fields)
-    table.tensor = tensor
+    return elements * tensor.element_size() if tensor.numel() else 0
+
+
+def table_of(tensor, elements=None, **fields):
+    """A Table of the tensor's memory, which lives as long as the Table. `bytes` ends at the tensor's last element, so
+    that the library refuses rows, strides and heads that reach past it. `elements`: of a row."""
+    table = Table(data=tensor.data_ptr(), bytes=extent(tensor), **fields)
+    table.tensor, table.elements, table.element_bytes = tensor, elements, tensor.element_size()
     return table
 
 
@@ -179,14 +221,14 @@ def rows_of(rows):
     """The Table of a 2-dimensional tensor. Its rows may lie apart, as in a part of a packed tensor."""
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1]:
         raise ValueError(f"rows of shape {tuple(rows.shape)} have strides {rows.stride()}: elements must be packed")
-    return table_of(rows, rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
+    return table_of(rows, rows.shape[1], rows=rows.shape[0], stride=rows.stride(0) * rows.element_size())
 
 
 @eager
 def nhd(cache):
     """The Table of a token-major paged cache: [pages, page_rows, row]."""
     size = cache.element_size()
-    return table_of(cache, rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
+    return table_of(cache, cache.shape[2], rows=cache.shape[0] * cache.shape[1], page_rows=cache.shape[1],
                     stride=cache.stride(1) * size, page_stride=cache.stride(0) * size)
 
 
@@ -194,9 +236,72 @@ def nhd(cache):
 def hnd(cache):
     """The Table of a head-major paged cache: [pages, heads, page_rows, head]."""
     size = cache.element_size()
-    return table_of(cache, rows=cache.shape[0] * cache.shape[2], page_rows=cache.shape[2],
-                    stride=cache.stride(2) * size, page_stride=cache.stride(0) * size, heads=cache.shape[1],
-                    head_stride=cache.stride(1) * size)
+    return table_of(cache, cache.shape[1] * cache.shape[3], rows=cache.shape[0] * cache.shape[2],
+                    page_rows=cache.shape[2], stride=cache.stride(2) * size, page_stride=cache.stride(0) * size,
+                    heads=cache.shape[1], head_stride=cache.stride(1) * size)
+
+
+def dtype_of(dtype):
+    """The kvprim_dtype of a torch.dtype."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"{dtype} is no element type of kvprim: it has {', '.join(DTYPES)}")
+    return DTYPES[name][1]
+
+
+@eager
+def typed(table, scale=None, nans=None, **fields):
+    """The Table with a format, by its tensor's dtype: calls between two such Tables convert. The shape of `scale`, a
+    tensor of float32 (computed ones also float8_e8m0fnu), says what it is:
+
+        one element                       the scale of the whole table, read when the call runs
+        [heads]                           one for each head, read likewise
+        [rows, tiles], or                 one for each tile of each row, for tables without and with pages. A store
+        [pages, page_rows, tiles]         computes and writes them, a gather reads them
+
+    nans: a tensor of one int32, which counts NaNs that became 0 in int8. fields: more of kvprim_format's."""
+    form = Format(dtype=dtype_of(table.tensor.dtype), nans=counter(nans, "nans"), **fields)
+    if scale is not None:
+        if scale.dtype != torch.float32 and str(scale.dtype) != "torch.float8_e8m0fnu":
+            raise ValueError(f"scale is {scale.dtype}, expected float32 or float8_e8m0fnu")
+        if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
+            raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
+        form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale.dtype)
+        strides = [stride * scale.element_size() for stride in scale.stride()]
+        if scale.numel() == 1 and scale.dim() < 2:
+            form.scale = SCALE_TENSOR
+        elif scale.dim() > 3 or table.elements % scale.shape[-1] != 0:
+            raise ValueError(f"scale has shape {tuple(scale.shape)}, which a row of {table.elements} elements does not "
+                             "divide into")
+        else:
+            form.scale = SCALE_HEAD if scale.dim() == 1 else SCALE_TILE
+            form.tile, form.scale_tile_stride = table.elements // scale.shape[-1], strides[-1]
+            form.scale_stride = strides[-2] if scale.dim() > 1 else 0
+            form.scale_page_stride = strides[0] if scale.dim() == 3 else 0
+            rows = tuple(scale.shape[:-1])
+            if rows not in ((), (table.rows,), (table.rows // max(table.page_rows, 1), table.page_rows)):
+                raise ValueError(f"scale has shape {tuple(scale.shape)}, but its table {table.rows} rows")
+    copy = Table.from_buffer_copy(table)
+    vars(copy).update(vars(table), kept=form, scales=scale, nans=nans)
+    copy.format = ctypes.addressof(form)
+    return copy
+
+
+@eager
+def preset(library, name, cache):
+    """The Tables of K and V in a cache of an engine, by the name of its format, as kvprim_preset_find() lists them.
+    The cache is [pages, page_rows, bytes of a token] of uint8. K is converted; V is copied as it is, and None if the
+    format has none. Their `elements` say how many each has."""
+    found = Preset()
+    check(library, library.kvprim_preset_find(name.encode(), cache.data_ptr(), cache.shape[0] * cache.shape[1],
+                                              cache.shape[1], cache.stride(0), ctypes.byref(found)))
+    k, v = (Table.from_buffer_copy(table) for table in (found.k_cache, found.v_cache))
+    k.kept, k.elements, k.element_bytes = Format.from_buffer_copy(found.k_format), found.k_elements, 1
+    k.format = ctypes.addressof(k.kept)
+    v.elements, v.element_bytes = found.v_elements, 2
+    for table in (k, v):
+        table.tensor, table.bytes = cache, extent(cache) - ((table.data or cache.data_ptr()) - cache.data_ptr())
+    return k, v if found.v_elements else None
 
 
 def index_type(index):
@@ -248,10 +353,7 @@ class Prepared:
     def __call__(self, stream=None):
         if self.on_gpu:
             self.launch.stream = current_stream() if stream is None else stream
-        status = self.function(*self.arguments)
-        if status != 0:
-            name, text = self.library.kvprim_status_name(status), self.library.kvprim_last_error()
-            raise KvprimError(f"{name.decode()}: {text.decode()}")
+        check(self.library, self.function(*self.arguments))
         if self.pinned:
             keep(self.pinned, self.launch.stream)
 
@@ -260,47 +362,65 @@ def pointer(tensor):
     return None if tensor is None else tensor.data_ptr()
 
 
-def counter(rejected):
+def counter(count, name="rejected"):
     """The pointer to a tensor of one int32, or None."""
-    if rejected is not None and (rejected.dtype != torch.int32 or rejected.numel() != 1):
-        raise ValueError(f"rejected is {rejected.numel()} elements of {rejected.dtype}, expected one int32")
-    return pointer(rejected)
+    if count is not None and (count.dtype != torch.int32 or count.numel() != 1):
+        raise ValueError(f"{name} is {count.numel()} elements of {count.dtype}, expected one int32")
+    return pointer(count)
+
+
+def tensors_of(**tables):
+    """All tensors of these Tables, by name."""
+    return {name + part: tensor for name, table in tables.items() if table is not None
+            for part, tensor in (("", table.tensor), (" scale", table.scales), (" nans", table.nans))}
+
+
+def beside(rows, table):
+    """The Table of rows that go to or come from `table`: typed if that is."""
+    return typed(rows_of(rows)) if table.format else rows_of(rows)
 
 
 @eager
 def prepare_gather(library, out, table, index, base=0, rejected=None, pdl=0):
-    """out[i] = row index[i] - base of the Table `table`; zeros if there is no such row."""
-    desc = GatherDesc(dst=rows_of(out), src=table, row_bytes=row_bytes(out), index=index.data_ptr(),
-                      index_type=index_type(index), index_base=base, count=index.numel(), rejected=counter(rejected))
-    return Prepared(library, "gather", desc, {"out": out, "table": table.tensor, "index": index, "rejected": rejected},
-                    pdl=pdl)
+    """out[i] = row index[i] - base of the Table `table`, converted if that is typed; zeros if there is no such row."""
+    dst = beside(out, table)
+    desc = GatherDesc(dst=dst, src=table, row_bytes=out.shape[1] * (table if table.format else dst).element_bytes,
+                      index=index.data_ptr(), index_type=index_type(index), index_base=base, count=index.numel(),
+                      rejected=counter(rejected))
+    tensors = {"index": index, "rejected": rejected, **tensors_of(out=dst, table=table)}
+    return Prepared(library, "gather", desc, tensors, (dst, table), pdl=pdl)
 
 
 @eager
 def prepare_store(library, k_cache, v_cache, k, v, slot, base=0, rejected=None, pdl=0):
-    """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i]; slots outside them are skipped."""
-    desc = StoreDesc(k_cache=k_cache, v_cache=v_cache, k=rows_of(k), v=rows_of(v), k_bytes=row_bytes(k),
-                     v_bytes=row_bytes(v), slot=slot.data_ptr(), slot_type=index_type(slot), slot_base=base,
-                     count=slot.numel(), rejected=counter(rejected))
-    return Prepared(library, "store", desc, {"k_cache": k_cache.tensor, "v_cache": v_cache.tensor, "k": k, "v": v,
-                                             "slot": slot, "rejected": rejected}, pdl=pdl)
+    """Rows slot[i] - base of the Tables k_cache and v_cache = k[i] and v[i], converted if they are typed; slots
+    outside them are skipped. v_cache and v may both be None."""
+    tables = {"k_cache": k_cache, "k": beside(k, k_cache)}
+    if v is not None:
+        tables.update(v_cache=v_cache, v=beside(v, v_cache))
+    desc = StoreDesc(**tables, k_bytes=row_bytes(k), v_bytes=0 if v is None else row_bytes(v), slot=slot.data_ptr(),
+                     slot_type=index_type(slot), slot_base=base, count=slot.numel(), rejected=counter(rejected))
+    return Prepared(library, "store", desc, {"slot": slot, "rejected": rejected, **tensors_of(**tables)}, tables,
+                    pdl=pdl)
 
 
 def geometry(table):
-    """All fields but the address."""
-    return [getattr(table, field) for field, _ in Table._fields_ if field not in ("data", "reserved")]
+    """All fields but addresses, and of the format its bytes."""
+    fields = [getattr(table, field) for field, _ in Table._fields_ if field not in ("data", "format", "reserved")]
+    return fields + [bytes(table.kept) if table.format else None]
 
 
 @eager
 def prepare_transfer(library, dst, src, row_bytes, dst_index, src_index, same_cache=0, rejected=None, max_sms=0):
     """In each layer, row dst_index[i] of dst = row src_index[i] of src. dst and src are lists of Tables, one for each
-    layer. The indices are both on the GPU, or both on the CPU, pinned or not: then the call reads them."""
+    layer, converted if all are typed, with the same scale in all layers; row_bytes: of src's elements. The indices are
+    both on the GPU, or both on the CPU, pinned or not: then the call reads them."""
     sides = {"dst": dst, "src": src}
     if len(dst) != len(src) or dst_index.numel() != src_index.numel() or dst_index.is_cuda != src_index.is_cuda:
         raise ValueError("dst and src, and their indices, must be as many, and both indices on one side")
     if any(geometry(table) != geometry(side[0]) for side in sides.values() for table in side):
         raise ValueError("the layers of a side must have the same shape and strides")
-    tensors = {f"{name}[{i}]": table.tensor for name, side in sides.items() for i, table in enumerate(side)}
+    tensors = tensors_of(**{f"{name}[{i}]": table for name, side in sides.items() for i, table in enumerate(side)})
     layers = {name: (ctypes.c_void_p * len(side))(*[table.data for table in side]) for name, side in sides.items()}
     host_index = not dst_index.is_cuda
     desc = TransferDesc(dst=dst[0], src=src[0], layers=len(dst), same_cache=same_cache, row_bytes=row_bytes,
@@ -310,7 +430,7 @@ def prepare_transfer(library, dst, src, row_bytes, dst_index, src_index, same_ca
                         count=dst_index.numel(), rejected=counter(rejected))
     tensors.update({"rejected": rejected} if host_index else
                    {"rejected": rejected, "dst_index": dst_index, "src_index": src_index})
-    return Prepared(library, "transfer", desc, tensors, (layers, dst_index, src_index), max_sms=max_sms)
+    return Prepared(library, "transfer", desc, tensors, (layers, sides, dst_index, src_index), max_sms=max_sms)
 
 
 @eager
@@ -439,6 +559,205 @@ def check_store(library, checks):
     checks.that(same_bits(out, with_zeros), "store with a reserved slot 0")
 
 
+# Conversions, against torch's own casts. Those do not saturate, so clamp() goes first, which leaves NaN; torch keeps a
+# NaN's sign and some of its bits, and kvprim gives every NaN the bits of `nan`.
+
+def quantized(x, dtype, scale=None):
+    """x / scale in the quantised dtype, as bytes; scale: a tensor that broadcasts. A division by a number would become
+    a multiplication by its inverse on a GPU."""
+    x = x.float() if scale is None else x.float() / scale
+    nan = x.isnan()
+    if dtype == torch.int8:
+        return x.round().clamp(-127, 127).masked_fill(nan, 0).to(torch.int8).view(torch.uint8)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).masked_fill(nan, 0).to(dtype).view(torch.uint8).masked_fill(nan, 0x7f)
+
+
+def canonical(x):
+    """The bits of a floating-point tensor, with one NaN."""
+    bits, nan = {2: (torch.int16, 0x7fff), 4: (torch.int32, 0x7fffffff)}[x.element_size()]
+    return x.contiguous().view(bits).masked_fill(x.isnan(), nan)
+
+
+def dequantized(stored, dtype, scale=None):
+    """stored * scale, as bits of dtype."""
+    x = stored.float() if scale is None else stored.float() * scale
+    return canonical(x.to(dtype))
+
+
+def computed_scale(tiles, dtype, least=2.0 ** -126, power_of_two=False):
+    """The scale of each tile, which is the last dimension. NaN does not count, infinity is the largest number."""
+    largest = 127 if dtype == torch.int8 else torch.finfo(dtype).max
+    magnitude = tiles.float().abs().nan_to_num(nan=0.0, posinf=torch.finfo(torch.float32).max).amax(-1)
+    scale = (magnitude / torch.full_like(magnitude, largest)).clamp(min=least)
+    bits = scale.view(torch.int32)
+    return ((bits + 0x7fffff) & ~0x7fffff).view(torch.float32) if power_of_two else scale
+
+
+def every_value(dtype, device):
+    """128 rows of 512: all values of a 16-bit type, or as many random bits of float32."""
+    if dtype == torch.float32:
+        return torch.empty((128, 256), dtype=torch.int64, device=device).random_().view(torch.float32)
+    return torch.arange(65536, device=device).to(torch.int16).view(128, 512).view(dtype)
+
+
+FLOATS = ("bfloat16", "float16", "float32")
+QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+SCALES = (None, 1.0, 0.37, 3.1e-5, 2.0 ** -126, 1e-40, 2.0 ** 127, -2.0, 0.0, float("inf"), float("nan"))
+
+
+def check_convert(library, checks):
+    """Stores that quantise and gathers that dequantise; scales of a tensor and of a head."""
+    device = checks.device
+    slot = torch.randperm(160, device=device)[:128]
+    for name in QUANTIZED:
+        dtype = getattr(torch, name)
+        for source in FLOATS:
+            x, scale, nans = every_value(getattr(torch, source), device), torch.ones(1, device=device), None
+            cache = torch.full((10, 16, 512), 0xa5, dtype=torch.uint8, device=device).view(dtype)
+            if name == "int8":
+                nans = torch.zeros(1, dtype=torch.int32, device=device)
+            for value in SCALES:
+                expected = cache.view(torch.uint8).view(160, 512).clone()
+                given = None if value is None else scale.fill_(value)
+                store(library, typed(nhd(cache), given, nans), None, x, None, slot)
+                expected[slot] = quantized(x, dtype, given)
+                checks.that(torch.equal(cache.view(torch.uint8).view(160, 512), expected),
+                            f"store of {source} as {name}, scale {value}")
+                if nans is not None:
+                    there = (x if given is None else x.float() / scale).isnan().sum()
+                    checks.that(nans.item() == there, f"{nans.item()} NaNs counted, scale {value}, not {there}")
+                    nans.zero_()
+
+    rejected = torch.zeros(1, dtype=torch.int32, device=device)
+    index = torch.cat((torch.randperm(32, device=device), torch.tensor([-1, 32], device=device)))
+    stored = torch.arange(256, device=device).to(torch.uint8).repeat(32).view(2, 16, 256)  # 32 rows of all values
+    for name in QUANTIZED:
+        cache, rows = stored.view(getattr(torch, name)), stored.view(32, 256).view(getattr(torch, name))
+        for target in FLOATS:
+            dtype = getattr(torch, target)
+            for value in SCALES:
+                out = torch.full((34, 256), 3, dtype=dtype, device=device)
+                given = None if value is None else torch.full((1,), value, device=device)
+                gather(library, out, typed(nhd(cache), given), index, rejected=rejected.zero_())
+                bits = out.view(torch.int16 if out.element_size() == 2 else torch.int32)
+                checks.that(torch.equal(bits[:32], dequantized(rows, dtype, given)[index[:32]]) and
+                            not bits[32:].any() and rejected.item() == 1, f"gather of {name} as {target}, {value}")
+
+    for source in FLOATS:  # and into each other
+        rows = every_value(getattr(torch, source), device)
+        rows = rows.view(-1, rows.shape[1] // 2)
+        index = torch.randperm(rows.shape[0], device=device)
+        for target in FLOATS:
+            out = torch.zeros(rows.shape, dtype=getattr(torch, target), device=device)
+            gather(library, out, typed(rows_of(rows)), index)
+            expected = rows[index]
+            same = same_bits(out, expected) if source == target else torch.equal(
+                out.view(canonical(out).dtype), canonical(expected.to(out.dtype)))
+            checks.that(same, f"gather of {source} as {target}")
+
+    # A scale for each of 8 heads, head-major, prepared; then other scales in the same memory.
+    x, scale = random_rows(128, 1024, device), torch.rand(8, device=device) + 0.01
+    caches = [torch.zeros((10, 8, 16, 64), dtype=torch.float8_e4m3fn, device=device) for _ in "kv"]
+    tables = [typed(hnd(caches[0]), scale), typed(hnd(caches[1]))]
+    again, out = prepare_store(library, *tables, x, x, slot), torch.zeros_like(x)
+    back = prepare_gather(library, out, tables[0], slot)
+    for _ in range(2):
+        again()
+        back()
+        rows = [cache[slot // 16, :, slot % 16] for cache in caches]
+        expected = quantized(x.view(128, 8, 64), torch.float8_e4m3fn, scale[:, None])
+        checks.that(torch.equal(rows[0].view(torch.uint8), expected), "store with a scale for each head")
+        checks.that(torch.equal(rows[1].view(torch.uint8), quantized(x.view(128, 8, 64), torch.float8_e4m3fn)),
+                    "V beside it, without a scale")
+        expected = dequantized(rows[0], torch.bfloat16, scale[:, None]).view(128, 512)
+        checks.that(torch.equal(out.view(torch.int16), expected), "gather with a scale for each head")
+        scale.mul_(3)
+
+
+def check_computed(library, checks):
+    """Scales that a store computes: a tile of a row, in memory of their own; and DeepSeek's formats, by presets."""
+    device = checks.device
+    x, slot = random_rows(100, 1024, device), torch.randperm(160, device=device)[:100]
+    x[3], x[4, 64:] = 0, float("nan")
+    wild = x.view(torch.int16) & 0x7f80 == 0x7f80  # infinities and NaNs: some are left
+    wild[::5] = False
+    x[wild] = 1
+    for name, kind, fields in (("float8_e4m3fn", "float32", {}), ("float8_e5m2", "float32", {"scale_min": 1e-6}),
+                               ("int8", "float32", {"scale_power_of_two": 1}), ("float8_e4m3fn", "float8_e8m0fnu", {}),
+                               ("int8", "float32", {"scale_inverse": 1, "scale_min": 1e-6})):
+        if not hasattr(torch, kind):
+            continue  # torch before 2.7
+        dtype, power_of_two = getattr(torch, name), kind != "float32" or "scale_power_of_two" in fields
+        cache = torch.zeros((10, 16, 512), dtype=dtype, device=device)
+        scales = torch.zeros((10, 16, 8), dtype=getattr(torch, kind), device=device)
+        table, out = typed(nhd(cache), scales, **fields), torch.zeros_like(x)
+        store(library, table, None, x, None, slot)
+        expected = computed_scale(x.view(100, 8, 64), dtype, fields.get("scale_min", 2.0 ** -126), power_of_two)
+        got, rows = scales.view(160, 8)[slot].float(), cache.view(160, 512)[slot]
+        checks.that(torch.equal(got, expected), f"scales that a store computes, {name}, {kind}, {fields}")
+        each = expected.repeat_interleave(64, 1)
+        values = quantized(x.float() * (1 / each), dtype) if "scale_inverse" in fields else quantized(x, dtype, each)
+        checks.that(torch.equal(rows.view(torch.uint8), values), f"values beside them, {name}, {kind}, {fields}")
+        gather(library, out, table, slot)
+        checks.that(torch.equal(out.view(torch.int16), dequantized(rows, torch.bfloat16, each)), f"gather, {name}")
+
+    for name, token, k_elements, v_elements, tile, pow2, v_offset in (
+            ("fp8_ds_mla", 656, 512, 64, 128, False, 528), ("fp8_ds_mla_v4", 584, 448, 64, 64, True, 448),
+            ("fp8_indexer", 132, 128, 0, 128, False, 0), ("fp8_indexer_ue8m0", 132, 128, 0, 128, True, 0)):
+        whole = torch.full((10, 64 * token + 64), 0xa5, dtype=torch.uint8, device=device)  # padded pages
+        cache = whole[:, :64 * token].view(10, 64, token)
+        k, v = random_rows(100, 2 * k_elements, device), random_rows(100, 128, device) if v_elements else None
+        k[k.float().abs() > 1e30] = 0.25
+        k[7], k[8] = 0, 1e-6
+        least = 2.0 ** -126 if name == "fp8_ds_mla" else (torch.tensor(1e-4) / 448).item()
+        slot = torch.randperm(640, device=device)[:100]
+        k_table, v_table = preset(library, name, cache)
+        checks.that((k_table.elements, v_table.elements if v_table else 0) == (k_elements, v_elements), name)
+        expected = whole.clone()
+        scale = computed_scale(k.view(100, -1, tile), torch.float8_e4m3fn, least, pow2)
+        each = scale.repeat_interleave(tile, 1)
+        stored = quantized(k, torch.float8_e4m3fn, each)
+        for i, s in enumerate(slot.tolist()):  # what each format is, byte by byte
+            page, r = expected[s // 64], s % 64
+            row = token if name == "fp8_ds_mla" else k_elements + 2 * v_elements
+            page[r * row:r * row + k_elements] = stored[i]
+            if v_elements:
+                page[r * row + v_offset:r * row + v_offset + 128] = v[i].view(torch.uint8)
+            if name == "fp8_ds_mla":
+                page[r * row + 512:r * row + 528] = scale[i].view(torch.uint8)
+            elif name == "fp8_ds_mla_v4":
+                page[64 * row + r * 8:64 * row + r * 8 + 7] = ((scale[i].view(torch.int32) >> 23) & 255).to(torch.uint8)
+            else:
+                page[64 * row + r * 4:64 * row + r * 4 + 4] = scale[i].view(torch.uint8)
+        store(library, k_table, v_table, k, v, slot)
+        checks.that(torch.equal(whole, expected), f"store, {name}")
+        out = torch.zeros_like(k)
+        gather(library, out, k_table, slot)
+        checks.that(torch.equal(out.view(torch.int16), dequantized(stored.view(torch.float8_e4m3fn), torch.bfloat16,
+                                                                   each)), f"gather, {name}")
+        if v_elements:
+            out = torch.zeros_like(v)
+            gather(library, out, v_table, slot)
+            checks.that(same_bits(out, v), f"gather of what {name} copies")
+
+
+def check_convert_transfer(library, checks):
+    """Layers of bf16 to layers of FP8 and back."""
+    layers = [layer.clamp(-1, 1).nan_to_num() for layer in layer_caches(checks, 3)]
+    small = [torch.zeros(layer.shape, dtype=torch.float8_e5m2, device=checks.device) for layer in layers]
+    back, scale = [torch.zeros_like(layer) for layer in layers], torch.full((1,), 0.3, device=checks.device)
+    index = torch.randperm(640, device=checks.device)[:100]
+    transfer(library, [typed(hnd(layer), scale) for layer in small], [typed(hnd(layer)) for layer in layers], 1024,
+             index, index)
+    transfer(library, [typed(hnd(layer)) for layer in back], [typed(hnd(layer), scale) for layer in small], 512, index,
+             index)
+    for was, stored, got in zip(layers, small, back):
+        rows = [cache[index // 16, :, index % 16] for cache in (was, stored, got)]
+        checks.that(torch.equal(rows[1].view(torch.uint8), quantized(rows[0], torch.float8_e5m2, scale)), "transfer")
+        checks.that(torch.equal(rows[2].view(torch.int16), dequantized(rows[1], torch.bfloat16, scale)), "and back")
+
+
 def check_errors(library, checks):
     rows, index = random_rows(8, 128, checks.device), torch.arange(8, dtype=torch.int32, device=checks.device)
     out, table, no_rows, too_long = random_rows(8, 128, checks.device), rows_of(rows), rows_of(rows), rows_of(rows)
@@ -454,8 +773,25 @@ def check_errors(library, checks):
             checks.that(False, f"{what}: no {error_name}")
         except KvprimError as error:
             checks.that(error_name in str(error) and "kvprim" in str(error), f"{what}: {error}")
+    cache = torch.zeros((8, 64), dtype=torch.float8_e4m3fn, device=checks.device)
+    scale = torch.ones(1, device=checks.device)
+    for error_name, what, dst, src in (
+            ("UNSUPPORTED", "FP8 as INT8", cache.view(torch.int8), typed(rows_of(cache), scale)),
+            ("SIZE", "a scale for 8 of 60", random_rows(8, 120, checks.device), typed(rows_of(cache), scale.repeat(8))),
+            ("ARGUMENT", "an inverse for a gather", out, typed(rows_of(cache), scale, scale_inverse=1)),
+            ("ARGUMENT", "an unknown format", out, "fp8_ds")):
+        try:
+            gather(library, dst, preset(library, src, cache)[0] if src == "fp8_ds" else src, index)
+            checks.that(False, f"{what}: no KVPRIM_ERROR_{error_name}")
+        except KvprimError as error:
+            checks.that("KVPRIM_ERROR_" + error_name in str(error), f"{what}: {error}")
     for what, broken in (("a transposed tensor as rows", lambda: rows_of(rows.t())),
                          ("one row expanded to many", lambda: rows_of(rows[:1].expand(8, -1))),
+                         ("a scale of float64", lambda: typed(rows_of(cache), scale.double())),
+                         ("an expanded scale", lambda: typed(rows_of(cache), scale.expand(8))),
+                         ("three scales for 64 elements", lambda: typed(rows_of(cache), scale.repeat(3))),
+                         ("scales of other rows", lambda: typed(rows_of(cache), scale.repeat(9, 2))),
+                         ("elements of float64", lambda: typed(rows_of(rows.double()))),
                          ("a counter of one byte", lambda: gather(library, out, table, index, rejected=byte)),
                          ("layers that differ", lambda: transfer(library, [rows_of(out)] * 2, [table, too_long], 128,
                                                                  index, index)),
@@ -526,6 +862,7 @@ def check_reach(library, checks):
     for argument, call in (("index", lambda: gather(library, out, there, index.cpu())),
                            ("table", lambda: gather(library, out, rows_of(rows.cpu()), index)),
                            ("out", lambda: gather(library, out.cpu(), there, index)),
+                           ("table scale", lambda: gather(library, out, typed(there, torch.ones(1)), index)),
                            ("v_cache", lambda: store(library, there, rows_of(rows.cpu()), out, out, index)),
                            ("src[0]", lambda: transfer(library, [rows_of(out)], [rows_of(rows.cpu())], 128, index,
                                                        index)),
@@ -583,7 +920,10 @@ def check_all(library):
         torch.manual_seed(1)
         check_gather(library, checks)
         check_store(library, checks)
+        check_convert(library, checks)
+        check_computed(library, checks)
         check_transfer(library, checks)
+        check_convert_transfer(library, checks)
         check_unpack(library, checks)
         check_copy(library, checks)
         check_errors(library, checks)

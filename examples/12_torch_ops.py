@@ -8,10 +8,14 @@ To use the operators in a program of your own, copy load_operators() and 12_torc
     ops = load_operators("path/to/kvprim's headers", "build folder")
     ops.store(k, v, k_cache, v_cache, slot, "NHD")
     rows = ops.gather_new(k_cache, index, "NHD")
+    ops.store(k, v, k_cache, v_cache, slot, "NHD", cache_dtype="fp8_e4m3", k_scale=k_scale, v_scale=v_scale)
+    ops.store(kv_c, k_pe, kv_cache, None, slot, "NHD", cache_dtype="fp8_ds_mla")
 
 The tests run on the CPU, where kvprim's host functions serve the same operators, and on a GPU if there is one: results,
-refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the time of a call on the host.
+conversions against torch's casts, refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the
+time of a call on the host.
 """
+import importlib
 import os
 import statistics
 import sys
@@ -25,6 +29,8 @@ except ImportError:
     torch = None
 
 EXAMPLES = os.path.dirname(os.path.abspath(__file__))
+WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_v4": (448, 64), "fp8_indexer": (128, 0),
+                 "fp8_indexer_ue8m0": (128, 0)}  # elements of a row that are quantised, and copied
 
 
 def load_operators(headers, folder):
@@ -44,9 +50,11 @@ def load_operators(headers, folder):
         torch.library.register_fake("kvprim::" + name, lambda *_, **__: None)
 
     @torch.library.register_fake("kvprim::gather_new")
-    def _(src, index, layout="rows", **_):
+    def _(src, index, layout="rows", *, cache_dtype="auto", dtype=None, **_):
         row = {"rows": src.shape[1:], "NHD": src.shape[2:], "HND": (*src.shape[1:2], *src.shape[3:])}[layout]
-        return src.new_empty((index.shape[0], *row))
+        if cache_dtype in WHOLE_FORMATS:
+            row = (sum(WHOLE_FORMATS[cache_dtype]),)
+        return src.new_empty((index.shape[0], *row), dtype=dtype)
 
     @torch.library.register_fake("kvprim::slots_new")
     def _(pages, count, *_, **__):
@@ -193,6 +201,164 @@ def copies(ops, device):
         assert torch.equal(dst[1], -src[1]), "and between GPU tensors in the same call"
 
 
+# Conversions. 08_torch.py says in torch's own casts what kvprim must give.
+casts = importlib.import_module("08_torch")
+STORED = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "int8": "int8"}
+
+
+def as_bytes(tensor):
+    return tensor.view(torch.uint8)
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.int16)
+
+
+def scales_like(device, layout, tiles=HEADS, dtype=None):
+    shape = {"rows": (SLOTS, tiles), "NHD": (PAGES, PAGE, tiles), "HND": (PAGES, tiles, PAGE)}[layout]
+    return torch.zeros(shape, dtype=dtype or torch.float32, device=device)
+
+
+def with_edges(rows):
+    """Puts what rounds, saturates or is not a number into some elements."""
+    inf, nan = float("inf"), float("nan")
+    edges = torch.tensor([0.0, -0.0, 448, 449, -57344, 6e4, 1e-3, 1e-40, inf, -inf, nan, 127.5])
+    rows.view(rows.shape[0], -1)[::3, :len(edges)] = edges.to(rows)
+    return rows
+
+
+def scaled_caches(ops, device):
+    """k_scale and v_scale: one element, one for each head, or none; caches by dtype and by name."""
+    qkv = with_edges(random_like(100, 3 * HEADS * DIM, device=device) * 100)
+    q, k, v = qkv.view(100, 3, HEADS, DIM).unbind(1)
+    one, each = torch.full((), 0.37, device=device), torch.rand(HEADS, device=device) + 0.1
+    for layout in ("rows", "NHD", "HND"):
+        for name, stored in STORED.items():
+            dtype = getattr(torch, stored)
+            for k_scale, v_scale, cache_dtype in ((one, each, name), (None, None, name), (each, one, "auto"),
+                                                  (one.view(1), None, "auto")):
+                slot, keep = some_slots(100, device), None
+                keep = slot >= 0
+                cached = [as_bytes(torch.zeros(c.shape, dtype=dtype, device=device)) for c in caches(device, layout)]
+                if cache_dtype == "auto" or stored == "int8":
+                    cached = [c.view(dtype) for c in cached]
+                expected = [as_bytes(c).clone() for c in cached]
+                for cache, rows, scale in zip(expected, (k, v), (k_scale, v_scale)):
+                    column = scale if scale is None or scale.numel() == 1 else scale[:, None]
+                    cache[place(slot[keep], layout)] = casts.quantized(rows[keep], dtype, column)
+                ops.store(k, v, *cached, slot, layout, cache_dtype=cache_dtype, k_scale=k_scale, v_scale=v_scale)
+                assert all(torch.equal(as_bytes(a), b) for a, b in zip(cached, expected)), (layout, cache_dtype, stored)
+                for cache, want, scale in zip(cached, expected, (k_scale, v_scale)):
+                    column = scale if scale is None or scale.numel() == 1 else scale[:, None]
+                    want = want.view(dtype)[place(slot.clamp(min=0), layout)]
+                    for wide in (torch.bfloat16, torch.float16, torch.float32):
+                        got = ops.gather_new(cache, slot, layout, cache_dtype=cache_dtype, scale=scale, dtype=wide)
+                        value = casts.dequantized(want, wide, column).masked_fill(~keep[:, None, None], 0)
+                        assert torch.equal(got.view(value.dtype), value), (layout, cache_dtype, stored, wide)
+    before = [as_bytes(cache).clone() for cache in cached]  # and no token at all
+    ops.store(k[:0], v[:0], *cached, slot[:0], layout, cache_dtype=cache_dtype, k_scale=each, v_scale=one)
+    none = ops.gather_new(cached[0], slot[:0], layout, cache_dtype=cache_dtype, scale=each, dtype=k.dtype)
+    assert none.shape == (0, HEADS, DIM), "no token gathered"
+    assert all(torch.equal(a, as_bytes(b)) for a, b in zip(before, cached)), "no token stored"
+    inverse = torch.full((1,), 4.0, device=device)
+    cache = torch.zeros((SLOTS, HEADS, DIM), dtype=torch.float8_e4m3fn, device=device)
+    ops.store(k, None, cache, None, slot, k_scale=inverse, scale_inverse=True)
+    assert torch.equal(as_bytes(cache)[slot[keep]], casts.quantized(k[keep].float() * 4, cache.dtype)), "inverse"
+    ops.gather(q, cache, slot, scale=1 / inverse)
+    assert torch.equal(bits(q[keep]), casts.dequantized(cache[slot[keep]], q.dtype, 1 / inverse)), "and back"
+    wide = torch.zeros((SLOTS, HEADS, DIM), dtype=torch.float32, device=device)
+    ops.store(k, None, wide, None, slot)
+    assert torch.equal(casts.canonical(wide[slot[keep]]), casts.canonical(k[keep].float())), "bfloat16 as float32"
+
+
+def computed_scales(ops, device):
+    """Scale caches: a scale for each token and head, in a cache of its own and inside the padded heads of a cache."""
+    k, v = (with_edges(random_like(100, HEADS, DIM, device=device)) for _ in "kv")
+    k[1], k[2] = 0, 1e-5  # the least scale
+    for layout in ("rows", "NHD", "HND"):
+        for name, dtype, least, inverse in (("auto", torch.float8_e4m3fn, 2.0 ** -126, False),
+                                            ("fp8_per_token_head", torch.float8_e4m3fn, 1e-6, True),
+                                            ("int8_per_token_head", torch.int8, 1e-6, True)):
+            slot = some_slots(100, device)
+            keep = slot >= 0
+            rows = [rows[keep] for rows in (k, v)]
+            for padding in (0, 16):  # FlashInfer's heads: [DIM of FP8][a scale of 4 bytes][12 bytes]
+                whole = [torch.zeros((*cache.shape[:-1], DIM + padding), dtype=torch.uint8, device=device)
+                         for cache in caches(device, layout)]
+                cached = [cache[..., :DIM].view(dtype) for cache in whole]
+                scales = [cache[..., DIM:DIM + 4].view(torch.float32).squeeze(-1) for cache in whole] if padding else [
+                    scales_like(device, layout) for _ in "kv"]
+                ops.store(k, v, *cached, slot, layout, cache_dtype=name, k_scale_cache=scales[0],
+                          v_scale_cache=scales[1])
+                for cache, scale, row, base in zip(cached, scales, rows, whole):
+                    expected = casts.computed_scale(row, dtype, least)
+                    got = scale[place(slot[keep], layout)]
+                    assert torch.equal(got, expected), (layout, name, padding)
+                    want = casts.quantized(row.float() * (1 / expected)[..., None], dtype) if inverse else \
+                        casts.quantized(row, dtype, expected[..., None])
+                    cells = place(slot[keep], layout)
+                    assert torch.equal(as_bytes(cache[cells].contiguous()), want), (layout, name, padding)
+                    assert not base[..., DIM + 4:].any(), "padding written"
+                    back = ops.gather_new(cache, slot[keep], layout, cache_dtype=name, scale=scale, dtype=k.dtype)
+                    assert torch.equal(bits(back), casts.dequantized(want.view(dtype), k.dtype, expected[..., None]))
+    power = scales_like(device, "NHD", 8, torch.float8_e8m0fnu)
+    cache = torch.zeros((PAGES, PAGE, HEADS, DIM), dtype=torch.float8_e4m3fn, device=device)
+    ops.store(k, None, cache, None, slot, "NHD", k_scale_cache=power)
+    expected = casts.computed_scale(rows[0].view(-1, 8, DIM // 2), cache.dtype, power_of_two=True)
+    assert torch.equal(power.view(SLOTS, 8)[slot[keep]].float(), expected), "float8_e8m0fnu, two for each head"
+
+
+def whole_formats(ops, device):
+    """Caches that hold their scales: what a gather gives is what the casts give; 08_torch.py checks each byte."""
+    for name, token in (("fp8_ds_mla", 656), ("fp8_ds_mla_v4", 584), ("fp8_indexer", 132), ("fp8_indexer_ue8m0", 132)):
+        quantized, copied = WHOLE_FORMATS[name]
+        tile, power = (64 if name == "fp8_ds_mla_v4" else 128), name in ("fp8_ds_mla_v4", "fp8_indexer_ue8m0")
+        whole = torch.zeros((10, 64 * token + 64), dtype=torch.uint8, device=device)  # padded pages
+        cache = whole[:, :64 * token].view(10, 64, token)
+        again, rejected = torch.zeros_like(cache, memory_format=torch.contiguous_format), counter(device)
+        rows, slot = random_like(100, quantized + copied, device=device), some_slots(100, device)
+        slot[1] = SLOTS + 1
+        k, v = rows[:, :quantized], rows[:, quantized:].contiguous() if copied else None
+        ops.store(k, v, cache, None, slot, "NHD", cache_dtype=name, rejected=rejected)
+        ops.store(rows, None, again, None, slot, "NHD", cache_dtype=name)
+        assert torch.equal(cache, again) and rejected.item() == 1, f"{name}: k and v beside each other"
+        keep = (slot >= 0) & (slot < SLOTS)
+        scale = casts.computed_scale(k.reshape(100, -1, tile), torch.float8_e4m3fn, power_of_two=power)
+        scale = scale.repeat_interleave(tile, 1)
+        stored = casts.quantized(k, torch.float8_e4m3fn, scale).view(torch.float8_e4m3fn)
+        expected = bits(rows)
+        expected[:, :quantized] = casts.dequantized(stored, torch.bfloat16, scale)
+        expected[~keep] = 0
+        got, part = ops.gather_new(cache, slot, "NHD", cache_dtype=name, dtype=torch.bfloat16), torch.ones_like(k)
+        assert torch.equal(bits(got), expected), name
+        ops.gather(part, cache, slot, "NHD", cache_dtype=name)
+        assert torch.equal(bits(part), expected[:, :quantized]), f"{name}: what is quantised alone"
+        ops.store(rows[:0], None, again, None, slot[:0], "NHD", cache_dtype=name)
+        none = ops.gather_new(again, slot[:0], "NHD", cache_dtype=name, dtype=torch.bfloat16)
+        assert none.shape == (0, quantized + copied) and torch.equal(cache, again), f"{name}: no token"
+    packed = torch.zeros((SLOTS, 656), dtype=torch.uint8, device=device)  # rows that follow each other, without pages
+    ops.store(random_like(100, 576, device=device), None, packed, None, slot, cache_dtype="fp8_ds_mla")
+    assert packed[slot[keep]].any(1).all(), "rows of 656 bytes"
+
+
+def scaled_transfers(ops, device):
+    """Layers of bfloat16 to layers of FP8, with a scale for each, and back."""
+    layers, index = caches(device, "HND", 5), some_slots(50, device)
+    index[::7] = 5
+    small = [torch.zeros_like(layer, dtype=torch.float8_e4m3fn) for layer in layers]
+    for scale in (torch.rand(5, device=device) + 0.5, torch.rand((5, HEADS), device=device) + 0.5,
+                  torch.full((1,), 2.5, device=device), None):
+        ops.transfer(small, layers, index, index, "HND", "HND", dst_scale=scale)
+        back = [torch.zeros_like(layer) for layer in layers]
+        ops.transfer(back, [as_bytes(layer) for layer in small], index, index, "HND", "HND", src_dtype="fp8",
+                     src_scale=scale)
+        for i, (was, stored, got) in enumerate(zip(layers, small, back)):
+            was, stored, got = (layer[place(index, "HND")] for layer in (was, stored, got))
+            each = None if scale is None else scale[i if scale.shape[0] == 5 else 0].view(-1, 1)
+            assert torch.equal(as_bytes(stored), casts.quantized(was, stored.dtype, each)), "to FP8"
+            assert torch.equal(bits(got), casts.dequantized(stored, got.dtype, each)), "and back"
+
+
 def slots_of(ops, device):
     pages = torch.randperm(PAGES, device=device)[:32].view(4, 8)
     pages[2, 3] = -1  # not yet given a page
@@ -229,7 +395,48 @@ def refusals(ops, device):
     refused("index|Float", ops.gather_new, cache, index.float(), "NHD")
     refused("index|2 dimensions", ops.gather_new, cache, index.view(2, 5), "NHD")
     refused("index|expanded", ops.gather_new, cache, index[:1].expand(10), "NHD")
-    refused("out|src|BFloat16|Float", ops.gather, rows.float(), cache, index, "NHD")
+    refused("out|Long|no element type", ops.gather, rows.long(), cache, index, "NHD")
+    refused("a row of out|128 elements|256", ops.gather, rows[:, :2].float(), cache, index, "NHD")
+    fp8, scale = torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device=device), torch.ones(1, device=device)
+    refused("k_cache is Byte|cache_dtype", ops.store, rows, None, as_bytes(fp8), None, index, "NHD")
+    refused("k_cache|\"fp4\"|\"fp8_e5m2\"|\"fp8_ds_mla\"", ops.store, rows, None, fp8, None, index, "NHD",
+            cache_dtype="fp4")
+    refused("k_cache is BFloat16|\"fp8\"", ops.store, rows, None, cache, None, index, "NHD", cache_dtype="fp8")
+    refused("k_cache is Float8_e4m3fn|\"fp8_e5m2\"", ops.store, rows, None, fp8, None, index, "NHD",
+            cache_dtype="fp8_e5m2")
+    refused("KVPRIM_ERROR", ops.store, rows, None, cache, None, index, "NHD", k_scale=scale)
+    refused("KVPRIM_ERROR_UNSUPPORTED", ops.gather_new, fp8, index, "NHD", dtype=torch.int8)
+    refused("dtype must say", ops.gather_new, fp8, index, "NHD", scale=scale)
+    refused("scale is Double", ops.gather, rows, fp8, index, "NHD", scale=scale.double())
+    refused("k_scale has 3 elements|256", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(3))
+    refused("k_scale is expanded", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(4))
+    refused("k_scale has shape [1, 4]", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.expand(1, 4))
+    refused("v_scale|v is None", ops.store, rows, None, fp8, None, index, "NHD", v_scale=scale)
+    scales = scales_like(device, "NHD")
+    refused("k_scale and k_scale_cache", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale,
+            k_scale_cache=scales)
+    refused("k_scale_cache has shape|640 rows", ops.store, rows, None, fp8, None, index, "NHD",
+            k_scale_cache=scales[1:])
+    refused("k_scale_cache has 3 scales|256", ops.store, rows, None, fp8, None, index, "NHD",
+            k_scale_cache=scales_like(device, "NHD", 3))
+    refused("fp8_per_token_head needs k_scale_cache", ops.store, rows, None, fp8, None, index, "NHD",
+            cache_dtype="fp8_per_token_head")
+    refused("fp8_per_token_head needs scale", ops.gather, rows, fp8, index, "NHD", cache_dtype="fp8_per_token_head")
+    mla, latent = torch.zeros((10, 64, 656), dtype=torch.uint8, device=device), random_like(10, 576, device=device)
+    for words, k, v, whole, options in (
+            ("k_cache is Byte|656", latent, None, mla[..., :640], {}), ("k_cache|\"NHD\"", latent, None, mla[0, 0], {}),
+            ("a row of k has 576|512", latent, latent[:, :64], mla, {}),
+            ("v is None|512", latent[:, :512], None, mla, {}),
+            ("a row of v has 32|64", latent[:, :512], latent[:, :32], mla, {}),
+            ("k is Float|16-bit", latent.float(), None, mla, {}), ("holds all", latent, None, mla, {"k_scale": scale}),
+            ("k_cache|\"rows\"", latent, None, mla.transpose(0, 1), {})):
+        refused(words, ops.store, k, v, whole, None, index, "NHD", cache_dtype="fp8_ds_mla", **options)
+    refused("fp8_indexer has no v", ops.store, latent[:, :128], latent[:, :64], mla[..., :132].contiguous(), None,
+            index, "NHD", cache_dtype="fp8_indexer")
+    refused("a row of out has 64|512", ops.gather, latent[:, :64], mla, index, "NHD", cache_dtype="fp8_ds_mla")
+    refused("scale is given|fp8_ds_mla", ops.gather, latent, mla, index, "NHD", cache_dtype="fp8_ds_mla", scale=scale)
+    refused("dst_scale has shape [3]|[layers]", ops.transfer, [fp8, fp8.clone()], [cache, other], index, index, "NHD",
+            "NHD", dst_scale=torch.ones(3, device=device))
     refused("a row of out|512|src|8192", ops.gather, rows, cache, index)
     refused("KVPRIM_ERROR_SIZE|dst.rows", ops.gather, rows[:9], cache, index, "NHD")
     refused("KVPRIM_ERROR_OVERLAP", ops.gather, cache.view(SLOTS, HEADS, DIM)[:10], cache, index, "NHD")
@@ -256,6 +463,8 @@ def refusals(ops, device):
     if device == "cuda":
         refused("index is on cpu", ops.gather_new, cache, index.cpu(), "NHD")
         refused("src is on cpu", ops.gather, rows, cache.cpu().pin_memory(), index, "NHD")
+        refused("k_scale is on cpu", ops.store, rows, None, fp8, None, index, "NHD", k_scale=scale.cpu())
+        refused("k_scale_cache is on cpu", ops.store, rows, None, fp8, None, index, "NHD", k_scale_cache=scales.cpu())
         refused("slot is on cpu", ops.store, rows, rows, cache, other, index.cpu(), "NHD")
         refused("dst|pageable|pin_memory()", ops.transfer, [cache.cpu()], [other])
         refused("src|pageable|pin_memory()", ops.copy, [cache], [cache.cpu()])
@@ -271,6 +480,18 @@ def opchecks(ops, device):
         check(ops.gather_new, (cache, index, layout), {"base": 1})
         check(ops.store, (rows, rows + 1, cache, other, index, layout), {"rejected": counts})
         check(ops.transfer, ([cache, cache + 1], [other, other + 1], index, index, layout, layout))
+        small, scale = [torch.zeros(c.shape, dtype=torch.uint8, device=device) for c in (cache, other)], torch.ones(
+            HEADS, device=device)
+        check(ops.store, (rows, rows + 1, *small, index, layout), {"cache_dtype": "fp8", "k_scale": scale})
+        check(ops.store, (rows, None, small[0], None, index, layout),
+              {"cache_dtype": "int8", "k_scale_cache": scales_like(device, layout)})
+        check(ops.gather_new, (small[0], index, layout), {"cache_dtype": "fp8", "scale": scale,
+                                                          "dtype": torch.bfloat16})
+        check(ops.transfer, (small, [cache, other], index, index, layout, layout), {"dst_dtype": "fp8"})
+    mla = torch.zeros((10, 64, 656), dtype=torch.uint8, device=device)
+    latent = random_like(10, 576, device=device)
+    check(ops.store, (latent, None, mla, None, index, "NHD"), {"cache_dtype": "fp8_ds_mla"})
+    check(ops.gather_new, (mla, index, "NHD"), {"cache_dtype": "fp8_ds_mla", "dtype": torch.bfloat16})
     check(ops.store, (rows, None, cache, None, index, layout))
     check(ops.copy, ([cache, rows], [other, rows + 1]))
     pages, request = index[1:7].view(2, 3), torch.zeros(10, dtype=torch.int64, device=device)
@@ -281,7 +502,7 @@ def opchecks(ops, device):
 
 def step_of(ops):
     """A step that uses every operator, and reads what they wrote."""
-    def step(k, v, k_cache, v_cache, offloaded, block, pages, request, position):
+    def step(k, v, k_cache, v_cache, offloaded, block, small, scale, scales, mla, pages, request, position):
         slot = ops.slots_new(pages, position.shape[0], PAGE, SLOTS, request=request, position=position)
         ops.store(k * 2, v + 1, k_cache, v_cache, slot, "NHD")
         out = torch.empty_like(k)
@@ -289,7 +510,15 @@ def step_of(ops):
         ops.transfer(offloaded, [k_cache, v_cache], pages[0], pages[1])
         ops.copy([block[0], block[1]], [offloaded[0][3] + 1, offloaded[1][4]])
         ops.slots(position, pages, PAGE, SLOTS, request=request, position=request)
-        return ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2
+        ops.store(k, v + 1, small[0], small[1], slot, "NHD", cache_dtype="fp8_e4m3", k_scale=scale, v_scale=scale)
+        ops.store(k, None, small[2], None, slot, "NHD", cache_dtype="int8_per_token_head", k_scale_cache=scales)
+        wide = torch.nn.functional.pad(k.flatten(1), (0, 576 - HEADS * DIM))
+        ops.store(wide * 2, None, mla, None, slot, "NHD", cache_dtype="fp8_ds_mla")
+        ops.gather(out, small[1], slot, "NHD", cache_dtype="fp8_e4m3", scale=scale)
+        latent = ops.gather_new(mla, slot, "NHD", cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
+        heads = ops.gather_new(small[2], slot, "NHD", cache_dtype="int8_per_token_head", scale=scales, dtype=k.dtype)
+        return (ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2, latent + 1, heads + out,
+                scales.amax() + scale)
     return step
 
 
@@ -298,6 +527,9 @@ def step_inputs(device, tokens, seed=1):
     request, position = torch.randint(3, (tokens,), device=device), torch.randperm(8 * PAGE, device=device)[:tokens]
     return [random_like(tokens, HEADS, DIM, device=device), random_like(tokens, HEADS, DIM, device=device),
             *caches(device, "NHD"), caches(device, "NHD"), random_like(2, PAGE, HEADS, DIM, device=device),
+            [torch.zeros((PAGES, PAGE, HEADS, DIM), dtype=torch.uint8, device=device) for _ in range(3)],
+            torch.rand(1, device=device) + 0.5, scales_like(device, "NHD"),
+            torch.zeros((PAGES, PAGE, 656), dtype=torch.uint8, device=device),
             torch.randperm(PAGES, device=device)[:24].view(3, 8), request, position]
 
 
@@ -381,6 +613,9 @@ def print_host_times(ops):
     tokens = {"request": token, "position": token}
     tables = {name: torch.tensor([t.data_ptr() for t in side], device="cuda")
               for name, side in (("dst_layers", copied), ("src_layers", layers))}
+    fp8, scale = [torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda") for _ in "kv"], torch.ones(
+        1, device="cuda")
+    latent, mla = random_like(32, 576, device="cuda"), torch.zeros((PAGES, PAGE, 656), dtype=torch.uint8, device="cuda")
     calls = {
         "gather": lambda: ops.gather(rows[0], cache, slot, "NHD"),
         "gather_new": lambda: ops.gather_new(cache, slot, "NHD"),
@@ -392,6 +627,9 @@ def print_host_times(ops):
         "copy, 64 tensors": lambda: ops.copy(rows, news),
         "slots": lambda: ops.slots(slot, pages, PAGE, SLOTS, **tokens),
         "slots_new": lambda: ops.slots_new(pages, 32, PAGE, SLOTS, **tokens),
+        "store, fp8_e4m3": lambda: ops.store(rows[0], rows[1], fp8[0], fp8[1], slot, "NHD", k_scale=scale,
+                                             v_scale=scale),
+        "store, fp8_ds_mla": lambda: ops.store(latent, None, mla, None, slot, "NHD", cache_dtype="fp8_ds_mla"),
         "torch.index_select": lambda: torch.index_select(cache, 0, token),
         "torch._foreach_copy_, 64 tensors": lambda: torch._foreach_copy_(rows, news)}
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: us of the host per call from Python, medians")
@@ -401,7 +639,8 @@ def print_host_times(ops):
 
 def run_tests(ops):
     """Returns how many failed."""
-    everywhere = (gathers, stores, transfers, copies, slots_of, refusals, opchecks, compiles)
+    everywhere = (gathers, stores, transfers, copies, scaled_caches, computed_scales, whole_formats, scaled_transfers,
+                  slots_of, refusals, opchecks, compiles)
     passed = failed = skipped = 0
     for device, tests in (("cpu", everywhere), ("cuda", everywhere + (graphs, pinned_temporaries, streams))):
         if device == "cuda" and not torch.cuda.is_available():

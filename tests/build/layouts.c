@@ -11,12 +11,8 @@ enum { PAGES = 12, PAGE = 16, HEADS = 8, PIECE = 256, ROW = HEADS * PIECE, LAYER
 static char hnd[PAGES][HEADS][PAGE][PIECE];
 static char nhd_kv[PAGES][2][PAGE][HEADS][PIECE];
 static char hnd_kv[PAGES][2][HEADS][PAGE][PIECE];
-static char packed[PAGES][HEADS][16][PAGE][16];
 static char qkv[PAGES * PAGE][4096 + 2 * ROW];
 static char latent[PAGES * PAGE][1024 + 128];
-static struct {
-    char values[64][576], scales[64][8], padding[64];
-} scaled[PAGES * PAGE / 64];
 static char page_first[PAGES * PAGE][LAYERS][1024];
 static char page_head[PAGES][HEADS][PAGE][LAYERS][DIM];
 static char whole[PAGES * PAGE][HEADS][PIECE];
@@ -25,8 +21,8 @@ static char unified[PAGES][2][LAYERS][2][PAGE][GROUP][DIM];
 /* Bytes of a row and its pieces, in the order of the table. */
 static const struct {
     int row_bytes, pieces;
-} layouts[] = {{ROW, HEADS}, {ROW, HEADS}, {ROW, HEADS},  {ROW, 128},           {ROW, HEADS},        {128, 1},
-               {8, 1},       {1024, 1},    {1024, HEADS}, {2 * GROUP * DIM, 2}, {ROW / 2, HEADS / 2}};
+} layouts[] = {{ROW, HEADS}, {ROW, HEADS},  {ROW, HEADS},         {ROW, HEADS},        {128, 1},
+               {1024, 1},    {1024, HEADS}, {2 * GROUP * DIM, 2}, {ROW / 2, HEADS / 2}};
 
 enum { LAYOUTS = sizeof layouts / sizeof *layouts };
 
@@ -41,20 +37,16 @@ static char *expected(int layout, int r, int h)
     case 3:
         return hnd_kv[r / PAGE][1][h][r % PAGE];
     case 4:
-        return packed[r / PAGE][h / 16][h % 16][r % PAGE];
-    case 5:
         return qkv[r] + 4096 + ROW + h * PIECE;
-    case 6:
+    case 5:
         return latent[r] + 1024;
-    case 7:
-        return scaled[r / 64].scales[r % 64];
-    case 8:
+    case 6:
         return page_first[r][1];
-    case 9:
+    case 7:
         return page_head[r / PAGE][h][r % PAGE][1];
-    case 10:
+    case 8:
         return unified[r / PAGE][h][0][1][r % PAGE][0];
-    case 11:
+    case 9:
         return whole[r][HEADS / 2 + h];
     default:
         return NULL;

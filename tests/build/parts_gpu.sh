@@ -322,7 +322,7 @@ gpu_programs()
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/implementation.cu"
     cell 'implementation' $cu -O1 $strict -c "$build/implementation.cu" -o "$build/implementation.o"
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_CUDA_IMPLEMENTED'
-    for source in examples/0[45]_*.cu examples/11_*.cu examples/15_*.cu tests/bench/bench_[clpstu]*.cu; do
+    for source in examples/0[45]_*.cu examples/11_*.cu examples/1[56]_*.cu tests/bench/bench_[clpstu]*.cu; do
         level=-O1
         [ "$source" != examples/11_compact.cu ] || level=-O3 # at -O1 gcc warns that CUB may use what it has not set
         cell "$source asks for the implementation" implements "$source"

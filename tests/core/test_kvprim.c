@@ -64,6 +64,8 @@ static void test_version_and_sizes(void)
                  SIZE_OF(kvprim_copy_desc),
                  SIZE_OF(kvprim_copy_item),
                  SIZE_OF(kvprim_move),
+                 SIZE_OF(kvprim_format),
+                 SIZE_OF(kvprim_preset),
                  {"kvprim", 0},
                  {"", 0}};
 #undef SIZE_OF
@@ -1310,6 +1312,7 @@ static void test_same_cache(void)
     CHECK(kvprim_transfer(&d) == KVPRIM_OK && memcmp(cache, want, sizeof cache) == 0 && rejected == 1);
 }
 
+#include "test_convert.h"
 #include "test_tables.h"
 
 /* ---- what a table says its memory has ---- */
@@ -1927,6 +1930,7 @@ int main(int argc, char **argv)
     run("transfer: a layer that is written twice", test_repeated_layers);
     run("transfer: a side without rows", test_empty_side);
     run_slots();
+    run_conversions();
     run("unpack", test_unpack);
     run("unpack: bad descriptors", test_unpack_errors);
     run("unpack: over its descriptor", test_unpack_over_descriptor);

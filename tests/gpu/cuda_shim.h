@@ -98,6 +98,11 @@ static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
 {
     return true;
 }
+template <uint32_t bytes> struct kvpc_conversion;
+template <uint32_t bytes> static bool kvprim_emulate_meets(const kvpc_conversion<bytes> &p)
+{
+    return p.how.computes != 0;
+}
 
 template <class Kernel, class Params>
 static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params &params)

@@ -125,13 +125,13 @@ static inline uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
     return thread % 32 >= distance ? given[thread - distance] : value;
 }
 
-static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
+static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t distance)
 {
     const unsigned thread = turns.now;
     std::vector<uint32_t> &given = turns.given[turns.turn % 2];
     given[thread] = value;
     turns_leave(false);
-    return given[thread ^ mask];
+    return given[thread ^ distance];
 }
 
 #endif

@@ -18,6 +18,7 @@
 #include "test_layouts.h"
 #include "test_copies.h"
 #include "test_meta.h"
+#include "test_convert.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -1382,6 +1383,75 @@ static void test_meta_reach()
     kvprim_emulate_pageable = nullptr;
 }
 
+/* ---- moves that convert ---- */
+
+static void test_convert_counts()
+{
+    static const int64_t counts[] = {1, 33, 1000, 9000};
+    convert_counts(&memory, counts, quick ? 3 : 4);
+}
+
+static void test_convert_options()
+{
+    kvprim_cuda_launch launch = {};
+    memory.launch = &launch;
+    for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1)
+        for (launch.pdl = 0; launch.pdl < 2; launch.pdl++) {
+            const unsigned early = kvprim_emulate_early;
+            kvprim_emulate_pdl = true;
+            convert_matrix(&memory);
+            convert_moves(&memory);
+            convert_presets(&memory);
+            CHECK(kvprim_emulate_early == early);
+        }
+    launch = {};
+    kvprim_emulate_link = true;
+    convert_matrix(&memory);
+    kvprim_emulate_pdl = kvprim_emulate_link = false;
+    memory.launch = nullptr;
+}
+
+#if !defined(_WIN32)
+/* More than 2^31 rows: all numbers have 64 bits. */
+static void test_long_converts()
+{
+    const int64_t rows = (int64_t(1) << 31) + 1000, index[] = {rows - 1, int64_t(1) << 31, 4, rows};
+    const addresses table(static_cast<uint64_t>(rows) * 4 / 3 + 8);
+    const float input[] = {3, -120.4f, 77.5f, 5};
+    static const int8_t stored[] = {3, -120, 78};
+    float output[4];
+    uint32_t rejected = 0;
+    if (!table.p)
+        return;
+    kvprim_table cache = paged_table(table.p, rows, 3, 4), rows_in = table_of(const_cast<float *>(input), 4);
+    kvprim_table rows_out = table_of(output, 4);
+    const kvprim_format int8 = format_of(KVPRIM_INT8), f32 = format_of(KVPRIM_F32);
+    cache.stride = 1, cache.format = &int8, rows_in.format = rows_out.format = &f32;
+    const kvprim_store_desc store = store_of(cache, rows_in, 4, index, KVPRIM_I64, 4, &rejected);
+    const kvprim_gather_desc gather = gather_of(rows_out, cache, 1, index, KVPRIM_I64, 0, 4, &rejected);
+    CHECK(kvprim_cuda_store(&store, nullptr) == KVPRIM_OK && rejected == 1);
+    for (int i = 0; i < 3; i++)
+        CHECK(*static_cast<int8_t *>(kvprim_table_row(&cache, index[i])) == stored[i]);
+    CHECK(kvprim_cuda_gather(&gather, nullptr) == KVPRIM_OK && rejected == 2);
+    for (int i = 0; i < 4; i++)
+        CHECK(output[i] == static_cast<float>(i < 3 ? stored[i] : 0));
+}
+#endif
+
+/* The tests before this one launch every kernel of moves that convert but are no plain rows. */
+static void test_convert_kernels()
+{
+    const auto ran = [](auto kernel) {
+        return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
+    };
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t>));
+#if !defined(_WIN32)
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t>));
+#endif
+}
+
 int main(int argc, char **argv)
 {
 #ifdef WITH_ASAN
@@ -1460,8 +1530,15 @@ int main(int argc, char **argv)
     run("emulated: random copies", in_memory<fuzz<random_copy>>);
     run("emulated: copy, zeros by CUDA", test_zeros_by_cuda);
     run("emulated: copy, zeros beside copies", test_zeros_beside_copies);
+    run("emulated: conversions, types x scales x layouts", in_memory<convert_matrix>);
+    run("emulated: conversions of every element", in_memory<every_input>);
+    run("emulated: conversions beside other moves", in_memory<convert_moves>);
+    run("emulated: conversions by presets", in_memory<convert_presets>);
+    run("emulated: conversions, counts", test_convert_counts);
+    run("emulated: conversions, max_sms, pdl, link", test_convert_options);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
+    run("emulated: conversions past 2^31 rows", test_long_converts);
     run("emulated: past 2^32 threads", test_long_gathers);
     run("emulated: past 65,535 blocks of rows", test_many_blocks);
     run("emulated: 2^32 chunks", test_long_moves);
@@ -1472,5 +1549,6 @@ int main(int argc, char **argv)
     run_edges();
 #endif
     run("emulated: all kernels of rows and pieces have run", test_all_kernels);
+    run("emulated: all kernels of conversions have run", test_convert_kernels);
     return finish();
 }

@@ -1182,7 +1182,7 @@ static void bad_transfers(arena *a)
     BAD(dst.bytes = 2 * 8 * 128 - 1);
     BAD(src.bytes = 2 * 16 * 128 - 1);
     BAD(reserved = -1);
-    BAD(src.reserved[0] = 1);
+    BAD(src.reserved = 1);
     BAD(rejected = static_cast<uint32_t *>(good.src.data) + 1023);
     BAD(rejected = static_cast<uint32_t *>(const_cast<void *>(good.dst_index)) + 3);
     BAD(dst_index = nullptr; d.dst.rows = 3); /* a side without an index has as many rows as are moved */
@@ -1336,7 +1336,7 @@ static void spoil_table(kvprim_table *t)
     if (chance(40))
         t->bytes = chance(4) ? wild_value() : static_cast<int64_t>(below(2 * fuzz_bytes));
     if (chance(200))
-        t->reserved[below(2)] = 1;
+        t->reserved = 1;
 }
 
 /* Returns an address near the start of part `part` of the memory; sometimes any address, which may overlap another

@@ -1,0 +1,760 @@
+/* SPDX-License-Identifier: MIT */
+/* What test_cuda.cu and test_cuda_emulated.cpp share for moves that convert. They run in the memory of test_rows.h,
+   once by the host function and once on the GPU, and every byte is compared. What the host function gives is tested in
+   tests/core. Include it after test_transfers.h. */
+#ifndef GPU_TEST_CONVERT_H
+#define GPU_TEST_CONVERT_H
+
+/* ---- cases ---- */
+
+enum scale_place { OWN_MEMORY, IN_ROW, BEHIND_PAGE, n_scale_places };
+enum convert_form { CONVERT_GATHER, CONVERT_STORE, CONVERT_TRANSFER, n_convert_forms };
+enum v_form { NO_V, V_CONVERTS, V_BYTES, n_v_forms };
+
+/* One converting move. Alignments count elements past a multiple of 64 bytes. */
+struct convert_case {
+    kvprim_dtype to, from;
+    kvprim_scale_kind scale; /* of the quantised side */
+    int64_t elements, tile;  /* tile 0: the row */
+    scale_place where;
+    bool is_e8m0, power_of_two, inverse;
+    placing dst, src;
+    convert_form form;
+    int64_t count, rows; /* rows: of an indexed side */
+    int32_t layers;      /* of a transfer */
+    unsigned indexed;    /* sides of a transfer: 1: dst, 2: src */
+    v_form v;            /* of a store */
+    unsigned n;          /* chooses whatever is not given */
+};
+
+static const kvprim_dtype float_types[] = {KVPRIM_F32, KVPRIM_F16, KVPRIM_BF16};
+static const kvprim_dtype small_types[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8};
+
+static int64_t bytes_of_type(kvprim_dtype t)
+{
+    return t == KVPRIM_F32 ? 4 : t == KVPRIM_F16 || t == KVPRIM_BF16 ? 2 : 1;
+}
+
+static bool is_small(kvprim_dtype t)
+{
+    return bytes_of_type(t) == 1;
+}
+
+static uint32_t bits_of_float(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, sizeof bits);
+    return bits;
+}
+
+/* Numbers of which most lie where quantised types round: any bits, near 1, halves of small steps, and edges. */
+static uint32_t random_f32()
+{
+    static const uint32_t edges[] = {0,          0x80000000, 0x00000001, 0x807fffff, 0x00800000, 0x7f7fffff,
+                                     0xff7fffff, 0x7f800000, 0xff800000, 0x7f800001, 0xffc12345, 0x7fffffff,
+                                     0x43e00000, 0x43e80000, 0x47600000, 0x42fe0000, 0x42ff0000, 0x3a800000};
+    switch (below(8)) {
+    case 0:
+        return static_cast<uint32_t>(below(UINT64_C(1) << 32));
+    case 1:
+        return edges[below(sizeof edges / sizeof *edges)];
+    case 2:
+        return bits_of_float((static_cast<float>(below(4096)) - 2048) / 16);
+    case 3:
+        return static_cast<uint32_t>(below(2) << 31 | (107 + below(40)) << 23 | below(1 << 23));
+    default:
+        return static_cast<uint32_t>(below(2) << 31 | (120 + below(10)) << 23 | below(1 << 23));
+    }
+}
+
+/* Fills memory with elements of a type. */
+static void fill_elements(void *to, kvprim_dtype type, size_t count)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint32_t bits = random_f32(), sign = bits >> 16 & 0x8000, a = bits & 0x7fffffff;
+        uint32_t x = bits;
+        if (type == KVPRIM_BF16)
+            x = bits >> 16;
+        else if (type == KVPRIM_F16 && a >= 0x38800000 && a < 0x47800000 && !chance(4))
+            x = sign | (a - 0x38000000) >> 13;
+        memcpy(static_cast<char *>(to) + i * static_cast<size_t>(bytes_of_type(type)), &x,
+               static_cast<size_t>(bytes_of_type(type)));
+    }
+}
+
+static uint32_t random_scale()
+{
+    static const uint32_t edges[] = {0x00800000, 0x7f000000, 0,          0x80000000, 0x7f800000, 0x7fc00000,
+                                     0xbf800000, 0x00000001, 0x1f800000, 0x5f800000, 0x1f7fffff, 0x5f800001};
+    if (chance(4))
+        return edges[below(sizeof edges / sizeof *edges)];
+    return static_cast<uint32_t>((chance(8) ? 64 + below(128) : 117 + below(16)) << 23 |
+                                 (chance(3) ? 0 : below(1 << 23)));
+}
+
+/* ---- one case in memory ---- */
+
+/* A side with its format: `full` has every default filled in, `given` leaves some out. */
+struct convert_side {
+    kvprim_table table;
+    kvprim_format full, given;
+    int64_t row_bytes, layer_stride;
+};
+
+struct convert_call {
+    convert_side dst, src, v_dst, v_src;
+    kvprim_gather_desc gather;
+    kvprim_store_desc store;
+    kvprim_transfer_desc transfer;
+};
+
+static int64_t round_up(int64_t n, int64_t to)
+{
+    return (n + to - 1) / to * to;
+}
+
+static kvprim_format format_of(kvprim_dtype type)
+{
+    kvprim_format f = {};
+    f.dtype = type;
+    return f;
+}
+
+static void place_plain(arena *a, convert_side *s, kvprim_dtype type, const placing &at, int64_t rows, int64_t elements,
+                        int32_t layers)
+{
+    const int64_t size = bytes_of_type(type);
+    size_t span = 0;
+    layout l = layouts[at.layout % n_layouts];
+    l.pad = l.pad / (at.layout / n_layouts ? 1 : 8) * size, l.page_pad *= size;
+    l.heads = l.heads > 0 && elements % l.heads == 0 ? l.heads : 0;
+    s->row_bytes = elements * size;
+    s->table = lay_out(&l, rows, s->row_bytes, &span);
+    s->layer_stride = round_up(static_cast<int64_t>(span), size);
+    s->table.data =
+        reserve(a, static_cast<size_t>(s->layer_stride * layers), at.align % 16 * static_cast<size_t>(size));
+    s->full = s->given = format_of(type);
+    fill_elements(s->table.data, type, static_cast<size_t>(s->layer_stride * layers / size));
+}
+
+/* Scales of the rows of a table in memory of their own. */
+static void place_own_scales(arena *a, const convert_case *c, convert_side *s, int64_t rows, int32_t layers)
+{
+    const kvprim_table *const t = &s->table;
+    kvprim_format *const f = &s->full;
+    const int64_t size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
+    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : c->elements / f->tile;
+    const bool tiles = f->scale == KVPRIM_SCALE_TILE;
+    const int64_t in_page = t->page_rows ? t->page_rows : rows > 0 ? rows : 1, pages = (rows + in_page - 1) / in_page;
+    f->scale_tile_stride = size * (c->n % 5 == 1 ? 3 : 1);
+    f->scale_stride = tiles ? scales * f->scale_tile_stride + (c->n % 3 == 1 ? 2 * size : 0) : 0;
+    f->scale_page_stride = tiles && t->page_rows ? in_page * f->scale_stride + (c->n % 4 == 1 ? 5 * size : 0) : 0;
+    int64_t layer = scales * f->scale_tile_stride;
+    if (tiles)
+        layer = t->page_rows ? (pages ? pages : 1) * f->scale_page_stride : in_page * f->scale_stride;
+    f->scale_layer_stride = tiles || c->n % 2 ? layer : 0;
+    const size_t bytes = static_cast<size_t>(f->scale_layer_stride * (layers - 1) + layer);
+    f->scales = reserve(a, bytes, static_cast<size_t>(size) * below(5));
+    for (size_t i = 0; i < bytes / static_cast<size_t>(size); i++) {
+        const uint32_t scale =
+            size == 4 ? random_scale() : static_cast<uint32_t>(chance(4) ? below(256) : 117 + below(20));
+        memcpy(static_cast<char *>(f->scales) + i * static_cast<size_t>(size), &scale, static_cast<size_t>(size));
+    }
+    s->given = *f;
+    if (f->scale == KVPRIM_SCALE_TENSOR)
+        s->given.scale_tile_stride = 0;
+    if (tiles && f->scale_tile_stride == size && c->n % 3 != 1 && c->n % 4 != 1 && c->n % 7 != 0)
+        s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = s->given.scale_layer_stride =
+            0;
+}
+
+/* Rows with their scales inside, or behind the rows of each page. */
+static void place_in_table(arena *a, const convert_case *c, convert_side *s, const placing &at, int64_t rows,
+                           int32_t layers)
+{
+    kvprim_format *const f = &s->full;
+    const int64_t size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4, scales = c->elements / f->tile * size;
+    const int64_t page_rows = c->where == BEHIND_PAGE ? 1 + int64_t(at.layout % 5) * 3 : at.layout % 3 ? 0 : 4;
+    const int64_t offset = round_up(c->elements, size), row = c->where == IN_ROW ? offset + scales : c->elements;
+    const int64_t stride = c->where == IN_ROW ? row + size * (c->n % 3) : row + (c->n % 3);
+    const int64_t behind = round_up(page_rows * stride, size);
+    const int64_t page = c->where == IN_ROW ? page_rows * stride : behind + page_rows * scales + size * (c->n % 2);
+    const int64_t pages = page_rows ? (rows + page_rows - 1) / page_rows : 0;
+    s->row_bytes = c->elements;
+    s->table = table_of(nullptr, rows, stride);
+    s->table.page_rows = page_rows, s->table.page_stride = page_rows ? page + (c->where == IN_ROW ? size : 0) : 0;
+    s->layer_stride =
+        round_up((page_rows ? (pages ? pages : 1) * s->table.page_stride : (rows ? rows : 1) * stride), 16);
+    s->table.data = reserve(a, static_cast<size_t>(s->layer_stride * layers), static_cast<size_t>(size) * at.align);
+    f->scale_offset = c->where == IN_ROW ? offset : behind;
+    f->scale_tile_stride = size;
+    f->scale_stride = c->where == IN_ROW ? stride : scales;
+    f->scale_page_stride = page_rows ? s->table.page_stride : 0;
+    s->given = *f;
+    if (c->where == IN_ROW && c->n % 2)
+        s->given.scale_tile_stride = s->given.scale_stride = s->given.scale_page_stride = 0;
+}
+
+static void place_small(arena *a, const convert_case *c, convert_side *s, const placing &at, int64_t rows,
+                        int32_t layers, bool written)
+{
+    const kvprim_dtype type = is_small(c->to) ? c->to : c->from;
+    const bool in_table = c->scale == KVPRIM_SCALE_TILE && c->where != OWN_MEMORY;
+    kvprim_format f = format_of(type);
+    f.scale = c->scale;
+    f.tile = c->scale == KVPRIM_SCALE_TENSOR || c->scale == 0 ? 0 : c->tile ? c->tile : c->elements;
+    f.scale_dtype = c->is_e8m0 ? KVPRIM_F8E8M0 : KVPRIM_F32;
+    f.scale_power_of_two = c->power_of_two && c->scale == KVPRIM_SCALE_TILE;
+    f.scale_inverse = c->inverse && (written || c->scale == KVPRIM_SCALE_TILE);
+    f.scale_min = c->scale == KVPRIM_SCALE_TILE && c->n % 5 == 2 ? 1.0f / 512 : 0;
+    if (c->scale == 0)
+        f.scale_dtype = static_cast<kvprim_dtype>(0), f.scale_inverse = 0;
+    if (type == KVPRIM_INT8 && written && c->n % 4)
+        f.nans = reserve_counter(a);
+    s->full = s->given = f;
+    if (in_table)
+        place_in_table(a, c, s, at, rows, layers);
+    else {
+        place_plain(a, s, type, at, rows, c->elements, layers);
+        s->full = s->given = f;
+        if (c->scale)
+            place_own_scales(a, c, s, rows, layers);
+    }
+    if (c->scale == KVPRIM_SCALE_TILE && c->tile == 0)
+        s->given.tile = 0;
+    if (!c->is_e8m0)
+        s->given.scale_dtype = static_cast<kvprim_dtype>(0);
+}
+
+static void place_side(arena *a, const convert_case *c, convert_side *s, bool dst, int64_t rows)
+{
+    const kvprim_dtype type = dst ? c->to : c->from;
+    const int32_t layers = c->form == CONVERT_TRANSFER ? c->layers : 1;
+    if (is_small(type))
+        place_small(a, c, s, dst ? c->dst : c->src, rows, layers, dst);
+    else
+        place_plain(a, s, type, dst ? c->dst : c->src, rows, c->elements, layers);
+    s->table.format = &s->given;
+}
+
+/* V of a store: the same as K in other memory, or bytes. */
+static void place_v(arena *a, const convert_case *c, convert_call *call)
+{
+    kvprim_store_desc *const d = &call->store;
+    if (c->v == V_CONVERTS) {
+        place_side(a, c, &call->v_dst, true, c->rows);
+        place_side(a, c, &call->v_src, false, c->count);
+    } else {
+        call->v_dst.row_bytes = call->v_src.row_bytes = row_sizes[c->n % 40];
+        call->v_dst.table = place(a, {c->dst.layout % n_layouts, c->dst.align}, c->rows, call->v_dst.row_bytes);
+        call->v_src.table = place(a, {c->src.layout % n_layouts, c->src.align}, c->count, call->v_src.row_bytes);
+    }
+    d->v_cache = call->v_dst.table, d->v = call->v_src.table, d->v_bytes = call->v_src.row_bytes;
+}
+
+static void make_transfer(const convert_case *c, const convert_call *call, kvprim_transfer_desc *d)
+{
+    d->dst = call->dst.table, d->src = call->src.table;
+    d->dst_layer_stride = call->dst.layer_stride, d->src_layer_stride = call->src.layer_stride;
+    d->layers = c->layers, d->row_bytes = call->src.row_bytes, d->count = c->count;
+}
+
+/* Makes a case, beside what the memory holds already. Descriptors point to the call's own formats. */
+static void make_convert(arena *a, const convert_case *c, convert_call *call)
+{
+    const bool dst_index = c->form == CONVERT_STORE || (c->form == CONVERT_TRANSFER && c->indexed & 1);
+    const bool src_index = c->form == CONVERT_GATHER || (c->form == CONVERT_TRANSFER && c->indexed & 2);
+    const kvprim_index_type type = type_of(c->n);
+    const int64_t base = bases[c->n / 2 % 4], stride = index_strides[c->n % 8];
+    place_side(a, c, &call->dst, true, dst_index ? c->rows : c->count);
+    place_side(a, c, &call->src, false, src_index ? c->rows : c->count);
+    void *const to = dst_index ? place_index(a, type, c->count, base, c->rows, true, stride) : nullptr;
+    void *const from = src_index ? place_index(a, type, c->count, base, c->rows, false, stride) : nullptr;
+    uint32_t *const rejected = c->n % 3 ? reserve_counter(a) : nullptr;
+    const int64_t row_bytes = call->src.row_bytes;
+    if (c->form == CONVERT_GATHER) {
+        call->gather = gather_of(call->dst.table, call->src.table, row_bytes, from, type, base, c->count, rejected);
+        call->gather.index_stride = stride;
+    } else if (c->form == CONVERT_STORE) {
+        call->store = store_of(call->dst.table, call->src.table, row_bytes, to, type, c->count, rejected);
+        call->store.slot_base = base, call->store.slot_stride = stride;
+        if (c->v != NO_V)
+            place_v(a, c, call);
+    } else {
+        kvprim_transfer_desc *const d = &call->transfer;
+        make_transfer(c, call, d);
+        d->rejected = rejected;
+        d->dst_index = to, d->src_index = from, d->index_type = type;
+        d->dst_index_base = to ? base : 0, d->src_index_base = from ? base : 0;
+        d->dst_index_stride = to ? stride : 0, d->src_index_stride = from ? stride : 0;
+    }
+}
+
+/* ---- what a case may touch ---- */
+
+static size_t scale_bytes(const kvprim_format *f)
+{
+    return f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
+}
+
+/* Allows access to the scales of a row, which the contract places. Returns false if they are written and lie on
+   something else. */
+static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *layer, int32_t l, int64_t row, bool write)
+{
+    const kvprim_format *const f = &s->full;
+    if (f->scale == 0)
+        return true;
+    const int64_t elements = s->row_bytes / bytes_of_type(f->dtype);
+    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile;
+    char *at = f->scales ? static_cast<char *>(f->scales) + l * f->scale_layer_stride
+                         : static_cast<char *>(layer->data) + f->scale_offset;
+    if (f->scale == KVPRIM_SCALE_TILE)
+        at += layer->page_rows
+                  ? row / layer->page_rows * f->scale_page_stride + row % layer->page_rows * f->scale_stride
+                  : row * f->scale_stride;
+    for (int64_t t = 0; t < scales; t++, at += f->scale_tile_stride) {
+        const size_t begin = offset_of(a, at), bytes = scale_bytes(f);
+        if (begin + bytes > a->used || (write && memchr(&a->taken[begin], 1, bytes)))
+            return false;
+        if (write)
+            memset(&a->taken[begin], 1, bytes);
+        a->allowed.push_back({begin, bytes});
+    }
+    return true;
+}
+
+/* Visits the rows of a side, and their scales. */
+static bool visit_side(arena *a, rows_move *m, const convert_side *s, bool write)
+{
+    bool good = true;
+    m->row_bytes = s->row_bytes;
+    for (int32_t l = 0; good && l < m->layers; l++) {
+        const kvprim_table layer = layer_of(write ? &m->dst : &m->src, l);
+        good = visit_layer(a, m, l, write);
+        for (size_t i = 0; good && i < m->rows.size(); i++) {
+            const int64_t to = m->rows[i].first, from = m->rows[i].second;
+            if (to >= 0 && (from >= 0 || (m->zero && write)))
+                good = visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
+        }
+    }
+    return good;
+}
+
+/* As visit_moves. Sides have rows of different sizes. */
+static bool visit_convert(arena *a, std::vector<rows_move> moves, const convert_call *call)
+{
+    bool good = true;
+    for (size_t k = 0; k < moves.size(); k++) {
+        rows_move &m = moves[k];
+        uint32_t *const nans = k ? call->v_dst.full.nans : call->dst.full.nans;
+        if (m.rejected)
+            visit_word(a, m.rejected, 4);
+        if (nans)
+            visit_word(a, nans, 4);
+        good = good && visit_index(a, &m.dst, m.count) && visit_index(a, &m.src, m.count);
+        for (int64_t i = 0; good && i < m.count; i++)
+            m.rows.push_back({row_at(&m.dst, i), row_at(&m.src, i)});
+    }
+    for (const bool write : {true, false})
+        for (size_t k = 0; good && k < moves.size(); k++)
+            good = visit_side(a, &moves[k],
+                              k       ? write ? &call->v_dst : &call->v_src
+                              : write ? &call->dst
+                                      : &call->src,
+                              write);
+    return good;
+}
+
+/* Formats for the code under test. */
+struct device_formats {
+    kvprim_format dst, src, v_dst, v_src;
+
+    static kvprim_format moved_format(const arena *a, kvprim_format f, bool source)
+    {
+        f.scales = source ? on_source(a, f.scales) : on_device(a, f.scales);
+        f.nans = on_device(a, f.nans);
+        return f;
+    }
+    device_formats(const arena *a, const convert_call *call)
+        : dst(moved_format(a, call->dst.given, false)), src(moved_format(a, call->src.given, true)),
+          v_dst(moved_format(a, call->v_dst.given, false)), v_src(moved_format(a, call->v_src.given, true))
+    {
+    }
+    void point(kvprim_gather_desc *d) const
+    {
+        d->dst.format = &dst, d->src.format = &src;
+    }
+    void point(kvprim_store_desc *d) const
+    {
+        d->k_cache.format = &dst, d->k.format = &src;
+        d->v_cache.format = v_dst.dtype ? &v_dst : nullptr, d->v.format = v_src.dtype ? &v_src : nullptr;
+    }
+    void point(kvprim_transfer_desc *d) const
+    {
+        d->dst.format = &dst, d->src.format = &src;
+    }
+    void forget()
+    {
+        memset(static_cast<void *>(this), 0xff, sizeof *this);
+    }
+};
+
+/* Runs a descriptor on both sides. Its formats are overwritten before the code under test can have run. */
+template <class Desc> static outcome try_convert(arena *a, const Desc *desc, const convert_call *call, const char *what)
+{
+    on_gpu<Desc> on(a, *desc);
+    device_formats formats(a, call);
+    Desc resolved = {};
+    formats.point(&on.d);
+    snprintf(current, sizeof current, "%s: %s", functions<Desc>::name, what);
+    (void)kvprim_fail(KVPRIM_OK, "-");
+    const kvprim_status want = functions<Desc>::check(&on.d, nullptr);
+    const std::string want_text = kvprim_last_error();
+    const bool runs = want == KVPRIM_OK && desc->count > 0;
+    start_visit(a);
+    if (runs && (functions<Desc>::check(desc, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved), call)))
+        return OUTSIDE;
+    if (runs)
+        describe(rows_of(&resolved));
+    return run_both(
+        a, want, want_text, runs, [&] { return functions<Desc>::host(desc); },
+        [&] {
+            const kvprim_status got = functions<Desc>::gpu(&on.d, a->launch);
+            if (!is_asked())
+                formats.forget();
+            return got;
+        });
+}
+
+/* The same with layers that only the GPU knows, or rows that the host names: see test_tables.h. */
+static outcome try_listed_convert(arena *a, const convert_call *call, unsigned how, const char *what)
+{
+    const kvprim_transfer_desc *const d = &call->transfer;
+    kvprim_transfer_desc resolved = {};
+    device_formats formats(a, call);
+    start_visit(a);
+    if (kvprim_transfer_check(d, &resolved) != KVPRIM_OK || !visit_convert(a, rows_of(&resolved), call))
+        return OUTSIDE;
+    listed_transfer listed(a, *d, resolved, how);
+    formats.point(&listed.on.d);
+    listed.visit_tables(a);
+    snprintf(current, sizeof current, "transfer, kind %u: %s", how, what);
+    describe(rows_of(&resolved));
+    return run_both(
+        a, KVPRIM_OK, "-", true, [&] { return kvprim_transfer(d); },
+        [&] {
+            const kvprim_status status = kvprim_cuda_transfer(&listed.on.d, a->launch);
+            if (!is_asked())
+                listed.forget_lists(), formats.forget();
+            return status;
+        });
+}
+
+/* `layers` of a side as an array of the host, from the last to the first. */
+static void turn_layers(kvprim_transfer_desc *d, void **dst, void **src)
+{
+    for (int32_t l = 0; l < d->layers; l++) {
+        dst[l] = static_cast<char *>(d->dst.data) + (d->layers - 1 - l) * d->dst_layer_stride;
+        src[l] = static_cast<char *>(d->src.data) + l * d->src_layer_stride;
+    }
+    d->dst_layers = dst, d->dst_layer_stride = 0;
+    d->src_layers = src, d->src_layer_stride = 0;
+}
+
+static void say_case(const convert_case *c, char *what, size_t room)
+{
+    snprintf(what, room,
+             "%d <- %d, scale %d, %lld elements, tile %lld, scales %d, e8m0 %d, power of two %d, inverse %d, v %d, "
+             "case %u",
+             c->to, c->from, c->scale, static_cast<long long>(c->elements), static_cast<long long>(c->tile), c->where,
+             c->is_e8m0, c->power_of_two, c->inverse, c->v, c->n);
+}
+
+static void run_convert(arena *a, const convert_case *c)
+{
+    convert_call call = {};
+    char what[300];
+    void *layers[2][most_layers];
+    empty(a);
+    make_convert(a, c, &call);
+    say_case(c, what, sizeof what);
+    outcome result;
+    if (c->form == CONVERT_GATHER)
+        result = try_convert(a, &call.gather, &call, what);
+    else if (c->form == CONVERT_STORE)
+        result = try_convert(a, &call.store, &call, what);
+    else {
+        if (c->n / 4 % 2)
+            turn_layers(&call.transfer, layers[0], layers[1]);
+        const unsigned how = c->n / 8 % (2 * LISTED_KINDS); /* half of them are none of these */
+        result = how > 0 && how < LISTED_KINDS ? try_listed_convert(a, &call, how, what)
+                                               : try_convert(a, &call.transfer, &call, what);
+    }
+    if (result != RAN)
+        fail("%s: outcome %d: %s", current, result, kvprim_last_error());
+}
+
+/* ---- the matrix ---- */
+
+/* All pairs of types that convert. */
+static std::vector<std::pair<kvprim_dtype, kvprim_dtype>> convert_pairs()
+{
+    std::vector<std::pair<kvprim_dtype, kvprim_dtype>> pairs;
+    for (const kvprim_dtype x : float_types) {
+        for (const kvprim_dtype y : float_types)
+            if (x != y)
+                pairs.push_back({x, y});
+        for (const kvprim_dtype y : small_types)
+            pairs.push_back({x, y}), pairs.push_back({y, x});
+    }
+    return pairs;
+}
+
+static const struct {
+    int64_t elements, tile;
+} convert_sizes[] = {{512, 128}, {128, 0},  {64, 16},   {448, 64}, {576, 192}, {1024, 128}, {8, 8},    {1, 1},
+                     {7, 7},     {100, 10}, {1000, 40}, {24, 3},   {2048, 0},  {2056, 257}, {5000, 0}, {96, 48}};
+enum { n_convert_sizes = sizeof convert_sizes / sizeof *convert_sizes };
+
+/* Case n of a pair of types and a kind of scale; the rest follows from n. */
+static convert_case convert_case_of(unsigned n, kvprim_dtype to, kvprim_dtype from, int scale)
+{
+    convert_case c = {};
+    const auto &size = convert_sizes[n % n_convert_sizes];
+    const bool small = is_small(to) || is_small(from), tiles = small && scale == KVPRIM_SCALE_TILE;
+    c.to = to, c.from = from, c.n = n;
+    c.scale = static_cast<kvprim_scale_kind>(small ? scale : 0);
+    c.elements = size.elements;
+    c.tile = c.scale == KVPRIM_SCALE_HEAD && size.tile == 0 ? size.elements : size.tile;
+    c.where = tiles ? static_cast<scale_place>(n / 3 % n_scale_places) : OWN_MEMORY;
+    c.is_e8m0 = c.scale && n % 7 == 3;
+    c.power_of_two = n % 3 == 2;
+    c.inverse = n % 4 == 3;
+    c.form = static_cast<convert_form>(n / 2 % n_convert_forms);
+    c.dst = {n * 5 % (2 * n_layouts), n % 2 ? n / 4 % 16 : 0};
+    c.src = {n / 2 * 3 % (2 * n_layouts), n % 2 ? n / 8 % 16 : 0};
+    c.count = 1 + n * 7 % 40, c.rows = c.count + 3;
+    c.layers = 1 + int32_t(n % 3), c.indexed = n / 5 % 4;
+    c.v = n % 5 < 3 ? static_cast<v_form>(n % 5) : NO_V;
+    return c;
+}
+
+static void convert_matrix(arena *a)
+{
+    unsigned n = 0;
+    for (int round = 0; round < 64 / thin + 1; round++)
+        for (const auto &pair : convert_pairs())
+            for (int scale = 0; scale <= KVPRIM_SCALE_TILE; scale++, n++) {
+                if (scale && !is_small(pair.first) && !is_small(pair.second))
+                    continue;
+                const convert_case c =
+                    convert_case_of(n * 11 + static_cast<unsigned>(below(1024)), pair.first, pair.second, scale);
+                run_convert(a, &c);
+            }
+}
+
+/* ---- every input ---- */
+
+static const uint32_t every_scale[] = {0x3f800000, 0x00800000, 0x7f000000, 0x1f800000, 0x5f800000, 0x1f7fffff,
+                                       0x69800000, 0x3c23d70a, 0x40490fdb, 0xbf19999a, 0x00000000, 0x80000000,
+                                       0x7f800000, 0xff800000, 0x7fc00000, 0x00000001, 0x007fffff, 0x3f7fffff,
+                                       0x3dcccccd, 0x42c80000, 0x35800001, 0x4b7fffff};
+
+/* All values of a type of 8 or 16 bits, or so many of fp32. */
+static void every_element(kvprim_dtype type, void *to, size_t count)
+{
+    for (uint32_t i = 0; type != KVPRIM_F32 && i < count; i++)
+        memcpy(static_cast<char *>(to) + i * static_cast<size_t>(bytes_of_type(type)), &i,
+               static_cast<size_t>(bytes_of_type(type)));
+    if (type == KVPRIM_F32)
+        fill_elements(to, type, count);
+}
+
+/* Every value, and of fp32 many, into another type with one scale. `odd`: one by one, as rows begin at odd elements. */
+static void one_every_input(arena *a, kvprim_dtype to, kvprim_dtype from, uint32_t scale, bool inverse, size_t odd)
+{
+    const int64_t count = 64, elements = is_small(from) ? 4 : 1024, rows = count;
+    const bool small = is_small(to) || is_small(from);
+    convert_call call = {};
+    convert_side *const quantised = is_small(to) ? &call.dst : &call.src;
+    char what[120];
+    empty(a);
+    call.dst.full = format_of(to), call.src.full = format_of(from);
+    call.dst.row_bytes = elements * bytes_of_type(to), call.src.row_bytes = elements * bytes_of_type(from);
+    call.dst.table = table_of(
+        reserve(a, static_cast<size_t>(rows * call.dst.row_bytes), odd * static_cast<size_t>(bytes_of_type(to))), rows);
+    call.src.table = table_of(
+        reserve(a, static_cast<size_t>(count * call.src.row_bytes), odd * static_cast<size_t>(bytes_of_type(from))),
+        count);
+    every_element(from, call.src.table.data, static_cast<size_t>(count * elements));
+    if (small) {
+        quantised->full.scale = KVPRIM_SCALE_TENSOR, quantised->full.scale_inverse = inverse && is_small(to);
+        quantised->full.scales = reserve(a, 4, 0);
+        memcpy(quantised->full.scales, &scale, 4);
+    }
+    if (to == KVPRIM_INT8)
+        call.dst.full.nans = reserve_counter(a);
+    call.dst.given = call.dst.full, call.src.given = call.src.full;
+    call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+    int32_t *const slot = static_cast<int32_t *>(reserve(a, static_cast<size_t>(count) * 4, 0));
+    a->index_room = count;
+    for (int32_t i = 0; i < count; i++)
+        slot[i] = i;
+    snprintf(what, sizeof what, "every input, %d <- %d, scale %08x, inverse %d, odd %zu", to, from, scale, inverse,
+             odd);
+    const kvprim_store_desc d =
+        store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
+    CHECK(try_convert(a, &d, &call, what) == RAN);
+}
+
+static void every_input(arena *a)
+{
+    unsigned n = 0;
+    for (const auto &pair : convert_pairs())
+        for (const uint32_t scale : every_scale) {
+            if (n++ % static_cast<unsigned>(thin > 7 ? 7 : 1))
+                continue;
+            one_every_input(a, pair.first, pair.second, scale, n % 3 == 0, n % 2);
+            if (!is_small(pair.first) && !is_small(pair.second))
+                break;
+        }
+}
+
+/* ---- several moves in one call, of which some convert ---- */
+
+static void run_convert_moves(arena *a, unsigned n)
+{
+    enum { most = 4 };
+    static const kvprim_dtype to[] = {KVPRIM_F8E4M3, KVPRIM_BF16, KVPRIM_INT8, KVPRIM_F32};
+    static const kvprim_dtype from[] = {KVPRIM_BF16, KVPRIM_F8E5M2, KVPRIM_F32, KVPRIM_F16};
+    convert_call calls[most] = {};
+    kvprim_move host[2 * most], on[2 * most];
+    std::unique_ptr<device_formats> formats[most];
+    size_t moves = 0;
+    bool good = true;
+    empty(a);
+    start_visit(a);
+    for (unsigned k = 0; k < 1 + n % most; k++) {
+        convert_case c = convert_case_of(n * 7 + k, to[(n + k) % 4], from[(n + k) % 4], static_cast<int>((n + k) % 4));
+        c.form = is_small(c.to) ? CONVERT_STORE : CONVERT_GATHER;
+        c.v = is_small(c.to) ? static_cast<v_form>((n + k) % n_v_forms) : NO_V;
+        make_convert(a, &c, &calls[k]);
+    }
+    a->taken.assign(a->used, 0);
+    for (unsigned k = 0; k < 1 + n % most; k++) {
+        convert_call *const call = &calls[k];
+        formats[k].reset(new device_formats(a, call));
+        if (call->gather.count) {
+            kvprim_gather_desc d = call->gather, resolved;
+            good =
+                good && kvprim_gather_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
+            good = good && kvprim_gather_moves(&d, &host[moves]) == KVPRIM_OK;
+            d = on_device(a, d);
+            formats[k]->point(&d);
+            good = good && kvprim_gather_moves(&d, &on[moves]) == KVPRIM_OK;
+            moves++;
+        } else {
+            kvprim_store_desc d = call->store, resolved;
+            good = good && kvprim_store_check(&d, &resolved) == KVPRIM_OK && visit_convert(a, rows_of(&resolved), call);
+            good = good && kvprim_store_moves(&d, &host[moves]) == KVPRIM_OK;
+            d = on_device(a, d);
+            formats[k]->point(&d);
+            good = good && kvprim_store_moves(&d, &on[moves]) == KVPRIM_OK;
+            moves += 2;
+        }
+    }
+    snprintf(current, sizeof current, "%zu moves, some convert, case %u", moves, n);
+    if (!good)
+        fail("%s: %s", current, kvprim_last_error());
+    else
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_cpu_move(host, moves); },
+                  [&] { return kvprim_cuda_move(on, moves, a->launch); }) == RAN);
+}
+
+static void convert_moves(arena *a)
+{
+    for (unsigned n = 0; n<240; n += thin> 7 ? 7 : 1)
+        run_convert_moves(a, n);
+}
+
+/* ---- many rows, and lists of them that take large parameters, or several launches ---- */
+
+static void convert_counts(arena *a, const int64_t *row_counts, size_t n)
+{
+    for (size_t i = 0; i < n; i++)
+        for (unsigned k = 0; k < 6; k++) {
+            const bool small = k % 2 != 0;
+            convert_case c = convert_case_of(k + static_cast<unsigned>(i), small ? KVPRIM_F8E4M3 : KVPRIM_F16,
+                                             small ? KVPRIM_BF16 : KVPRIM_INT8, static_cast<int>(k % 4));
+            c.elements = 16, c.tile = 8, c.count = row_counts[i], c.rows = c.count + 5,
+            c.layers = 1 + static_cast<int32_t>(k % 2);
+            c.form = k < 3 ? CONVERT_TRANSFER : small ? CONVERT_STORE : CONVERT_GATHER, c.v = NO_V;
+            c.n = k == 1 ? 4 * 8 : 8 * (HOST_LISTS + k % 4); /* how rows are named: see run_convert */
+            c.indexed = 1 + k % 3;
+            run_convert(a, &c);
+        }
+}
+
+/* ---- the formats of engines by name ---- */
+
+struct preset_case {
+    const char *name;
+    int64_t rows, page_rows, count, page_gap;
+};
+
+/* Stores rows of bf16 by a preset, or gathers them from it. */
+static void run_preset(arena *a, const preset_case *c, bool store)
+{
+    kvprim_preset host, on;
+    unsigned char none[1] = {0};
+    empty(a);
+    CHECK(kvprim_preset_find(c->name, none, c->rows, c->page_rows, 0, &host) == KVPRIM_OK);
+    const int64_t page = host.k_cache.page_stride + c->page_gap, pages = (c->rows + c->page_rows - 1) / c->page_rows;
+    const int64_t elements = host.k_elements, v_bytes = host.v_elements * 2;
+    const size_t bytes = static_cast<size_t>(page * pages);
+    unsigned char *const cache = static_cast<unsigned char *>(reserve(a, bytes, 0));
+    CHECK(kvprim_preset_find(c->name, cache, c->rows, c->page_rows, page, &host) == KVPRIM_OK);
+    CHECK(kvprim_preset_find(c->name, on_device(a, cache), c->rows, c->page_rows, page, &on) == KVPRIM_OK);
+    kvprim_format bf16 = format_of(KVPRIM_BF16);
+    kvprim_table k = table_of(reserve(a, static_cast<size_t>(c->count * elements * 2), 0), c->count);
+    kvprim_table v =
+        v_bytes ? table_of(reserve(a, static_cast<size_t>(c->count * v_bytes), 0), c->count) : table_of(nullptr, 0);
+    fill_elements(k.data, KVPRIM_BF16, static_cast<size_t>(c->count * elements));
+    k.format = &bf16;
+    void *const slot = place_index(a, KVPRIM_I64, c->count, 0, c->rows, store);
+    snprintf(current, sizeof current, "preset %s, %s, %lld rows of %lld, pages of %lld", c->name,
+             store ? "store" : "gather", static_cast<long long>(c->count), static_cast<long long>(c->rows),
+             static_cast<long long>(c->page_rows));
+    start_visit(a);
+    a->allowed.push_back({0, a->used});
+    if (store) {
+        kvprim_store_desc d = store_of(host.k_cache, k, elements * 2, slot, KVPRIM_I64, c->count, nullptr);
+        d.v_cache = host.v_cache, d.v = v, d.v_bytes = v_bytes;
+        kvprim_store_desc e = on_device(a, d);
+        e.k_cache = on.k_cache, e.v_cache = on.v_cache;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_store(&d); },
+                  [&] { return kvprim_cuda_store(&e, a->launch); }) == RAN);
+    } else {
+        const kvprim_gather_desc d = gather_of(k, host.k_cache, elements, slot, KVPRIM_I64, 0, c->count, nullptr);
+        kvprim_gather_desc e = on_device(a, d);
+        e.src = on.k_cache;
+        CHECK(run_both(
+                  a, KVPRIM_OK, "-", true, [&] { return kvprim_gather(&d); },
+                  [&] { return kvprim_cuda_gather(&e, a->launch); }) == RAN);
+    }
+}
+
+static void convert_presets(arena *a)
+{
+    for (const char *const name : {"fp8_ds_mla", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
+        for (const int64_t page_rows : {1, 16, 64})
+            for (const int64_t count : {1, 5, 64, 130})
+                for (const bool store : {true, false}) {
+                    const preset_case c = {name, count + 70, page_rows, count, page_rows == 16 ? 64 : 0};
+                    run_preset(a, &c, store);
+                }
+}
+
+#endif /* GPU_TEST_CONVERT_H */
