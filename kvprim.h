@@ -30,10 +30,12 @@
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). It turns page
+   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather, store and
+   transfer can change the type of a row's elements on the way, into and out of FP8 and INT8 caches. It turns page
    tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
 
-   What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
+   What it does NOT do: own or allocate memory, start threads, or print. Without a format (>>format) it moves bytes, and
+   does not look at them.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -73,8 +75,8 @@
                   it returns KVPRIM_OK and looks at nothing else.
        Threads    Any number of threads may call every function at once. Sharing the bytes is the caller's business.
        Alignment  Rows may have any alignment and any number of bytes >= 1. Tokens, indices and counters are aligned
-                  as their C types.
-       Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
+                  as their C types, and so are elements that a move converts, and scales.
+       Aliasing   The destination must not overlap source rows, scales, indices, counters, fragments, layer arrays or
                   descriptors, from the first byte of a table to the last. All except the last two are checked. To
                   copy rows inside one cache, see same_cache. Unpack and copy compare their items one by one instead of
                   whole buffers, so both may work inside one buffer.
@@ -251,39 +253,46 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    scales, bytes move as they are.
 
        from                to                  how
-       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type (ties
-                           INT8                to even) and saturated to its largest: 448, 57,344, 127
+       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
+                           INT8                (ties to even), saturated to its largest: 448, 57,344, 127
        F8E4M3, F8E5M2,     F32, F16, BF16      x = stored * scale in fp32, then rounded once (ties to even)
        INT8
        F32, F16, BF16      F32, F16, BF16      rounded once
 
    All other pairs are KVPRIM_ERROR_UNSUPPORTED. row_bytes counts the bytes of the src row's elements, without scales;
-   the dst row has as many elements. Rows begin at multiples of an element, with any number of elements.
+   the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the data of a
+   table and of its layers, and all strides, are multiples of an element's bytes.
+
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8 it
-   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count.
+   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
+   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math, and a thread that rounds
+   to nearest and does not flush denormals to zero.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
        0                    none: every scale is 1
-       KVPRIM_SCALE_TENSOR  one number, read by store and gather when they run
-       KVPRIM_SCALE_HEAD    one for each head of `tile` elements, read likewise
-       KVPRIM_SCALE_TILE    one for each tile of each row: `tile` elements, or the whole row. A move from it reads them. A
+       KVPRIM_SCALE_TENSOR  one number, read when the move runs
+       KVPRIM_SCALE_HEAD    one for each `tile` elements of a row, the same for all rows; read when the move runs
+       KVPRIM_SCALE_TILE    one for each `tile` elements of each row, or for the whole row. A move from it reads them. A
                             move to it computes them, and writes them beside each row that it writes:
                             scale = max(largest |x| of the tile / largest value of the type, scale_min) in fp32, and
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above.
+   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above. Fields that have
+   no meaning with a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
        scales + (r / page_rows) * scale_page_stride + (r % page_rows) * scale_stride + t * scale_tile_stride
 
-   with the page_rows of the table, the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory of
-   the table's layer, and data + scale_offset takes the place of scales. So scales lie inside the row
+   with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
+   of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
    (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride), or in memory of
-   their own. */
+   their own. Scales of a move's dst overlap no row of it, nor, in a store, rows and scales of the other cache; and
+   those that are written do not overlap each other. This check is exact, except that tables whose strides have nothing
+   in common may be refused. */
 typedef enum kvprim_scale_kind {
     KVPRIM_SCALE_TENSOR = 1,
     KVPRIM_SCALE_HEAD = 2,
@@ -298,7 +307,7 @@ typedef struct kvprim_format {
     int32_t scale_inverse; /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's inverse of
                               what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse rounded to fp32.
                               Moves from this side must leave it at 0, except with SCALE_TILE, where they ignore it */
-    float scale_min;       /* the least scale that is computed, 2^-126 to the largest finite; 0: 2^-126 */
+    float scale_min;       /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
     int64_t tile; /* elements of a scale; they divide the row's. SCALE_TILE: 0 is the whole row. SCALE_HEAD: 0 is the
                         row's elements / heads of the table, if that has more than one */
     void *scales; /* aligned to their type; a move to SCALE_TILE writes them. NULL: they are in the table's memory */
@@ -308,7 +317,7 @@ typedef struct kvprim_format {
                                                   table's memory, the table's */
     int64_t scale_layer_stride; /* layer to layer in memory of their own. 0: SCALE_TILE: packed; others: every layer has
                                    the same scales */
-    uint32_t *nans;      /* optional: NaNs that became 0 in INT8; written by the executing side, as `rejected` is */
+    uint32_t *nans;      /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected` */
     int64_t reserved[2]; /* 0 */
 } kvprim_format;
 
@@ -329,17 +338,17 @@ typedef struct kvprim_format {
    slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
    mode. */
 typedef struct kvprim_table {
-    void *data;        /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;      /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
+    void *data;     /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;   /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
                             is an error */
-    int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
-    int64_t page_rows; /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
-    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
-    int32_t reserved_heads; /* reserved fields are 0, here and below */
-    int64_t head_stride;    /* piece to piece; required if heads > 1 */
-    int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
-                               reaches past it is an error */
+    int64_t stride; /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more than that */
+    int64_t page_rows;           /* rows per page; 0: no pages */
+    int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
+    int32_t reserved_heads;      /* reserved fields are 0, here and below */
+    int64_t head_stride;         /* piece to piece; required if heads > 1 */
+    int64_t bytes;               /* of the memory at data, all layers that start there and scales among them included;
+                               0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
                                     until the call returns, or as long as moves that were made from it run */
     int64_t reserved;
@@ -399,9 +408,12 @@ typedef struct kvprim_gather_desc {
     int64_t reserved;
 } kvprim_gather_desc;
 
-/* Aliasing: dst must not overlap src. Repeated indices are fine.
+/* A row of zeros also gets computed scales, those of a tile of zeros.
+   Aliasing: dst must not overlap src. Repeated indices are fine.
    Errors: NULL (descriptor, index, data), SIZE (names the field and the values), OVERLAP, ARGUMENT (index type, an
-   index or counter that is not aligned, a reserved field that is not 0). */
+   index or counter that is not aligned, a reserved field that is not 0). With a format also ARGUMENT (a format on one
+   side only, a field that has no such value or no meaning, elements or scales that are not aligned) and UNSUPPORTED (a
+   pair of types). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
 /* >>store ----------------------------------------------------------------------------------------------------------
@@ -423,7 +435,8 @@ typedef struct kvprim_store_desc {
 /* Both caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
    tensor (packed QKV). With duplicate slots, each aligned 16-byte block of a row (and each byte at an unaligned end)
    comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
-   sides.
+   sides. A computed scale may then come from another of the rows than its values. K and V convert or not, each by its
+   own formats.
    Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
    strides, pages and heads, and covers row 0 otherwise.
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
@@ -503,7 +516,8 @@ enum {
     KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
 };
 
-/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
+/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do. Rows that convert
+   cannot stay inside one cache: with same_cache the formats, if there are any, have the same type and no scales.
    Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
    (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
@@ -622,11 +636,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the indices
-   again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
-   read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
-   was captured with. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
+   indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
+   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with scales and
+   nans of a format, too. All other fields are read-only, and so is rejected of a store's V move, which does not
+   count. A captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -641,7 +655,7 @@ typedef struct kvprim_side {
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index;
-    int32_t scale_heads; /* the table's heads before those that follow each other without a gap were left out */
+    int32_t scale_heads; /* the table's heads, also where they follow each other and are left out of it */
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -661,8 +675,9 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). After an error the contents of
-   `moves` are unspecified. Errors also: NULL (moves). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). Where both formats are the same
+   type without scales, both are NULL in the move: a move converts if dst.table.format is set. After an error the
+   contents of `moves` are unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -1015,9 +1030,11 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
+#define KVPRIM_SELDOM __attribute__((noinline, cold)) static /* where it were inlined, it would slow down its caller */
 #else
 #define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
+#define KVPRIM_SELDOM static
 #endif
 
 #ifdef __cplusplus
@@ -1701,12 +1718,10 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The bytes of a row's elements on one side. row_bytes are those of src. */
-static int64_t kvpi_side_bytes(const kvprim_move *m, const kvprim_side *side)
+/* The bytes of a row's elements on one side, until kvpi_simplify(). */
+static int64_t kvpi_side_bytes(const kvprim_side *side)
 {
-    if (KVPRIM_LIKELY(!m->dst.table.format) || side == &m->src)
-        return m->row_bytes;
-    return m->row_bytes / kvpi_dtype_bytes(m->src.table.format->dtype) * kvpi_dtype_bytes(m->dst.table.format->dtype);
+    return side->piece_bytes;
 }
 
 /* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
@@ -1828,7 +1843,7 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = kvpi_side_bytes(m, side), piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
@@ -1921,17 +1936,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(m, side) / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(side) / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(m, side));
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(side));
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(m, side);
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(side);
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -1945,7 +1960,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(m, side));
+    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(side));
     reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
@@ -1968,8 +1983,8 @@ static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
 }
 
-/* Both sides have a format, of types that convert, and whole elements. */
-static kvprim_status kvpi_check_types(const kvprim_move *m)
+/* Both sides have a format, of types that convert, and whole elements. Each gets its own bytes of a row. */
+KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
     const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
     const char *const function = m->names->function;
@@ -1987,12 +2002,16 @@ static kvprim_status kvpi_check_types(const kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
     if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
                            m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    m->dst.piece_bytes = m->row_bytes / kvpi_dtype_bytes(src->dtype) * kvpi_dtype_bytes(dst->dtype);
     return KVPRIM_OK;
 }
 
@@ -2095,12 +2114,12 @@ static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim
 }
 
 /* A format alone, whatever its table's rows. The table has its defaults. */
-static kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
+KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_side_bytes(m, side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    const int64_t elements = kvpi_side_bytes(side) / bytes, tiles = f->tile ? elements / f->tile : 1;
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
@@ -2129,7 +2148,7 @@ typedef struct kvpi_area {
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table,        kvpi_side_bytes(m, side),       kvpi_used_rows(m, side),
+    const kvpi_area area = {side->table,        kvpi_side_bytes(side),          kvpi_used_rows(m, side),
                             side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
     return area;
 }
@@ -2137,13 +2156,13 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 /* Scales in a table's memory are in its layers, wherever those are. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int tiled = f.scale == KVPRIM_SCALE_TILE;
     kvpi_area area = kvpi_rows_area(m, side);
     kvprim_table *const t = &area.table;
     area.written = side == &m->dst && tiled;
     t->heads =
-        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(m, side) / kvpi_dtype_bytes(f.dtype) / f.tile);
+        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
     t->head_stride = f.scale_tile_stride;
     area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
@@ -2166,9 +2185,9 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
 
 /* Where scales lie: aligned, apart from each other if they are written, and inside the memory of a table whose size is
    known. Those in a table's memory extend the side's bytes, and the default layer stride. */
-static kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
+KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
     const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
@@ -2222,7 +2241,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
-    kvpi_resolve(t, kvpi_side_bytes(m, side));
+    kvpi_resolve(t, kvpi_side_bytes(side));
     side->scale_heads = t->heads;
     if (!KVPRIM_LIKELY(!t->format))
         KVPRIM_TRY(kvpi_check_format(m, side));
@@ -2676,7 +2695,7 @@ static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hul
 }
 
 /* Scales in memory of their own, and the counters. */
-static kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
 {
     const char *const function = m->names->function;
     char name[64];
@@ -2751,7 +2770,8 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->src));
-    if (m->dst.table.format || m->src.table.format)
+    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
+    if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
@@ -2821,7 +2841,7 @@ static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_byte
 }
 
 /* The scales and counters of K beside the rows and scales of V, and of V beside those of K. */
-static kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
+KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
 {
     const kvprim_format *const f = m->dst.table.format, *const g = other->dst.table.format;
     const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
@@ -2855,7 +2875,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
-    const int64_t k_piece = kvpi_side_bytes(&m[0], k) / a->heads, v_piece = kvpi_side_bytes(&m[1], v) / b->heads;
+    const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
@@ -3060,8 +3080,8 @@ static void kvpi_finish_move(kvprim_move *m)
         return;
     if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         m->dst.table.format = m->src.table.format = NULL;
-    kvpi_simplify(&m->dst, kvpi_side_bytes(m, &m->dst));
-    kvpi_simplify(&m->src, kvpi_side_bytes(m, &m->src));
+    kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
+    kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
         m->layers = 1; /* no row moves: layer 0 counts */
 }

@@ -470,6 +470,32 @@ KVPRIM_DEVICE int64_t kvpc_load_i64(uint64_t address)
     return v;
 }
 
+KVPRIM_DEVICE uint2 kvpc_load8(uint64_t address)
+{
+    uint2 v;
+    asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
+KVPRIM_DEVICE void kvpc_store8(uint64_t address, uint2 v)
+{
+    asm volatile("st.global.v2.u32 [%2], {%0, %1};" ::"r"(v.x), "r"(v.y), "l"(address) : "memory");
+}
+
+KVPRIM_DEVICE float kvpc_load_f32(uint64_t address)
+{
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address));
+    return v;
+}
+
+KVPRIM_DEVICE uint32_t kvpc_load_u8(uint64_t address)
+{
+    uint32_t v;
+    asm volatile("ld.global.u8 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
 /* Returns the value of the thread `distance` before this one in the warp, or this one's if there is none. */
 KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
 {
@@ -1408,15 +1434,14 @@ KVPRIM_DEVICE float kvpc_max_magnitude(float a, float b)
 /* What divides elements by a scale that many of them share, or multiplies them by it. */
 typedef struct kvpc_factor {
     float high, low; /* the factor, in two parts if it is a reciprocal */
-    float scale;     /* what the reciprocal is of, and to the nearest fp32 */
-    float nearest;
-    float before; /* a power of two or its negative that elements are multiplied by first */
+    float nearest;   /* the reciprocal to the nearest fp32 */
+    float scale;     /* what it is of */
     bool divides;
 } kvpc_factor;
 
 KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
 {
-    return kvpc_factor{factor, 0, factor, 0, 1, false};
+    return kvpc_factor{factor, 0, 0, factor, false};
 }
 
 /* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
@@ -1440,44 +1465,50 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
    the largest value. Other scales are brought there by a power of two, which multiplies x, too. */
 KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
 {
-    kvpc_factor f = {scale, 0, scale, 0, 1, true};
+    kvpc_factor f = {scale, 0, 0, scale, true};
 #ifdef __CUDA_ARCH__
-    const uint32_t bits = kvpi_bits_of(scale), least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
-    if (bits - least >= most - least) {
-        const uint32_t magnitude = bits & 0x7fffffff;
-        if (magnitude == 0 || magnitude >= 0x7f800000)
-            return kvpc_times(kvpc_near_reciprocal(scale));
-        const uint32_t before = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
-        f.before = kvpi_float_of(before | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
-        f.scale = kvpc_mul(scale, f.before);
-    }
-    f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(f.scale)) - 2);
-    f.low = kvpc_fma(kvpc_fma(-f.scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
+    f.high = kvpi_float_of(kvpi_bits_of(kvpc_near_reciprocal(scale)) - 2);
+    f.low = kvpc_fma(kvpc_fma(-scale, f.high, 1), f.high, kvpc_mul(f.high, 4.547473508864641e-13f)); /* 2^-41 */
     if (f32)
-        f.nearest = kvpc_reciprocal(f.scale);
+        f.nearest = kvpc_reciprocal(scale);
 #else
     (void)f32;
 #endif
     return f;
 }
 
-/* Scales n numbers. f32: their type was fp32. */
-template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
-{
 #ifdef __CUDA_ARCH__
-    if (!f.divides) {
-        for (uint32_t k = 0; k < n; k++)
-            x[k] = kvpc_mul(x[k], f.high);
-        return;
-    }
-    if (kvpi_bits_of(f.before) != 0x3f800000)
-        for (uint32_t k = 0; k < n; k++)
-            x[k] = kvpc_mul(x[k], f.before);
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
+{
     for (uint32_t k = 0; k < n; k++) {
         const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
         const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
         const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
         x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+    }
+}
+#endif
+
+/* Scales n numbers. f32: their type was fp32. */
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
+{
+#ifdef __CUDA_ARCH__
+    const uint32_t bits = kvpi_bits_of(f.scale), magnitude = bits & 0x7fffffff;
+    const uint32_t least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
+    if (!f.divides) {
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], f.high);
+    } else if (bits - least < most - least) {
+        kvpc_apply_reciprocal<n, f32>(x, f);
+    } else {
+        const uint32_t power = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
+        const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
+        kvpc_factor g = kvpc_over(kvpc_mul(f.scale, before), f32);
+        if (magnitude == 0 || magnitude >= 0x7f800000)
+            g.high = g.low = g.nearest = kvpc_near_reciprocal(g.scale); /* infinity, 0, or NaN */
+        for (uint32_t k = 0; k < n; k++)
+            x[k] = kvpc_mul(x[k], before);
+        kvpc_apply_reciprocal<n, f32>(x, g);
     }
 #else
     for (uint32_t k = 0; k < n; k++)
@@ -1623,6 +1654,290 @@ template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t
     const uint32_t in_word = 4 / kvpc_size(type);
     for (uint32_t w = 0; w < n / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
+}
+#endif
+
+/* >>impl_convert_rows ------------------------------------------------------------------------------------------------
+
+   Stores and gathers that convert plain rows (see kvpc_is_plain), quantised on the indexed side. A unit is a 16-byte
+   word of the side of fp32, fp16 or bf16: 4 or 8 elements, and as many bytes of the quantised side. */
+#ifndef KVPRIM_NO_CONVERT
+
+/* Where scales lie: see kvpc_ends and kvpc_steps. */
+typedef struct kvpc_scales {
+    uint64_t first;        /* 0: there are none, all are 1 */
+    uint32_t tile;         /* bytes from one tile's or head's to the next */
+    uint32_t magic, shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
+    uint32_t row, page;
+} kvpc_scales;
+
+/* Each block_rows rows take `threads` threads, in one block or in several: k_threads for K, the others for V. Each
+   thread takes some units of one row. */
+typedef struct kvpc_convert {
+    kvpc_plain plain; /* row_threads, row_magic and block_rows of K; heads are counted in units */
+    uint32_t threads, k_threads;
+    uint32_t v_row_threads, v_row_magic;
+    uint32_t units[2]; /* of a row */
+    kvpc_scales scales[2];
+    uint32_t divides; /* 0: elements are multiplied by their scale */
+    uint32_t e8m0;    /* scales are bytes */
+    uint32_t *nans;
+} kvpc_convert;
+
+/* The same with scales that the kernel computes. */
+typedef struct kvpc_convert_tiles : kvpc_convert {
+    uint32_t tile_units;
+    uint32_t tile_lanes; /* threads of a tile: a power of two, up to 32 */
+    uint32_t lanes_shift;
+    uint32_t copies_v; /* V has no tiles, and 16 bytes of a unit on either side */
+    uint32_t power_of_two;
+    float least;
+} kvpc_convert_tiles;
+
+/* What a thread works on: units lane, lane + step, ... of row i of K or V. */
+typedef struct kvpc_share {
+    bool v;
+    uint32_t i, lane, step;
+} kvpc_share;
+
+/* Returns whether there is such a row. */
+KVPRIM_DEVICE bool kvpc_find_share(const kvpc_convert &p, kvpc_share *s)
+{
+    const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
+    const uint32_t group = blockIdx.z * kvpc_grid_rows + blockIdx.y;
+    s->v = thread >= p.k_threads;
+    s->step = s->v ? p.v_row_threads : p.plain.row_threads;
+    const uint32_t of_pair = s->v ? thread - p.k_threads : thread;
+    const uint32_t in_group = of_pair * (s->v ? p.v_row_magic : p.plain.row_magic) >> 16;
+    s->lane = of_pair - in_group * s->step;
+    s->i = group * p.plain.block_rows + in_group;
+    return thread < p.threads && s->i < p.plain.count;
+}
+
+/* The address of a unit of row `row` of the indexed table, where a unit has `bytes` bytes. */
+KVPRIM_DEVICE uint64_t kvpc_unit_at(const kvpc_plain &p, bool v, uint64_t row_at, uint32_t unit, uint32_t bytes)
+{
+    const uint32_t head = __umulhi(2 * unit, p.head_magic) >> p.head_shift;
+    return kvpc_row_at(row_at + unit * bytes, head, v ? p.step[1].head : p.step[0].head);
+}
+
+KVPRIM_DEVICE uint64_t kvpc_indexed_at(const kvpc_plain &p, bool v, uint64_t base, uint32_t stride, uint32_t row)
+{
+    const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
+    return kvpc_row_at(kvpc_row_at(base, row, stride), page, v ? p.step[1].page : p.step[0].page);
+}
+
+/* The address of the scale of a unit's tile. */
+KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_scales &s, uint32_t unit)
+{
+    return kvpc_row_at(s.first, __umulhi(2 * unit, s.magic) >> s.shift, s.tile);
+}
+
+/* ... of row `row` of the indexed table. */
+KVPRIM_DEVICE uint64_t kvpc_scales_of(const kvpc_plain &p, const kvpc_scales &s, uint32_t row)
+{
+    const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
+    return kvpc_row_at(kvpc_row_at(s.first, row, s.row), page, s.page);
+}
+
+/* The words of an element's side of a unit. */
+template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_store_unit(uint64_t to, const uint32_t *words, uint32_t count)
+{
+    if (count == 2)
+        kvpc_store8(to, uint2{words[0], words[1]});
+    else
+        *(uint32_t *)kvpc_global(to) = words[0];
+}
+
+/* Stores rows with scales that are given, or none. */
+template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+static __global__ void __launch_bounds__(kvpc_most_threads)
+    kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
+{
+    const uint32_t n = 16 / kvpc_size(from);
+    kvpc_share s;
+    if (p.plain.pdl == kvpc_trigger_first)
+        kvpc_pdl_trigger();
+    if (!kvpc_find_share(p, &s))
+        return;
+    if (p.plain.pdl)
+        kvpc_pdl_wait();
+    const uint64_t src_base = s.v ? p.plain.pair[1].src : p.plain.pair[0].src;
+    const uint32_t src_stride = s.v ? p.plain.pair[1].src_stride : p.plain.pair[0].src_stride;
+    const uint32_t units = s.v ? p.units[1] : p.units[0];
+    const uint64_t src = kvpc_row_at(src_base + 16 * s.lane, s.i, src_stride);
+    uint4 v[loads];
+    for (uint32_t k = 0; k < loads; k++) {
+        v[k] = uint4{0, 0, 0, 0};
+        if (loads == 1 || s.lane + k * s.step < units)
+            v[k] = kvpc_load16(src + 16 * k * s.step);
+    }
+    const uint64_t scales = s.v ? p.scales[1].first : p.scales[0].first;
+    const uint32_t scale_step = s.v ? p.scales[1].tile : p.scales[0].tile;
+    float scale[loads];
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t unit = s.lane + k * s.step;
+        const uint32_t tile = __umulhi(2 * unit, p.scales[0].magic) >> p.scales[0].shift;
+        scale[k] = 1;
+        if (scales)
+            scale[k] = kvpc_load_f32(kvpc_row_at(scales, tile, scale_step));
+    }
+    if (p.plain.pdl == kvpc_trigger_late)
+        kvpc_pdl_trigger();
+    const kvpc_index x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
+    const uint64_t dst_base = s.v ? p.plain.pair[1].dst : p.plain.pair[0].dst;
+    const uint32_t dst_stride = s.v ? p.plain.pair[1].dst_stride : p.plain.pair[0].dst_stride;
+    const uint64_t dst = kvpc_indexed_at(p.plain, s.v, dst_base, dst_stride, x.row);
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t unit = s.lane + k * s.step, in[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+        const kvpc_factor f = p.divides ? kvpc_over(scale[k], from == KVPRIM_F32) : kvpc_times(scale[k]);
+        float e[n];
+        uint32_t out[n / 4];
+        kvpc_decode<from, n>(e, in);
+        kvpc_apply<n, from == KVPRIM_F32>(e, f);
+        const uint32_t nans = to == KVPRIM_INT8 ? kvpc_clear_nans<n>(e) : 0;
+        kvpc_encode<to, n>(out, e);
+        if (x.inside && (loads == 1 || unit < units)) {
+            kvpc_store_unit<to>(kvpc_unit_at(p.plain, s.v, dst, unit, n), out, n / 4);
+            if (to == KVPRIM_INT8 && nans && p.nans)
+                atomicAdd(p.nans, nans);
+        }
+    }
+    if (!x.inside && s.lane == 0 && !s.v)
+        kvpc_count_rejected(p.plain, x);
+}
+
+/* Gathers rows. */
+template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+static __global__ void __launch_bounds__(kvpc_most_threads)
+    kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
+{
+    const uint32_t n = 16 / kvpc_size(to);
+    kvpc_share s;
+    if (!kvpc_find_share(p, &s))
+        return;
+    if (p.plain.pdl)
+        kvpc_pdl_wait();
+    const kvpc_index x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
+    const uint64_t src = kvpc_indexed_at(p.plain, false, p.plain.pair[0].src, p.plain.pair[0].src_stride, x.row);
+    const uint64_t dst = kvpc_row_at(p.plain.pair[0].dst + 16 * s.lane, s.i, p.plain.pair[0].dst_stride);
+    kvpc_scales scales = p.scales[0];
+    scales.first = kvpc_scales_of(p.plain, scales, x.row);
+    uint2 v[loads];
+    float scale[loads];
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t unit = s.lane + k * s.step;
+        v[k] = uint2{0, 0};
+        scale[k] = 1;
+        if (x.inside && (loads == 1 || unit < p.units[0])) {
+            const uint64_t at = kvpc_unit_at(p.plain, false, src, unit, n);
+            if (n == 8)
+                v[k] = kvpc_load8(at);
+            else
+                v[k].x = (uint32_t)kvpc_load_i32(at);
+        }
+    }
+    if (p.scales[0].first)
+        for (uint32_t k = 0; k < loads; k++) {
+            const uint32_t unit = s.lane + k * s.step;
+            if (x.inside && (loads == 1 || unit < p.units[0])) {
+                const uint64_t at = kvpc_scale_at(scales, unit);
+                scale[k] = p.e8m0 ? kvpi_of_e8m0(kvpc_load_u8(at)) : kvpc_load_f32(at);
+            }
+        }
+    if (p.plain.pdl)
+        kvpc_pdl_trigger();
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t in[2] = {v[k].x, v[k].y};
+        float e[n];
+        uint32_t out[4];
+        kvpc_decode<from, n>(e, in);
+        for (uint32_t j = 0; j < n; j++)
+            e[j] = kvpc_mul(e[j], scale[k]);
+        kvpc_encode<to, n>(out, e);
+        if (loads == 1 || s.lane + k * s.step < p.units[0])
+            kvpc_store16(dst + 16 * k * s.step, uint4{out[0], out[1], out[2], out[3]});
+    }
+    if (!x.inside && s.lane == 0)
+        kvpc_count_rejected(p.plain, x);
+}
+
+/* Stores rows, and the scales that it computes. tile_lanes threads share a tile: thread g of them takes its units g,
+   g + tile_lanes, ... No thread leaves before the shuffles. */
+template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+static __global__ void __launch_bounds__(kvpc_most_threads)
+    kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
+{
+    const uint32_t n = 16 / kvpc_size(from);
+    kvpc_share s;
+    if (p.plain.pdl == kvpc_trigger_first)
+        kvpc_pdl_trigger();
+    const bool any = kvpc_find_share(p, &s);
+    if (p.plain.pdl)
+        kvpc_pdl_wait();
+    const bool copies = s.v && p.copies_v;
+    const uint64_t src_base = s.v ? p.plain.pair[1].src : p.plain.pair[0].src;
+    const uint32_t src_stride = s.v ? p.plain.pair[1].src_stride : p.plain.pair[0].src_stride;
+    const uint32_t tile = s.lane >> p.lanes_shift;
+    const uint32_t first = copies ? s.lane : (s.lane & (p.tile_lanes - 1)) + tile * p.tile_units; /* units */
+    const uint32_t step = copies ? s.step : p.tile_lanes;
+    const uint32_t end = copies ? p.units[1] : (tile + 1) * p.tile_units;
+    const uint64_t src = kvpc_row_at(src_base + 16 * first, s.i, src_stride);
+    uint4 v[loads];
+    for (uint32_t k = 0; k < loads; k++) {
+        v[k] = uint4{0, 0, 0, 0};
+        if (any && first + k * step < end)
+            v[k] = kvpc_load16(src + 16 * k * step);
+    }
+    if (p.plain.pdl == kvpc_trigger_late)
+        kvpc_pdl_trigger();
+    kvpc_index x = {0, 0, 0, false};
+    if (any)
+        x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
+    const uint64_t dst_base = s.v ? p.plain.pair[1].dst : p.plain.pair[0].dst;
+    const uint32_t dst_stride = s.v ? p.plain.pair[1].dst_stride : p.plain.pair[0].dst_stride;
+    const uint64_t dst = kvpc_indexed_at(p.plain, s.v, dst_base, dst_stride, x.row);
+    float e[loads][n], largest = 0;
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t in[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+        kvpc_decode<from, n>(e[k], in);
+        for (uint32_t j = 0; j < n; j++)
+            largest = kvpc_max_magnitude(largest, e[k][j]);
+    }
+    for (uint32_t distance = p.tile_lanes / 2; distance > 0; distance /= 2)
+        largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_shuffle_xor(kvpi_bits_of(largest), distance)));
+    if (!x.inside) {
+        if (any && s.lane == 0 && !s.v)
+            kvpc_count_rejected(p.plain, x);
+        return;
+    }
+    if (copies) {
+        for (uint32_t k = 0; k < loads; k++)
+            if (first + k * step < end)
+                kvpc_store16(kvpc_unit_at(p.plain, true, dst, first + k * step, 16), v[k]);
+        return;
+    }
+    const float scale = kvpc_tile_scale<to>(largest, p.least, p.power_of_two != 0);
+    const kvpc_factor f = p.divides ? kvpc_over(scale, from == KVPRIM_F32) : kvpc_times(kvpc_reciprocal(scale));
+    kvpc_apply<loads * n, from == KVPRIM_F32>(e[0], f);
+    for (uint32_t k = 0; k < loads; k++) {
+        uint32_t out[n / 4];
+        const uint32_t nans = to == KVPRIM_INT8 ? kvpc_clear_nans<n>(e[k]) : 0;
+        kvpc_encode<to, n>(out, e[k]);
+        if (first + k * step < end) {
+            kvpc_store_unit<to>(kvpc_unit_at(p.plain, s.v, dst, first + k * step, n), out, n / 4);
+            if (to == KVPRIM_INT8 && nans && p.nans)
+                atomicAdd(p.nans, nans);
+        }
+    }
+    if ((s.lane & (p.tile_lanes - 1)) == 0) {
+        const kvpc_scales scales = s.v ? p.scales[1] : p.scales[0];
+        const uint64_t at = kvpc_row_at(kvpc_scales_of(p.plain, scales, x.row), tile, scales.tile);
+        if (p.e8m0)
+            *(uint8_t *)kvpc_global(at) = (uint8_t)kvpi_to_e8m0(scale);
+        else
+            *(float *)kvpc_global(at) = scale;
+    }
 }
 #endif
 
@@ -2614,6 +2929,254 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
            : n == 1 ? kvpc_run_store<1>(call, &p, paged, tails && !paged)
                     : kvpc_run_store<2>(call, &p, paged, tails && !paged);
 }
+
+/* >>impl_convert_plan ------------------------------------------------------------------------------------------------ */
+#ifndef KVPRIM_NO_CONVERT
+
+#define KVPC_LOADS 2
+#define KVPC_GATHER_LOADS 2
+typedef void (*kvpc_plain_convert_kernel)(const kvpc_convert KVPRIM_IN_PLACE);
+typedef void (*kvpc_convert_tiles_of)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
+
+enum { kvpc_float_types = 3, kvpc_quantised_types = 3 };
+
+static int kvpc_float_number(kvprim_dtype type)
+{
+    return type == KVPRIM_BF16 ? 0 : type == KVPRIM_F16 ? 1 : type == KVPRIM_F32 ? 2 : -1;
+}
+
+static int kvpc_quantised_number(kvprim_dtype type)
+{
+    return type == KVPRIM_F8E4M3 ? 0 : type == KVPRIM_F8E5M2 ? 1 : type == KVPRIM_INT8 ? 2 : -1;
+}
+
+template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_from(int to)
+{
+    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_store_kernel<type, KVPRIM_F8E4M3, loads>,
+                                                        kvpc_convert_store_kernel<type, KVPRIM_F8E5M2, loads>,
+                                                        kvpc_convert_store_kernel<type, KVPRIM_INT8, loads>};
+    return kernels[to];
+}
+
+template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_of(int from, int to)
+{
+    return from == 0   ? kvpc_convert_store_from<KVPRIM_BF16, loads>(to)
+           : from == 1 ? kvpc_convert_store_from<KVPRIM_F16, loads>(to)
+                       : kvpc_convert_store_from<KVPRIM_F32, loads>(to);
+}
+
+template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_to(int from)
+{
+    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_gather_kernel<KVPRIM_F8E4M3, type, loads>,
+                                                        kvpc_convert_gather_kernel<KVPRIM_F8E5M2, type, loads>,
+                                                        kvpc_convert_gather_kernel<KVPRIM_INT8, type, loads>};
+    return kernels[from];
+}
+
+template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_of(int from, int to)
+{
+    return to == 0   ? kvpc_convert_gather_to<KVPRIM_BF16, loads>(from)
+           : to == 1 ? kvpc_convert_gather_to<KVPRIM_F16, loads>(from)
+                     : kvpc_convert_gather_to<KVPRIM_F32, loads>(from);
+}
+
+template <kvprim_dtype type, uint32_t loads> static kvpc_convert_tiles_of kvpc_convert_tiles_from(int to)
+{
+    static const kvpc_convert_tiles_of kernels[] = {kvpc_convert_tiles_kernel<type, KVPRIM_F8E4M3, loads>,
+                                                    kvpc_convert_tiles_kernel<type, KVPRIM_F8E5M2, loads>,
+                                                    kvpc_convert_tiles_kernel<type, KVPRIM_INT8, loads>};
+    return kernels[to];
+}
+
+template <uint32_t loads> static kvpc_convert_tiles_of kvpc_convert_tiles_by(int from, int to)
+{
+    return from == 0   ? kvpc_convert_tiles_from<KVPRIM_BF16, loads>(to)
+           : from == 1 ? kvpc_convert_tiles_from<KVPRIM_F16, loads>(to)
+                       : kvpc_convert_tiles_from<KVPRIM_F32, loads>(to);
+}
+
+static bool kvpc_converts(const kvprim_move *m)
+{
+    return m->dst.table.format != NULL;
+}
+
+/* Whether a side's places are multiples of `word`. */
+static bool kvpc_is_aligned_side(const kvprim_side *side, uint64_t word)
+{
+    uint64_t bits = (uint64_t)side->piece_bytes;
+    (void)kvpc_is_plain_side(side, &bits);
+    return bits % word == 0;
+}
+
+/* Whether the kernels above can take a move: a store to quantised rows, or a gather from them. */
+static bool kvpc_is_plain_conversion(const kvprim_move *m)
+{
+    uint64_t bits = 0;
+    if (!kvpc_converts(m) || !kvpc_is_plain(m, &bits))
+        return false;
+    const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
+    const kvprim_format f = kvprim_side_format(quantised), g = kvprim_side_format(other);
+    const uint32_t n = kvpc_float_number(g.dtype) == 2 ? 4 : 8;
+    const int64_t page = quantised->table.page_rows > 0 ? f.scale_page_stride : 0,
+                  in_pages = quantised->table.page_rows;
+    if (kvpc_float_number(g.dtype) < 0 || kvpc_quantised_number(f.dtype) < 0 || !kvpc_is_aligned_side(other, 16) ||
+        !kvpc_is_aligned_side(quantised, n))
+        return false;
+    if (f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD) {
+        if (f.tile % n != 0 || f.scale_tile_stride > UINT32_MAX)
+            return false;
+    }
+    if (f.scale != KVPRIM_SCALE_TILE)
+        return true;
+    return f.scale_stride <= UINT32_MAX && page - in_pages * f.scale_stride >= 0 - (page == 0) * INT64_MAX &&
+           page - in_pages * f.scale_stride <= UINT32_MAX && (m->zero || f.tile <= 32 * 8 * (int64_t)n);
+}
+
+/* Whether one launch takes both moves: the same slots, conversion and kind of scales; or V is copied beside tiles. */
+static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v)
+{
+    const kvprim_side *const a = &k->dst, *const b = &v->dst;
+    uint64_t bits = 0;
+    if (k->zero || v->zero || v->rejected || k->count != v->count || !kvpc_is_same_naming(a, b) ||
+        (a->table.page_rows && b->table.page_rows && a->table.page_rows != b->table.page_rows))
+        return false;
+    const kvprim_format f = kvprim_side_format(a);
+    if (!kvpc_converts(v))
+        return f.scale == KVPRIM_SCALE_TILE && a->table.heads == 1 && b->table.heads == 1 && kvpc_is_plain(v, &bits) &&
+               (bits | (uint64_t)v->row_bytes) % 16 == 0;
+    const kvprim_format g = kvprim_side_format(b);
+    return kvpc_is_plain_conversion(v) && f.dtype == g.dtype &&
+           k->src.table.format->dtype == v->src.table.format->dtype && a->table.heads == b->table.heads &&
+           (a->table.heads == 1 || a->piece_bytes == b->piece_bytes) && f.scale == g.scale &&
+           f.scale_inverse == g.scale_inverse && f.scale_dtype == g.scale_dtype && f.nans == g.nans &&
+           f.tile == g.tile && f.scale_power_of_two == g.scale_power_of_two && f.scale_min == g.scale_min;
+}
+
+/* Plans how threads share the rows, where each takes up to `loads` units. */
+static dim3 kvpc_shape_convert(kvpc_convert *p, uint32_t *block_threads)
+{
+    const uint32_t k = p->plain.row_threads, row = k + p->v_row_threads, block = 128;
+    uint32_t rows = row > block ? 1 : block / row, parts = 1;
+    const uint64_t all = (uint64_t)p->plain.count * row;
+    for (uint32_t y = rows + 1; all > kvpc_some_threads && y * row <= kvpc_most_threads; y++)
+        if (-(y * row) % 32 * rows < -(rows * row) % 32 * y)
+            rows = y;
+    if (all <= kvpc_some_threads)
+        while (rows > 1 && kvpc_parts_of(p->plain.count, rows) < kvpc_multiprocessors())
+            rows /= 2;
+    if (row > block)
+        parts = kvpc_parts_of(row, block);
+    p->plain.block_rows = rows;
+    p->k_threads = rows * k;
+    p->threads = rows * row;
+    p->plain.row_magic = rows > 1 ? (65536 + k - 1) / k : 0;
+    p->v_row_magic = rows > 1 && p->v_row_threads ? (65536 + p->v_row_threads - 1) / p->v_row_threads : 0;
+    *block_threads = (kvpc_parts_of(p->threads, parts) + 31) / 32 * 32;
+    const uint32_t groups = kvpc_parts_of(p->plain.count, rows);
+    const uint32_t z = groups > UINT16_MAX ? kvpc_parts_of(groups, kvpc_grid_rows) : 1;
+    return dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : groups, z);
+}
+
+/* Everything of K (k == 0) or V except how threads share it. */
+static void kvpc_set_conversion(kvpc_convert_tiles *p, const kvprim_move *m, int k)
+{
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
+    const kvprim_table *const t = &indexed->table;
+    p->plain.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
+    p->plain.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
+    p->plain.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
+    p->plain.pair[k].src_stride = (uint32_t)m->src.table.stride;
+    p->plain.step[k] = kvpc_steps{(uint32_t)kvpc_page_step(t), (uint32_t)kvpc_head_step(indexed)};
+    if (t->page_rows > 0) {
+        const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
+        p->plain.page_magic = page.magic;
+        p->plain.page_shift = page.shift;
+    }
+    p->units[k] = (uint32_t)(other->piece_bytes * other->table.heads / 16);
+    if (!kvpc_converts(m))
+        return;
+    const kvprim_format f = kvprim_side_format(indexed);
+    const int64_t n = kvprim_side_format(other).dtype == KVPRIM_F32 ? 4 : 8; /* elements of a unit */
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
+    const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / n : 0);
+    const kvpc_divisor tile = kvpc_divisor_of(tiles || f.scale == KVPRIM_SCALE_HEAD ? f.tile / n : 0);
+    const int64_t page = t->page_rows > 0 ? f.scale_page_stride - t->page_rows * f.scale_stride : 0;
+    p->plain.head_magic = head.magic;
+    p->plain.head_shift = head.shift;
+    if (f.scale)
+        p->scales[k].first =
+            f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
+    p->scales[k].tile = (uint32_t)f.scale_tile_stride;
+    p->scales[k].magic = tile.magic;
+    p->scales[k].shift = tile.shift;
+    p->scales[k].row = tiles ? (uint32_t)f.scale_stride : 0;
+    p->scales[k].page = tiles ? (uint32_t)page : 0;
+    p->divides = f.scale && !m->zero && !f.scale_inverse;
+    p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;
+    p->nans = m->zero ? NULL : f.nans;
+    p->power_of_two = f.scale_power_of_two || p->e8m0;
+    p->least = f.scale_min;
+    if (tiles)
+        p->tile_units = (uint32_t)(f.tile / n);
+}
+
+static void kvpc_share_units(kvpc_convert *p, uint32_t loads)
+{
+    p->plain.row_threads = kvpc_parts_of(p->units[0], loads);
+    p->v_row_threads = kvpc_parts_of(p->units[1], loads);
+}
+
+/* Runs K, or K and V, if the kernels of plain rows can; returns whether. `from` and `to` are numbers of types. */
+static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
+{
+    if (call->launch.max_sms != 0 || n > 2 || moves[0].count == 0 || !kvpc_is_plain_conversion(&moves[0]) ||
+        (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
+        return false;
+    const kvprim_move *const m = &moves[0];
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
+    const int quantised = kvpc_quantised_number(kvprim_side_format(indexed).dtype);
+    const int other = kvpc_float_number(kvprim_side_format(m->zero ? &m->dst : &m->src).dtype);
+    const bool tiles = kvprim_side_format(indexed).scale == KVPRIM_SCALE_TILE && !m->zero;
+    kvpc_convert_tiles p = {};
+    for (size_t k = 0; k < n; k++)
+        kvpc_set_conversion(&p, &moves[k], (int)k);
+    p.plain.index = (uintptr_t)indexed->index;
+    p.plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
+    p.plain.index_step = (uint32_t)indexed->index_stride * (p.plain.index_is_i64 ? 8 : 4);
+    p.plain.rejected = m->rejected;
+    p.plain.rows = (uint32_t)indexed->table.rows;
+    p.plain.base = (uint32_t)indexed->index_base;
+    p.plain.count = (uint32_t)m->count;
+    p.copies_v = n == 2 && !kvpc_converts(&moves[1]);
+    const uint64_t words = (uint64_t)p.plain.count * (p.units[0] + p.units[1]);
+    const bool many = words * 16 > kvpc_few_bytes;
+    uint32_t loads = many ? KVPC_LOADS : 1, threads;
+    if (tiles) {
+        loads = p.tile_units > 64 ? 8 : 2;
+        while (p.tile_lanes < 32 && p.tile_lanes * loads < p.tile_units)
+            p.tile_lanes = p.tile_lanes ? 2 * p.tile_lanes : 1, p.lanes_shift += p.tile_lanes > 1;
+        p.plain.row_threads = p.units[0] / p.tile_units * p.tile_lanes;
+        p.v_row_threads = p.copies_v ? kvpc_parts_of(p.units[1], loads) : p.units[1] / p.tile_units * p.tile_lanes;
+    } else
+        kvpc_share_units(&p, m->zero ? KVPC_GATHER_LOADS : loads);
+    const dim3 blocks = kvpc_shape_convert(&p, &threads);
+    kvpc_call started = *call;
+    started.launch.pdl = call->launch.pdl && (uint64_t)blocks.x * blocks.y * blocks.z <= kvpc_many_blocks;
+    p.plain.pdl = started.launch.pdl ? words * 16 <= kvpc_first_bytes ? kvpc_trigger_first : kvpc_trigger_late : 0;
+    if (tiles)
+        *status = kvpc_start(&started,
+                             loads == 8 ? kvpc_convert_tiles_by<8>(other, quantised)
+                                        : kvpc_convert_tiles_by<2>(other, quantised),
+                             blocks, threads, p);
+    else
+        *status = kvpc_start(&started,
+                             m->zero      ? kvpc_convert_gather_of<KVPC_GATHER_LOADS>(quantised, other)
+                             : loads == 1 ? kvpc_convert_store_of<1>(other, quantised)
+                                          : kvpc_convert_store_of<KVPC_LOADS>(other, quantised),
+                             blocks, threads, (const kvpc_convert &)p);
+    return true;
+}
+#endif
 
 /* >>impl_move_plan ------------------------------------------------------------------------------------------------- */
 
@@ -3790,8 +4353,13 @@ static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_mov
 static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *moves, size_t n,
                                       const kvprim_cuda_launch *launch)
 {
+    kvprim_status status = KVPRIM_OK;
+    if (kvpc_run_plain_convert(call, moves, n, &status))
+        return status;
     for (size_t k = 0; k < n; k++)
-        if (moves[k].count > 0)
+        if (n > 1 && kvpc_run_plain_convert(call, &moves[k], 1, &status))
+            KVPRIM_TRY(status);
+        else if (moves[k].count > 0)
             KVPRIM_TRY(moves[k].dst.table.format ? kvpc_run_conversion(call, &moves[k])
                                                  : kvpc_run(call->function, KVPRIM_OK, &moves[k], 1, launch));
     return KVPRIM_OK;

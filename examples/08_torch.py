@@ -241,11 +241,11 @@ def hnd(cache):
                     heads=cache.shape[1], head_stride=cache.stride(1) * size)
 
 
-def dtype_of(tensor):
-    """The kvprim_dtype of a tensor's elements."""
-    name = str(tensor.dtype).removeprefix("torch.")
+def dtype_of(dtype):
+    """The kvprim_dtype of a torch.dtype."""
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise ValueError(f"{tensor.dtype} is no element type of kvprim: it has {', '.join(DTYPES)}")
+        raise ValueError(f"{dtype} is no element type of kvprim: it has {', '.join(DTYPES)}")
     return DTYPES[name][1]
 
 
@@ -260,13 +260,13 @@ def typed(table, scale=None, nans=None, **fields):
         [pages, page_rows, tiles]         computes and writes them, a gather reads them
 
     nans: a tensor of one int32, which counts NaNs that became 0 in int8. fields: more of kvprim_format's."""
-    form = Format(dtype=dtype_of(table.tensor), nans=counter(nans, "nans"), **fields)
+    form = Format(dtype=dtype_of(table.tensor.dtype), nans=counter(nans, "nans"), **fields)
     if scale is not None:
         if scale.dtype != torch.float32 and str(scale.dtype) != "torch.float8_e8m0fnu":
             raise ValueError(f"scale is {scale.dtype}, expected float32 or float8_e8m0fnu")
         if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
             raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
-        form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale)
+        form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale.dtype)
         strides = [stride * scale.element_size() for stride in scale.stride()]
         if scale.numel() == 1 and scale.dim() < 2:
             form.scale = SCALE_TENSOR

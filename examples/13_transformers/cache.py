@@ -12,6 +12,9 @@ into pages, gather makes the contiguous K and V that transformers' attention tak
 layers: a shared page before it is written, and pages of idle requests to pinned host memory and back when the pool is
 full. Everything happens on torch's current stream: use one stream and one thread for a pool.
 
+cache_dtype=torch.float8_e4m3fn keeps K and V in pages of half the size: store and gather convert them on the way, with
+a scale of 1.
+
 One cache holds one sequence (batch size 1). All layers are full attention with the same heads.
 """
 import collections
@@ -50,15 +53,20 @@ class PagePool:
     """Pages of all requests, [layers, pages, page_rows, K or V, heads, dim], on the device and in pinned host memory. A
     row is K and V of one token, so that one gather moves both."""
 
-    def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32):
+    def __init__(self, library, config, pages, host_pages=0, page_rows=16, device="cpu", dtype=torch.float32,
+                 cache_dtype=None):
         self.library, self.device, self.dtype, self.page_rows = library, torch.device(device), dtype, page_rows
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         shape = (page_rows, 2, self.heads, self.dim)
-        self.device_pages = torch.empty((self.layers, pages, *shape), dtype=dtype, device=device)
-        self.host_pages = torch.empty((self.layers, host_pages, *shape), dtype=dtype,
+        self.device_pages = torch.empty((self.layers, pages, *shape), dtype=cache_dtype or dtype, device=device)
+        self.host_pages = torch.empty((self.layers, host_pages, *shape), dtype=cache_dtype or dtype,
                                       pin_memory=self.device.type == "cuda")
-        self.element = self.device_pages.element_size()
+        self.element, self.model_element = self.device_pages.element_size(), dtype.itemsize
+        self.format = self.model_format = None
+        if cache_dtype:
+            self.formats = [kvprim.Format(dtype=kvprim.dtype_of(kind)) for kind in (cache_dtype, dtype)]
+            self.format, self.model_format = map(ctypes.addressof, self.formats)
         self.kv_bytes = self.heads * self.dim * self.element  # a token's K, or its V, in one layer
         self.page_bytes = page_rows * 2 * self.kv_bytes  # in one layer
         self.pages, self.unused, self.host_unused = pages, list(range(pages)), list(range(host_pages))
@@ -88,7 +96,7 @@ class PagePool:
 
     def rows(self, skipped=0):
         """The table of a layer's rows without their first bytes."""
-        return kvprim.Table(rows=self.pages * self.page_rows, stride=2 * self.kv_bytes,
+        return kvprim.Table(rows=self.pages * self.page_rows, stride=2 * self.kv_bytes, format=self.format,
                             bytes=self.pages * self.page_bytes - skipped)
 
     def layer(self, number):
@@ -98,12 +106,13 @@ class PagePool:
         """Stores [heads, tokens, dim], with any strides except between elements, in these slots."""
         def table(new):
             # The stride between tokens means nothing if there is one.
-            return kvprim.table_of(new, rows=new.shape[1], stride=new.stride(1) * self.element * (new.shape[1] > 1),
-                                   heads=self.heads, head_stride=new.stride(0) * self.element)
+            return kvprim.table_of(new, rows=new.shape[1], format=self.model_format, heads=self.heads,
+                                   stride=new.stride(1) * self.model_element * (new.shape[1] > 1),
+                                   head_stride=new.stride(0) * self.model_element)
         return kvprim.StoreDesc(
             k_cache=self.rows(), v_cache=self.rows(self.kv_bytes), k=table(keys), v=table(values),
-            k_bytes=self.kv_bytes, v_bytes=self.kv_bytes, slot=slots.data_ptr(), slot_type=kvprim.I32,
-            count=slots.numel(), rejected=self.rejected.data_ptr())
+            k_bytes=self.heads * self.dim * self.model_element, v_bytes=self.heads * self.dim * self.model_element,
+            slot=slots.data_ptr(), slot_type=kvprim.I32, count=slots.numel(), rejected=self.rejected.data_ptr())
 
     def store(self, desc, layer, keys, values):
         desc.k_cache.data, desc.v_cache.data = self.layer(layer), self.layer(layer) + self.kv_bytes
@@ -112,9 +121,9 @@ class PagePool:
 
     def gather_desc(self, slots):
         """Gathers K and V of these slots as 2 * heads pieces per token; each head's pieces become contiguous."""
-        count, piece = slots.numel(), self.dim * self.element
+        count, piece = slots.numel(), self.dim * self.model_element
         dst = kvprim.Table(rows=count, stride=piece, heads=2 * self.heads, head_stride=count * piece,
-                           bytes=count * 2 * self.kv_bytes)
+                           format=self.model_format, bytes=count * 2 * self.heads * piece)
         return kvprim.GatherDesc(dst=dst, src=self.rows(), row_bytes=2 * self.kv_bytes, index=slots.data_ptr(),
                                  index_type=kvprim.I32, count=count, rejected=self.rejected.data_ptr())
 

@@ -291,7 +291,7 @@ kernels()
     fi
     if [ "$newest" -ge 90 ]; then
         sass "$build/kernels_sm_90.cubin" "$build/kernels.ptx"
-        cell 'opponents of bench_cuda' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
+        cell 'opponents of benchmarks' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
             -o "$build/opponents.cubin"
         sass "$build/opponents.cubin"
     else

@@ -194,7 +194,8 @@ static void case_values(convert_case *c, case_pick *pick)
 /* Which descriptor stands for the move. */
 enum { case_gather, case_store, case_transfer };
 
-static void case_make(convert_case *c, case_pick *pick, unsigned char *block, int operation)
+/* `values` chooses elements and scales. */
+static void case_make(convert_case *c, case_pick *pick, case_pick *values, unsigned char *block, int operation)
 {
     static const kvprim_dtype floats[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32},
                               quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8};
@@ -231,11 +232,11 @@ static void case_make(convert_case *c, case_pick *pick, unsigned char *block, in
     counters[0] = 5, counters[1] = 7;
     c->move.rejected = pick(3) ? counters : NULL;
     c->dst.nans = pick(3) ? counters + 1 : NULL;
-    case_values(c, pick);
+    case_values(c, values);
 }
 
-/* Runs it by kvprim's descriptors. */
-static kvprim_status case_run(const convert_case *c, int operation)
+/* Runs it by kvprim's descriptors, or only checks them. */
+static kvprim_status case_run(const convert_case *c, int operation, int check_only)
 {
     const oracle_move *const m = &c->move;
     if (operation == case_gather) {
@@ -244,7 +245,7 @@ static kvprim_status case_run(const convert_case *c, int operation)
         d.dst = m->dst.table, d.src = m->src.table, d.row_bytes = m->row_bytes;
         d.index = m->src.index, d.index_type = m->src.type, d.index_base = m->src.base, d.index_stride = m->src.stride;
         d.count = m->count, d.rejected = m->rejected;
-        return kvprim_gather(&d);
+        return check_only ? kvprim_gather_check(&d, NULL) : kvprim_gather(&d);
     }
     if (operation == case_store) {
         kvprim_store_desc d;
@@ -252,7 +253,7 @@ static kvprim_status case_run(const convert_case *c, int operation)
         d.k_cache = m->dst.table, d.k = m->src.table, d.k_bytes = m->row_bytes;
         d.slot = m->dst.index, d.slot_type = m->dst.type, d.slot_base = m->dst.base, d.slot_stride = m->dst.stride;
         d.count = m->count, d.rejected = m->rejected;
-        return kvprim_store(&d);
+        return check_only ? kvprim_store_check(&d, NULL) : kvprim_store(&d);
     }
     kvprim_transfer_desc d;
     memset(&d, 0, sizeof d);
@@ -263,7 +264,7 @@ static kvprim_status case_run(const convert_case *c, int operation)
     d.src_index = m->src.index, d.src_index_type = m->src.type, d.src_index_base = m->src.base;
     d.dst_index_stride = m->dst.stride, d.src_index_stride = m->src.stride;
     d.count = m->count, d.rejected = m->rejected;
-    return kvprim_transfer(&d);
+    return check_only ? kvprim_transfer_check(&d, NULL) : kvprim_transfer(&d);
 }
 
 #endif

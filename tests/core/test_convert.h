@@ -232,13 +232,13 @@ static void test_random_conversions(void)
     for (int i = 0; i < (int)(3000 / every); i++) {
         const int operation = i % 3;
         fill(block, sizeof block);
-        case_make(&c, below, block, operation);
+        case_make(&c, below, below, block, operation);
         kinds[operation][c.dst.scale]++;
         memcpy(before, block, sizeof block);
         oracle_run(&c.move);
         memcpy(want, block, sizeof block);
         memcpy(block, before, sizeof block);
-        if (case_run(&c, operation) != KVPRIM_OK)
+        if (case_run(&c, operation, 0) != KVPRIM_OK)
             fail("case %d: %s", i, kvprim_last_error());
         else if (memcmp(block, want, sizeof block) != 0)
             fail("case %d, operation %d: %d to %d, scales %d to %d, tiles %lld to %lld: bytes differ", i, operation,

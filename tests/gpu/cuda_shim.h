@@ -93,6 +93,11 @@ static inline bool kvprim_emulate_meets(const kvpc_meta &)
 {
     return true;
 }
+struct kvpc_convert_tiles;
+static inline bool kvprim_emulate_meets(const kvpc_convert_tiles &)
+{
+    return true;
+}
 template <uint32_t bytes> struct kvpc_conversion;
 template <uint32_t bytes> static bool kvprim_emulate_meets(const kvpc_conversion<bytes> &p)
 {
@@ -208,6 +213,30 @@ static inline uint4 kvpc_load16_once(uint64_t address)
 static inline void kvpc_store16_once(uint64_t address, uint4 v)
 {
     kvpc_store16(address, v);
+}
+
+static inline uint2 kvpc_load8(uint64_t address)
+{
+    kvprim_emulate_access(address, 8);
+    return *reinterpret_cast<const uint2 *>(static_cast<uintptr_t>(address));
+}
+
+static inline void kvpc_store8(uint64_t address, uint2 v)
+{
+    kvprim_emulate_access(address, 8);
+    *reinterpret_cast<uint2 *>(static_cast<uintptr_t>(address)) = v;
+}
+
+static inline float kvpc_load_f32(uint64_t address)
+{
+    kvprim_emulate_access(address, 4);
+    return *reinterpret_cast<const float *>(static_cast<uintptr_t>(address));
+}
+
+static inline uint32_t kvpc_load_u8(uint64_t address)
+{
+    kvprim_emulate_access(address, 1);
+    return *reinterpret_cast<const uint8_t *>(static_cast<uintptr_t>(address));
 }
 
 static inline int32_t kvpc_load_i32(uint64_t address)
