@@ -504,8 +504,16 @@ KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
     return v;
 }
 
-/* Returns the value of the thread whose number differs in the bit `distance`. Only the `lanes` threads of a group, whose
-   numbers differ in bits below that, need call it together. */
+/* Returns the value of the thread whose number in the warp differs from this one's in the bits of `mask`. */
+KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
+{
+    uint32_t v;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(v) : "r"(value), "r"(mask));
+    return v;
+}
+
+/* The same for the bit `distance`. Only the `lanes` threads of a group, whose numbers differ in lower bits, have to call
+   it together. */
 KVPRIM_DEVICE uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_t lanes)
 {
     const uint32_t mask = (UINT32_MAX >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
@@ -4019,7 +4027,6 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, const kvpc_stretch<numbe
     uint32_t w[8], next[8], nans = 0;
     float scale = 1.0f;
     number base = s.begin;
-    uint64_t scale_at = kvpc_scale_at(how, s, s.begin);
     kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
     const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
     if (reads)
@@ -4046,8 +4053,7 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, const kvpc_stretch<numbe
                 scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
                 factor = kvpc_factor_of(how, scale);
                 if (lane == 0)
-                    kvpc_store_scale(how, scale_at, scale);
-                scale_at += (uint64_t)how.scale.head_step;
+                    kvpc_store_scale(how, kvpc_scale_at(how, s, base), scale);
             }
             if (active)
                 nans += kvpc_store_numbers<8>(p, s, e, x, factor);
@@ -4154,7 +4160,7 @@ KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, 
 }
 
 template <class params, class number, uint32_t threads>
-static __global__ void __launch_bounds__(threads)
+static __global__ void __launch_bounds__(threads, 1)
     kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
