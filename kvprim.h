@@ -2046,7 +2046,7 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
         return kvpi_fail_format(m, side, "scale_inverse", f->scale_inverse, "neither 0 nor 1");
     if (f->scale_inverse && side == &m->src && kind != KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale_inverse", 1, "but only a move to this side multiplies by an inverse");
-    if (f->scale_min != 0 && !(f->scale_min >= FLT_MIN && f->scale_min <= 1.7014118346046923e38f))
+    if (f->scale_min != 0 && (kvpi_bits_of(f->scale_min) < 0x00800000 || kvpi_bits_of(f->scale_min) > 0x7f000000))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.scale_min is %g, neither 0 nor from 2^-126 to 2^127",
                            m->names->function, kvpi_name(m, side), (double)f->scale_min);
     if (f->scales && f->scale_offset)
@@ -3777,7 +3777,7 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
 /* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
-   largest magnitude as 1e-4 at least, except in "fp8_ds_mla". */
+   largest magnitude as 1e-4 at least, so a scale as 1e-4 / 448, except in "fp8_ds_mla". */
 typedef struct kvpi_preset {
     const char *name;
     int64_t converted, copied, tile, row_bytes, behind;
@@ -3790,9 +3790,9 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
                                             int64_t page_stride, kvprim_preset *preset)
 {
     static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 0},
-                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 1e-4f / 448.0f},
-                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 1e-4f / 448.0f},
-                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 1e-4f / 448.0f}};
+                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 2.23214286e-07f},
+                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
+                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
     if (!name || !preset)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
