@@ -2107,7 +2107,7 @@ static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim
     KVPRIM_TRY(kvpi_check_multiple(m, side, "stride", t->stride, bytes));
     KVPRIM_TRY(kvpi_check_multiple(m, side, "page_stride", t->page_rows ? t->page_stride : 0, bytes));
     KVPRIM_TRY(kvpi_check_multiple(m, side, "head_stride", t->heads > 1 ? t->head_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0, bytes));
     for (int32_t l = 1; side->layers && l < m->layers; l++)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
     return KVPRIM_OK;
@@ -2211,7 +2211,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
     KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f.scale_layer_stride, bytes));
     if (!f.scales) {
         KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
-        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+        if (kvpi_stacked(m, side) > 1)
+            KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
         for (int32_t l = 1; side->layers && l < m->layers; l++)
             KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
     }
@@ -3387,38 +3388,57 @@ enum { kvpi_block = 64 };
 /* What becomes of an element between the two types. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
+/* n elements; what follows them in a block that is not full is 0. A memcpy of a constant size is no call. */
+KVPRIM_INLINE void kvpi_fill_block(void *block, const char *src, size_t n, size_t bytes)
+{
+    if (n == kvpi_block) {
+        memcpy(block, src, kvpi_block * bytes);
+    } else {
+        memset(block, 0, kvpi_block * bytes);
+        memcpy(block, src, n * bytes);
+    }
+}
+
+KVPRIM_INLINE void kvpi_empty_block(char *dst, const void *block, size_t n, size_t bytes)
+{
+    if (n == kvpi_block)
+        memcpy(dst, block, kvpi_block * bytes);
+    else
+        memcpy(dst, block, n * bytes);
+}
+
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
-    uint8_t b[kvpi_block] = {0};
-    uint16_t h[kvpi_block] = {0};
+    uint8_t b[kvpi_block];
+    uint16_t h[kvpi_block];
     switch ((int)from) {
     case KVPRIM_F16:
-        memcpy(h, src, n * 2);
+        kvpi_fill_block(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_f16(h[i]);
         break;
     case KVPRIM_BF16:
-        memcpy(h, src, n * 2);
+        kvpi_fill_block(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_bf16(h[i]);
         break;
     case KVPRIM_F8E4M3:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e4m3(b[i]);
         break;
     case KVPRIM_F8E5M2:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e5m2(b[i]);
         break;
     case KVPRIM_INT8:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_int8(b[i]);
         break;
     default:
-        memcpy(x, src, n * 4);
+        kvpi_fill_block(x, src, n, 4);
     }
 }
 
@@ -3431,33 +3451,45 @@ KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, 
     case KVPRIM_F16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_f16(x[i]);
-        memcpy(dst, h, n * 2);
+        kvpi_empty_block(dst, h, n, 2);
         break;
     case KVPRIM_BF16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_bf16(x[i]);
-        memcpy(dst, h, n * 2);
+        kvpi_empty_block(dst, h, n, 2);
         break;
     case KVPRIM_F8E4M3:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     case KVPRIM_F8E5M2:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     case KVPRIM_INT8:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_int8(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     default:
         for (int i = 0; i < kvpi_block; i++)
             w[i] = kvpi_to_f32(x[i]);
-        memcpy(dst, w, n * 4);
+        kvpi_empty_block(dst, w, n, 4);
     }
+}
+
+KVPRIM_INLINE uint32_t kvpi_count_nans(const float *x, size_t n)
+{
+    uint32_t nans = 0;
+    if (n == kvpi_block)
+        for (int i = 0; i < kvpi_block; i++)
+            nans += (uint32_t)kvpi_is_nan(x[i]);
+    else
+        for (size_t i = 0; i < n; i++)
+            nans += (uint32_t)kvpi_is_nan(x[i]);
+    return nans;
 }
 
 /* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
@@ -3470,7 +3502,7 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
     const size_t to_bytes = (size_t)kvpi_dtype_bytes(to), from_bytes = (size_t)kvpi_dtype_bytes(from);
     uint32_t nans = 0;
     for (size_t done = 0; done < n; done += kvpi_block) {
-        float x[kvpi_block] = {0};
+        float x[kvpi_block];
         const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
         kvpi_load_block(x, src + done * from_bytes, from, some);
         if (scaling == kvpi_divide)
@@ -3480,8 +3512,7 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_product(x[i], scale);
         if (to == KVPRIM_INT8)
-            for (size_t i = 0; i < some; i++)
-                nans += (uint32_t)kvpi_is_nan(x[i]);
+            nans += kvpi_count_nans(x, some);
         kvpi_store_block(dst + done * to_bytes, x, to, some);
     }
     return nans;
@@ -3490,17 +3521,23 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
 /* kvpi_tile_most() of n elements. */
 typedef uint32_t kvpi_most_fn(uint32_t most, const char *src, kvprim_dtype from, size_t n);
 
+/* In as many lanes as gcc's -O2 makes vectors of. */
 KVPRIM_INLINE uint32_t kvpi_most_of_blocks(uint32_t most, const char *src, kvprim_dtype from, size_t n)
 {
+    enum { lanes = 16 };
     const size_t from_bytes = (size_t)kvpi_dtype_bytes(from);
+    uint32_t lane[lanes] = {most};
     for (size_t done = 0; done < n; done += kvpi_block) {
-        float x[kvpi_block] = {0};
+        float x[kvpi_block];
         const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
         kvpi_load_block(x, src + done * from_bytes, from, some);
-        for (int i = 0; i < kvpi_block; i++)
-            most = kvpi_tile_most(most, x[i]);
+        for (int first = 0; first < kvpi_block; first += lanes)
+            for (int i = 0; i < lanes; i++)
+                lane[i] = kvpi_tile_most(lane[i], x[first + i]);
     }
-    return most;
+    for (int i = 1; i < lanes; i++)
+        lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
+    return lane[0];
 }
 
 #define KVPRIM_CONVERT(suffix, target)                                                                                 \
