@@ -1444,11 +1444,11 @@ static void test_convert_kernels()
     const auto ran = [](auto kernel) {
         return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
     };
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t, kvpc_convert_threads>));
 #if !defined(_WIN32)
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t, kvpc_convert_wide_threads>));
 #endif
 }
 
