@@ -788,6 +788,18 @@ static void test_format_errors_of_transfers(void)
     d.dst_layer_stride = 76;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "overlaps a row of dst (");
 
+    /* a scale behind rows of an odd size, which no layer follows */
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TENSOR, .scale_offset = 16};
+    d = transfer_of(formatted(table_of(rows, 5), &f32), formatted(table_of(cache, 5), &f), 3, 5);
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    d.layers = 2;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 20);
+    d.src_layer_stride = 21;
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src_layer_stride is 21, no multiple");
+    f.scale_offset = 0; /* what is read may overlap */
+    d.src_layer_stride = 20;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+
     /* a gather of nothing looks at nothing */
     kvprim_gather_desc g = gather_of(table_of(rows, 4), formatted(table_of(cache, 4), &f), 7, index, 0);
     CHECK(kvprim_gather(&g) == KVPRIM_OK);
