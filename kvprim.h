@@ -2861,6 +2861,12 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const
         if (f->scales && scales.written)
             KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
     }
+    if (m->src.table.format->scales && m->src.table.rows > 0) {
+        const kvpi_area scales = kvpi_scales_area(m, &m->src);
+        (void)snprintf(name, sizeof name, "%s.format.scales", m->names->src);
+        const kvpi_bytes own = {name, scales.table.data, kvpi_area_bytes(&scales, 1)};
+        KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, NULL, 0));
+    }
     (void)snprintf(name, sizeof name, "%s.format.nans", m->names->dst);
     const kvpi_bytes nans = {name, f->nans, 4};
     return f->nans ? kvpi_check_bytes_apart(other, &dst, &src, nans, NULL, 1) : KVPRIM_OK;

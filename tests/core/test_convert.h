@@ -227,18 +227,23 @@ static void test_computed_scales(void)
 static void test_random_conversions(void)
 {
     static _Alignas(16) unsigned char block[CASE_BYTES], before[CASE_BYTES], want[CASE_BYTES];
-    static convert_case c;
+    static convert_case c, v;
     size_t kinds[3][4] = {{0}};
     for (int i = 0; i < (int)(3000 / every); i++) {
         const int operation = i % 3;
         fill(block, sizeof block);
-        case_make(&c, below, below, block, operation);
+        case_make(&c, below, below, block, operation, NULL);
+        const int has_v = operation == case_store && i % 2;
+        if (has_v)
+            case_make(&v, below, below, block, operation, &c);
         kinds[operation][c.dst.scale]++;
         memcpy(before, block, sizeof block);
         oracle_run(&c.move);
+        if (has_v)
+            oracle_run(&v.move);
         memcpy(want, block, sizeof block);
         memcpy(block, before, sizeof block);
-        if (case_run(&c, operation, 0) != KVPRIM_OK)
+        if (case_run(&c, has_v ? &v : NULL, operation, 0) != KVPRIM_OK)
             fail("case %d: %s", i, kvprim_last_error());
         else if (memcmp(block, want, sizeof block) != 0)
             fail("case %d, operation %d: %d to %d, scales %d to %d, tiles %lld to %lld: bytes differ", i, operation,
@@ -713,6 +718,12 @@ static void test_format_errors(void)
     REFUSED((b.k_format.scales = b.outside + 8, b.k_format.scale_offset = 0, b.d.rejected = (uint32_t *)b.outside + 5),
             OVERLAP, "rejected (");
     TAKEN((b.k_format.scales = b.outside + 8, b.k_format.scale_offset = 0));
+    /* scales that are read, of a cache that the store fills with floats */
+    REFUSED((b.bf16 = tensor_format(KVPRIM_F8E4M3, (float *)(void *)(b.v_cache + 60)),
+             b.k_format = plain_format(KVPRIM_BF16), b.d.k_bytes = 32),
+            OVERLAP, "k.format.scales (");
+    TAKEN((b.bf16 = tensor_format(KVPRIM_F8E4M3, (float *)(void *)&b.spare), b.k_format = plain_format(KVPRIM_BF16),
+           b.d.k_bytes = 32));
     /* counters */
     REFUSED(b.k_format.nans = &b.rejected, OVERLAP, "k_cache.format.nans (");
     REFUSED(b.k_format.nans = (uint32_t *)(void *)b.cache, OVERLAP, "k_cache.format.nans (");
