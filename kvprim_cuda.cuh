@@ -69,6 +69,9 @@
    KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements, which are NN MB of the
+                               program and NN s of nvcc for one architecture. A call that needs them then returns
+                               KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #ifndef KVPRIM_CUDA_CUH
@@ -2681,6 +2684,43 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
 
+/* Bytes from a layer's first scale to the end of the last one that rows 0 to `rows` - 1 have. A whole page may end after
+   a last one that is not full. */
+static uint64_t kvpc_scales_reach(const kvprim_format *f, const kvprim_side *side, int64_t rows)
+{
+    const int64_t elements = side->piece_bytes * side->table.heads / kvpi_dtype_bytes(f->dtype);
+    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile, in_page = side->table.page_rows;
+    const int64_t of_row = (scales - 1) * f->scale_tile_stride + kvpi_dtype_bytes(f->scale_dtype);
+    if (f->scale != KVPRIM_SCALE_TILE)
+        return (uint64_t)of_row;
+    if (in_page == 0)
+        return (uint64_t)((rows - 1) * f->scale_stride + of_row);
+    const int64_t page = (rows - 1) / in_page;
+    const int64_t last = page * f->scale_page_stride + (rows - 1) % in_page * f->scale_stride;
+    const int64_t whole = page ? (page - 1) * f->scale_page_stride + (in_page - 1) * f->scale_stride : 0;
+    return (uint64_t)((whole > last ? whole : last) + of_row);
+}
+
+/* The scales and the counter of a side that has a format. */
+static kvprim_status kvpc_check_format(const char *function, const char *side_name, const kvprim_side *side,
+                                       const kvprim_move *m)
+{
+    const kvprim_format f = kvprim_side_format(side);
+    const int64_t rows = side->index || m->count > side->table.rows ? side->table.rows : m->count;
+    char name[80];
+    snprintf(name, sizeof name, "%s.format.nans", side_name);
+    KVPRIM_TRY(kvpc_check_bytes(function, name, f.nans, 4));
+    if (!f.scale || rows < 1 || (!f.scales && side->device_layers))
+        return KVPRIM_OK;
+    snprintf(name, sizeof name, "%s.format.scales", side_name);
+    for (int32_t l = 0; l < m->layers; l++) {
+        const char *const first =
+            f.scales ? (const char *)f.scales + l * f.scale_layer_stride : kvprim_side_layer(side, l) + f.scale_offset;
+        KVPRIM_TRY(kvpc_check_bytes(function, name, first, kvpc_scales_reach(&f, side, rows)));
+    }
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *moves, size_t n)
 {
     for (const kvprim_move *m = moves; m != moves + n; m++) {
@@ -2689,6 +2729,8 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
         KVPRIM_TRY(kvpc_check_side(function, m->names->dst, m->names->dst_index, &m->dst, m));
         KVPRIM_TRY(kvpc_check_side(function, m->names->src, m->names->src_index, &m->src, m));
         KVPRIM_TRY(kvpc_check_bytes(function, "rejected", m->rejected, 4));
+        KVPRIM_TRY(kvpc_check_format(function, m->names->dst, &m->dst, m));
+        KVPRIM_TRY(kvpc_check_format(function, m->names->src, &m->src, m));
     }
     return KVPRIM_OK;
 }

@@ -181,6 +181,9 @@ emulated()
         -I. tests/gpu/test_cuda_emulated.cpp
     group "test_cuda_emulated compiled, $CXX $checks"
     program "test_cuda_emulated $quick" "$build/test_cuda_emulated" $quick
+    cell "no_convert, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/no_convert.cpp -o "$build/no_convert"
+    group "KVPRIM_NO_CONVERT, $CXX"
+    program 'without conversions' "$build/no_convert"
 }
 
 # ---- traces ----

@@ -1407,6 +1407,7 @@ static void test_convert_options()
     launch = {};
     kvprim_emulate_link = true;
     convert_matrix(&memory);
+    convert_transfers(&memory);
     kvprim_emulate_pdl = kvprim_emulate_link = false;
     memory.launch = nullptr;
 }
