@@ -1734,7 +1734,7 @@ static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
     if (!t->format)
         return f;
     f = *t->format;
-    if (!f.scale)
+    if (!f.scale || row_bytes < 1) /* nothing was checked of a move of 0 rows */
         return f;
     f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
     f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
@@ -2174,7 +2174,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     t->heads =
         f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
     t->head_stride = f.scale_tile_stride;
-    area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
+    area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
     t->page_stride = f.scale_page_stride;
     if (!tiled)
@@ -2207,11 +2207,11 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
         {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
         {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
-    if (!f.scales && packed_layers) {
-        const uint64_t packed = kvpi_add(offset, kvpi_packed_layer(loops, 3));
-        if (packed > (uint64_t)side->layer_stride)
-            side->layer_stride = (int64_t)packed;
-        a.layer_stride = side->layer_stride;
+    kvpi_area all = a;
+    all.rows = a.table.rows;
+    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
+        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
+        all.layer_stride = a.layer_stride = side->layer_stride;
         loops[3].stride = (uint64_t)a.layer_stride;
     }
     KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f.scale_offset, bytes));
@@ -2226,8 +2226,6 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         for (int32_t l = 1; side->layers && l < m->layers; l++)
             KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
     }
-    kvpi_area all = a;
-    all.rows = a.table.rows;
     const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
@@ -2919,7 +2917,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->bytes = 0;
+    side->piece_bytes = 0, side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3846,8 +3844,11 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
                                           {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
                                           {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
-    if (!name || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
+    if (!name || !data || !preset)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
+                           !name   ? "name"
+                           : !data ? "data"
+                                   : "preset");
     for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)
