@@ -3076,8 +3076,8 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         if (f.tile % n != 0 || f.scale_tile_stride > UINT32_MAX)
             return false;
     }
-    if (f.scale != KVPRIM_SCALE_TILE)
-        return true;
+    if (f.scale != KVPRIM_SCALE_TILE) /* a store reads scales of fp32 only */
+        return m->zero || f.scale_dtype != KVPRIM_F8E8M0;
     return f.scale_stride <= UINT32_MAX && page - in_pages * f.scale_stride >= 0 - (page == 0) * INT64_MAX &&
            page - in_pages * f.scale_stride <= UINT32_MAX && (m->zero || f.tile <= 32 * 8 * (int64_t)n);
 }
