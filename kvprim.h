@@ -1726,7 +1726,7 @@ static int64_t kvpi_side_bytes(const kvprim_side *side)
 }
 
 /* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
-static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
+KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
 {
     const kvprim_table *const t = &side->table;
     kvprim_format f;
@@ -1790,15 +1790,24 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. Scales of tiles may still lie
-   by pages. */
+/* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts pages. */
+KVPRIM_SELDOM int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
+{
+    const kvprim_table *const t = &side->table;
+    const kvprim_format f = kvpi_format_of(side, row_bytes);
+    return f.scale == KVPRIM_SCALE_TILE &&
+           ((uint64_t)f.scale_page_stride != kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) ||
+            (f.scales && t->rows % t->page_rows != 0));
+}
+
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
     if (t->heads > 1 && t->head_stride == row_bytes / t->heads)
         t->heads = 1;
     if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0 &&
-        !(t->format && t->format->scale == KVPRIM_SCALE_TILE))
+        !(t->format && kvpi_scales_have_pages(side, row_bytes)))
         t->page_rows = 0;
     side->piece_bytes = kvpi_piece_of(t, row_bytes);
     side->page_shift = 0;

@@ -122,7 +122,7 @@ template <class type> __device__ inline void write_word(type *to, const type &va
 }
 
 #ifndef VLLM_HEAD_BLOCKS
-#define VLLM_HEAD_BLOCKS 2
+#define VLLM_HEAD_BLOCKS 3
 #endif
 /* ---- vLLM: stores ---- */
 

@@ -387,12 +387,16 @@ static void test_side_format(void)
     kvprim_format g = kvprim_side_format(&m[0].dst);
     CHECK(g.scale_dtype == KVPRIM_F32 && g.scale_tile_stride == 4 && g.scale_stride == 128 &&
           g.scale_page_stride == 4096 && g.scale_offset == 64 && g.tile == 16 && g.scale_min == FLT_MIN);
-    d.k_cache.stride = 512; /* pages without a gap, which scales still count in */
+    d.k_cache.stride = 512; /* pages without a gap, in which scales lie with the rows, or not */
     f.scale_offset = 64, f.tile = 0, f.scale_dtype = KVPRIM_F8E8M0;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
     g = kvprim_side_format(&m[0].dst);
     CHECK(g.tile == 64 && g.scale_tile_stride == 1 && g.scale_stride == 512 && g.scale_power_of_two == 1 &&
-          g.scale_page_stride == 4096 && m[0].dst.table.page_rows == 8);
+          m[0].dst.table.page_rows == 0);
+    f.scale_stride = 1;
+    CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
+    g = kvprim_side_format(&m[0].dst);
+    CHECK(g.scale_stride == 1 && g.scale_page_stride == 4096 && m[0].dst.table.page_rows == 8);
     f = (kvprim_format){.dtype = KVPRIM_INT8, .scale = KVPRIM_SCALE_HEAD, .scales = scales};
     d.k_cache = formatted(table_of(cache, 32), &f), d.k_cache.heads = 4, d.k_cache.head_stride = 16;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
