@@ -1726,7 +1726,7 @@ static int64_t kvpi_side_bytes(const kvprim_side *side)
 }
 
 /* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
-static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
+KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
 {
     const kvprim_table *const t = &side->table;
     kvprim_format f;
@@ -1791,7 +1791,7 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
 }
 
 /* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts pages. */
-static int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
+KVPRIM_SELDOM int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
 {
     const kvprim_table *const t = &side->table;
     const kvprim_format f = kvpi_format_of(side, row_bytes);

@@ -323,18 +323,22 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
     return true;
 }
 
-/* Visits the rows of a side, and their scales. */
+/* Visits the rows of a side, and their scales. Those that no row has of its own may be read in any case. */
 static bool visit_side(arena *a, rows_move *m, const convert_side *s, bool write)
 {
     bool good = true;
     m->row_bytes = s->row_bytes;
     for (int32_t l = 0; good && l < m->layers; l++) {
         const kvprim_table layer = layer_of(write ? &m->dst : &m->src, l);
-        good = visit_layer(a, m, l, write);
+        const bool of_rows = s->full.scale == KVPRIM_SCALE_TILE;
+        good = visit_layer(a, m, l, write) && (of_rows || visit_scales(a, s, &layer, l, 0, false));
         for (size_t i = 0; good && i < m->rows.size(); i++) {
             const int64_t to = m->rows[i].first, from = m->rows[i].second;
-            if (to >= 0 && (from >= 0 || (m->zero && write)))
-                good = visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
+            if (!write && from >= 0) /* may be read even if the row goes nowhere */
+                good = visit(a, &layer, s->row_bytes, from, false) &&
+                       (!of_rows || visit_scales(a, s, &layer, l, from, false));
+            if (write && of_rows && to >= 0 && (from >= 0 || m->zero))
+                good = visit_scales(a, s, &layer, l, to, true);
         }
     }
     return good;
