@@ -4262,8 +4262,8 @@ static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uin
 {
     uint64_t bits = 0;
     const kvpc_layout s = kvpc_layout_of(side, (int64_t)1 << shift, &bits);
-    *wide =
-        *wide && (((uint64_t)s.stride | (uint64_t)s.page_step) & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
+    const uint64_t steps = (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step;
+    *wide = *wide && (steps & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
     return s;
 }
 
