@@ -1750,8 +1750,9 @@ KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_
     if (f.scale_stride == 0)
         f.scale_stride = f.scales ? (int64_t)kvpi_mul(tiles, (uint64_t)f.scale_tile_stride) : t->stride;
     if (f.scale_page_stride == 0)
-        f.scale_page_stride =
-            f.scales ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) : t->page_stride;
+        f.scale_page_stride = f.scales       ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride)
+                              : t->page_rows ? t->page_stride
+                                             : 0;
     if (f.scale_layer_stride == 0 && f.scales) { /* any of the loops may be outside */
         const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
         const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
@@ -2176,7 +2177,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     t->head_stride = f.scale_tile_stride;
     area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
-    t->page_stride = f.scale_page_stride;
+    t->page_stride = t->page_rows ? f.scale_page_stride : 0;
     if (!tiled)
         t->page_rows = 0, t->rows = area.rows = 1;
     if (f.scales)
@@ -2917,7 +2918,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->piece_bytes = 0, side->bytes = 0;
+    side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3091,8 +3092,10 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
 
 static void kvpi_finish_move(kvprim_move *m)
 {
-    if (m->count == 0)
+    if (m->count == 0) {
+        m->dst.piece_bytes = m->src.piece_bytes = 0;
         return;
+    }
     if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         m->dst.table.format = m->src.table.format = NULL;
     kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));

@@ -815,6 +815,8 @@ static void test_format_errors_of_transfers(void)
     d.dst.stride = 0, d.dst.page_rows = 2, d.dst.page_stride = 40, f.scale_offset = 32, f.scale_stride = 4;
     d.dst.bytes = 3 * 2 * 40;
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 40);
+    d.dst.bytes = 0, d.dst.page_rows = 0, d.dst.page_stride = 999, f.scale_offset = 64; /* no pages: it means nothing */
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 80);
 
     /* a scale behind rows of an odd size, which no layer follows */
     f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TENSOR, .scale_offset = 16};
