@@ -1745,7 +1745,7 @@ KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_
     if (!t->format)
         return f;
     f = *t->format;
-    if (!f.scale)
+    if (!f.scale || row_bytes < 1) /* nothing was checked of a move of 0 rows */
         return f;
     f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
     f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
@@ -2251,9 +2251,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
     kvpi_area all = a;
     all.rows = a.table.rows;
-    if (!f.scales && packed_layers) { /* scales inside rows or pages leave it as it is */
-        if (kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride)
-            side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3));
+    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
+        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
         all.layer_stride = a.layer_stride = side->layer_stride;
         loops[3].stride = (uint64_t)a.layer_stride;
     }
@@ -2949,7 +2948,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->bytes = 0;
+    side->piece_bytes = 0, side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3876,8 +3875,11 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
                                           {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
                                           {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
-    if (!name || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
+    if (!name || !data || !preset)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
+                           !name   ? "name"
+                           : !data ? "data"
+                                   : "preset");
     for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)
