@@ -694,7 +694,9 @@ static void test_format_errors(void)
     REFUSED((b.k_format.tile = 1, b.k_format.scale_tile_stride = INT64_MAX / 4 * 4 - 3), SIZE, "scale_tile_stride is");
     /* scales over rows */
     REFUSED(b.k_format.scale_offset = 252, OVERLAP, "kvprim_store: a scale of k_cache (");
-    REFUSED(b.k_format.scale_offset = 0, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 4, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 0, NULL, "k_cache.format.scales is NULL, and scale_offset is 0");
+    REFUSED(b.v_format.scales = NULL, NULL, "v_cache.format.scales is NULL, and scale_offset is 0");
     REFUSED(b.k_format.scale_offset = 452, OVERLAP, "overlaps a row of k_cache (");
     TAKEN(b.k_format.scale_offset = 448);
     TAKEN((b.k_format.scale_offset = 4 * 512));
@@ -824,9 +826,31 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 20);
     d.src_layer_stride = 21;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src_layer_stride is 21, no multiple");
-    f.scale_offset = 0; /* what is read may overlap */
+    f.scale_offset = 4; /* what is read may overlap */
     d.src_layer_stride = 20;
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    f.scale_offset = 0; /* but where the first element lies is no scale */
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_NULL, "src.format.scales is NULL, and scale_offset is 0");
+
+    /* scales inside rows or pages take no room between layers, and the last of many scales is seen */
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .scale_offset = 16};
+    d = transfer_of(formatted(table_of(rows, 5), &f32), formatted(strided_table(cache, 5, 20), &f), 16, 5);
+    d.layers = 3;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 5 * 20);
+    f.scale_offset = 2 * 16, f.scale_stride = 4;
+    d.src = formatted(paged_table(cache, 5, 2, 2 * 20), &f);
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 3 * 2 * 20);
+#if UINTPTR_MAX == UINT64_MAX
+    char *const far_away = (char *)((uintptr_t)1 << 40); /* not touched */
+    const int64_t many = (int64_t)1 << 30;
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .tile = 1, .scales = far_away};
+    d = transfer_of(formatted(table_of(far_away - many, 1), &f), formatted(table_of(far_away - 8 * many, 1), &f32),
+                    4 * many, 1);
+    d.rejected = (uint32_t *)(void *)(far_away + 4 * many - 4);
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "rejected (");
+    d.rejected++;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+#endif
 
 #if UINTPTR_MAX == UINT64_MAX
     /* a row of 2^30 scales of 4 bytes, of which the last is the counter; nothing is at these addresses */
