@@ -694,7 +694,9 @@ static void test_format_errors(void)
     REFUSED((b.k_format.tile = 1, b.k_format.scale_tile_stride = INT64_MAX / 4 * 4 - 3), SIZE, "scale_tile_stride is");
     /* scales over rows */
     REFUSED(b.k_format.scale_offset = 252, OVERLAP, "kvprim_store: a scale of k_cache (");
-    REFUSED(b.k_format.scale_offset = 0, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 4, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 0, NULL, "k_cache.format.scales is NULL, and scale_offset is 0");
+    REFUSED(b.v_format.scales = NULL, NULL, "v_cache.format.scales is NULL, and scale_offset is 0");
     REFUSED(b.k_format.scale_offset = 452, OVERLAP, "overlaps a row of k_cache (");
     TAKEN(b.k_format.scale_offset = 448);
     TAKEN((b.k_format.scale_offset = 4 * 512));
@@ -815,6 +817,8 @@ static void test_format_errors_of_transfers(void)
     d.dst.stride = 0, d.dst.page_rows = 2, d.dst.page_stride = 40, f.scale_offset = 32, f.scale_stride = 4;
     d.dst.bytes = 3 * 2 * 40;
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 40);
+    d.dst.bytes = 0, d.dst.page_rows = 0, d.dst.page_stride = 999, f.scale_offset = 64; /* no pages: it means nothing */
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 80);
 
     /* a scale behind rows of an odd size, which no layer follows */
     f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TENSOR, .scale_offset = 16};
@@ -824,9 +828,11 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 20);
     d.src_layer_stride = 21;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src_layer_stride is 21, no multiple");
-    f.scale_offset = 0; /* what is read may overlap */
+    f.scale_offset = 4; /* what is read may overlap */
     d.src_layer_stride = 20;
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    f.scale_offset = 0; /* but where the first element lies is no scale */
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_NULL, "src.format.scales is NULL, and scale_offset is 0");
 
 #if UINTPTR_MAX == UINT64_MAX
     /* a row of 2^30 scales of 4 bytes, of which the last is the counter; nothing is at these addresses */
