@@ -74,7 +74,7 @@ help:
 	@echo 'make torch-ops build kvprim'\''s operators for PyTorch and test them (examples/12_torch_ops.py)'
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
-	@echo '               cuda-bench, transfer-bench, nccl-bench: parts of that'
+	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
@@ -87,9 +87,9 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench transfer-bench \
-    nccl-bench bandwidth handover torch torch-ops torch-bench transformers sanitize cuda-sanitize nccl-sanitize sass \
-    cfg nvdisasm ncu ncu-source nsys results
+RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
+    transfer-bench nccl-bench bandwidth handover torch torch-ops torch-bench transformers sanitize cuda-sanitize \
+    nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -174,7 +174,7 @@ RECORD_TRACE = build/10_trace --out build/10_trace.json || failed=1; ! command -
 NO_TRACE = echo 'skip build/10_trace: no cupti.h or libcupti.so (under CUPTI_HOME, CUDA_HOME or its extras/CUPTI)'
 
 # Fails before anything is built, whatever -j says.
-ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench transfer-bench torch-bench transformers sanitize \
+ifneq ($(filter gpu-test cuda-test gpu-bench cuda-bench convert-bench transfer-bench torch-bench transformers sanitize \
     cuda-sanitize bandwidth engine ncu ncu-source,$(MAKECMDGOALS)),)
 $(if $(shell nvidia-smi -L 2>/dev/null | grep '^GPU'),,$(error no GPU here: nvidia-smi lists none))
 endif
@@ -187,7 +187,7 @@ examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $
 gpu-test:
 	$(call each,cuda-test nccl-test engine)
 gpu-bench:
-	$(call each,cuda-bench transfer-bench nccl-bench)
+	$(call each,cuda-bench convert-bench transfer-bench nccl-bench)
 sanitize:
 	$(call each,cuda-sanitize nccl-sanitize)
 
@@ -199,6 +199,9 @@ cuda-test: $(GPU_EXAMPLES) $(GPU_TESTS) $$(if $$(CUPTI_HERE),build/10_trace)
 
 cuda-bench: $(GPU_BENCHES)
 	$(call keep,gpu_bench,$(CHECKSUMS)$(GPU_BENCHES:%=; % || failed=1))
+
+convert-bench: build/bench_convert
+	$(call keep,gpu_convert,$(CHECKSUMS); build/bench_convert || failed=1)
 
 transfer-bench: build/bench_transfer
 	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
@@ -285,7 +288,7 @@ build/test_cuda_debug: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 build/test_cuda: tests/gpu/test_cuda.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
-$(GPU_BENCHES) build/bench_transfer: build/%: tests/bench/%.cu $(HEADERS) build/flags
+$(GPU_BENCHES) build/bench_convert build/bench_transfer: build/%: tests/bench/%.cu $(HEADERS) build/flags
 	$(COMPILE_CUDA) $< -o $@
 
 # The library for other languages. CUDA's runtime is linked in and exports nothing, so no libcudart.so must be found. It

@@ -30,10 +30,12 @@
 
    What it does: finds how much of a prompt is already cached (prefix compare), and moves rows of keys and values:
    gather (cache to contiguous rows), store (new rows into cache slots), transfer (rows or pages of every layer, cache
-   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). It turns page
+   to cache), unpack (fragments of a receive buffer to their places) and copy (a list of addresses). Gather, store and
+   transfer can change the type of a row's elements on the way, into and out of FP8 and INT8 caches. It turns page
    tables into slots. kvprim_cuda.cuh takes the same descriptors; the functions here are its reference.
 
-   What it does NOT do: own or allocate memory, start threads, print, or compute with what it moves.
+   What it does NOT do: own or allocate memory, start threads, or print. Without a format (>>format) it moves bytes, and
+   does not look at them.
 
    Contents (search for the tag):
        >>config      macros that you may define
@@ -73,8 +75,8 @@
                   it returns KVPRIM_OK and looks at nothing else.
        Threads    Any number of threads may call every function at once. Sharing the bytes is the caller's business.
        Alignment  Rows may have any alignment and any number of bytes >= 1. Tokens, indices and counters are aligned
-                  as their C types.
-       Aliasing   The destination must not overlap source rows, indices, counters, fragments, layer arrays or
+                  as their C types, and so are elements that a move converts, and scales.
+       Aliasing   The destination must not overlap source rows, scales, indices, counters, fragments, layer arrays or
                   descriptors, from the first byte of a table to the last. All except the last two are checked. To
                   copy rows inside one cache, see same_cache. Unpack and copy compare their items one by one instead of
                   whole buffers, so both may work inside one buffer.
@@ -251,39 +253,50 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    scales, bytes move as they are.
 
        from                to                  how
-       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type (ties
-                           INT8                to even) and saturated to its largest: 448, 57,344, 127
+       F32, F16, BF16      F8E4M3, F8E5M2,     stored = x / scale in fp32, rounded to the nearest value of the type
+                           INT8                (ties to even), saturated to its largest: 448, 57,344, 127
        F8E4M3, F8E5M2,     F32, F16, BF16      x = stored * scale in fp32, then rounded once (ties to even)
        INT8
        F32, F16, BF16      F32, F16, BF16      rounded once
 
-   All other pairs are KVPRIM_ERROR_UNSUPPORTED. row_bytes counts the bytes of the src row's elements, without scales;
-   the dst row has as many elements. Rows begin at multiples of an element, with any number of elements.
+   All other pairs are KVPRIM_ERROR_UNSUPPORTED. To move quantised rows as they are, leave both formats NULL; scales in
+   memory of their own then need a move of their own. row_bytes counts the bytes of the src row's elements, without
+   scales; the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the
+   data of a table and of its layers, and all strides, are multiples of an element's bytes.
+
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
-   do; fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8 it
-   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count.
+   do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
+   it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
+   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math, and a thread that rounds
+   to nearest and does not flush denormals to zero.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
        0                    none: every scale is 1
-       KVPRIM_SCALE_TENSOR  one number, read by store and gather when they run
-       KVPRIM_SCALE_HEAD    one for each head of `tile` elements, read likewise
-       KVPRIM_SCALE_TILE    one for each tile of each row: `tile` elements, or the whole row. A move from it reads them. A
+       KVPRIM_SCALE_TENSOR  one number, read when the move runs
+       KVPRIM_SCALE_HEAD    one for each `tile` elements of a row, the same for all rows; read when the move runs
+       KVPRIM_SCALE_TILE    one for each `tile` elements of each row, or for the whole row. A move from it reads them. A
                             move to it computes them, and writes them beside each row that it writes:
                             scale = max(largest |x| of the tile / largest value of the type, scale_min) in fp32, and
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above.
+   Of a row that is skipped by the index rule neither elements nor scales are written. If a scale that is read is 0,
+   negative, infinite or NaN, the result is what fp32 arithmetic gives, by the rules above. Fields that have no meaning
+   with a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
        scales + (r / page_rows) * scale_page_stride + (r % page_rows) * scale_stride + t * scale_tile_stride
 
-   with the page_rows of the table, the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory of
-   the table's layer, and data + scale_offset takes the place of scales. So scales lie inside the row
-   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride), or in memory of
-   their own. */
+   with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
+   of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
+   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride; set page_stride,
+   too), or in memory of their own. Scales behind all rows of a layer extend its default layer stride.
+
+   Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
+   must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
+   rows and scales, which may interleave, but may refuse tables whose strides have nothing in common. */
 typedef enum kvprim_scale_kind {
     KVPRIM_SCALE_TENSOR = 1,
     KVPRIM_SCALE_HEAD = 2,
@@ -293,23 +306,26 @@ typedef enum kvprim_scale_kind {
 typedef struct kvprim_format {
     kvprim_dtype dtype;         /* of the elements */
     kvprim_scale_kind scale;    /* 0: none */
-    kvprim_dtype scale_dtype;   /* KVPRIM_F32, which 0 means, or KVPRIM_F8E8M0 */
+    kvprim_dtype scale_dtype;   /* KVPRIM_F32 (0 means the same) or KVPRIM_F8E8M0 */
     int32_t scale_power_of_two; /* 1: computed scales are powers of two */
-    int32_t scale_inverse; /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's inverse of
-                              what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse rounded to fp32.
-                              Moves from this side must leave it at 0, except with SCALE_TILE, where they ignore it */
-    float scale_min;       /* the least scale that is computed, 2^-126 to the largest finite; 0: 2^-126 */
-    int64_t tile; /* elements of a scale; they divide the row's. SCALE_TILE: 0 is the whole row. SCALE_HEAD: 0 is the
-                        row's elements / heads of the table, if that has more than one */
-    void *scales; /* aligned to their type; a move to SCALE_TILE writes them. NULL: they are in the table's memory */
-    int64_t scale_offset;                    /* bytes from the layer's start to the first scale; 0 with `scales` */
-    int64_t scale_tile_stride;               /* bytes from one tile's or head's scale to the next; 0: packed */
-    int64_t scale_stride, scale_page_stride; /* row to row and page to page. 0: packed in memory of their own; in the
-                                                  table's memory, the table's */
-    int64_t scale_layer_stride; /* layer to layer in memory of their own. 0: SCALE_TILE: packed; others: every layer has
-                                   the same scales */
-    uint32_t *nans;      /* optional: NaNs that became 0 in INT8; written by the executing side, as `rejected` is */
-    int64_t reserved[2]; /* 0 */
+    int32_t scale_inverse;      /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's
+                                   inverse of what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse
+                                   rounded to fp32. Moves from this side must leave it at 0, except with SCALE_TILE,
+                                   where they ignore it */
+    float scale_min;            /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
+    int64_t tile;               /* elements that share a scale; a row has a multiple. SCALE_TILE: 0 is the whole row.
+                                   SCALE_HEAD: 0 is the row's elements / heads of the table, if heads is more than 1 */
+    void *scales;               /* aligned to their type, in memory of the executing side; a move to SCALE_TILE writes
+                                   them. NULL: they are in the table's memory */
+    int64_t scale_offset;       /* bytes from the layer's start to the first scale, more than 0; 0 with `scales` */
+    int64_t scale_tile_stride;  /* bytes from one tile's or head's scale to the next; 0: packed */
+    int64_t scale_stride;       /* bytes from one row's to the next; 0: packed, or the table's without `scales` */
+    int64_t scale_page_stride;  /* bytes from one page's to the next; 0: likewise */
+    int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. 0: SCALE_TILE: packed; others: all
+                                   layers have the same scales */
+    uint32_t *nans;             /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected`;
+                                   other types leave it alone */
+    int64_t reserved[2];        /* 0 */
 } kvprim_format;
 
 /* >>table ----------------------------------------------------------------------------------------------------------
@@ -329,17 +345,18 @@ typedef struct kvprim_format {
    slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
    mode. */
 typedef struct kvprim_table {
-    void *data;        /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;      /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
-                            is an error */
-    int64_t stride;    /* row to row; 0: packed, that is row_bytes, or one piece where head_stride is more than that */
-    int64_t page_rows; /* rows per page; 0: no pages */
-    int64_t page_stride;    /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
-    int32_t heads;          /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
-    int32_t reserved_heads; /* reserved fields are 0, here and below */
-    int64_t head_stride;    /* piece to piece; required if heads > 1 */
-    int64_t bytes;          /* of the memory at data, all layers that start there included; 0: unknown. A table that
-                               reaches past it is an error */
+    void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
+                                    data set is an error */
+    int64_t stride;              /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more
+                                    than that */
+    int64_t page_rows;           /* rows per page; 0: no pages */
+    int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
+    int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
+    int32_t reserved_heads;      /* reserved fields are 0, here and below */
+    int64_t head_stride;         /* piece to piece; required if heads > 1 */
+    int64_t bytes;               /* of the memory at data, with all layers that start there and scales that lie in it;
+                                    0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
                                     until the call returns, or as long as moves that were made from it run */
     int64_t reserved;
@@ -357,10 +374,10 @@ KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
 
 /* >>preset ---------------------------------------------------------------------------------------------------------
 
-   The layouts of engines: what the caches of one tensor hold, by the engine's name for it. */
+   Caches whose rows hold quantised elements, scales and other elements in one tensor, by the engines' names. */
 typedef struct kvprim_preset {
-    kvprim_table k_cache, v_cache; /* their `format` points below: do not copy the structure. v_cache.data is NULL if
-                                      there is one part only */
+    kvprim_table k_cache, v_cache; /* k_cache.format points to k_format: copies of the tables need this structure.
+                                      v_cache.data is NULL if there is one part only */
     kvprim_format k_format;
     int64_t k_elements, v_elements; /* of a row: what is converted (K of a store), and what is copied as it is (V) */
 } kvprim_preset;
@@ -376,9 +393,10 @@ typedef struct kvprim_preset {
 
    As in the engines, no scale is less than 1e-4 / 448, or 2^-126 in "fp8_ds_mla".
 
-   A store has k of bf16 with k_elements, and v with v_elements * 2 bytes if that is not 0, where table.format of k is
-   set and of v is not.
-   Errors: NULL, SIZE (rows or page_rows less than 1), ARGUMENT (an unknown name; the error lists the known ones). */
+   A store then needs k of k_elements of bf16, with a format that says so, and, if v_elements is not 0, v of v_elements
+   * 2 bytes without a format.
+   Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
+   ARGUMENT (an unknown name; the error lists the known ones). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
                                                            int64_t page_rows, int64_t page_stride,
                                                            kvprim_preset *preset);
@@ -399,9 +417,12 @@ typedef struct kvprim_gather_desc {
     int64_t reserved;
 } kvprim_gather_desc;
 
-/* Aliasing: dst must not overlap src. Repeated indices are fine.
+/* A row of zeros also gets computed scales, those of a tile of zeros.
+   Aliasing: dst must not overlap src. Repeated indices are fine.
    Errors: NULL (descriptor, index, data), SIZE (names the field and the values), OVERLAP, ARGUMENT (index type, an
-   index or counter that is not aligned, a reserved field that is not 0). */
+   index or counter that is not aligned, a reserved field that is not 0). With a format also NULL (neither scales nor
+   scale_offset), ARGUMENT (a format on one side only, a field that has no such value or no meaning, data or scales that
+   are not aligned; strides that are not are SIZE) and UNSUPPORTED (a pair of types). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
 /* >>store ----------------------------------------------------------------------------------------------------------
@@ -423,7 +444,8 @@ typedef struct kvprim_store_desc {
 /* Both caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
    tensor (packed QKV). With duplicate slots, each aligned 16-byte block of a row (and each byte at an unaligned end)
    comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
-   sides.
+   sides. In rows that convert, this holds for each element and each computed scale alone, so a scale may belong to
+   another row than the elements beside it. K and V convert or not, each by its own formats.
    Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
    strides, pages and heads, and covers row 0 otherwise.
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
@@ -503,7 +525,8 @@ enum {
     KVPRIM_MAX_INDEX_STRIDE = 1 << 28 /* elements: in bytes it fits 32 bits */
 };
 
-/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do.
+/* A row moves if both of its indices are in range. Repeated dst indices behave as duplicate slots do. Rows that convert
+   cannot stay inside one cache: with same_cache the formats, if there are any, have the same type and no scales.
    Aliasing: no layer of dst overlaps a layer of src, or is the same as another layer of dst (checked), or overlaps one
    (not checked: layers may interleave). With same_cache dst and src have the same layers and geometry instead
    (checked), and the caller promises that this call does not both write and read a row, whatever i names it. If one
@@ -622,11 +645,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
    rows by an index. These functions check a descriptor once and write the moves that it stands for. Run them as often
    as needed with kvprim_cpu_move() or kvprim_cuda_move(), which check nothing again.
 
-   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the indices
-   again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. All other fields are
-   read-only, and so is rejected of a store's V move, which does not count. A captured graph keeps the pointers that it
-   was captured with. */
+   A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
+   indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
+   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with scales and
+   nans of a format, too. All other fields are read-only, and so is rejected of a store's V move, which does not
+   count. A captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
@@ -641,7 +664,7 @@ typedef struct kvprim_side {
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index;
-    int32_t scale_heads; /* the table's heads before those that follow each other without a gap were left out */
+    int32_t scale_heads; /* the table's heads, also where they follow each other and are left out of it */
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -651,7 +674,7 @@ typedef struct kvprim_move_names {
 
 typedef struct kvprim_move {
     kvprim_side dst, src;
-    int64_t row_bytes, count;
+    int64_t row_bytes, count; /* row_bytes: of src's elements; dst's are dst.piece_bytes * dst.table.heads */
     int32_t layers;
     int32_t zero; /* 1: a dst row whose source is out of range becomes zeros; 0: it is left alone */
     int32_t same_cache;
@@ -661,8 +684,9 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). After an error the contents of
-   `moves` are unspecified. Errors also: NULL (moves). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). Where both formats are the same
+   type without scales, both are NULL in the move: a move converts if dst.table.format is set. After an error the
+   contents of `moves` are unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -745,8 +769,8 @@ static inline void kvpi_end_range(const int *level)
 
 /* >>impl_elements -- conversions of one element, for this header and for kvprim_cuda.cuh
 
-   They work on the bits, so no compiler option and no processor mode changes what they give, and without branches, so
-   that compilers use vectors. Divisions and products of scales alone are left to fp32 arithmetic. */
+   They work on bits, and use fp32 arithmetic only for sums rounded to nearest that no fast-math option changes. They
+   have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on such options. */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) &&  \
     !defined(KVPRIM_ELEMENT)
 
@@ -773,7 +797,7 @@ KVPRIM_ELEMENT float kvpi_float_of(uint32_t bits)
     return x;
 }
 
-/* The x87 keeps more bits than fp32 has until a value is in memory. */
+/* The x87 rounds to fp32 only when it stores to memory. */
 KVPRIM_ELEMENT float kvpi_rounded(float x)
 {
 #if !defined(__CUDA_ARCH__) && defined(FLT_EVAL_METHOD) && FLT_EVAL_METHOD != 0
@@ -799,8 +823,9 @@ KVPRIM_ELEMENT int kvpi_is_nan(float x)
     return (kvpi_bits_of(x) & 0x7fffffff) > 0x7f800000;
 }
 
-/* From fp32, rounded to the nearest, ties to even. `small` are the results below the least normal value: a float was
-   added whose last bit is the type's least value. */
+/* From fp32, rounded to nearest, ties to even. Results below the least normal value are `small`: adding a float whose
+   last bit stands for the type's least value rounds to a multiple of that, and leaves it in the low bits. Others are
+   `large`: the exponent gets the type's bias, and half a unit of the type's last bit is added before the shift. */
 KVPRIM_ELEMENT uint32_t kvpi_to_e4m3(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
@@ -819,7 +844,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e5m2(float x)
     return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
 }
 
-/* NaN becomes 0. */
+/* NaN becomes 0. Adding 2^23 leaves the rounded magnitude, at most 127, in the low bits. */
 KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x42fe0000 ? a : 0x42fe0000;
@@ -850,8 +875,8 @@ KVPRIM_ELEMENT uint32_t kvpi_to_f32(float x)
     return (bits & 0x7fffffff) > 0x7f800000 ? 0x7fffffff : bits;
 }
 
-/* To fp32, which holds every value of these types. For the values below the least normal one, a float whose last bit
-   is the type's least value takes their bits, and is subtracted again. */
+/* To fp32, which holds every value of these types. Values below the least normal one are `small`: their bits are put
+   into such a float, which is then subtracted. */
 KVPRIM_ELEMENT float kvpi_of_e4m3(uint32_t x)
 {
     const uint32_t a = x & 0x7f, sign = (x & 0x80) << 24;
@@ -886,20 +911,20 @@ KVPRIM_ELEMENT float kvpi_of_bf16(uint32_t x)
     return kvpi_float_of(x << 16);
 }
 
-/* 2^(x - 127); 255 is NaN. */
+/* 2^(x - 127), which for 0 is a denormal of fp32; 255 is NaN. */
 KVPRIM_ELEMENT float kvpi_of_e8m0(uint32_t x)
 {
     const uint32_t value = x == 0 ? 0x00400000 : x << 23;
     return kvpi_float_of(x == 255 ? 0x7fffffff : value);
 }
 
-/* For a power of two from 2^-126 on. */
+/* Takes a power of two, 2^-126 or more. */
 KVPRIM_ELEMENT uint32_t kvpi_to_e8m0(float x)
 {
     return kvpi_bits_of(x) >> 23;
 }
 
-/* 0 for what is no element type of a table. */
+/* The bytes of an element; 0 for anything but a kvprim_dtype. */
 KVPRIM_ELEMENT int32_t kvpi_dtype_bytes(kvprim_dtype dtype)
 {
     switch ((int)dtype) {
@@ -955,8 +980,9 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
                                     : kvpi_to_f32(x);
 }
 
-/* A tile's scale. Its largest magnitude is found in the bits of its elements: kvpi_tile_most() takes what earlier
-   elements gave, 0 at first, and kvpi_tile_largest() what all gave. */
+/* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:
+   kvpi_tile_most() takes the result of the elements before, 0 at first. kvpi_tile_largest() turns the last result into
+   a float. */
 KVPRIM_ELEMENT uint32_t kvpi_tile_most(uint32_t most, float x)
 {
     const uint32_t a = kvpi_bits_of(x) & 0x7fffffff, number = a > 0x7f800000 ? 0 : a;
@@ -968,7 +994,8 @@ KVPRIM_ELEMENT float kvpi_tile_largest(uint32_t most)
     return kvpi_float_of(most < 0x7f7fffff ? most : 0x7f7fffff);
 }
 
-/* From the quotient of that and the type's largest value. scale_min and power_of_two have no defaults here. */
+/* A tile's scale, from the quotient of its largest magnitude and the type's largest value. Positive floats compare as
+   their bits do. scale_min and power_of_two have no defaults here. */
 KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_of_two)
 {
     const uint32_t a = kvpi_bits_of(quotient), b = kvpi_bits_of(scale_min), scale = a > b ? a : b;
@@ -1015,9 +1042,11 @@ KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_
 #if defined(__GNUC__) || defined(__clang__)
 #define KVPRIM_LIKELY(x) __builtin_expect(!!(x), 1) /* for the order of the code: a taken branch costs up to 2 cycles */
 #define KVPRIM_INLINE __attribute__((always_inline)) static inline
+#define KVPRIM_SELDOM __attribute__((noinline, cold)) static /* inlined, it would slow down its caller */
 #else
 #define KVPRIM_LIKELY(x) (x)
 #define KVPRIM_INLINE static inline
+#define KVPRIM_SELDOM static
 #endif
 
 #ifdef __cplusplus
@@ -1701,16 +1730,14 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer)
     return side->table.data ? (char *)side->table.data + layer * side->layer_stride : NULL;
 }
 
-/* The bytes of a row's elements on one side. row_bytes are those of src. */
-static int64_t kvpi_side_bytes(const kvprim_move *m, const kvprim_side *side)
+/* The bytes of a row's elements on one side, until kvpi_simplify(). */
+static int64_t kvpi_side_bytes(const kvprim_side *side)
 {
-    if (KVPRIM_LIKELY(!m->dst.table.format) || side == &m->src)
-        return m->row_bytes;
-    return m->row_bytes / kvpi_dtype_bytes(m->src.table.format->dtype) * kvpi_dtype_bytes(m->dst.table.format->dtype);
+    return side->piece_bytes;
 }
 
 /* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
-static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
+KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
 {
     const kvprim_table *const t = &side->table;
     kvprim_format f;
@@ -1718,7 +1745,7 @@ static kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
     if (!t->format)
         return f;
     f = *t->format;
-    if (!f.scale)
+    if (!f.scale || row_bytes < 1) /* nothing was checked of a move of 0 rows */
         return f;
     f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
     f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
@@ -1774,15 +1801,25 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. Scales of tiles may still lie
-   by pages. */
+/* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts whole
+   pages. */
+KVPRIM_SELDOM int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
+{
+    const kvprim_table *const t = &side->table;
+    const kvprim_format f = kvpi_format_of(side, row_bytes);
+    return f.scale == KVPRIM_SCALE_TILE &&
+           ((uint64_t)f.scale_page_stride != kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) ||
+            (f.scales && t->rows % t->page_rows != 0));
+}
+
+/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
     if (t->heads > 1 && t->head_stride == row_bytes / t->heads)
         t->heads = 1;
     if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0 &&
-        !(t->format && t->format->scale == KVPRIM_SCALE_TILE))
+        !(t->format && kvpi_scales_have_pages(side, row_bytes)))
         t->page_rows = 0;
     side->piece_bytes = kvpi_piece_of(t, row_bytes);
     side->page_shift = 0;
@@ -1828,7 +1865,7 @@ static int64_t kvpi_used_rows(const kvprim_move *m, const kvprim_side *side)
 static kvprim_status kvpi_check_fields(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    const int64_t row_bytes = kvpi_side_bytes(m, side), piece = kvpi_piece_of(t, row_bytes);
+    const int64_t row_bytes = kvpi_side_bytes(side), piece = kvpi_piece_of(t, row_bytes);
     const char *const least = t->heads > 1 ? "less than the bytes of one head," : "less than a row's bytes,";
     if (m->row_bytes < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", m->names->function, m->names->row_bytes,
@@ -1921,17 +1958,17 @@ static kvprim_status kvpi_check_loops(const kvprim_move *m, kvprim_side *side)
     if (side->layer_stride == 0)
         side->layer_stride = (int64_t)(loops[3].stride = kvpi_packed_layer(loops, 3));
     uint64_t span;
-    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(m, side) / t->heads), &span));
+    KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)(kvpi_side_bytes(side) / t->heads), &span));
     if (span >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", t->rows, "which makes the table larger than", kvpi_too_large);
-    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(m, side));
+    side->bytes = kvpi_reach(t, kvpi_used_rows(m, side), kvpi_side_bytes(side));
     return KVPRIM_OK;
 }
 
 /* The same for rows one after the other, in less time: the check is most of what a call costs the host. */
 static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 {
-    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(m, side);
+    const uint64_t stride = (uint64_t)side->table.stride, row_bytes = (uint64_t)kvpi_side_bytes(side);
     const uint64_t rows = (uint64_t)side->table.rows, used = (uint64_t)kvpi_used_rows(m, side);
     if (kvpi_add(kvpi_mul(rows - 1, stride), row_bytes) >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes the table larger than", kvpi_too_large);
@@ -1945,7 +1982,7 @@ static kvprim_status kvpi_check_plain(const kvprim_move *m, kvprim_side *side)
 static kvprim_status kvpi_check_bytes(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(m, side));
+    uint64_t reach = kvpi_reach(t, t->rows, kvpi_side_bytes(side));
     reach = kvpi_add(reach, kvpi_mul(kvpi_stacked(m, side) - 1, (uint64_t)side->layer_stride));
     if (reach <= (uint64_t)t->bytes)
         return KVPRIM_OK;
@@ -1968,8 +2005,8 @@ static int kvpi_same_bytes(const kvprim_format *dst, const kvprim_format *src)
     return dst->dtype == src->dtype && !dst->scale && !src->scale;
 }
 
-/* Both sides have a format, of types that convert, and whole elements. */
-static kvprim_status kvpi_check_types(const kvprim_move *m)
+/* Both sides have a format, of types that convert, and whole elements. Each gets its own bytes of a row. */
+KVPRIM_SELDOM kvprim_status kvpi_check_types(kvprim_move *m)
 {
     const kvprim_format *const dst = m->dst.table.format, *const src = m->src.table.format;
     const char *const function = m->names->function;
@@ -1987,12 +2024,16 @@ static kvprim_status kvpi_check_types(const kvprim_move *m)
     if (m->same_cache && !kvpi_same_bytes(dst, src))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: same_cache is 1, but elements of %s become those of %s",
                            function, m->names->src, m->names->dst);
+    if (m->row_bytes < 1)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, less than 1", function, m->names->row_bytes,
+                           (long long)m->row_bytes);
     if (m->row_bytes >= (int64_t)(kvpi_too_large / 4))
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, too large for a conversion", function,
                            m->names->row_bytes, (long long)m->row_bytes);
     if (m->row_bytes % kvpi_dtype_bytes(src->dtype) != 0)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %lld, no multiple of an element's bytes, %d", function,
                            m->names->row_bytes, (long long)m->row_bytes, (int)kvpi_dtype_bytes(src->dtype));
+    m->dst.piece_bytes = m->row_bytes / kvpi_dtype_bytes(src->dtype) * kvpi_dtype_bytes(dst->dtype);
     return KVPRIM_OK;
 }
 
@@ -2004,15 +2045,14 @@ static kvprim_status kvpi_fail_format(const kvprim_move *m, const kvprim_side *s
                        field, (long long)value, why);
 }
 
-/* The fields of a format that have a meaning with its kind of scale, and those that have none. */
-static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
+/* The fields of a format that have few values. */
+static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
     if (f->reserved[0] | f->reserved[1])
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: a reserved field of %s.format is not 0: zero-initialise the "
-                           "structure",
+                           "%s: a reserved field of %s.format is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
@@ -2027,32 +2067,40 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
         return kvpi_fail_format(m, side, "scale_inverse", f->scale_inverse, "neither 0 nor 1");
     if (f->scale_inverse && side == &m->src && kind != KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale_inverse", 1, "but only a move to this side multiplies by an inverse");
-    if (f->scale_min != 0 && !(f->scale_min >= FLT_MIN && f->scale_min <= 1.7014118346046923e38f))
+    if (f->scale_min != 0 && (kvpi_bits_of(f->scale_min) < 0x00800000 || kvpi_bits_of(f->scale_min) > 0x7f000000))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.scale_min is %g, neither 0 nor from 2^-126 to 2^127",
                            m->names->function, kvpi_name(m, side), (double)f->scale_min);
     if (f->scales && f->scale_offset)
         return kvpi_fail_format(m, side, "scale_offset", f->scale_offset, "but scales is set");
+    return KVPRIM_OK;
+}
+
+/* Fields that have no meaning with a format's kind of scale are 0, and no size is negative. */
+static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_format *const f = side->table.format;
+    const int kind = (int)f->scale;
     const struct {
         const char *field;
         int64_t value;
-        int used;
-    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind},
-                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE},
-                  {"scale_inverse", f->scale_inverse, kind},
-                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE},
-                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD},
-                  {"scales", f->scales != NULL, kind},
-                  {"scale_offset", f->scale_offset, kind},
-                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD},
-                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE},
-                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE},
-                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL}};
+        int is_used, is_size;
+    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind, 0},
+                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_inverse", f->scale_inverse, kind, 0},
+                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE, 0},
+                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD, 1},
+                  {"scales", f->scales != NULL, kind, 0},
+                  {"scale_offset", f->scale_offset, kind, 1},
+                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
+                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE, 1},
+                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE, 1},
+                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL, 1}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
-        if (fields[k].value && !fields[k].used)
+        if (fields[k].value && !fields[k].is_used)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
                                m->names->function, kvpi_name(m, side), fields[k].field, kind,
                                kind && !f->scales ? " in the table's memory" : "");
-        if (k >= 4 && k != 5 && fields[k].value < 0)
+        if (fields[k].is_size && fields[k].value < 0)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
                                kvpi_name(m, side), fields[k].field, (long long)fields[k].value);
     }
@@ -2069,7 +2117,7 @@ static kvprim_status kvpi_check_aligned(const kvprim_move *m, const kvprim_side 
                        kvpi_name(m, side), field, pointer, (int)bytes);
 }
 
-/* The same for the distance of two of them. */
+/* The same for a distance between such pointers. */
 static kvprim_status kvpi_check_multiple(const kvprim_move *m, const kvprim_side *side, const char *field,
                                          int64_t value, int32_t bytes)
 {
@@ -2078,7 +2126,7 @@ static kvprim_status kvpi_check_multiple(const kvprim_move *m, const kvprim_side
                                                 "no multiple of the bytes of an element or scale,", (uint64_t)bytes);
 }
 
-/* All elements of all rows, and scales among them, are aligned to `bytes`. The table has its defaults. */
+/* All elements of all rows are aligned to `bytes`. The table has its defaults. */
 static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim_side *side, int32_t bytes)
 {
     const kvprim_table *const t = &side->table;
@@ -2088,22 +2136,26 @@ static kvprim_status kvpi_check_table_aligned(const kvprim_move *m, const kvprim
     KVPRIM_TRY(kvpi_check_multiple(m, side, "stride", t->stride, bytes));
     KVPRIM_TRY(kvpi_check_multiple(m, side, "page_stride", t->page_rows ? t->page_stride : 0, bytes));
     KVPRIM_TRY(kvpi_check_multiple(m, side, "head_stride", t->heads > 1 ? t->head_stride : 0, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", kvpi_stacked(m, side) > 1 ? side->layer_stride : 0, bytes));
     for (int32_t l = 1; side->layers && l < m->layers; l++)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
     return KVPRIM_OK;
 }
 
-/* A format alone, whatever its table's rows. The table has its defaults. */
-static kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
+/* What can be checked of a format before its table's rows are. The table has its defaults. */
+KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_dtype_bytes(f->dtype);
-    const int64_t elements = kvpi_side_bytes(m, side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    const int64_t elements = kvpi_side_bytes(side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    KVPRIM_TRY(kvpi_check_format_values(m, side));
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
+    if (f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0) /* the first scale would be the first element */
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
+                           kvpi_name(m, side));
     if (elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
@@ -2119,7 +2171,7 @@ static kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim_side *
     return kvpi_check_table_aligned(m, side, bytes);
 }
 
-/* What a side's rows take of memory, or its scales, which are a table as well: their tiles are its heads. */
+/* The memory of a side's rows, or of its scales. Scales form a table, too: its heads are their tiles. */
 typedef struct kvpi_area {
     kvprim_table table; /* of layer 0 */
     int64_t row_bytes, rows, layer_stride;
@@ -2129,23 +2181,23 @@ typedef struct kvpi_area {
 
 static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvpi_area area = {side->table,        kvpi_side_bytes(m, side),       kvpi_used_rows(m, side),
+    const kvpi_area area = {side->table,        kvpi_side_bytes(side),          kvpi_used_rows(m, side),
                             side->layer_stride, (int32_t)kvpi_stacked(m, side), side == &m->dst};
     return area;
 }
 
-/* Scales in a table's memory are in its layers, wherever those are. */
+/* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int tiled = f.scale == KVPRIM_SCALE_TILE;
     kvpi_area area = kvpi_rows_area(m, side);
     kvprim_table *const t = &area.table;
     area.written = side == &m->dst && tiled;
     t->heads =
-        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(m, side) / kvpi_dtype_bytes(f.dtype) / f.tile);
+        f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
     t->head_stride = f.scale_tile_stride;
-    area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
+    area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
     t->page_stride = f.scale_page_stride;
     if (!tiled)
@@ -2164,11 +2216,30 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
     return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
 }
 
-/* Where scales lie: aligned, apart from each other if they are written, and inside the memory of a table whose size is
-   known. Those in a table's memory extend the side's bytes, and the default layer stride. */
-static kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
+/* All scales are aligned. The side has its layer stride. */
+static kvprim_status kvpi_check_scales_aligned(const kvprim_move *m, const kvprim_side *side, const kvprim_format *f)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(m, side));
+    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f->scale_offset, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f->scale_tile_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f->scale_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f->scale_page_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f->scale_layer_stride, bytes));
+    if (f->scales)
+        return KVPRIM_OK; /* kvpi_check_format() has looked at it */
+    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
+    if (kvpi_stacked(m, side) > 1)
+        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+    for (int32_t l = 1; side->layers && l < m->layers; l++)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    return KVPRIM_OK;
+}
+
+/* Scales are aligned, lie apart from each other if they are written, and inside their table's memory if its size is
+   known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
+KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
+{
+    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
     const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
     const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
@@ -2178,26 +2249,14 @@ static kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, 
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
         {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
         {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
-    if (!f.scales && packed_layers) {
-        const uint64_t packed = kvpi_add(offset, kvpi_packed_layer(loops, 3));
-        if (packed > (uint64_t)side->layer_stride)
-            side->layer_stride = (int64_t)packed;
-        a.layer_stride = side->layer_stride;
-        loops[3].stride = (uint64_t)a.layer_stride;
-    }
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f.scale_offset, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f.scale_tile_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f.scale_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f.scale_page_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f.scale_layer_stride, bytes));
-    if (!f.scales) {
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
-        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
-        for (int32_t l = 1; side->layers && l < m->layers; l++)
-            KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
-    }
     kvpi_area all = a;
     all.rows = a.table.rows;
+    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
+        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
+        all.layer_stride = a.layer_stride = side->layer_stride;
+        loops[3].stride = (uint64_t)a.layer_stride;
+    }
+    KVPRIM_TRY(kvpi_check_scales_aligned(m, side, &f));
     const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
@@ -2222,7 +2281,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
 {
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
-    kvpi_resolve(t, kvpi_side_bytes(m, side));
+    kvpi_resolve(t, kvpi_side_bytes(side));
     side->scale_heads = t->heads;
     if (!KVPRIM_LIKELY(!t->format))
         KVPRIM_TRY(kvpi_check_format(m, side));
@@ -2527,7 +2586,7 @@ typedef struct kvpi_step {
     int64_t stride, n;
 } kvpi_step;
 
-/* Pieces at all steps of some loops, the one with the largest stride first. */
+/* Pieces of equal size at all steps of some loops; the loop with the largest stride comes first. */
 typedef struct kvpi_pieces {
     kvpi_step loops[4];
     int count;
@@ -2604,7 +2663,7 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b)
     if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
         return 0;
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
-    for (int last = 0; last < 4; last++) {
+    for (int last = 0; last < 4; last++) { /* bit 0: a's last page, bit 1: b's */
         kvpi_pieces x, y;
         int budget = 1 << 16;
         if (!kvpi_pieces_of(a, last & 1, &x) || !kvpi_pieces_of(b, last >> 1, &y))
@@ -2617,7 +2676,7 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b)
     return 0;
 }
 
-/* Scales of one side, and rows or scales of the same or another. */
+/* Scales of one side lie apart from rows or scales of the same or of another side. */
 static kvprim_status kvpi_check_areas(const char *function, const char *scales_of, const kvpi_area *scales,
                                       const char *kind, const char *other_of, const kvpi_area *other)
 {
@@ -2631,7 +2690,7 @@ static kvprim_status kvpi_check_areas(const char *function, const char *scales_o
     return kvpi_fail_overlap(function, a, b, "");
 }
 
-/* The rows of a side whose layers are an array are as many areas. */
+/* Each layer of an array of layers is an area of its own. */
 static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const kvprim_side *side)
 {
     kvpi_area scales = kvpi_scales_area(m, side), rows = kvpi_rows_area(m, side);
@@ -2645,8 +2704,8 @@ static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const k
     return KVPRIM_OK;
 }
 
-/* Some bytes, which the move may read or write, and all that it writes. Or, if it writes them, all that it reads, too,
-   except rows and scales of `own`. */
+/* Some bytes lie outside everything that the move writes; if it writes them, also outside everything that it reads.
+   Rows and scales of the side `own` are not looked at. */
 static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src,
                                             kvpi_bytes bytes, const kvprim_side *own, int written)
 {
@@ -2675,8 +2734,8 @@ static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hul
     return KVPRIM_OK;
 }
 
-/* Scales in memory of their own, and the counters. */
-static kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
+/* Scales and counters lie apart from what else the move uses. */
+KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kvpi_hull *dst, const kvpi_hull *src)
 {
     const char *const function = m->names->function;
     char name[64];
@@ -2751,7 +2810,8 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
         KVPRIM_TRY(kvpi_check_index(m, &m->dst));
     if (m->src.index)
         KVPRIM_TRY(kvpi_check_index(m, &m->src));
-    if (m->dst.table.format || m->src.table.format)
+    m->dst.piece_bytes = m->src.piece_bytes = m->row_bytes;
+    if (!KVPRIM_LIKELY(!m->dst.table.format && !m->src.table.format))
         KVPRIM_TRY(kvpi_check_types(m));
     KVPRIM_TRY(kvpi_check_side(m, &m->dst));
     KVPRIM_TRY(kvpi_check_side(m, &m->src));
@@ -2820,8 +2880,8 @@ static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_byte
     return 0;
 }
 
-/* The scales and counters of K beside the rows and scales of V, and of V beside those of K. */
-static kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
+/* Scales and counters of K lie apart from what V's move uses, or those of V from what K's uses. */
+KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
 {
     const kvprim_format *const f = m->dst.table.format, *const g = other->dst.table.format;
     const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
@@ -2839,6 +2899,12 @@ static kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim
         if (f->scales && scales.written)
             KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
     }
+    if (m->src.table.format->scales && m->src.table.rows > 0) {
+        const kvpi_area scales = kvpi_scales_area(m, &m->src);
+        (void)snprintf(name, sizeof name, "%s.format.scales", m->names->src);
+        const kvpi_bytes own = {name, scales.table.data, kvpi_area_bytes(&scales, 1)};
+        KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, NULL, 0));
+    }
     (void)snprintf(name, sizeof name, "%s.format.nans", m->names->dst);
     const kvpi_bytes nans = {name, f->nans, 4};
     return f->nans ? kvpi_check_bytes_apart(other, &dst, &src, nans, NULL, 1) : KVPRIM_OK;
@@ -2855,7 +2921,7 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
                      (a->page_rows == 0 || a->page_stride == b->page_stride) &&
                      (a->heads == 1 || a->head_stride == b->head_stride);
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
-    const int64_t k_piece = kvpi_side_bytes(&m[0], k) / a->heads, v_piece = kvpi_side_bytes(&m[1], v) / b->heads;
+    const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
     if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
         return KVPRIM_OK;
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
@@ -2882,7 +2948,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->bytes = 0;
+    side->piece_bytes = 0, side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3060,8 +3126,8 @@ static void kvpi_finish_move(kvprim_move *m)
         return;
     if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         m->dst.table.format = m->src.table.format = NULL;
-    kvpi_simplify(&m->dst, kvpi_side_bytes(m, &m->dst));
-    kvpi_simplify(&m->src, kvpi_side_bytes(m, &m->src));
+    kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
+    kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
         m->layers = 1; /* no row moves: layer 0 counts */
 }
@@ -3360,45 +3426,63 @@ static void kvpi_move_layer(const kvprim_move *m)
 
 /* >>impl_cpu_convert -- the executor's loop over rows whose elements change their type */
 
-/* Elements converted at a time. So many of each type lie in local arrays, for a number of loops that the compiler knows
-   and vectorises: gcc's -O2 vectorises no others. */
+/* Elements that are converted at a time, in local arrays: gcc's -O2 vectorises only loops of a constant length. */
 enum { kvpi_block = 64 };
 
 /* What becomes of an element between the two types. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
+/* n elements; what follows them in a block that is not full is 0. A memcpy of a constant size is no call. */
+KVPRIM_INLINE void kvpi_fill_block(void *block, const char *src, size_t n, size_t bytes)
+{
+    if (n == kvpi_block) {
+        memcpy(block, src, kvpi_block * bytes);
+    } else {
+        memset(block, 0, kvpi_block * bytes);
+        memcpy(block, src, n * bytes);
+    }
+}
+
+KVPRIM_INLINE void kvpi_empty_block(char *dst, const void *block, size_t n, size_t bytes)
+{
+    if (n == kvpi_block)
+        memcpy(dst, block, kvpi_block * bytes);
+    else
+        memcpy(dst, block, n * bytes);
+}
+
 KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from, size_t n)
 {
-    uint8_t b[kvpi_block] = {0};
-    uint16_t h[kvpi_block] = {0};
+    uint8_t b[kvpi_block];
+    uint16_t h[kvpi_block];
     switch ((int)from) {
     case KVPRIM_F16:
-        memcpy(h, src, n * 2);
+        kvpi_fill_block(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_f16(h[i]);
         break;
     case KVPRIM_BF16:
-        memcpy(h, src, n * 2);
+        kvpi_fill_block(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_bf16(h[i]);
         break;
     case KVPRIM_F8E4M3:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e4m3(b[i]);
         break;
     case KVPRIM_F8E5M2:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e5m2(b[i]);
         break;
     case KVPRIM_INT8:
-        memcpy(b, src, n);
+        kvpi_fill_block(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_int8(b[i]);
         break;
     default:
-        memcpy(x, src, n * 4);
+        kvpi_fill_block(x, src, n, 4);
     }
 }
 
@@ -3411,33 +3495,45 @@ KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, 
     case KVPRIM_F16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_f16(x[i]);
-        memcpy(dst, h, n * 2);
+        kvpi_empty_block(dst, h, n, 2);
         break;
     case KVPRIM_BF16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_bf16(x[i]);
-        memcpy(dst, h, n * 2);
+        kvpi_empty_block(dst, h, n, 2);
         break;
     case KVPRIM_F8E4M3:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     case KVPRIM_F8E5M2:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     case KVPRIM_INT8:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_int8(x[i]);
-        memcpy(dst, b, n);
+        kvpi_empty_block(dst, b, n, 1);
         break;
     default:
         for (int i = 0; i < kvpi_block; i++)
             w[i] = kvpi_to_f32(x[i]);
-        memcpy(dst, w, n * 4);
+        kvpi_empty_block(dst, w, n, 4);
     }
+}
+
+KVPRIM_INLINE uint32_t kvpi_count_nans(const float *x, size_t n)
+{
+    uint32_t nans = 0;
+    if (n == kvpi_block)
+        for (int i = 0; i < kvpi_block; i++)
+            nans += (uint32_t)kvpi_is_nan(x[i]);
+    else
+        for (size_t i = 0; i < n; i++)
+            nans += (uint32_t)kvpi_is_nan(x[i]);
+    return nans;
 }
 
 /* Converts n elements that lie one after the other on both sides. Returns how many NaNs there were. */
@@ -3450,7 +3546,7 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
     const size_t to_bytes = (size_t)kvpi_dtype_bytes(to), from_bytes = (size_t)kvpi_dtype_bytes(from);
     uint32_t nans = 0;
     for (size_t done = 0; done < n; done += kvpi_block) {
-        float x[kvpi_block] = {0};
+        float x[kvpi_block];
         const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
         kvpi_load_block(x, src + done * from_bytes, from, some);
         if (scaling == kvpi_divide)
@@ -3460,8 +3556,7 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
             for (int i = 0; i < kvpi_block; i++)
                 x[i] = kvpi_product(x[i], scale);
         if (to == KVPRIM_INT8)
-            for (size_t i = 0; i < some; i++)
-                nans += (uint32_t)kvpi_is_nan(x[i]);
+            nans += kvpi_count_nans(x, some);
         kvpi_store_block(dst + done * to_bytes, x, to, some);
     }
     return nans;
@@ -3470,17 +3565,23 @@ KVPRIM_INLINE uint32_t kvpi_convert_blocks(char *dst, kvprim_dtype to, const cha
 /* kvpi_tile_most() of n elements. */
 typedef uint32_t kvpi_most_fn(uint32_t most, const char *src, kvprim_dtype from, size_t n);
 
+/* With 16 maxima side by side, because gcc's -O2 vectorises no loop that reduces to one number. */
 KVPRIM_INLINE uint32_t kvpi_most_of_blocks(uint32_t most, const char *src, kvprim_dtype from, size_t n)
 {
+    enum { maxima = 16 };
     const size_t from_bytes = (size_t)kvpi_dtype_bytes(from);
+    uint32_t most_of[maxima] = {most};
     for (size_t done = 0; done < n; done += kvpi_block) {
-        float x[kvpi_block] = {0};
+        float x[kvpi_block];
         const size_t some = n - done < (size_t)kvpi_block ? n - done : (size_t)kvpi_block;
         kvpi_load_block(x, src + done * from_bytes, from, some);
-        for (int i = 0; i < kvpi_block; i++)
-            most = kvpi_tile_most(most, x[i]);
+        for (int first = 0; first < kvpi_block; first += maxima)
+            for (int i = 0; i < maxima; i++)
+                most_of[i] = kvpi_tile_most(most_of[i], x[first + i]);
     }
-    return most;
+    for (int i = 1; i < maxima; i++)
+        most_of[0] = most_of[i] > most_of[0] ? most_of[i] : most_of[0];
+    return most_of[0];
 }
 
 #define KVPRIM_CONVERT(suffix, target)                                                                                 \
@@ -3500,16 +3601,16 @@ KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 #endif
 
 /* One side of a move that converts. */
-typedef struct kvpi_lane {
+typedef struct kvpi_typed_side {
     const kvprim_side *side;
     kvprim_format format; /* with its defaults */
     char *data, *scales;  /* of the layer */
     int64_t piece, bytes; /* elements of a piece, bytes of an element */
-} kvpi_lane;
+} kvpi_typed_side;
 
 typedef struct kvpi_conversion {
-    kvpi_lane dst, src;
-    kvpi_lane *scaled; /* the side that has scales, or NULL */
+    kvpi_typed_side dst, src;
+    kvpi_typed_side *scaled; /* the side that has scales, or NULL */
     int64_t elements, tile;
     kvpi_scaling scaling;
     int computed;
@@ -3517,19 +3618,19 @@ typedef struct kvpi_conversion {
     kvpi_most_fn *most;
 } kvpi_conversion;
 
-static void kvpi_set_lane(kvpi_lane *lane, const kvprim_side *side)
+static void kvpi_set_typed(kvpi_typed_side *typed, const kvprim_side *side)
 {
-    lane->side = side;
-    lane->format = kvprim_side_format(side);
-    lane->bytes = kvpi_dtype_bytes(lane->format.dtype);
-    lane->piece = side->piece_bytes / lane->bytes;
-    lane->data = lane->scales = NULL;
+    typed->side = side;
+    typed->format = kvprim_side_format(side);
+    typed->bytes = kvpi_dtype_bytes(typed->format.dtype);
+    typed->piece = side->piece_bytes / typed->bytes;
+    typed->data = typed->scales = NULL;
 }
 
 static void kvpi_set_conversion(kvpi_conversion *c, const kvprim_move *m)
 {
-    kvpi_set_lane(&c->dst, &m->dst);
-    kvpi_set_lane(&c->src, &m->src);
+    kvpi_set_typed(&c->dst, &m->dst);
+    kvpi_set_typed(&c->src, &m->src);
     c->scaled = c->dst.format.scale ? &c->dst : c->src.format.scale ? &c->src : NULL;
     c->elements = m->row_bytes / c->src.bytes;
     c->tile = c->scaled && c->scaled->format.scale != KVPRIM_SCALE_TENSOR ? c->scaled->format.tile : c->elements;
@@ -3558,21 +3659,21 @@ static int64_t kvpi_find_number(const kvprim_side *side, int64_t i, int *past)
     return -1;
 }
 
-static char *kvpi_row_at(const kvpi_lane *lane, int64_t row)
+static char *kvpi_row_at(const kvpi_typed_side *typed, int64_t row)
 {
-    const kvprim_table *const t = &lane->side->table;
+    const kvprim_table *const t = &typed->side->table;
     const int64_t page = t->page_rows ? row / t->page_rows : 0;
-    return lane->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
+    return typed->data + page * t->page_stride + (row - page * t->page_rows) * t->stride;
 }
 
 /* The scale of a row's first tile. */
-static char *kvpi_scales_at(const kvpi_lane *lane, int64_t row)
+static char *kvpi_scales_at(const kvpi_typed_side *typed, int64_t row)
 {
-    const kvprim_format *const f = &lane->format;
-    const int64_t page_rows = lane->side->table.page_rows, page = page_rows ? row / page_rows : 0;
+    const kvprim_format *const f = &typed->format;
+    const int64_t page_rows = typed->side->table.page_rows, page = page_rows ? row / page_rows : 0;
     if (f->scale != KVPRIM_SCALE_TILE)
-        return lane->scales;
-    return lane->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
+        return typed->scales;
+    return typed->scales + page * f->scale_page_stride + (row - page * page_rows) * f->scale_stride;
 }
 
 static float kvpi_read_scale(const kvprim_format *f, const char *at)
@@ -3594,11 +3695,11 @@ static void kvpi_write_scale(const kvprim_format *f, char *at, float scale)
 }
 
 /* Element e of a row, and how many of `left` elements from there on follow each other. */
-static char *kvpi_element_at(const kvpi_lane *lane, char *row, int64_t e, int64_t *left)
+static char *kvpi_element_at(const kvpi_typed_side *typed, char *row, int64_t e, int64_t *left)
 {
-    const int64_t piece = e / lane->piece, in_piece = e - piece * lane->piece;
-    *left = lane->piece - in_piece < *left ? lane->piece - in_piece : *left;
-    return row + piece * lane->side->table.head_stride + in_piece * lane->bytes;
+    const int64_t piece = e / typed->piece, in_piece = e - piece * typed->piece;
+    *left = typed->piece - in_piece < *left ? typed->piece - in_piece : *left;
+    return row + piece * typed->side->table.head_stride + in_piece * typed->bytes;
 }
 
 /* Converts the elements from `first` to `end` - 1. src NULL: they become zeros. */
@@ -3679,13 +3780,13 @@ static void *kvpi_read_layer(const kvprim_side *side, int32_t layer)
     return side->device_layers ? side->device_layers[layer] : kvprim_side_layer(side, layer);
 }
 
-static void kvpi_enter_layer(kvpi_lane *lane, int32_t layer)
+static void kvpi_enter_layer(kvpi_typed_side *typed, int32_t layer)
 {
-    const kvprim_format *const f = &lane->format;
-    lane->data = (char *)kvpi_read_layer(lane->side, layer);
-    lane->scales = f->scales                ? (char *)f->scales + layer * f->scale_layer_stride
-                   : f->scale && lane->data ? lane->data + f->scale_offset
-                                            : NULL;
+    const kvprim_format *const f = &typed->format;
+    typed->data = (char *)kvpi_read_layer(typed->side, layer);
+    typed->scales = f->scales                 ? (char *)f->scales + layer * f->scale_layer_stride
+                    : f->scale && typed->data ? typed->data + f->scale_offset
+                                              : NULL;
 }
 
 static void kvpi_run_conversion(const kvprim_move *m)
@@ -3757,7 +3858,7 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
 /* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
-   largest magnitude as 1e-4 at least, except in "fp8_ds_mla". */
+   largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448, except in "fp8_ds_mla". */
 typedef struct kvpi_preset {
     const char *name;
     int64_t converted, copied, tile, row_bytes, behind;
@@ -3770,12 +3871,15 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
                                             int64_t page_stride, kvprim_preset *preset)
 {
     static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 0},
-                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 1e-4f / 448.0f},
-                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 1e-4f / 448.0f},
-                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 1e-4f / 448.0f}};
+                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 2.23214286e-07f},
+                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
+                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
-    if (!name || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
+    if (!name || !data || !preset)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
+                           !name   ? "name"
+                           : !data ? "data"
+                                   : "preset");
     for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)

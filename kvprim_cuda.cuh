@@ -69,6 +69,9 @@
    KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of nvcc
+                               (13.0) and 1.1 MB for each architecture. A call that needs one then returns
+                               KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
 #ifndef KVPRIM_CUDA_CUH
@@ -105,7 +108,18 @@ typedef struct kvprim_cuda_launch {
 
    These functions do what the functions of kvprim.h without _cuda in their names do: same descriptor, rules, aliasing
    and errors. launch may be NULL. A negative max_sms, a pdl other than 0 and 1, or a reserved field that is not 0 is
-   KVPRIM_ERROR_ARGUMENT. */
+   KVPRIM_ERROR_ARGUMENT.
+
+   Formats (>>format in kvprim.h): gather, store, transfer and checked moves convert elements in every layout, with the
+   bits that the CPU gives. Formats are host memory and are read during the call; the GPU reads and writes scales, and
+   adds to `nans`, when the work runs. So in a graph, SCALE_TENSOR and SCALE_HEAD have at each replay the scales that
+   memory holds then. Scales and `nans` lie in any of the memories above. Scales of a table or head, and source rows, may
+   be read even if no row moves.
+   The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms, if
+   rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size, and computed
+   tiles have at most 2,048 elements. V may have K's types and kind of scale, or, beside K with computed scales, consist
+   of bytes in words of 16. Other conversions take one launch each and, if groups of 8 elements are aligned, 1.1 to 2
+   times as long; element by element 4 times. They run at the speed of PCIe, on 8 multiprocessors, where max_sms is 0. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -504,11 +518,21 @@ KVPRIM_DEVICE uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
     return v;
 }
 
-/* Returns the value of the thread whose number differs in the bit `distance`. */
-KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t distance)
+/* Returns the value of the thread whose number in the warp differs from this one's in the bits of `mask`. */
+KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
 {
     uint32_t v;
-    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(v) : "r"(value), "r"(distance));
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, 0xffffffff;" : "=r"(v) : "r"(value), "r"(mask));
+    return v;
+}
+
+/* The same for the bit `distance`. Only the `lanes` threads of a group, whose numbers differ in lower bits, have to call
+   it together. */
+KVPRIM_DEVICE uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_t lanes)
+{
+    const uint32_t mask = (UINT32_MAX >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
+    uint32_t v;
+    asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 31, %3;" : "=r"(v) : "r"(value), "r"(distance), "r"(mask));
     return v;
 }
 
@@ -1392,9 +1416,9 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
 
 /* Keeps code that seldom runs out of the way. */
 #if defined(__GNUC__) || defined(__clang__)
-#define KVPRIM_SELDOM(condition) __builtin_expect(condition, 0)
+#define KVPRIM_UNLIKELY(condition) __builtin_expect(condition, 0)
 #else
-#define KVPRIM_SELDOM(condition) (condition)
+#define KVPRIM_UNLIKELY(condition) (condition)
 #endif
 
 KVPRIM_DEVICE float kvpc_mul(float a, float b)
@@ -1542,7 +1566,7 @@ template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kv
     if (!f.divides)
         for (uint32_t k = 0; k < n; k++)
             x[k] = kvpc_mul(x[k], f.high);
-    else if (KVPRIM_SELDOM(kvpc_is_unusual(f.scale)))
+    else if (KVPRIM_UNLIKELY(kvpc_is_unusual(f.scale)))
         kvpc_divide_by_any<n, f32>(x, f.scale);
     else
         kvpc_apply_reciprocal<n, f32>(x, f);
@@ -1811,7 +1835,7 @@ KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, 
     }
     for (uint32_t m = 0; m < (own_scale ? units : 1); m++)
         unusual |= kvpc_is_unusual(scale[m]);
-    if (KVPRIM_SELDOM(unusual != 0))
+    if (KVPRIM_UNLIKELY(unusual != 0))
         for (uint32_t m = 0; m < units; m++)
             if (!p.divides) {
                 const float one = scale[own_scale ? m : 0];
@@ -1836,7 +1860,7 @@ KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, 
     if (int8)
         for (uint32_t m = 0; m < units; m++)
             kvpc_encode<KVPRIM_INT8, n>(out[m], e[m]);
-    else if (KVPRIM_SELDOM(p.e5m2 != 0))
+    else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
         for (uint32_t m = 0; m < units; m++)
             kvpc_encode<KVPRIM_F8E5M2, n>(out[m], e[m]);
     else
@@ -1922,7 +1946,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.units)
-                scale[k] = kvpc_load_f32(kvpc_scale_at(p, s, s.scales, first + k * step));
+                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, s.scales, first + k * step), p.e8m0 != 0);
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
@@ -2015,7 +2039,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
             kvpc_store16(dst, v[0]);
         return;
     }
-    if (KVPRIM_SELDOM((p.span || p.scale_span) && x.inside && lane == 0)) {
+    if (KVPRIM_UNLIKELY((p.span || p.scale_span) && x.inside && lane == 0)) {
         if (p.span)
             kvpc_fetch_edges(row, p.span);
         if (p.scale_span)
@@ -2772,6 +2796,43 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
 
+/* Bytes from a layer's first scale to the end of the last one that rows 0 to `rows` - 1 have. A whole page may end after
+   a last one that is not full. */
+static uint64_t kvpc_scales_reach(const kvprim_format *f, const kvprim_side *side, int64_t rows)
+{
+    const int64_t elements = side->piece_bytes * side->table.heads / kvpi_dtype_bytes(f->dtype);
+    const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile, in_page = side->table.page_rows;
+    const int64_t of_row = (scales - 1) * f->scale_tile_stride + kvpi_dtype_bytes(f->scale_dtype);
+    if (f->scale != KVPRIM_SCALE_TILE)
+        return (uint64_t)of_row;
+    if (in_page == 0)
+        return (uint64_t)((rows - 1) * f->scale_stride + of_row);
+    const int64_t page = (rows - 1) / in_page;
+    const int64_t last = page * f->scale_page_stride + (rows - 1) % in_page * f->scale_stride;
+    const int64_t whole = page ? (page - 1) * f->scale_page_stride + (in_page - 1) * f->scale_stride : 0;
+    return (uint64_t)((whole > last ? whole : last) + of_row);
+}
+
+/* The scales and the counter of a side that has a format. */
+static kvprim_status kvpc_check_format(const char *function, const char *side_name, const kvprim_side *side,
+                                       const kvprim_move *m)
+{
+    const kvprim_format f = kvprim_side_format(side);
+    const int64_t rows = side->index || m->count > side->table.rows ? side->table.rows : m->count;
+    char name[80];
+    snprintf(name, sizeof name, "%s.format.nans", side_name);
+    KVPRIM_TRY(kvpc_check_bytes(function, name, f.nans, 4));
+    if (!f.scale || rows < 1 || (!f.scales && side->device_layers))
+        return KVPRIM_OK;
+    snprintf(name, sizeof name, "%s.format.scales", side_name);
+    for (int32_t l = 0; l < m->layers; l++) {
+        const char *const first =
+            f.scales ? (const char *)f.scales + l * f.scale_layer_stride : kvprim_side_layer(side, l) + f.scale_offset;
+        KVPRIM_TRY(kvpc_check_bytes(function, name, first, kvpc_scales_reach(&f, side, rows)));
+    }
+    return KVPRIM_OK;
+}
+
 static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *moves, size_t n)
 {
     for (const kvprim_move *m = moves; m != moves + n; m++) {
@@ -2780,6 +2841,8 @@ static kvprim_status kvpc_check_memory(const char *function, const kvprim_move *
         KVPRIM_TRY(kvpc_check_side(function, m->names->dst, m->names->dst_index, &m->dst, m));
         KVPRIM_TRY(kvpc_check_side(function, m->names->src, m->names->src_index, &m->src, m));
         KVPRIM_TRY(kvpc_check_bytes(function, "rejected", m->rejected, 4));
+        KVPRIM_TRY(kvpc_check_format(function, m->names->dst, &m->dst, m));
+        KVPRIM_TRY(kvpc_check_format(function, m->names->src, &m->src, m));
     }
     return KVPRIM_OK;
 }
@@ -3096,6 +3159,8 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
     if (tiles && !m->zero && (quantised->piece_bytes % f.tile != 0 || m->row_bytes > 16 * kvpc_most_threads))
         return false;                        /* a tile lies in one head, and a row's threads fit a block */
     if (tiles && f.scale_min > 8.507059e37f) /* 2^126, whose reciprocal is no normal number */
+        return false;
+    if (!tiles && !m->zero && f.scale_dtype == KVPRIM_F8E8M0) /* a store reads scales of fp32 only */
         return false;
     return (!(tiles || heads) || (f.tile % n == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
            (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&
@@ -3916,8 +3981,9 @@ typedef struct kvpc_change {
     float scale_min;
     uint64_t scales, scales_step; /* of layer 0, layer to layer. 0: the table's layer, which `offset` is added to */
     int64_t offset;
-    kvpc_layout scale; /* `head` divides by the elements of a tile, and head_step leads to the next scale */
-    uint64_t elements, span;
+    kvpc_layout scale;             /* `head` divides by the elements of a tile, and head_step leads to the next scale */
+    uint64_t elements, span, tile; /* of a row, a span, a tile whose scale is computed */
+    uint64_t step;                 /* elements of a round of kvpc_convert_groups; 0: kvpc_convert_any takes all */
     uint32_t *nans;
 } kvpc_change;
 
@@ -3926,7 +3992,8 @@ enum {
     kvpc_few_change = kvpc_few_params - kvpc_change_bytes, /* bytes of kvpc_listed */
     kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
     kvpc_convert_threads = 1024,
-    kvpc_convert_loads = 4
+    kvpc_convert_wide_threads = 512, /* with numbers of 64 bits, which take more registers */
+    kvpc_convert_rounds = 4
 };
 
 static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
@@ -3939,12 +4006,6 @@ template <class number> struct kvpc_stretch {
     uint64_t dst, src, scales; /* where the rows begin, and the row's scales */
     number begin, end;         /* elements; the same: nothing to do */
     bool zero, wide;
-};
-
-/* Some elements as they lie in memory, and their scale. */
-template <uint32_t n> struct kvpc_elements {
-    uint32_t w[n];
-    float scale;
 };
 
 /* Loads n elements: eight that are aligned, or one. */
@@ -4043,11 +4104,11 @@ template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_encode_any(uint32_t type, uint
     return nans;
 }
 
-/* The largest of the values of a group of threads. Each thread of the block calls it. */
+/* The largest of the values of a group of threads, which call it together. */
 KVPRIM_DEVICE float kvpc_group_largest(float value, uint32_t lanes)
 {
     for (uint32_t distance = lanes / 2; distance; distance /= 2)
-        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_shuffle_xor(kvpi_bits_of(value), distance)));
+        value = kvpc_max_magnitude(value, kvpi_float_of(kvpc_group_xor(kvpi_bits_of(value), distance, lanes)));
     return value;
 }
 
@@ -4069,67 +4130,167 @@ KVPRIM_DEVICE float kvpc_load_scale(const kvpc_change &how, uint64_t address)
 template <class number>
 KVPRIM_DEVICE uint64_t kvpc_element_at(const kvpc_layout &side, uint64_t row, number e, uint32_t shift)
 {
-    return row + ((uint64_t)e << shift) + kvpc_divide(e, side.head) * (uint64_t)side.head_step;
+    const uint64_t at = row + ((uint64_t)e << shift);
+    return side.head_step ? at + kvpc_divide(e, side.head) * (uint64_t)side.head_step : at;
 }
 
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE kvpc_elements<n> kvpc_fetch_elements(const params &p, const kvpc_stretch<number> &s, number e)
+/* The scale of element e of a row whose scales begin at s.scales. */
+template <class number>
+KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_change &how, const kvpc_stretch<number> &s, number e)
 {
-    kvpc_elements<n> v;
-    for (uint32_t k = 0; k < n; k++)
-        v.w[k] = 0;
-    v.scale = 1.0f;
-    if (s.zero || e >= s.end)
-        return v;
-    kvpc_load_elements<n>(v.w, kvpc_element_at(p.task.src, s.src, e, p.how.src_shift), p.how.src_shift);
-    if (p.how.several)
-        v.scale = kvpc_load_scale(p.how, s.scales + kvpc_divide(e, p.how.scale.head) * (uint64_t)p.how.scale.head_step);
-    return v;
+    return s.scales + kvpc_divide(e, how.scale.head) * (uint64_t)how.scale.head_step;
 }
 
-/* The largest magnitude of a thread's elements: those that it has loaded, and the others. */
-template <uint32_t n, class params, class number>
-KVPRIM_DEVICE float kvpc_largest_of(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                    const kvpc_elements<n> &a)
+/* The scale of a tile, from its largest magnitude. */
+KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
 {
-    float largest = 0;
-    kvpc_elements<n> v = a;
-    KVPRIM_ROLLED
-    for (number e = first; e < s.end; e += step) {
-        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
-        float x[n == 1 ? 4 : 8];
-        kvpc_decode_any<n>(p.how.src_type, v.w, x);
-        for (uint32_t i = 0; i < n; i++)
-            largest = kvpc_max_magnitude(largest, x[i]);
-        v = next;
-    }
-    return largest;
+    const bool power = how.power_of_two != 0;
+    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
+           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
+                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
 }
 
+KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
+{
+    if (how.is_e8m0)
+        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
+    else
+        *(float *)kvpc_global(address) = scale;
+}
+
+/* Scales, encodes and stores numbers of which each thread has n. Returns how many NaNs were lost. */
 template <uint32_t n, class params, class number>
-KVPRIM_DEVICE void kvpc_convert_span(const params &p, const kvpc_stretch<number> &s, number first, number step,
-                                     const kvpc_elements<n> &a, const kvpc_factor &common)
+KVPRIM_DEVICE uint32_t kvpc_store_numbers(const params &p, const kvpc_stretch<number> &s, number e, float *x,
+                                          const kvpc_factor &factor)
 {
     const kvpc_change &how = p.how;
-    const bool scaled = how.scaling != kvpc_unscaled && !s.zero;
-    kvpc_factor factor = common;
-    kvpc_elements<n> v = a;
+    uint32_t w[n] = {};
+    if (how.scaling != kvpc_unscaled && !s.zero) {
+        if (how.src_type == KVPRIM_F32)
+            kvpc_apply<n, true>(x, factor);
+        else
+            kvpc_apply<n, false>(x, factor);
+    }
+    const uint32_t nans = kvpc_encode_any<n>(how.dst_type, w, x);
+    kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
+    return nans;
+}
+
+/* 32 bytes of a thread's elements: one group of eight, or 2 or 4 of smaller elements. Group g begins at element
+   e + g * step. Those that are not there are zeros. */
+template <class params, class number>
+KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> &s, number e, number step, bool busy,
+                                    uint32_t *w)
+{
+    const uint32_t shift = p.how.src_shift;
+    const kvpc_layout &side = p.task.src;
+    for (uint32_t k = 0; k < 8; k++)
+        w[k] = 0;
+    if (!busy || s.zero)
+        return;
+    if (shift == 0)
+        for (uint32_t g = 0; g < 4; g++)
+            if (e + g * step < s.end)
+                kvpc_load_elements<8>(w + 2 * g, kvpc_element_at(side, s.src, (number)(e + g * step), 0), 0);
+    if (shift == 1)
+        for (uint32_t g = 0; g < 2; g++)
+            if (e + g * step < s.end)
+                kvpc_load_elements<8>(w + 4 * g, kvpc_element_at(side, s.src, (number)(e + g * step), 1), 1);
+    if (shift == 2 && e < s.end)
+        kvpc_load_elements<8>(w, kvpc_element_at(side, s.src, e, 2), 2);
+}
+
+/* Spans of aligned groups of eight elements. If scales are computed, a round takes a tile, which has no more elements
+   than a group of threads takes at once. While 32 bytes are converted the next are on their way. */
+template <class params, class number>
+KVPRIM_DEVICE void kvpc_convert_groups(const params &p, const kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+{
+    const kvpc_change &how = p.how;
+    const number step = (number)how.step;
+    const bool busy = 8 * lane < step;
+    const uint32_t words = 2u << how.src_shift;
+    uint32_t w[8], next[8], nans = 0;
+    float scale = 1.0f;
+    number base = s.begin;
+    kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
+    const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
+    if (reads)
+        scale = kvpc_load_scale(how, how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales);
+    kvpc_factor factor = kvpc_times(1.0f);
+    if (reads)
+        factor = kvpc_factor_of(how, scale);
+    KVPRIM_ROLLED
+    while (base < s.end) {
+        const number after = base + (step << 2 >> how.src_shift);
+        kvpc_load_groups(p, s, (number)(after + 8 * lane), step, busy, next);
+        KVPRIM_ROLLED
+        for (; base < s.end && base < after; base += step) {
+            const number e = base + 8 * lane;
+            const bool active = busy && e < s.end;
+            float x[8];
+            if (reads && how.several && e + step < s.end)
+                scale = kvpc_load_scale(how, kvpc_scale_at(how, s, (number)(e + step)));
+            kvpc_decode_any<8>(how.src_type, w, x);
+            if (how.computes) {
+                float largest = 0;
+                for (uint32_t i = 0; i < 8; i++)
+                    largest = kvpc_max_magnitude(largest, x[i]);
+                scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
+                factor = kvpc_factor_of(how, scale);
+                if (lane == 0)
+                    kvpc_store_scale(how, kvpc_scale_at(how, s, base), scale);
+            }
+            if (active)
+                nans += kvpc_store_numbers<8>(p, s, e, x, factor);
+            if (reads && how.several)
+                factor = kvpc_factor_of(how, scale);
+            for (uint32_t k = 0; k < 6; k++)
+                w[k] = words == 2 ? w[k + 2] : k < 4 ? w[k + 4] : 0;
+        }
+        for (uint32_t k = 0; k < 8; k++)
+            w[k] = next[k];
+    }
+    if (nans && how.nans)
+        atomicAdd(how.nans, nans);
+}
+
+/* Spans of any alignment, n elements of a thread at a time, and tiles of any size, in two passes. */
+template <uint32_t n, class params, class number>
+KVPRIM_DEVICE void kvpc_convert_any(const params &p, const kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
+{
+    const kvpc_change &how = p.how;
+    const number tile = how.computes ? (number)how.tile : s.end - s.begin, step = n * lanes;
     uint32_t nans = 0;
     KVPRIM_ROLLED
-    for (number e = first; e < s.end; e += step) {
-        const kvpc_elements<n> next = kvpc_fetch_elements<n>(p, s, e + step);
-        float x[n == 1 ? 4 : 8] = {};
-        uint32_t w[n] = {};
-        kvpc_decode_any<n>(how.src_type, v.w, x);
-        if (scaled && how.several)
-            factor = kvpc_factor_of(how, v.scale);
-        if (scaled && how.src_type == KVPRIM_F32)
-            kvpc_apply<n, true>(x, factor);
-        else if (scaled)
-            kvpc_apply<n, false>(x, factor);
-        nans += kvpc_encode_any<n>(how.dst_type, w, x);
-        kvpc_store_elements<n>(kvpc_element_at(p.task.dst, s.dst, e, how.dst_shift), w, how.dst_shift);
-        v = next;
+    for (number begin = s.begin; begin < s.end; begin += tile) {
+        const number end = begin + tile;
+        kvpc_factor factor = kvpc_times(1.0f);
+        if (how.scaling != kvpc_unscaled && !how.computes && !how.several && !s.zero)
+            factor = kvpc_factor_of(how, kvpc_load_scale(how, s.scales));
+        for (uint32_t pass = how.computes ? 0 : 1; pass < 2; pass++) {
+            float largest = 0;
+            KVPRIM_ROLLED
+            for (number e = begin + n * lane; e < end; e += step) {
+                float x[n == 1 ? 4 : 8] = {};
+                uint32_t w[n] = {};
+                if (!s.zero)
+                    kvpc_load_elements<n>(w, kvpc_element_at(p.task.src, s.src, e, how.src_shift), how.src_shift);
+                if (how.several && !s.zero)
+                    factor = kvpc_factor_of(how, kvpc_load_scale(how, kvpc_scale_at(how, s, e)));
+                kvpc_decode_any<n>(how.src_type, w, x);
+                if (pass > 0)
+                    nans += kvpc_store_numbers<n>(p, s, e, x, factor);
+                else
+                    for (uint32_t i = 0; i < n; i++)
+                        largest = kvpc_max_magnitude(largest, x[i]);
+            }
+            if (pass > 0)
+                break;
+            const float scale = kvpc_scale_for(how, kvpc_group_largest(largest, lanes));
+            factor = kvpc_factor_of(how, scale);
+            if (lane == 0)
+                kvpc_store_scale(how, kvpc_scale_at(how, s, begin), scale);
+        }
     }
     if (nans && how.nans)
         atomicAdd(how.nans, nans);
@@ -4142,8 +4303,6 @@ KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, 
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
     kvpc_stretch<number> s = {0, 0, 0, 0, 0, false, false};
-    if (work >= (number)p.total)
-        return s;
     const number layer_row = kvpc_divide(work, t.chunks), in_row = work - layer_row * (number)t.chunks.by;
     const number layer = kvpc_divide(layer_row, t.count), i = layer_row - layer * (number)t.count.by;
     uint64_t dst_base = 0, src_base = 0;
@@ -4185,58 +4344,23 @@ KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, 
     return s;
 }
 
-/* The scale of a tile, from its largest magnitude. */
-KVPRIM_DEVICE float kvpc_scale_for(const kvpc_change &how, float largest)
-{
-    const bool power = how.power_of_two != 0;
-    return how.dst_type == KVPRIM_F8E4M3   ? kvpc_tile_scale<KVPRIM_F8E4M3>(largest, how.scale_min, power)
-           : how.dst_type == KVPRIM_F8E5M2 ? kvpc_tile_scale<KVPRIM_F8E5M2>(largest, how.scale_min, power)
-                                           : kvpc_tile_scale<KVPRIM_INT8>(largest, how.scale_min, power);
-}
-
-KVPRIM_DEVICE void kvpc_store_scale(const kvpc_change &how, uint64_t address, float scale)
-{
-    if (how.is_e8m0)
-        *(uint8_t *)kvpc_global(address) = (uint8_t)kvpi_to_e8m0(scale);
-    else
-        *(float *)kvpc_global(address) = scale;
-}
-
-/* Each thread of a block turns equally often, as kvpc_group_most asks for. */
-template <class params, class number>
-static __global__ void __launch_bounds__(kvpc_convert_threads)
+template <class params, class number, uint32_t threads>
+static __global__ void __launch_bounds__(threads, 1)
     kvpc_convert_kernel(const KVPRIM_GRID_CONSTANT params KVPRIM_IN_PLACE p)
 {
     const uint32_t lanes = 1u << p.lanes_shift, lane = threadIdx.x & (lanes - 1);
     const number in_block = blockDim.x >> p.lanes_shift;
     if (p.pdl)
         kvpc_pdl_wait();
-    for (number block = blockIdx.x * in_block; block < (number)p.total; block += gridDim.x * in_block) {
-        const kvpc_stretch<number> s = kvpc_find_span(p, block + (threadIdx.x >> p.lanes_shift), lane == 0);
-        const number first = s.begin + (number)(s.wide ? 8 * lane : lane), step = s.wide ? 8 * lanes : lanes;
-        kvpc_elements<8> a = {};
-        kvpc_elements<1> b = {};
-        float scale = 1.0f;
-        if (s.wide)
-            a = kvpc_fetch_elements<8>(p, s, first);
+    for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
+         work += gridDim.x * in_block) {
+        const kvpc_stretch<number> s = kvpc_find_span(p, work, lane == 0);
+        if (s.wide && p.how.step)
+            kvpc_convert_groups(p, s, lane, lanes);
+        else if (s.wide)
+            kvpc_convert_any<8>(p, s, lane, lanes);
         else
-            b = kvpc_fetch_elements<1>(p, s, first);
-        if (p.how.computes) {
-            const float largest =
-                s.wide ? kvpc_largest_of<8>(p, s, first, step, a) : kvpc_largest_of<1>(p, s, first, step, b);
-            scale = kvpc_scale_for(p.how, kvpc_group_largest(largest, lanes));
-            if (lane == 0 && s.begin < s.end)
-                kvpc_store_scale(
-                    p.how, s.scales + kvpc_divide(s.begin, p.how.scale.head) * (uint64_t)p.how.scale.head_step, scale);
-        } else if (p.how.scaling != kvpc_unscaled && !p.how.several && s.begin < s.end && !s.zero)
-            scale = kvpc_load_scale(p.how, s.scales);
-        kvpc_factor common = kvpc_times(1.0f);
-        if (p.how.scaling != kvpc_unscaled && !p.how.several)
-            common = kvpc_factor_of(p.how, scale);
-        if (s.wide)
-            kvpc_convert_span<8>(p, s, first, step, a, common);
-        else
-            kvpc_convert_span<1>(p, s, first, step, b, common);
+            kvpc_convert_any<1>(p, s, lane, lanes);
     }
 }
 
@@ -4293,6 +4417,7 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
         kvpc_set_scales(&c, c.quantises ? &m->dst.table : &m->src.table, f, first_layer);
         wide = wide && (f->scale == KVPRIM_SCALE_TENSOR || f->tile % 8 == 0);
         c.computes = c.quantises && f->scale == KVPRIM_SCALE_TILE;
+        c.tile = c.computes ? (uint64_t)f->tile : 0;
         c.power_of_two = f->scale_power_of_two || c.is_e8m0;
         c.scale_min = f->scale_min;
         c.several = f->scale != KVPRIM_SCALE_TENSOR && !c.computes;
@@ -4308,32 +4433,42 @@ static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvp
     return c;
 }
 
-/* Cuts rows into spans: tiles whose scale is computed, or parts that keep most threads of a group busy. */
-template <uint32_t bytes> static void kvpc_cut_conversion(kvpc_conversion<bytes> *p, int64_t tile)
+/* Into how many spans of at most `most` rounds a row of `rounds` is cut. */
+static uint64_t kvpc_spans_of(uint64_t rounds, uint64_t most)
+{
+    return (rounds + most - 1) / most;
+}
+
+/* Cuts rows into spans, of tiles if their scales are computed. A group of threads takes up to kvpc_convert_rounds
+   rounds, one after the other, if there is enough work for all multiprocessors, and is chosen so that few of its
+   threads idle. */
+template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call, kvpc_conversion<bytes> *p)
 {
     kvpc_change *const c = &p->how;
-    const uint32_t each = c->wide ? 8 : 1;
-    const uint64_t all = (c->computes ? (uint64_t)tile : c->elements) / each; /* groups of elements */
-    uint64_t parts = 1;
+    const uint64_t each = c->wide ? 8 : 1, all = (c->computes ? c->tile : c->elements) / each;
+    const uint64_t rows = p->task.count.by * p->task.layers;
+    const bool many = call->launch.max_sms > 0 || rows * (c->elements / each) > kvpc_some_threads;
+    const uint64_t most = many ? kvpc_convert_rounds : 1;
     p->lanes_shift = 0;
     while (p->lanes_shift < 5 && (uint64_t)1 << p->lanes_shift < all)
         p->lanes_shift++;
-    if (c->computes)
-        parts = c->elements / (uint64_t)tile, c->span = (uint64_t)tile;
-    else {
-        uint64_t least = UINT64_MAX; /* rounds of threads without work */
-        const uint64_t most = c->wide ? kvpc_convert_loads : 8;
+    if (c->computes) {
+        const uint64_t tiles = c->elements / c->tile, spans = kvpc_spans_of(tiles, most);
+        c->step = c->wide && all <= (uint64_t)1 << p->lanes_shift ? c->tile : 0;
+        c->span = (tiles + spans - 1) / spans * c->tile;
+    } else {
+        uint64_t least = UINT64_MAX, spans = 1; /* threads that idle in a round */
         for (uint32_t shift = p->lanes_shift + 1; shift-- > 2 && least > all / 8;) {
-            const uint64_t spans = (all + (most << shift) - 1) / (most << shift), of_span = (all + spans - 1) / spans;
-            const uint64_t idle = (((of_span + (1u << shift) - 1) >> shift << shift) * spans) - all;
+            const uint64_t lanes = (uint64_t)1 << shift, cut = kvpc_spans_of((all + lanes - 1) / lanes, most);
+            const uint64_t idle = ((all + cut - 1) / cut + lanes - 1) / lanes * lanes * cut - all;
             if (idle < least)
-                least = idle, parts = spans, p->lanes_shift = shift;
+                least = idle, spans = cut, p->lanes_shift = shift;
         }
-        c->span = (all + parts - 1) / parts * each;
-        parts = (c->elements + c->span - 1) / c->span;
+        c->step = c->wide ? each << p->lanes_shift : 0;
+        c->span = (all + spans - 1) / spans * each;
     }
-    p->task.chunks = kvpc_divisor_of((int64_t)parts);
-    p->total = parts * p->task.count.by * p->task.layers;
+    p->task.chunks = kvpc_divisor_of((int64_t)((c->elements + c->span - 1) / c->span));
+    p->total = p->task.chunks.by * rows;
 }
 
 /* Fills in all parameters of a launch. */
@@ -4357,16 +4492,16 @@ static void kvpc_fill_conversion(const kvpc_call *call, const kvprim_move *m, co
     t->layers = (uint32_t)slice->layers;
     t->zero = m->zero != 0;
     t->rejected = slice->layer == 0 ? m->rejected : NULL; /* counted in layer 0 */
-    kvpc_cut_conversion(p, p->how.computes ? kvprim_side_format(&m->dst).tile : 0);
+    kvpc_cut_conversion(call, p);
 }
 
-template <uint32_t bytes, class number>
+template <uint32_t bytes, class number, uint32_t threads = kvpc_convert_threads>
 static kvprim_status kvpc_start_conversion(const kvpc_call *call, const kvprim_move *m, const kvpc_slice *slice)
 {
     kvpc_conversion<bytes> p;
     kvpc_fill_conversion(call, m, slice, &p);
     const kvpc_call start = kvpc_with_sms(call, kvpc_link_unaligned_sms);
-    return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number>, kvpc_convert_threads,
+    return kvpc_start_groups(&start, kvpc_convert_kernel<kvpc_conversion<bytes>, number, threads>, threads,
                              1u << p.lanes_shift, &p);
 }
 
@@ -4396,8 +4531,8 @@ static kvprim_status kvpc_run_conversion(const kvpc_call *call, const kvprim_mov
         for (s.row = 0; s.row < m->count; s.row += s.rows) {
             s.rows = m->count - s.row < most_rows ? m->count - s.row : most_rows;
             const int64_t words = in_layers + of_row * s.rows;
-            KVPRIM_TRY(!narrow             ? (kvpc_start_conversion<few, uint64_t>(call, m, &s))
-                       : words == 0        ? (kvpc_start_conversion<kvpc_bare_params, uint32_t>(call, m, &s))
+            KVPRIM_TRY(!narrow      ? (kvpc_start_conversion<few, uint64_t, kvpc_convert_wide_threads>(call, m, &s))
+                       : words == 0 ? (kvpc_start_conversion<kvpc_bare_params, uint32_t>(call, m, &s))
                        : words <= few_room ? (kvpc_start_conversion<few, uint32_t>(call, m, &s))
                                            : (kvpc_start_conversion<most, uint32_t>(call, m, &s)));
         }

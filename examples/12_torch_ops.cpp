@@ -332,24 +332,24 @@ kvprim_format format_of(const char *name, const Tensor &tensor, Text dtype)
     return format;
 }
 
-/* A scale for all, or for each head, of `layers` layers: [], [1] or [heads]; for more than one layer also [layers] and
-   [layers, heads]. It is read. */
+/* A scale for all, or for each head: [], [1] or [heads]. A transfer has `layers`: for more than one of them [layers] in
+   place of [heads], and [layers, heads]. It is read. */
 void set_scale(kvprim_format &format, const Call &call, const char *name, const Tensor &scale, int64_t elements,
-               int64_t layers = 1)
+               int64_t layers = 0)
 {
     call.takes(name, scale);
     EXPECT(scale.scalar_type() == at::kFloat, name, " is ", scale.scalar_type(), ", not float32");
-    const int64_t dims = scale.dim(), each = layers > 1 && dims > 0 && scale.numel() > 1;
+    const int64_t dims = scale.dim(), each = layers > 0 && (dims == 2 || (layers > 1 && scale.numel() > 1));
     const int64_t heads = dims > each ? scale.size(dims - 1) : 1;
     EXPECT(dims <= 1 + each && heads > 0 && (!each || scale.size(0) == layers), name, " has shape ", scale.sizes(),
-           each ? ", not one element, [layers] or [layers, heads]" : ", not one element or [heads]");
+           layers > 0 ? ", not one element, [layers] or [layers, heads]" : ", not one element or [heads]");
     EXPECT(elements % heads == 0, name, " has ", heads, " elements, but a row ", elements, ": not as many for each");
     format.scale = heads > 1 ? KVPRIM_SCALE_HEAD : KVPRIM_SCALE_TENSOR;
     format.tile = heads > 1 ? elements / heads : 0;
     format.scales = scale.data_ptr();
     format.scale_tile_stride = heads > 1 ? scale.stride(dims - 1) * 4 : 0;
-    format.scale_layer_stride = each ? scale.stride(0) * 4 : 0;
-    EXPECT((heads == 1 || format.scale_tile_stride > 0) && (!each || format.scale_layer_stride > 0), name,
+    format.scale_layer_stride = each && layers > 1 ? scale.stride(0) * 4 : 0;
+    EXPECT((heads == 1 || format.scale_tile_stride > 0) && (!each || layers == 1 || scale.stride(0) > 0), name,
            " is expanded; make it contiguous");
 }
 

@@ -357,6 +357,11 @@ def scaled_transfers(ops, device):
             each = None if scale is None else scale[i if scale.shape[0] == 5 else 0].view(-1, 1)
             assert torch.equal(as_bytes(stored), casts.quantized(was, stored.dtype, each)), "to FP8"
             assert torch.equal(bits(got), casts.dequantized(stored, got.dtype, each)), "and back"
+    scale = torch.rand(HEADS, device=device) + 0.5
+    for shaped in (scale, scale[None]):
+        ops.transfer(small[:1], layers[:1], index, index, "HND", "HND", dst_scale=shaped)
+        expected = casts.quantized(layers[0][place(index, "HND")], small[0].dtype, scale[:, None])
+        assert torch.equal(as_bytes(small[0][place(index, "HND")]), expected), "one layer"
 
 
 def slots_of(ops, device):

@@ -181,6 +181,9 @@ emulated()
         -I. tests/gpu/test_cuda_emulated.cpp
     group "test_cuda_emulated compiled, $CXX $checks"
     program "test_cuda_emulated $quick" "$build/test_cuda_emulated" $quick
+    cell "no_convert, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/no_convert.cpp -o "$build/no_convert"
+    group "KVPRIM_NO_CONVERT, $CXX"
+    program 'without conversions' "$build/no_convert"
 }
 
 # ---- traces ----
@@ -296,7 +299,7 @@ fuzzers()
         return
     fi
     # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails whose inputs stay short or lead nowhere.
-    for fuzzer in prefix:80 moves:600 slots:600 unpack:400 copies:400 trace:600; do
+    for fuzzer in prefix:80 moves:600 convert:600 slots:600 unpack:400 copies:400 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
         cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz/fuzz_$name.c" -std=c11 $address -o "$by_name"
         cell "fuzz_$name" $launcher "$by_name" -seed=1 -len_control=0 -max_len="${fuzzer#*:}" \

@@ -16,9 +16,10 @@ kernels_for()
 {
     newest=75
     for arch; do
+        case $arch in 86 | 89 | 100) less=-DKVPRIM_NO_CONVERT ;; *) less= ;; esac # conversions: one of each family
         if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
             cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -std=c++17 -O3 -arch=sm_$arch -I. \
-                $nccl_flags -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
+                $less $nccl_flags -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
             newest=$arch
         else
             skip "kernels for sm_$arch: this nvcc does not know it"
@@ -250,8 +251,8 @@ results()
         skip 'what headers the results are of: no sha256sum'
         return
     fi
-    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
-        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
+    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_convert:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu \
+        nccl_test:gpu-test nccl_bench:gpu-bench nccl_sanitize:sanitize; do
         file=tests/results/${result%:*}.txt target=${result#*:}
         if [ ! -f "$file" ]; then
             skip "$file: none (make $target on a GPU)"
@@ -291,7 +292,7 @@ kernels()
     fi
     if [ "$newest" -ge 90 ]; then
         sass "$build/kernels_sm_90.cubin" "$build/kernels.ptx"
-        cell 'opponents of bench_cuda' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
+        cell 'opponents of benchmarks' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
             -o "$build/opponents.cubin"
         sass "$build/opponents.cubin"
     else
@@ -315,7 +316,7 @@ gpu_programs()
     cu="$NVCC -std=c++17 -arch=sm_90 $quickly -I." sources=tests/profile/profile.cu
     [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
     for source in examples/03_*.cu examples/09_bandwidth/bandwidth.cu $sources; do
-        cell "$source" $cu -O1 $strict -c "$source" -o "$build/unit.o"
+        cell "$source" $cu -O1 $strict -DKVPRIM_NO_CONVERT -c "$source" -o "$build/unit.o"
     done
     # The headers' implementation takes most of the time that a program takes to compile. Those that use only the API
     # are compiled as if their unit had implemented the headers already, and linked with one that has.
@@ -330,8 +331,8 @@ gpu_programs()
     done
     cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
     if [ -n "$cupti" ]; then
-        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -I"${cupti%/*}" -c examples/10_trace/trace.cu \
-            -o "$build/unit.o"
+        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -DKVPRIM_NO_CONVERT -I"${cupti%/*}" \
+            -c examples/10_trace/trace.cu -o "$build/unit.o"
     else
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
@@ -340,8 +341,8 @@ gpu_programs()
     cell 'test_cuda with KVPRIM_DEBUG' ${cu%%-arch=*}-arch=compute_90 $quickly -I. -O0 -DKVPRIM_DEBUG \
         -c tests/gpu/test_cuda.cu -o "$build/unit.o"
     # It has no kernels of its own.
-    cell 'test_nvtx' ${cu%%-arch=*}-arch=compute_90 $quickly -I. -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
-        tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
+    cell 'test_nvtx' ${cu%%-arch=*}-arch=compute_90 $quickly -DKVPRIM_NO_CONVERT -I. -O1 -x cu \
+        ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
     group "examples, tests and benchmarks for a GPU, $NVCC"
@@ -399,13 +400,14 @@ engine_built()
         cell 'NCCL_HOME, Makefile' found_at_home
         cell 'NCCL_HOME, nvcc and C' compiled_at_home
         cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" \
-            NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 BUILD="../../$build/engine"
+            NVCC="$NVCC -Xcicc -O0 -DKVPRIM_NO_CONVERT" CUDA_ARCH=compute_90 BUILD="../../$build/engine"
         cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"
     fi
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
-        cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" CUDAFLAGS='-Xcicc -O0' cmake \
-            -S examples/07_engine -B "$build/cmake" -DCMAKE_CUDA_ARCHITECTURES=90-virtual
+        cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" \
+            CUDAFLAGS='-Xcicc -O0 -DKVPRIM_NO_CONVERT' cmake -S examples/07_engine -B "$build/cmake" \
+            -DCMAKE_CUDA_ARCHITECTURES=90-virtual
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
         [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"
     else

@@ -194,13 +194,16 @@ static void case_values(convert_case *c, case_pick *pick)
 /* Which descriptor stands for the move. */
 enum { case_gather, case_store, case_transfer };
 
-static void case_make(convert_case *c, case_pick *pick, unsigned char *block, int operation)
+/* `values` chooses elements and scales. `k`: NULL, or a store's K, of which this is the V. */
+static void case_make(convert_case *c, case_pick *pick, case_pick *values, unsigned char *block, int operation,
+                      const convert_case *k)
 {
     static const kvprim_dtype floats[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32},
                               quantised[] = {KVPRIM_F8E4M3, KVPRIM_F8E5M2, KVPRIM_INT8};
     const int kind = (int)pick(5);
     memset(c, 0, sizeof *c);
     c->memory = block;
+    c->used = k ? k->used : 0;
     c->src.dtype = kind < 2 ? quantised[pick(3)] : floats[pick(3)];
     c->dst.dtype = kind == 2 || kind == 3 ? quantised[pick(3)] : floats[pick(3)];
     if (c->dst.dtype == c->src.dtype)
@@ -212,30 +215,36 @@ static void case_make(convert_case *c, case_pick *pick, unsigned char *block, in
     c->move.zero = operation == case_gather;
     const int dst_index = operation == case_store || (operation == case_transfer && pick(2));
     const int src_index = operation == case_gather || (operation == case_transfer && pick(2));
-    const int64_t dst_rows = 1 + (int64_t)pick((uint64_t)most), src_rows = 1 + (int64_t)pick((uint64_t)most);
+    const int64_t dst_rows = k ? k->move.dst.table.rows : 1 + (int64_t)pick((uint64_t)most);
+    const int64_t src_rows = k ? k->move.src.table.rows : 1 + (int64_t)pick((uint64_t)most);
     const int64_t limit = !dst_index && !src_index ? (dst_rows < src_rows ? dst_rows : src_rows)
                           : !dst_index             ? dst_rows
                           : !src_index             ? src_rows
                                                    : CASE_COUNT;
-    c->move.count = 1 + (int64_t)pick((uint64_t)limit);
+    c->move.count = k ? k->move.count : 1 + (int64_t)pick((uint64_t)limit);
     case_side(c, pick, 1, n, c->move.layers, dst_rows);
     case_side(c, pick, 0, n, c->move.layers, src_rows);
     if (operation != case_transfer) { /* one layer, and no array of them */
         c->move.dst.layers = c->move.src.layers = NULL;
     }
-    if (dst_index)
+    if (dst_index && !k)
         case_index(c, pick, &c->move.dst, 1);
     if (src_index)
         case_index(c, pick, &c->move.src, 0);
     uint32_t *const counters = (uint32_t *)(void *)case_take(c, 8, 4, 0);
     counters[0] = 5, counters[1] = 7;
-    c->move.rejected = pick(3) ? counters : NULL;
+    c->move.rejected = pick(3) && !k ? counters : NULL;
     c->dst.nans = pick(3) ? counters + 1 : NULL;
-    case_values(c, pick);
+    if (k) {
+        oracle_side *const part = &c->move.dst;
+        part->index = k->move.dst.index, part->type = k->move.dst.type;
+        part->base = k->move.dst.base, part->stride = k->move.dst.stride;
+    }
+    case_values(c, values);
 }
 
-/* Runs it by kvprim's descriptors. */
-static kvprim_status case_run(const convert_case *c, int operation)
+/* Runs it by kvprim's descriptors, or only checks them. `v`: NULL, or the V of a store. */
+static kvprim_status case_run(const convert_case *c, const convert_case *v, int operation, int check_only)
 {
     const oracle_move *const m = &c->move;
     if (operation == case_gather) {
@@ -244,7 +253,7 @@ static kvprim_status case_run(const convert_case *c, int operation)
         d.dst = m->dst.table, d.src = m->src.table, d.row_bytes = m->row_bytes;
         d.index = m->src.index, d.index_type = m->src.type, d.index_base = m->src.base, d.index_stride = m->src.stride;
         d.count = m->count, d.rejected = m->rejected;
-        return kvprim_gather(&d);
+        return check_only ? kvprim_gather_check(&d, NULL) : kvprim_gather(&d);
     }
     if (operation == case_store) {
         kvprim_store_desc d;
@@ -252,7 +261,9 @@ static kvprim_status case_run(const convert_case *c, int operation)
         d.k_cache = m->dst.table, d.k = m->src.table, d.k_bytes = m->row_bytes;
         d.slot = m->dst.index, d.slot_type = m->dst.type, d.slot_base = m->dst.base, d.slot_stride = m->dst.stride;
         d.count = m->count, d.rejected = m->rejected;
-        return kvprim_store(&d);
+        if (v)
+            d.v_cache = v->move.dst.table, d.v = v->move.src.table, d.v_bytes = v->move.row_bytes;
+        return check_only ? kvprim_store_check(&d, NULL) : kvprim_store(&d);
     }
     kvprim_transfer_desc d;
     memset(&d, 0, sizeof d);
@@ -263,7 +274,7 @@ static kvprim_status case_run(const convert_case *c, int operation)
     d.src_index = m->src.index, d.src_index_type = m->src.type, d.src_index_base = m->src.base;
     d.dst_index_stride = m->dst.stride, d.src_index_stride = m->src.stride;
     d.count = m->count, d.rejected = m->rejected;
-    return kvprim_transfer(&d);
+    return check_only ? kvprim_transfer_check(&d, NULL) : kvprim_transfer(&d);
 }
 
 #endif

@@ -83,7 +83,7 @@ static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
 
-/* Whether a kernel has barriers. */
+/* Whether a kernel has barriers, and whether these are of groups of threads. */
 struct kvpc_meta;
 template <class Params> static bool kvprim_emulate_meets(const Params &)
 {
@@ -103,6 +103,14 @@ template <uint32_t bytes> static bool kvprim_emulate_meets(const kvpc_conversion
 {
     return p.how.computes != 0;
 }
+template <class Params> static bool kvprim_emulate_groups(const Params &)
+{
+    return false;
+}
+template <uint32_t bytes> static bool kvprim_emulate_groups(const kvpc_conversion<bytes> &)
+{
+    return true;
+}
 
 template <class Kernel, class Params>
 static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params &params)
@@ -113,7 +121,7 @@ static void kvprim_emulate_turns(Kernel *kernel, unsigned threads, const Params 
     } const one = {kernel, params};
     std::vector<bool> ready(threads, !kvprim_emulate_dependent);
     const bool meet = turns_run(
-        threads, kvprim_emulate_last_first,
+        threads, kvprim_emulate_last_first, kvprim_emulate_groups(params),
         [](const void *what) {
             const call *const c = static_cast<const call *>(what);
             c->kernel(c->params);

@@ -70,10 +70,11 @@ static void turns_enter(unsigned thread)
 }
 
 /* Runs run(what) as `count` threads. before(thread) and after(thread) set and keep what they see as their own. Returns
-   false if some ended while others wait at a barrier: on a GPU they might wait forever. */
+   false if some ended while others wait at a barrier: on a GPU they might wait forever. `groups`: barriers are of groups
+   of threads. */
 template <class Before, class After>
-static bool turns_run(unsigned count, bool last_first, void (*run)(const void *), const void *what, Before before,
-                      After after)
+static bool turns_run(unsigned count, bool last_first, bool groups, void (*run)(const void *), const void *what,
+                      Before before, After after)
 {
     if (turns.threads.size() < count)
         turns.threads = std::vector<turns_thread>(count);
@@ -87,15 +88,19 @@ static bool turns_run(unsigned count, bool last_first, void (*run)(const void *)
         t.context.uc_stack.ss_size = t.stack.size();
         makecontext(&t.context, turns_begin, 0);
     }
-    for (unsigned ended = 0; ended == 0; turns.turn++) {
+    for (unsigned i = 0; i < count; i++)
+        turns.threads[i].ended = false;
+    for (unsigned ended = 0; ended < count; turns.turn++) {
         for (unsigned k = 0; k < count; k++) {
             const unsigned i = last_first ? count - 1 - k : k;
+            if (turns.threads[i].ended)
+                continue;
             before(i);
             turns_enter(i);
             after(i);
             ended += turns.threads[i].ended;
         }
-        if (ended && ended < count)
+        if (ended && ended < count && !groups)
             return false;
         turns.voted = turns.vote;
         turns.vote = false;
@@ -125,7 +130,17 @@ static inline uint32_t kvpc_shuffle_up(uint32_t value, uint32_t distance)
     return thread % 32 >= distance ? given[thread - distance] : value;
 }
 
-static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t distance)
+static inline uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
+{
+    const unsigned thread = turns.now;
+    std::vector<uint32_t> &given = turns.given[turns.turn % 2];
+    given[thread] = value;
+    turns_leave(false);
+    return given[thread ^ mask];
+}
+
+/* Only the threads of a group call it together. They have passed equally many barriers, as nothing else is one. */
+static inline uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_t)
 {
     const unsigned thread = turns.now;
     std::vector<uint32_t> &given = turns.given[turns.turn % 2];

@@ -323,18 +323,22 @@ static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *la
     return true;
 }
 
-/* Visits the rows of a side, and their scales. */
+/* Visits the rows of a side, and their scales. Those that no row has of its own may be read in any case. */
 static bool visit_side(arena *a, rows_move *m, const convert_side *s, bool write)
 {
     bool good = true;
     m->row_bytes = s->row_bytes;
     for (int32_t l = 0; good && l < m->layers; l++) {
         const kvprim_table layer = layer_of(write ? &m->dst : &m->src, l);
-        good = visit_layer(a, m, l, write);
+        const bool of_rows = s->full.scale == KVPRIM_SCALE_TILE;
+        good = visit_layer(a, m, l, write) && (of_rows || visit_scales(a, s, &layer, l, 0, false));
         for (size_t i = 0; good && i < m->rows.size(); i++) {
             const int64_t to = m->rows[i].first, from = m->rows[i].second;
-            if (to >= 0 && (from >= 0 || (m->zero && write)))
-                good = visit_scales(a, s, &layer, l, write ? to : from, write && s->full.scale == KVPRIM_SCALE_TILE);
+            if (!write && from >= 0) /* may be read even if the row goes nowhere */
+                good = visit(a, &layer, s->row_bytes, from, false) &&
+                       (!of_rows || visit_scales(a, s, &layer, l, from, false));
+            if (write && of_rows && to >= 0 && (from >= 0 || m->zero))
+                good = visit_scales(a, s, &layer, l, to, true);
         }
     }
     return good;
@@ -756,5 +760,50 @@ static void convert_presets(arena *a)
                     run_preset(a, &c, store);
                 }
 }
+
+/* Transfers alone, for sides in memories of other kinds. */
+static void convert_transfers(arena *a)
+{
+    unsigned n = 0;
+    for (const auto &pair : convert_pairs())
+        for (int scale = 0; scale <= KVPRIM_SCALE_TILE; scale++, n++) {
+            convert_case c = convert_case_of(n * 13, pair.first, pair.second, scale);
+            c.form = CONVERT_TRANSFER, c.v = NO_V;
+            c.count = c.rows = n % 5 ? c.count : 300; /* some are long enough for the rules of the link to the host */
+            run_convert(a, &c);
+        }
+}
+
+/* ---- tables that claim more rows than there are, so that numbers have 64 bits ---- */
+
+#ifndef KVPRIM_DEBUG
+static void convert_claimed(arena *a)
+{
+    const int64_t count = 40, rows = 64, elements = 72;
+    for (unsigned n = 0; n < 8; n++) {
+        const kvprim_dtype type = small_types[n % 3];
+        convert_call call = {};
+        empty(a);
+        void *const slot = place_index(a, KVPRIM_I64, count, 0, rows, true);
+        for (int64_t i = 0; i < count; i++)
+            set_index(slot, KVPRIM_I64, i, i % 9 == 0 ? -1 - i : i % 9 == 1 ? int64_t(1) << 33 : i * 11 % rows);
+        place_plain(a, &call.src, float_types[n % 2], {0, n / 4}, count, elements, 1);
+        place_plain(a, &call.dst, type, {0, n / 4}, rows, elements, 1);
+        call.dst.table.rows = int64_t(1) << 33;
+        call.dst.table.stride = n % 2 ? 2 * elements : elements + 8;
+        call.dst.table.data = reserve(a, static_cast<size_t>(rows * call.dst.table.stride), 0);
+        if (n % 2) {
+            call.dst.full.scale = KVPRIM_SCALE_TILE, call.dst.full.tile = 24, call.dst.full.scale_dtype = KVPRIM_F32;
+            call.dst.full.scale_offset = elements, call.dst.full.scale_tile_stride = 4;
+            call.dst.full.scale_stride = call.dst.table.stride;
+        }
+        call.dst.given = call.dst.full;
+        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+        const kvprim_store_desc d =
+            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I64, count, nullptr);
+        CHECK(try_convert(a, &d, &call, "claimed rows") == RAN);
+    }
+}
+#endif
 
 #endif /* GPU_TEST_CONVERT_H */

@@ -17,6 +17,7 @@
 #include "test_layouts.h"
 #include "test_copies.h"
 #include "test_meta.h"
+#include "test_convert.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -416,7 +417,7 @@ static void transfers_between(memory_kind dst, memory_kind src)
     memory.device = open_memory(dst, bytes);
     memory.source = open_memory(src, bytes);
     for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
-        small_transfers(&memory), long_transfers(&memory);
+        small_transfers(&memory), long_transfers(&memory), convert_transfers(&memory);
     main_launch.max_sms = 0;
     close_memory(src, memory.source);
     close_memory(dst, memory.device);
@@ -1835,6 +1836,35 @@ static void unreachable_slots(void *host)
 }
 
 /* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
+/* Scales and counters of formats, in memory of their own. */
+static void unreachable_formats(void *host)
+{
+    const gpu_array<unsigned char> cache(64 * 128, 0), rows(8 * 256, 0), scales(64 * 4 * 4, 0), slots(8 * 4, 0);
+    kvprim_format int8 = format_of(KVPRIM_INT8), bf16 = format_of(KVPRIM_BF16);
+    kvprim_table to = table_of(cache.p, 64), from = table_of(rows.p, 8);
+    to.format = &int8, from.format = &bf16;
+    int8.scale = KVPRIM_SCALE_TILE, int8.tile = 32, int8.scales = scales.p;
+    const kvprim_store_desc good = store_of(to, from, 256, slots.p, KVPRIM_I32, 8, nullptr);
+    const auto run_with = [&](const kvprim_format &f) {
+        kvprim_store_desc d = good;
+        d.k_cache.format = &f;
+        return kvprim_cuda_store(&d, &main_launch);
+    };
+    CHECK(run_with(int8) == KVPRIM_OK);
+    kvprim_format bad = int8;
+    bad.nans = static_cast<uint32_t *>(host);
+    CHECK(named(run_with(bad), "k_cache.format.nans"));
+    bad = int8;
+    bad.scales = host;
+    CHECK(named(run_with(bad), "k_cache.format.scales"));
+    bad = int8; /* the last row's scales are far away */
+    bad.scale_stride = int64_t(1) << 40;
+    CHECK(named(run_with(bad), "k_cache.format.scales"));
+    bad = int8;
+    bad.scale = KVPRIM_SCALE_TENSOR, bad.tile = 0, bad.scales = host;
+    CHECK(named(run_with(bad), "k_cache.format.scales"));
+}
+
 static void test_unreachable()
 {
     int pageable;
@@ -1850,6 +1880,7 @@ static void test_unreachable()
     unreachable_unpacks(host);
     unreachable_metas(host);
     unreachable_slots(host);
+    unreachable_formats(host);
     CUDA(cudaStreamSynchronize(main_launch.stream));
     free(host);
 }
@@ -1953,6 +1984,61 @@ static void claimed_tables(arena *a)
 }
 #endif
 
+/* ---- moves that convert ---- */
+
+static void convert_several(arena *a)
+{
+    convert_matrix(a);
+    convert_moves(a);
+    convert_presets(a);
+}
+
+static void test_convert()
+{
+    static const int64_t row_counts[] = {1, 33, 1000, 9000, 100000};
+    convert_counts(&memory, row_counts, quick ? 4 : 5);
+    with_options({0, 1, 8}, convert_several);
+#ifndef KVPRIM_DEBUG
+    convert_claimed(&memory);
+#endif
+}
+
+/* Graphs that are replayed with other scales, rows and indices. */
+static void one_convert_graph(unsigned n)
+{
+    convert_case c = convert_case_of(n * 5, n % 2 ? small_types[n % 3] : KVPRIM_BF16,
+                                     n % 2 ? KVPRIM_BF16 : small_types[n % 3], static_cast<int>(n % 4));
+    c.form = n % 2 ? CONVERT_STORE : CONVERT_GATHER;
+    c.v = NO_V;
+    convert_call call = {};
+    empty(&memory);
+    make_convert(&memory, &c, &call);
+    kvprim_store_desc store = on_device(&memory, call.store);
+    kvprim_gather_desc gather = on_device(&memory, call.gather);
+    const device_formats formats(&memory, &call);
+    formats.point(&store), formats.point(&gather);
+    const auto change_all = [&] {
+        refill(&memory);
+        memcpy(memory.got, memory.expected, memory.used);
+        CHECK((n % 2 ? kvprim_store(&call.store) : kvprim_gather(&call.gather)) == KVPRIM_OK);
+    };
+    const auto enqueue = [&] {
+        CHECK((n % 2 ? kvprim_cuda_store(&store, &main_launch) : kvprim_cuda_gather(&gather, &main_launch)) ==
+              KVPRIM_OK);
+    };
+    replay_graph(1, 3, "a conversion with other scales", enqueue, change_all);
+}
+
+static void test_convert_graphs()
+{
+    for (main_launch.max_sms = 0; main_launch.max_sms <= 4; main_launch.max_sms += 4)
+        for (unsigned n = 0; n < 32; n++) {
+            main_launch.pdl = n / 8 % 2;
+            one_convert_graph(n);
+        }
+    main_launch.pdl = main_launch.max_sms = 0;
+}
+
 /* As `uses`, except for tests that look at results which sampling leaves out. */
 static void kinds_of_rows(arena *a)
 {
@@ -2011,6 +2097,8 @@ static void run_sanitize()
     run_timed("cuda: unpack_meta, sizes x kinds x orders, lengths x alignments, counts", test_meta);
     run_timed("cuda: unpack_meta, max_sms, pdl", test_meta_options);
     run_timed("cuda: random unpack_metas", in_memory<fuzz_metas>);
+    run_timed("cuda: conversions, types x scales x layouts, counts, max_sms, pdl", test_convert);
+    run_timed("cuda: conversions of every element", in_memory<every_input>);
 
     run_timed("cuda: allocations that end with the table", test_exact_memory);
     run_timed("cuda: duplicate slots", test_duplicates);
@@ -2085,6 +2173,9 @@ static void run_quick()
     run("cuda: random copies", in_memory<fuzz<random_copy>>);
     run("cuda: copies that follow each other, in a stream and in graphs", test_copy_relays);
     run("cuda: copies between device, pinned and managed memory", test_copy_memory);
+    run("cuda: conversions, types x scales x layouts, counts, max_sms, pdl", test_convert);
+    run("cuda: conversions of every element", in_memory<every_input>);
+    run("cuda: conversions in graphs", test_convert_graphs);
     run("cuda: two threads, two streams", test_threads);
 #ifdef KVPRIM_DEBUG
     run("cuda: memory out of the GPU's reach", test_unreachable);

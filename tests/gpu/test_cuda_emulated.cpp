@@ -1407,6 +1407,7 @@ static void test_convert_options()
     launch = {};
     kvprim_emulate_link = true;
     convert_matrix(&memory);
+    convert_transfers(&memory);
     kvprim_emulate_pdl = kvprim_emulate_link = false;
     memory.launch = nullptr;
 }
@@ -1444,11 +1445,11 @@ static void test_convert_kernels()
     const auto ran = [](auto kernel) {
         return kvprim_emulate_kernels.count(reinterpret_cast<void (*)()>(kernel)) != 0;
     };
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t>));
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_bare_params>, uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint32_t, kvpc_convert_threads>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_most_change>, uint32_t, kvpc_convert_threads>));
 #if !defined(_WIN32)
-    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t>));
+    CHECK(ran(kvpc_convert_kernel<kvpc_conversion<kvpc_few_change>, uint64_t, kvpc_convert_wide_threads>));
 #endif
 }
 

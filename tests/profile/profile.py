@@ -146,7 +146,10 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'gather'),
 # The benchmark's opponents. Nothing but their order of loads and stores is checked, and that nothing spills.
 OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
              (r'mini_store_kernelI', 'mini store'),
-             (r'sglang_store_kernelI', 'SGLang')]
+             (r'sglang_store_kernelI', 'SGLang'),
+             (r'vllm_quant_store_kernelI', 'vLLM quant'),
+             (r'sglang_quant_kernelI', 'SGLang quant'),
+             (r'vllm_gather_(page|token)_kernelI', 'vLLM gather')]
 # More loads need not precede the first store. The 64 of K and V of 16,384 bytes in one warp, 16 bytes each, do not fit
 # into a thread's 255 registers; ptxas begins with 28 to 33.
 LOADS_AT_ONCE = 28
@@ -262,7 +265,7 @@ def read_sass(lines):
 
 def judge_sass(kernels):
     """Prints a line for each kernel. Returns the number of faults."""
-    form, names, faults = '%4s %5s %6s  %5s %5s %5s %5s  %-11s', short_names(k.name for k in kernels), 0
+    form, names, faults = '%4s %5s %6s  %5s %5s %5s %5s  %-12s', short_names(k.name for k in kernels), 0
     print('%18s %-11s %-11s\n' % ('', 'loads', 'stores') +
           form % ('regs', 'stack', 'spills', '128', 'less', '128', 'less', 'main path'))
     for k in kernels:

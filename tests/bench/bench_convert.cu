@@ -1,0 +1,1561 @@
+/* SPDX-License-Identifier: MIT */
+/* Compares moves that convert, into FP8 and INT8 caches and out of them, with the kernels of vLLM and SGLang and with
+   plain moves of as many bytes. Ratios are within one run.
+
+       nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_convert.cu -o build/bench_convert
+       build/bench_convert [--quick] [--only check|store|layouts|mla|gather|transfer|general]
+
+   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
+   8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns. GB/s
+   counts bytes read plus bytes written, scales included. Values are random bf16 of magnitudes 2^-8 to 2^4, of which
+   some saturate. Slots are int64, as both engines pass them; the gathers' page tables are int32.
+
+   Before a contender is timed, every byte that its last launch wrote is compared with what plain arithmetic gives: the
+   division (or the multiplication by the inverse, where a project does that) in fp32, and the conversions of
+   cuda_fp8.h. Section `check` compares a small call of each with kvprim's functions on the CPU too, and all memory.
+
+   limit: kvprim's plain store or gather of rows with as many bytes, read and written, in the same run
+   PDL:   with programmatic dependent launch; vLLM's kernels do not use it, SGLang's do
+
+   opponents_convert.h says what each opponent stands for. tests/bench/plots.py reads the tables. */
+#define KVPRIM_IMPLEMENTATION
+#include "../../kvprim_cuda.cuh"
+#include "bench_gpu.h"
+#include "opponents_convert.h"
+#include <cuda_fp16.h>
+
+static int64_t cache_bytes, dense_bytes; /* for K, and again for V */
+constexpr int sets_count = 8;
+constexpr int64_t scales_bytes = 512 * MiB; /* for K, and again for V, in memory of their own */
+constexpr int64_t copy_bytes = 256 * MiB;
+
+/* ---- where things lie ---- */
+
+/* Device memory, or the host's copy of it. */
+struct memory {
+    char *dense[2], *cache[2], *scales[2]; /* K, V */
+    float *numbers;                        /* [0], [1]: scales of K and V; from 64 and 128 on, of their heads */
+};
+static memory device;
+
+static const float *number(const memory &m, bool v, bool by_head)
+{
+    return m.numbers + (by_head ? v ? 128 : 64 : v);
+}
+
+static float number_at(int i)
+{
+    return i < 64 ? i == 0 ? 0.0213f : 0.0171f : 0.0137f + 0.0011f * float(i % 64);
+}
+
+/* Values whose magnitude is 2^-8 to 2^4, two in a word. A pair is also a number in fp32, and each also one in fp16. */
+__host__ __device__ inline uint32_t bf16_pair(uint64_t n)
+{
+    const uint64_t h = hash_u64(n);
+    const uint32_t low = uint32_t(h & 0x807f) | (119 + uint32_t(h >> 8 & 0xff) % 12) << 7;
+    const uint32_t high = uint32_t(h >> 32 & 0x807f) | (119 + uint32_t(h >> 40 & 0xff) % 12) << 7;
+    return low | high << 16;
+}
+
+__global__ static void fill_bf16(uint32_t *words, int64_t count, uint64_t seed)
+{
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
+        words[i] = bf16_pair(uint64_t(i) + seed);
+}
+
+/* Bytes of which none is a NaN in any type of 8 bits. */
+__global__ static void fill_bytes(uint32_t *words, int64_t count, uint64_t seed)
+{
+    for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
+        words[i] = uint32_t(hash_u64(uint64_t(i) + seed)) & 0xf3f3f3f3;
+}
+
+/* In each of `count` blocks of `block` bytes, `words` words from byte `first` on become scales (fp32 of 2^-7 to 2^-6,
+   or bytes of UE8M0), or pairs of bf16. */
+enum special { SCALES, SCALES_E8M0, PAIRS };
+__global__ static void fill_part(char *data, int64_t count, int64_t block, int64_t first, int64_t words, special what)
+{
+    for (int64_t n = blockIdx.x; n < count; n += gridDim.x)
+        for (int64_t i = threadIdx.x; i < words; i += blockDim.x) {
+            const uint64_t h = hash_u64(uint64_t(n * words + i));
+            reinterpret_cast<uint32_t *>(data + n * block + first)[i] =
+                what == SCALES        ? 120u << 23 | uint32_t(h & 0x7fffff)
+                : what == SCALES_E8M0 ? 0x76767676u + (uint32_t(h) & 0x03030303u)
+                                      : bf16_pair(h);
+        }
+}
+
+static void fill_dense()
+{
+    for (int kv = 0; kv < 2; kv++)
+        fill_bf16<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(device.dense[kv]), dense_bytes / 4,
+                                            uint64_t(kv) << 40);
+    CUDA(cudaGetLastError());
+}
+
+/* Sets of slots: random rows, or random pages that are filled in order, as by a prompt. */
+struct slot_sets {
+    int64_t rows, count;
+    std::vector<int64_t> host;
+    on_device<int64_t> on_gpu;
+
+    slot_sets(int64_t rows_, int64_t count_, int64_t page_rows = 0) : rows(rows_), count(count_)
+    {
+        const int64_t pages = page_rows ? (count + page_rows - 1) / page_rows : count;
+        const index_sets random(page_rows ? rows / page_rows : rows, pages, sets_count, 5);
+        for (int set = 0; set < sets_count; set++)
+            for (int64_t i = 0; i < count; i++)
+                host.push_back(page_rows ? random.host_set(set)[i / page_rows] * page_rows + i % page_rows
+                                         : random.host_set(set)[i]);
+        on_gpu = upload(host);
+    }
+    const int64_t *set(int i) const
+    {
+        return on_gpu.get() + i % sets_count * count;
+    }
+};
+
+static std::string place(int64_t elements, int64_t tokens)
+{
+    return std::to_string(elements) + " x " + std::to_string(tokens);
+}
+
+static int launches_for(double bytes)
+{
+    return bytes > 64e6 ? 24 : 64;
+}
+
+/* ---- what a move must give ---- */
+
+/* A side of a move, as a kernel reads it. */
+struct plain_side {
+    kvprim_table table;
+    kvprim_format format;
+    const void *index;
+    int64_t piece_bytes;
+    bool wide;
+};
+
+struct plain_move {
+    plain_side dst, src;
+    int64_t elements, count;
+};
+
+static int64_t size_of(kvprim_dtype type)
+{
+    return type == KVPRIM_F32 ? 4 : type == KVPRIM_F16 || type == KVPRIM_BF16 ? 2 : 1;
+}
+
+static plain_side side_of(const kvprim_side &s)
+{
+    return {s.table, kvprim_side_format(&s), s.index, s.piece_bytes, s.index_type == KVPRIM_I64};
+}
+
+static plain_move plain_of(const kvprim_move &m)
+{
+    const plain_side src = side_of(m.src);
+    return {side_of(m.dst), src, m.row_bytes / size_of(src.format.dtype), m.count};
+}
+
+/* Bytes that a move reads and writes, without indices. */
+static double bytes_of(const plain_move &m)
+{
+    double bytes = 0;
+    for (const plain_side *const s : {&m.dst, &m.src}) {
+        bytes += double(m.elements * size_of(s->format.dtype));
+        if (s->format.scale == KVPRIM_SCALE_TILE)
+            bytes += double(m.elements / s->format.tile * size_of(s->format.scale_dtype));
+    }
+    return bytes * double(m.count);
+}
+
+__device__ static int64_t row_of(const plain_side &s, int64_t i)
+{
+    return !s.index ? i : s.wide ? static_cast<const int64_t *>(s.index)[i] : static_cast<const int32_t *>(s.index)[i];
+}
+
+__device__ static char *element_of(const plain_side &s, int64_t row, int64_t byte)
+{
+    const int64_t page = s.table.page_rows > 0 ? row / s.table.page_rows : 0;
+    return static_cast<char *>(s.table.data) + page * s.table.page_stride +
+           (row - page * s.table.page_rows) * s.table.stride + byte / s.piece_bytes * s.table.head_stride +
+           byte % s.piece_bytes;
+}
+
+__device__ static char *scale_of(const plain_side &s, int64_t row, int64_t tile)
+{
+    const kvprim_format &f = s.format;
+    char *const base = f.scales ? static_cast<char *>(f.scales) : static_cast<char *>(s.table.data) + f.scale_offset;
+    const int64_t page = s.table.page_rows > 0 ? row / s.table.page_rows : 0;
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
+    return base + (tiles ? page * f.scale_page_stride + (row - page * s.table.page_rows) * f.scale_stride : 0) +
+           tile * f.scale_tile_stride;
+}
+
+__device__ static float decoded(kvprim_dtype type, const char *from)
+{
+    const uint8_t byte = uint8_t(*from);
+    switch (type) {
+    case KVPRIM_F32:
+        return *reinterpret_cast<const float *>(from);
+    case KVPRIM_F16:
+        return __half2float(*reinterpret_cast<const __half *>(from));
+    case KVPRIM_BF16:
+        return __bfloat162float(*reinterpret_cast<const __nv_bfloat16 *>(from));
+    case KVPRIM_INT8:
+        return float(int8_t(byte));
+    default:
+        return __half2float(__half(__nv_cvt_fp8_to_halfraw(byte, type == KVPRIM_F8E4M3 ? __NV_E4M3 : __NV_E5M2)));
+    }
+}
+
+__device__ static uint32_t encoded(kvprim_dtype type, float x)
+{
+    switch (type) {
+    case KVPRIM_F32:
+        return __float_as_uint(x);
+    case KVPRIM_F16:
+        return __half_as_ushort(__float2half_rn(x));
+    case KVPRIM_BF16:
+        return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+    case KVPRIM_INT8:
+        return uint8_t(__float2int_rn(fminf(fmaxf(x, -127.f), 127.f)));
+    default:
+        return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, type == KVPRIM_F8E4M3 ? __NV_E4M3 : __NV_E5M2);
+    }
+}
+
+/* What a check finds: wrong elements and scales; and, where a project multiplies by the inverse, elements that differ
+   from the quotient's, and those that are more than a step from it. */
+struct found {
+    unsigned long long wrong, elements, differ, far;
+};
+
+/* Writes or compares `bytes` bytes. */
+__device__ static bool settle(char *at, uint32_t bits, int64_t bytes, bool poison)
+{
+    bool same = true;
+    for (int64_t b = 0; b < bytes; b++) {
+        const char want = char(bits >> 8 * b);
+        if (poison)
+            at[b] = char(~want);
+        else
+            same &= at[b] == want;
+    }
+    return same;
+}
+
+/* A warp takes the elements of one scale, or 256. `poison` writes what must not be there. */
+__global__ static void check_moves(const plain_move m, bool poison, bool inverse, found *sum)
+{
+    const kvprim_format &to = m.dst.format, &from = m.src.format;
+    const int64_t to_size = to.dtype == KVPRIM_F32 ? 4 : to.dtype == KVPRIM_F16 || to.dtype == KVPRIM_BF16 ? 2 : 1;
+    const int64_t from_size = from.dtype == KVPRIM_F32                                ? 4
+                              : from.dtype == KVPRIM_F16 || from.dtype == KVPRIM_BF16 ? 2
+                                                                                      : 1;
+    const bool compute = to.scale == KVPRIM_SCALE_TILE;
+    const kvprim_format &scaled = to.scale ? to : from;
+    const int64_t unit = scaled.scale == KVPRIM_SCALE_TILE || scaled.scale == KVPRIM_SCALE_HEAD ? scaled.tile
+                         : m.elements < 256                                                     ? m.elements
+                                                                                                : 256;
+    const int64_t units = (m.elements + unit - 1) / unit, lane = threadIdx.x % 32;
+    const int64_t step = int64_t(gridDim.x) * blockDim.x / 32;
+    const float largest = to.dtype == KVPRIM_INT8 ? 127.f : to.dtype == KVPRIM_F8E5M2 ? 57344.f : 448.f;
+    unsigned long long wrong = 0, differ = 0, far = 0;
+    for (int64_t n = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) / 32; n < m.count * units; n += step) {
+        const int64_t i = n / units, t = n % units, first = t * unit, end = min(first + unit, m.elements);
+        const int64_t dst = row_of(m.dst, i), src = row_of(m.src, i);
+        float scale = 1;
+        if (compute) {
+            float most = 0;
+            for (int64_t e = first + lane; e < end; e += 32)
+                most = fmaxf(most, fabsf(decoded(from.dtype, element_of(m.src, src, e * from_size))));
+            for (int s = 16; s > 0; s /= 2)
+                most = fmaxf(most, __shfl_xor_sync(~0u, most, s));
+            scale = fmaxf(most / largest, to.scale_min > 0 ? to.scale_min : FLT_MIN);
+            uint32_t bits = __float_as_uint(scale);
+            const bool e8m0 = to.scale_dtype == KVPRIM_F8E8M0;
+            if (e8m0 || to.scale_power_of_two)
+                bits = (bits + 0x7fffff) & 0xff800000;
+            scale = __uint_as_float(bits);
+            if (lane == 0)
+                wrong += !settle(scale_of(m.dst, dst, t), e8m0 ? bits >> 23 : bits, e8m0 ? 1 : 4, poison);
+        } else if (scaled.scale) {
+            const plain_side &s = to.scale ? m.dst : m.src;
+            const char *const at = scale_of(s, to.scale ? dst : src, scaled.scale == KVPRIM_SCALE_TENSOR ? 0 : t);
+            scale = scaled.scale_dtype == KVPRIM_F8E8M0 ? __uint_as_float(uint32_t(uint8_t(*at)) << 23)
+                                                        : *reinterpret_cast<const float *>(at);
+        }
+        for (int64_t e = first + lane; e < end; e += 32) {
+            const char *const at = element_of(m.src, src, e * from_size);
+            char *const there = element_of(m.dst, dst, e * to_size);
+            uint32_t bits = uint8_t(*at), divided = 0;
+            if (from.dtype) {
+                const float x = decoded(from.dtype, at);
+                divided = to.scale ? encoded(to.dtype, x / scale) : 0;
+                bits = !to.scale ? encoded(to.dtype, scaled.scale ? x * scale : x)
+                       : inverse ? encoded(to.dtype, x * (1.f / scale))
+                                 : divided;
+            }
+            wrong += !settle(there, bits, to_size, poison);
+            if (inverse && bits != divided) {
+                const int32_t a = bits & 127, b = divided & 127;
+                differ++;
+                far += (a > b ? a - b : b - a) > 1 || ((bits ^ divided) & 128 && a + b > 1);
+            }
+        }
+    }
+    if (wrong)
+        atomicAdd(&sum->wrong, wrong);
+    if (differ)
+        atomicAdd(&sum->differ, differ);
+    if (far)
+        atomicAdd(&sum->far, far);
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        atomicAdd(&sum->elements, (unsigned long long)(m.count * m.elements));
+}
+
+static found *device_found;
+static found inverses; /* of all contenders that multiply by the inverse */
+
+static found check_all(const std::vector<plain_move> &moves, bool poison, bool inverse)
+{
+    found sum = {};
+    CUDA(cudaMemsetAsync(device_found, 0, sizeof sum, stream));
+    for (const plain_move &m : moves)
+        check_moves<<<2112, 256, 0, stream>>>(m, poison, inverse && m.dst.format.scale != 0, device_found);
+    CUDA(cudaGetLastError());
+    CUDA(cudaMemcpyAsync(&sum, device_found, sizeof sum, cudaMemcpyDeviceToHost, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    return sum;
+}
+
+/* ---- jobs and contenders ---- */
+
+/* What launch i moves, whoever does it. */
+struct job {
+    std::string name;
+    std::function<std::vector<plain_move>(int i)> moves;
+};
+
+static contender contend(const char *name, const job &j, const std::function<void(int)> &enqueue, bool inverse = false)
+{
+    double bytes = 0;
+    for (const plain_move &m : j.moves(0))
+        bytes += bytes_of(m);
+    contender c = {name, enqueue, bytes, launches_for(bytes)};
+    c.poison = [=](int i) { check_all(j.moves(i), true, inverse); };
+    c.verify = [=](int i) {
+        const found f = check_all(j.moves(i), false, inverse);
+        if (inverse)
+            inverses.elements += f.elements, inverses.differ += f.differ, inverses.far += f.far;
+        if (f.wrong == 0 && f.far == 0)
+            return;
+        printf("FAIL %s, %s: of %llu elements %llu are wrong, %llu more than a step from the quotient\n", name,
+               j.name.c_str(), f.elements, f.wrong, f.far);
+        exit(1);
+    };
+    return c;
+}
+
+/* Measures, and returns the microseconds by the contenders' names. */
+struct times {
+    std::vector<contender> all;
+
+    explicit times(std::vector<contender> c) : all(std::move(c))
+    {
+        measure(all);
+    }
+    const contender *find(const char *name) const
+    {
+        for (const contender &c : all)
+            if (strcmp(c.name, name) == 0)
+                return &c;
+        return nullptr;
+    }
+    double us(const char *name) const
+    {
+        return find(name) ? find(name)->us : NAN;
+    }
+    double rate(const char *name) const
+    {
+        return find(name) ? gb_per_s(*find(name)) : NAN;
+    }
+    /* kvprim's rate, as a part of that of plain moves. */
+    double part(const char *name, const char *limit) const
+    {
+        return rate(name) / rate(limit);
+    }
+};
+
+static void print_number(double x, int width, int digits)
+{
+    if (std::isnan(x))
+        printf(" %*s", width, "-");
+    else
+        printf(" %*.*f", width, digits, x);
+}
+
+/* Targets of the points that exist. */
+static void add(std::vector<figure> *f, double value, const std::string &where)
+{
+    if (!std::isnan(value))
+        f->push_back({value, where});
+}
+
+/* ---- stores ---- */
+
+enum kind {
+    TENSOR, /* e4m3, a scale for K and one for V */
+    HEADS,  /* e4m3, a scale for each head */
+    INT8,
+    E5M2,
+    UNSCALED,
+    FROM_F16,
+    FROM_F32,
+    ROW,             /* e4m3, a scale computed for each row */
+    TOKEN_HEAD,      /* e4m3, one for each row and head, by the inverse */
+    TOKEN_HEAD_INT8, /* int8, one for each row and head */
+    MLA,             /* 512 and 64 elements beside each other, with one scale */
+    DS_MLA,
+    DS_MLA_V4,
+    INDEXER,
+    INDEXER_UE8M0
+};
+
+struct shape {
+    const char *name;
+    kind what;
+    bool hnd;
+    int heads, head_elements;
+    int64_t page_rows;
+    convert_launch *vllm, *sglang;
+
+    bool latent() const
+    {
+        return what >= MLA;
+    }
+    const char *preset() const
+    {
+        return what == DS_MLA          ? "fp8_ds_mla"
+               : what == DS_MLA_V4     ? "fp8_ds_mla_v4"
+               : what == INDEXER       ? "fp8_indexer"
+               : what == INDEXER_UE8M0 ? "fp8_indexer_ue8m0"
+                                       : nullptr;
+    }
+    int64_t elements() const
+    {
+        return heads * head_elements;
+    }
+    int64_t row() const /* of K in the cache, and of what lies beside it */
+    {
+        return what == DS_MLA ? 656 : what == MLA || what == DS_MLA_V4 ? 576 : elements();
+    }
+    int64_t page() const
+    {
+        return what == DS_MLA_V4 ? (584 * page_rows + 575) / 576 * 576 /* SGLang's padding */
+               : what >= INDEXER ? 132 * page_rows
+                                 : row() * page_rows;
+    }
+    int64_t rows() const
+    {
+        return cache_bytes / page() * page_rows;
+    }
+    kvprim_dtype source() const
+    {
+        return what == FROM_F16 ? KVPRIM_F16 : what == FROM_F32 ? KVPRIM_F32 : KVPRIM_BF16;
+    }
+    int64_t token_bytes() const /* of K or V in the dense buffers */
+    {
+        return what == DS_MLA_V4 ? 1024 : elements() * size_of(source());
+    }
+};
+
+/* A descriptor, and the formats that it points to. */
+struct store_call {
+    kvprim_store_desc d;
+    kvprim_format source, k, v;
+    kvprim_preset preset;
+};
+
+static kvprim_format format_of(const shape &s, const memory &m, bool v)
+{
+    kvprim_format f = {};
+    f.dtype = s.what == INT8 || s.what == TOKEN_HEAD_INT8 ? KVPRIM_INT8
+              : s.what == E5M2                            ? KVPRIM_F8E5M2
+                                                          : KVPRIM_F8E4M3;
+    if (s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8) {
+        f.scale = KVPRIM_SCALE_TILE;
+        f.tile = s.what == ROW ? 0 : s.head_elements;
+        f.scales = m.scales[v];
+        f.scale_inverse = s.what == TOKEN_HEAD;
+        f.scale_min = s.what == TOKEN_HEAD ? 1e-6f : 0;
+    } else if (s.what == HEADS) {
+        f.scale = KVPRIM_SCALE_HEAD;
+        f.tile = s.head_elements;
+        f.scales = const_cast<float *>(number(m, v, true));
+    } else if (s.what != UNSCALED) {
+        f.scale = KVPRIM_SCALE_TENSOR;
+        f.scales = const_cast<float *>(number(m, v && s.what != MLA, false));
+    }
+    return f;
+}
+
+static kvprim_table cache_of(const shape &s, const memory &m, bool v, int64_t rows)
+{
+    kvprim_table t = table_at(m.cache[v && s.what != MLA] + (v && s.what == MLA ? 512 : 0), rows);
+    t.page_rows = s.page_rows;
+    if (s.what == MLA)
+        t.stride = 576, t.page_stride = s.page();
+    if (s.hnd) {
+        t.heads = s.heads;
+        t.head_stride = s.page_rows * s.head_elements;
+        t.stride = s.head_elements;
+    }
+    return t;
+}
+
+/* Fills in a call that stores `tokens` tokens from byte `at` of the dense buffers on. */
+static void build_store(store_call *c, const shape &s, const memory &m, const int64_t *slot, int64_t rows,
+                        int64_t tokens, int64_t at)
+{
+    kvprim_store_desc &d = c->d;
+    memset(c, 0, sizeof *c);
+    c->source.dtype = s.source();
+    d.k = table_at(m.dense[0] + at, tokens, s.token_bytes());
+    d.k_bytes = s.what == DS_MLA_V4 ? 896 : s.token_bytes();
+    d.k.format = &c->source;
+    if (s.preset()) {
+        check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
+        d.k_cache = c->preset.k_cache, d.v_cache = c->preset.v_cache;
+        d.v_bytes = c->preset.v_elements * 2;
+        if (d.v_bytes)
+            d.v = s.what == DS_MLA_V4 ? table_at(m.dense[0] + at + 896, tokens, 1024)
+                                      : table_at(m.dense[1] + at, tokens, 128);
+    } else {
+        c->k = format_of(s, m, false), c->v = format_of(s, m, true);
+        d.k_cache = cache_of(s, m, false, rows), d.v_cache = cache_of(s, m, true, rows);
+        d.k_cache.format = &c->k, d.v_cache.format = &c->v;
+        d.v_bytes = s.what == MLA ? 128 : d.k_bytes;
+        d.v = table_at(m.dense[1] + at, tokens, d.v_bytes);
+        d.v.format = &c->source;
+    }
+    d.slot = slot;
+    d.slot_type = KVPRIM_I64;
+    d.count = tokens;
+}
+
+static convert_params params_of(const shape &s, const memory &m, const int64_t *slot, int64_t tokens, int64_t at)
+{
+    convert_params p = {};
+    p.k = reinterpret_cast<const __nv_bfloat16 *>(m.dense[0] + at);
+    p.v = reinterpret_cast<const __nv_bfloat16 *>(m.dense[1] + at);
+    p.k_cache = reinterpret_cast<uint8_t *>(m.cache[0]), p.v_cache = reinterpret_cast<uint8_t *>(m.cache[1]);
+    p.slot = slot;
+    p.k_scale = number(m, false, s.what == HEADS), p.v_scale = number(m, true, s.what == HEADS);
+    p.k_scales = reinterpret_cast<float *>(m.scales[0]), p.v_scales = reinterpret_cast<float *>(m.scales[1]);
+    p.page_stride = s.page();
+    p.row_stride = s.hnd ? s.head_elements : s.row();
+    p.head_stride = s.hnd ? s.page_rows * s.head_elements : s.head_elements;
+    p.k_stride = s.elements(), p.v_stride = s.latent() ? 64 : s.elements();
+    p.page_rows = int32_t(s.page_rows);
+    p.scale_step = s.what == HEADS;
+    p.tokens = uint32_t(tokens);
+    return p;
+}
+
+/* Where launch i reads. */
+static int64_t dense_at(int i, int64_t bytes)
+{
+    const int64_t region = (bytes + 255) / 256 * 256;
+    return i % (dense_bytes / region) * region;
+}
+
+static job store_job(const shape &s, const slot_sets &slots, int64_t tokens)
+{
+    return {s.name + (" " + place(s.elements(), tokens)), [&s, &slots, tokens](int i) {
+                store_call c;
+                kvprim_move moves[2];
+                std::vector<plain_move> all;
+                build_store(&c, s, device, slots.set(i), slots.rows, tokens, dense_at(i, tokens * s.token_bytes()));
+                check_kvprim(kvprim_store_moves(&c.d, moves));
+                for (const kvprim_move &m : moves)
+                    if (m.count > 0)
+                        all.push_back(plain_of(m));
+                return all;
+            }};
+}
+
+static std::function<void(int)> kvprim_store_of(const shape &s, const slot_sets &slots, int64_t tokens, bool pdl)
+{
+    return [&s, &slots, tokens, pdl](int i) {
+        const kvprim_cuda_launch launch = on_stream(pdl);
+        store_call c;
+        build_store(&c, s, device, slots.set(i), slots.rows, tokens, dense_at(i, tokens * s.token_bytes()));
+        check_kvprim(kvprim_cuda_store(&c.d, &launch));
+    };
+}
+
+/* Bytes of a row of each of `tensors` tensors, so that a plain move reads and writes `bytes` for each token; but a
+   multiple of 128, or of 32 if that is small. */
+static int64_t plain_row(double bytes, int tensors)
+{
+    const int64_t row = int64_t(bytes / 2 / tensors), to = row >= 512 ? 128 : 32;
+    return (row + to / 2) / to * to;
+}
+
+/* A plain store of as many bytes as j moves, to as many tensors. */
+static contender contend_plain(const char *name, const job &j, int64_t tokens, const slot_sets &slots, bool pdl)
+{
+    const std::vector<plain_move> moves = j.moves(0);
+    double bytes = 0;
+    for (const plain_move &m : moves)
+        bytes += bytes_of(m) / double(tokens);
+    const int tensors = moves.size() == 2 && moves[1].elements == moves[0].elements ? 2 : 1;
+    const int64_t row = plain_row(bytes, tensors), rows = std::min(slots.rows, cache_bytes / row);
+    const auto desc = [=, &slots](int i) {
+        const int64_t at = dense_at(i, tokens * row);
+        kvprim_store_desc d = {};
+        d.k_cache = table_at(device.cache[0], rows), d.k = table_at(device.dense[0] + at, tokens), d.k_bytes = row;
+        if (tensors == 2)
+            d.v_cache = table_at(device.cache[1], rows), d.v = table_at(device.dense[1] + at, tokens), d.v_bytes = row;
+        d.slot = slots.set(i), d.slot_type = KVPRIM_I64;
+        d.count = tokens;
+        return d;
+    };
+    const job plain = {"plain store of " + place(row, tokens), [=](int i) {
+                           const kvprim_store_desc d = desc(i);
+                           kvprim_move m[2];
+                           std::vector<plain_move> all;
+                           check_kvprim(kvprim_store_moves(&d, m));
+                           for (int n = 0; n < tensors; n++)
+                               all.push_back(plain_of(m[n]));
+                           return all;
+                       }};
+    return contend(name, plain, [=](int i) {
+        const kvprim_cuda_launch launch = on_stream(pdl);
+        const kvprim_store_desc d = desc(i);
+        check_kvprim(kvprim_cuda_store(&d, &launch));
+    });
+}
+
+/* Rows of the cache that a store of s, and a plain one of as many bytes, can both have. */
+static int64_t common_rows(const shape &s)
+{
+    const int64_t bytes = std::max(s.row(), (s.token_bytes() + s.row()) / 2 + 256);
+    const int64_t rows = std::min(s.rows(), cache_bytes / bytes);
+    const int64_t fit = s.what == ROW || s.what == TOKEN_HEAD || s.what == TOKEN_HEAD_INT8
+                            ? scales_bytes / 4 / (s.what == ROW ? 1 : s.heads)
+                            : rows;
+    return std::min(rows, fit) / s.page_rows * s.page_rows;
+}
+
+/* The contenders of a store: kvprim, vLLM, SGLang, plain, and "+PDL". */
+static times measure_store(const shape &s, const slot_sets &slots, int64_t tokens)
+{
+    const job j = store_job(s, slots, tokens);
+    std::vector<contender> c;
+    const bool by_inverse = s.what == TOKEN_HEAD;
+    for (const bool pdl : {false, true})
+        c.push_back(contend(pdl ? "kvprim+PDL" : "kvprim", j, kvprim_store_of(s, slots, tokens, pdl), by_inverse));
+    const auto theirs = [&s, &slots, tokens](convert_launch *launch, bool pdl) {
+        return [&s, &slots, tokens, launch, pdl](int i) {
+            CUDA(
+                launch(params_of(s, device, slots.set(i), tokens, dense_at(i, tokens * s.token_bytes())), pdl, stream));
+        };
+    };
+    if (s.vllm)
+        c.push_back(contend("vLLM", j, theirs(s.vllm, false), by_inverse));
+    if (s.sglang)
+        for (const bool pdl : {false, true})
+            c.push_back(contend(pdl ? "SGLang+PDL" : "SGLang", j, theirs(s.sglang, pdl), true));
+    c.push_back(contend_plain("plain", j, tokens, slots, false));
+    c.push_back(contend_plain("plain+PDL", j, tokens, slots, true));
+    return times(c);
+}
+
+/* Everything that the targets are about. */
+struct store_figures {
+    std::vector<figure> vllm, best, sglang, sglang_off, limit, pdl; /* best: the better way / vLLM's */
+};
+
+static void print_store_head(const char *title)
+{
+    printf("\n%s\n%-18s %5s %6s %9s %9s %9s %6s %6s | %9s %9s %6s %6s | %6s %6s\n", title, "", "", "tokens", "kvprim",
+           "vLLM", "SGLang", "/ vLLM", "/ SGL", "PDL", "SGLang", "/ vLLM", "/ SGL", "GB/s", "limit");
+}
+
+static times store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order, store_figures *f)
+{
+    const times t = measure_store(s, slots, tokens);
+    const std::string where = std::string(s.name) + " x " + std::to_string(tokens) + (*order ? " in pages" : "");
+    printf("%-18s %5s %6lld", s.name, order, (long long)tokens);
+    for (const char *const name : {"kvprim", "vLLM", "SGLang"})
+        print_number(t.us(name), 9, 3);
+    print_number(t.us("kvprim") / t.us("vLLM"), 6, 3);
+    print_number(t.us("kvprim") / t.us("SGLang"), 6, 3);
+    printf(" |");
+    for (const char *const name : {"kvprim+PDL", "SGLang+PDL"})
+        print_number(t.us(name), 9, 3);
+    print_number(t.us("kvprim+PDL") / t.us("vLLM"), 6, 3);
+    print_number(t.us("kvprim+PDL") / t.us("SGLang+PDL"), 6, 3);
+    printf(" | %6.0f", t.rate("kvprim"));
+    print_number(t.part("kvprim", "plain"), 6, 3);
+    printf("\n");
+    add(&f->vllm, t.us("kvprim") / t.us("vLLM"), where);
+    add(&f->best, std::fmin(t.us("kvprim"), t.us("kvprim+PDL")) / t.us("vLLM"), where);
+    add(&f->sglang_off, t.us("kvprim") / t.us("SGLang"), where);
+    add(&f->sglang, t.us("kvprim+PDL") / t.us("SGLang+PDL"), where);
+    add(&f->limit, t.part("kvprim", "plain"), where);
+    add(&f->pdl, t.us("kvprim+PDL") / t.us("kvprim"), where);
+    return t;
+}
+
+template <int heads, int head_elements> static shape tensor_shape()
+{
+    return {"",
+            TENSOR,
+            false,
+            heads,
+            head_elements,
+            16,
+            launch_vllm_store<heads, head_elements>,
+            launch_sglang_quant<heads * head_elements>};
+}
+
+/* Sizes off the powers of two: 96, 576 (of 192 each), 1,000 (of 200 each). */
+static std::vector<shape> tensor_shapes()
+{
+    return {tensor_shape<1, 96>(),  tensor_shape<1, 128>(), tensor_shape<4, 128>(),  tensor_shape<3, 192>(),
+            tensor_shape<5, 200>(), tensor_shape<8, 128>(), tensor_shape<16, 128>(), tensor_shape<32, 128>()};
+}
+
+/* vLLM launches without PDL, SGLang with it. */
+static void judge_store(const std::string &what, const store_figures &f, double of_vllm)
+{
+    judge_mean(what + ", best way / vLLM", f.best, of_vllm);
+    judge_worst(what + ", PDL off / vLLM", f.vllm, '<', 1.02);
+    judge_mean(what + ", PDL on / SGLang", f.sglang, 0.9);
+    judge_worst(what + ", PDL on / SGLang", f.sglang, '<', 1.02);
+    judge_worst(what + ", PDL off / SGLang without", f.sglang_off, '<', 1.02);
+    judge_worst(what + ", PDL on / off", f.pdl, '<', 1.02);
+}
+
+static std::vector<int64_t> token_counts()
+{
+    if (quick)
+        return {1, 64, 65536};
+    return {1, 8, 64, 333, 1024, 4096, 16384, 65536};
+}
+
+static void store()
+{
+    store_figures f;
+    times *bar[2] = {nullptr, nullptr};
+    fill_dense();
+    printf("\nstores: us, and kvprim's time / theirs; the same with PDL (vLLM's without); kvprim's GB/s without PDL, "
+           "and as "
+           "a part of\nthe limit's. pages: random pages that are filled in order, not random slots\n");
+    print_store_head("store of K and V by elements of a row, bf16 to e4m3, a scale for each tensor");
+    for (shape s : tensor_shapes()) {
+        const std::string name = std::to_string(s.elements());
+        s.name = name.c_str();
+        for (const int64_t tokens : token_counts()) {
+            const slot_sets slots(common_rows(s), tokens);
+            const times t = store_point(s, slots, tokens, "", &f);
+            if (s.elements() == 1024 && tokens == 64)
+                bar[0] = new times(t);
+            if (s.elements() == 1024 && tokens == 65536)
+                bar[1] = new times(t);
+        }
+    }
+    judge("e4m3 store, part of a plain store of as many bytes", bar[1]->part("kvprim", "plain"), '>', 0.95,
+          "65,536 x 1,024");
+    judge("e4m3 store, 64 tokens of 8 heads of 128, PDL, us", bar[0]->us("kvprim+PDL"), '<', 1.15);
+    judge("e4m3 store, 64 tokens of 8 heads of 128, us", bar[0]->us("kvprim"), '<', 1.5);
+    judge_store("e4m3 store", f, 0.5);
+    delete bar[0], delete bar[1];
+}
+
+/* ---- stores in other layouts and formats ---- */
+
+static std::vector<shape> layout_shapes()
+{
+    convert_launch *const vllm = launch_vllm_store<8, 128>;
+    return {{"NHD", TENSOR, false, 8, 128, 16, vllm, launch_sglang_quant<1024>},
+            {"NHD, heads", HEADS, false, 8, 128, 16, vllm, nullptr},
+            {"HND", TENSOR, true, 8, 128, 16, vllm, nullptr},
+            {"HND, heads", HEADS, true, 8, 128, 16, vllm, nullptr},
+            {"token and head", TOKEN_HEAD, false, 8, 128, 16, launch_vllm_token_head<8, 128>, nullptr},
+            {"token/head, int8", TOKEN_HEAD_INT8, false, 8, 128, 16, nullptr, nullptr},
+            {"row", ROW, false, 8, 128, 16, nullptr, nullptr},
+            {"int8", INT8, false, 8, 128, 16, nullptr, nullptr},
+            {"e5m2", E5M2, false, 8, 128, 16, nullptr, nullptr},
+            {"no scale", UNSCALED, false, 8, 128, 16, nullptr, nullptr},
+            {"from fp16", FROM_F16, false, 8, 128, 16, nullptr, nullptr},
+            {"from fp32", FROM_F32, false, 8, 128, 16, nullptr, nullptr}};
+}
+
+/* Random slots; and, for many tokens, pages in order, as a prompt fills them. */
+static void all_orders(const shape &s, const std::vector<int64_t> &counts, store_figures *f, std::vector<times> *many)
+{
+    for (const int64_t tokens : counts)
+        for (const bool pages : {false, true}) {
+            if (pages && tokens < 4096)
+                continue;
+            const slot_sets slots(common_rows(s), tokens, pages ? s.page_rows : 0);
+            const times t = store_point(s, slots, tokens, pages ? "pages" : "", f);
+            if (many)
+                many->push_back(t);
+        }
+}
+
+static void layouts()
+{
+    store_figures f;
+    fill_dense();
+    print_store_head("store of K and V of 8 heads of 128 elements in pages of 16");
+    for (const shape &s : layout_shapes())
+        all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536}, &f,
+                   nullptr);
+    judge_store("store in other layouts", f, 0.6);
+}
+
+/* ---- stores of latents and of the indexer's keys ---- */
+
+static std::vector<shape> latent_shapes()
+{
+    return {{"mla", MLA, false, 1, 512, 64, launch_vllm_mla, nullptr},
+            {"fp8_ds_mla", DS_MLA, false, 1, 512, 64, launch_vllm_ds_mla, nullptr},
+            {"fp8_ds_mla_v4", DS_MLA_V4, false, 1, 448, 64, nullptr, launch_sglang_v4},
+            {"fp8_indexer", INDEXER, false, 1, 128, 64, launch_vllm_indexer<false>, launch_sglang_indexer},
+            {"fp8_indexer_ue8m0", INDEXER_UE8M0, false, 1, 128, 64, launch_vllm_indexer<true>, nullptr}};
+}
+
+static void latents()
+{
+    fill_dense();
+    print_store_head("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64");
+    for (const shape &s : latent_shapes()) {
+        store_figures f;
+        std::vector<times> all;
+        all_orders(s, token_counts(), &f, &all);
+        judge_store(s.name, f, 0.6);
+        if (s.what != DS_MLA)
+            continue;
+        for (size_t n = 0; n < f.pdl.size(); n++)
+            if (f.pdl[n].where == "fp8_ds_mla x 64")
+                judge("fp8_ds_mla store, 64 tokens, PDL, us", all[n].us("kvprim+PDL"), '<', 1.3),
+                    judge("fp8_ds_mla store, 64 tokens, us", all[n].us("kvprim"), '<', 1.3, "without PDL");
+        judge("fp8_ds_mla store, part of a plain store of as many bytes", all[all.size() - 2].part("kvprim", "plain"),
+              '>', 0.85, "65,536 tokens, random slots");
+        judge("fp8_ds_mla store, part of a plain store of as many bytes", all[all.size() - 1].part("kvprim", "plain"),
+              '>', 0.85, "65,536 tokens, pages in order");
+    }
+}
+
+/* ---- gathers to bf16 ---- */
+
+struct gather_shape {
+    shape s;
+    gather_convert_launch *page, *token; /* vLLM's newest kernel, and the one before it */
+
+    int64_t out() const /* elements of a row of dst */
+    {
+        return s.what == DS_MLA ? 576 : s.what == DS_MLA_V4 ? 512 : s.elements();
+    }
+    bool by_pages() const /* a page is a row: it has one scale, and its rows lie as in dst */
+    {
+        return s.what == TENSOR && !s.hnd;
+    }
+};
+
+/* Pages of requests of at most 4,096 tokens, and their tokens. */
+struct page_sets {
+    int64_t pages, page_rows, tokens, length;
+    std::vector<int32_t> host_table, host_tokens;
+    on_device<int32_t> table, slots, starts, request;
+
+    page_sets(int64_t pages_, int64_t page_rows_, int64_t tokens_)
+        : pages(pages_), page_rows(page_rows_), tokens(tokens_), length(std::min<int64_t>(tokens_, 4096))
+    {
+        const index_sets random(pages, tokens / page_rows, sets_count, 9);
+        std::vector<int32_t> start, owner;
+        host_table = random.host;
+        for (int64_t n = 0; n < sets_count * tokens; n++)
+            host_tokens.push_back(int32_t(host_table[size_t(n / page_rows)] * page_rows + n % page_rows));
+        for (int64_t i = 0; i < tokens; i++)
+            owner.push_back(int32_t(i / length));
+        for (int64_t i = 0; i <= tokens; i += length)
+            start.push_back(int32_t(i));
+        table = upload(host_table), slots = upload(host_tokens), starts = upload(start), request = upload(owner);
+    }
+    const int32_t *index(bool by_pages, int i) const
+    {
+        const int64_t n = by_pages ? tokens / page_rows : tokens;
+        return (by_pages ? table : slots).get() + i % sets_count * n;
+    }
+};
+
+struct gather_call {
+    kvprim_gather_desc d[2]; /* of what is converted, and of what is copied as it is */
+    int n;
+    kvprim_format from, to;
+    kvprim_preset preset;
+};
+
+static void build_gather(gather_call *c, const gather_shape &g, const memory &m, const int32_t *index, bool by_pages,
+                         int64_t rows, int64_t tokens, int64_t at)
+{
+    const shape &s = g.s;
+    const int64_t in_row = by_pages ? s.page_rows : 1;
+    memset(c, 0, sizeof *c);
+    c->n = 1;
+    c->to.dtype = KVPRIM_BF16;
+    kvprim_gather_desc &d = c->d[0];
+    d.dst = table_at(m.dense[0] + at, tokens / in_row, g.out() * 2 * in_row);
+    if (s.preset()) {
+        check_kvprim(kvprim_preset_find(s.preset(), m.cache[0], rows, s.page_rows, s.page(), &c->preset));
+        d.src = c->preset.k_cache;
+        d.row_bytes = c->preset.k_elements;
+        if (c->preset.v_elements) {
+            c->n = 2;
+            c->d[1].dst = table_at(m.dense[0] + at + d.row_bytes * 2, tokens, g.out() * 2);
+            c->d[1].src = c->preset.v_cache;
+            c->d[1].row_bytes = c->preset.v_elements * 2;
+        }
+    } else {
+        c->from = format_of(s, m, false);
+        c->from.scale_inverse = 0;
+        d.src = by_pages ? table_at(m.cache[0], rows / s.page_rows) : cache_of(s, m, false, rows);
+        d.src.format = &c->from;
+        d.row_bytes = s.elements() * in_row;
+    }
+    d.dst.format = &c->to;
+    for (int n = 0; n < c->n; n++) {
+        c->d[n].index = index, c->d[n].index_type = KVPRIM_I32;
+        c->d[n].count = tokens / in_row;
+    }
+}
+
+static void gather_moves(const gather_call &c, kvprim_move moves[2])
+{
+    for (int n = 0; n < c.n; n++)
+        check_kvprim(kvprim_gather_moves(&c.d[n], &moves[n]));
+}
+
+static void run_gather(const gather_call &c, bool pdl)
+{
+    const kvprim_cuda_launch launch = on_stream(pdl);
+    kvprim_move moves[2];
+    if (c.n == 1) {
+        check_kvprim(kvprim_cuda_gather(&c.d[0], &launch));
+        return;
+    }
+    gather_moves(c, moves);
+    check_kvprim(kvprim_cuda_move(moves, 2, &launch));
+}
+
+static gather_convert_params gather_params_of(const gather_shape &g, const memory &m, const page_sets &sets, int i,
+                                              int64_t at)
+{
+    gather_convert_params p = {};
+    p.cache = reinterpret_cast<const uint8_t *>(m.cache[0]);
+    p.dst = reinterpret_cast<__nv_bfloat16 *>(m.dense[0] + at);
+    p.table = sets.index(true, i), p.starts = sets.starts.get(), p.request = sets.request.get();
+    p.scale = number(m, false, false);
+    p.pages_per_request = sets.length / sets.page_rows;
+    p.page_stride = g.s.page(), p.row_stride = g.s.row(), p.dst_stride = g.out();
+    p.requests = int32_t(sets.tokens / sets.length), p.tokens = int32_t(sets.tokens);
+    p.page_rows = int32_t(sets.page_rows);
+    return p;
+}
+
+/* Fills the cache with numbers that are finite. */
+static void fill_cache(const shape &s, const memory &m, int64_t bytes, int64_t rows)
+{
+    const int64_t pages = rows / s.page_rows;
+    fill_bytes<<<4096, 256, 0, stream>>>(reinterpret_cast<uint32_t *>(m.cache[0]), bytes / 4, 77);
+    if (s.what == TOKEN_HEAD)
+        fill_part<<<4096, 128, 0, stream>>>(m.scales[0], rows * s.heads / 16, 64, 0, 16, SCALES);
+    if (s.what == DS_MLA) {
+        fill_part<<<4096, 32, 0, stream>>>(m.cache[0], rows, 656, 512, 4, SCALES);
+        fill_part<<<4096, 32, 0, stream>>>(m.cache[0], rows, 656, 528, 32, PAIRS);
+    }
+    if (s.what == DS_MLA_V4) {
+        fill_part<<<4096, 128, 0, stream>>>(m.cache[0], pages, s.page(), 576 * 64, 128, SCALES_E8M0);
+        for (int row = 0; row < 64; row++)
+            fill_part<<<4096, 32, 0, stream>>>(m.cache[0] + 576 * row, pages, s.page(), 448, 32, PAIRS);
+    }
+    if (s.what == INDEXER)
+        fill_part<<<4096, 64, 0, stream>>>(m.cache[0], pages, s.page(), 128 * 64, 64, SCALES);
+    CUDA(cudaGetLastError());
+}
+
+/* Where a launch writes: K's and V's dense buffers follow each other. */
+static int64_t gathered_at(int i, int64_t bytes)
+{
+    const int64_t region = (bytes + 255) / 256 * 256;
+    return i % (2 * dense_bytes / region) * region;
+}
+
+static contender contend_gather(const char *name, const gather_shape &g, const page_sets &sets, bool by_pages,
+                                const std::function<void(int i, int64_t at)> &enqueue)
+{
+    const int64_t bytes = sets.tokens * g.out() * 2;
+    const job j = {g.s.name + (" gather of " + place(g.out(), sets.tokens)), [=, &g, &sets](int i) {
+                       gather_call c;
+                       kvprim_move moves[2];
+                       std::vector<plain_move> all;
+                       build_gather(&c, g, device, sets.index(by_pages, i), by_pages, sets.pages * sets.page_rows,
+                                    sets.tokens, gathered_at(i, bytes));
+                       gather_moves(c, moves);
+                       for (int n = 0; n < c.n; n++)
+                           all.push_back(plain_of(moves[n]));
+                       return all;
+                   }};
+    return contend(name, j, [=](int i) { enqueue(i, gathered_at(i, bytes)); });
+}
+
+static contender contend_plain_gather(const char *name, double bytes_per_token, const page_sets &sets, bool by_pages)
+{
+    const int64_t in_row = by_pages ? sets.page_rows : 1, count = sets.tokens / in_row;
+    const int64_t row = plain_row(bytes_per_token * double(in_row), 1);
+    const auto desc = [=, &sets](int i) {
+        kvprim_gather_desc d = {};
+        d.dst = table_at(device.dense[0] + gathered_at(i, row * count), count);
+        d.src = table_at(device.cache[0], std::min(sets.pages * sets.page_rows / in_row, 2 * cache_bytes / row));
+        d.row_bytes = row;
+        d.index = sets.index(by_pages, i), d.index_type = KVPRIM_I32;
+        d.count = count;
+        return d;
+    };
+    const job j = {"plain gather of " + place(row, count), [=](int i) {
+                       const kvprim_gather_desc d = desc(i);
+                       kvprim_move m;
+                       check_kvprim(kvprim_gather_moves(&d, &m));
+                       return std::vector<plain_move>{plain_of(m)};
+                   }};
+    return contend(name, j, [=](int i) {
+        const kvprim_cuda_launch launch = on_stream();
+        const kvprim_gather_desc d = desc(i);
+        check_kvprim(kvprim_cuda_gather(&d, &launch));
+    });
+}
+
+static times measure_gather(const gather_shape &g, const page_sets &sets)
+{
+    std::vector<contender> c;
+    for (const bool by_pages : {true, false})
+        for (const bool pdl : {false, true}) {
+            if (by_pages && !g.by_pages())
+                continue;
+            c.push_back(contend_gather(by_pages ? pdl ? "pages+PDL" : "pages"
+                                       : pdl    ? "tokens+PDL"
+                                                : "tokens",
+                                       g, sets, by_pages, [=, &g, &sets](int i, int64_t at) {
+                                           gather_call call;
+                                           build_gather(&call, g, device, sets.index(by_pages, i), by_pages,
+                                                        sets.pages * sets.page_rows, sets.tokens, at);
+                                           run_gather(call, pdl);
+                                       }));
+        }
+    for (const bool newest : {true, false}) {
+        gather_convert_launch *const launch = newest ? g.page : g.token;
+        if (launch)
+            c.push_back(
+                contend_gather(newest ? "vLLM page" : "vLLM token", g, sets, false, [=, &g, &sets](int i, int64_t at) {
+                    CUDA(launch(gather_params_of(g, device, sets, i, at), stream));
+                }));
+    }
+    const double bytes = c[0].bytes_moved / double(sets.tokens);
+    if (g.by_pages())
+        c.push_back(contend_plain_gather("plain pages", bytes, sets, true));
+    c.push_back(contend_plain_gather("plain tokens", bytes, sets, false));
+    return times(c);
+}
+
+static std::vector<gather_shape> gather_shapes()
+{
+    const auto plain = [](const char *name, kind what, bool hnd, int heads, int head_elements, int64_t page_rows) {
+        return shape{name, what, hnd, heads, head_elements, page_rows, nullptr, nullptr};
+    };
+    return {{plain("NHD", TENSOR, false, 4, 128, 16), launch_vllm_gather_page<512>, launch_vllm_gather_token<512>},
+            {plain("NHD", TENSOR, false, 8, 128, 16), launch_vllm_gather_page<1024>, launch_vllm_gather_token<1024>},
+            {plain("NHD", TENSOR, false, 32, 128, 16), launch_vllm_gather_page<4096>, launch_vllm_gather_token<4096>},
+            {plain("NHD, heads", HEADS, false, 8, 128, 16), nullptr, nullptr},
+            {plain("HND", TENSOR, true, 8, 128, 16), nullptr, nullptr},
+            {plain("token and head", TOKEN_HEAD, false, 8, 128, 16), nullptr, nullptr},
+            {plain("mla", TENSOR, false, 1, 576, 64), launch_vllm_gather_page<576>, launch_vllm_gather_token<576>},
+            {plain("fp8_ds_mla", DS_MLA, false, 1, 512, 64), launch_vllm_upconvert<576>, nullptr},
+            {plain("fp8_ds_mla_v4", DS_MLA_V4, false, 1, 448, 64), nullptr, nullptr},
+            {plain("fp8_indexer", INDEXER, false, 1, 128, 64), nullptr, nullptr}};
+}
+
+struct gather_figures {
+    std::vector<figure> best, pages, tokens, latent, latent_best, limit, pdl; /* of vLLM's better kernel; and others */
+};
+
+static times gather_point(const gather_shape &g, const page_sets &sets, gather_figures *f)
+{
+    const times t = measure_gather(g, sets);
+    const double theirs = std::fmin(t.us("vLLM page"), t.us("vLLM token"));
+    const char *const ours = g.by_pages() ? "pages" : "tokens", *const plain =
+                                                                    g.by_pages() ? "plain pages" : "plain tokens";
+    const std::string where = g.s.name + (" " + place(g.out(), sets.tokens));
+    printf("%-15s %4lld %6lld", g.s.name, (long long)g.out(), (long long)sets.tokens);
+    for (const char *const name : {"pages", "pages+PDL", "tokens", "tokens+PDL", "vLLM page", "vLLM token"})
+        print_number(t.us(name), 9, 3);
+    print_number(t.us("pages") / theirs, 6, 3);
+    print_number(t.us("tokens") / theirs, 6, 3);
+    print_number(t.rate(ours), 6, 0);
+    print_number(t.part(ours, plain), 6, 3);
+    printf("\n");
+    const bool latent = g.s.what == DS_MLA;
+    add(latent ? &f->latent : &f->tokens, t.us("tokens") / theirs, where);
+    add(&f->pages, t.us("pages") / theirs, where);
+    if (latent)
+        add(&f->latent_best, std::fmin(t.us("tokens"), t.us("tokens+PDL")) / theirs, where);
+    else
+        add(&f->best, std::fmin(t.us("pages"), t.us("pages+PDL")) / theirs, where);
+    add(&f->limit, t.part(ours, plain), where);
+    add(&f->pdl, t.us("tokens+PDL") / t.us("tokens"), where + " tokens");
+    add(&f->pdl, t.us("pages+PDL") / t.us("pages"), where + " pages");
+    return t;
+}
+
+static bool is_h200()
+{
+    cudaDeviceProp p;
+    CUDA(cudaGetDeviceProperties(&p, 0));
+    return strstr(p.name, "H200") != nullptr;
+}
+
+static void gather()
+{
+    gather_figures f;
+    printf(
+        "\ngathers: us, by page tables and by slots; of vLLM's kernel of 2026 and the one before, or of its kernel for "
+        "fp8_ds_mla;\nkvprim's time / the better; GB/s without PDL, by page tables where it can, and as a part of the "
+        "limit's\ngather of requests' tokens from random pages, e4m3 to bf16\n%-15s %4s %6s %9s %9s %9s %9s %9s %9s "
+        "%6s %6s %6s %6s\n",
+        "", "row", "tokens", "pages", "PDL", "slots", "PDL", "vLLM", "before", "pages", "slots", "GB/s", "limit");
+    for (const gather_shape &g : gather_shapes()) {
+        const int64_t row = std::max(g.s.row(), (g.out() * 2 + g.s.row()) / 2 + 256);
+        int64_t rows = std::min(g.s.rows(), cache_bytes / row) / g.s.page_rows * g.s.page_rows;
+        if (g.s.what == TOKEN_HEAD)
+            rows = std::min(rows, scales_bytes / 4 / g.s.heads);
+        fill_cache(g.s, device, 2 * cache_bytes, rows);
+        for (const int64_t tokens :
+             quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{64, 1024, 8192, 65536, 262144}) {
+            if (tokens * g.out() * 2 > 2 * GiB)
+                continue;
+            const page_sets sets(rows / g.s.page_rows, g.s.page_rows, tokens);
+            const times t = gather_point(g, sets, &f);
+            if (g.s.what != TENSOR || g.s.hnd || g.out() != 1024 || tokens != 65536)
+                continue;
+            if (is_h200())
+                judge("gather of pages to bf16, GB/s", std::max(t.rate("pages"), t.rate("pages+PDL")), '>', 3900,
+                      "65,536 x 1,024");
+            judge("gather of pages to bf16, part of a plain one of as many bytes", t.part("pages", "plain pages"), '>',
+                  0.95, "65,536 x 1,024");
+        }
+    }
+    judge_mean("gather by pages, best way / vLLM", f.best, 0.6);
+    judge_worst("gather by pages, PDL off / vLLM", f.pages, '<', 1.02);
+    judge_worst("gather by slots, PDL off / vLLM", f.tokens, '<', 1.02);
+    judge_mean("gather of fp8_ds_mla, best way / vLLM", f.latent_best, 0.6);
+    judge_worst("gather of fp8_ds_mla, PDL off / vLLM", f.latent, '<', 1.02);
+    judge_worst("gather, PDL on / off", f.pdl, '<', 1.02);
+}
+
+/* ---- transfers of layers ---- */
+
+constexpr int32_t layers = 32;
+
+struct transfer_call {
+    kvprim_transfer_desc d;
+    kvprim_format wide, narrow;
+};
+
+/* Rows of `elements`, bf16 in the dense buffer, e4m3 in the cache; or as many bytes, plain. */
+static void build_transfer(transfer_call *c, bool store, bool plain, int64_t elements, const slot_sets &sets, int i)
+{
+    memset(c, 0, sizeof *c);
+    c->wide.dtype = KVPRIM_BF16, c->narrow.dtype = KVPRIM_F8E4M3;
+    c->narrow.scale = KVPRIM_SCALE_TENSOR, c->narrow.scales = const_cast<float *>(number(device, false, false));
+    kvprim_transfer_desc &d = c->d;
+    const int64_t wide = plain ? elements * 3 / 2 : elements * 2, narrow = plain ? wide : elements;
+    kvprim_table dense = table_at(device.dense[0], sets.rows), cache = table_at(device.cache[0], sets.rows);
+    dense.format = plain ? nullptr : &c->wide, cache.format = plain ? nullptr : &c->narrow;
+    d.dst = store ? cache : dense, d.src = store ? dense : cache;
+    d.layers = layers;
+    d.dst_layer_stride = sets.rows * (store ? narrow : wide), d.src_layer_stride = sets.rows * (store ? wide : narrow);
+    d.row_bytes = store ? wide : narrow;
+    d.dst_index = sets.set(i), d.src_index = sets.set(i + 1);
+    d.index_type = KVPRIM_I64;
+    d.count = sets.count;
+}
+
+static contender contend_transfer(const char *name, bool store, bool plain, int64_t elements, const slot_sets &sets,
+                                  int32_t max_sms)
+{
+    const job j = {"transfer of " + place(elements, sets.count), [=, &sets](int i) {
+                       transfer_call c;
+                       kvprim_move m;
+                       std::vector<plain_move> all;
+                       build_transfer(&c, store, plain, elements, sets, i);
+                       check_kvprim(kvprim_transfer_moves(&c.d, &m));
+                       for (int32_t l = 0; l < m.layers; l++) {
+                           plain_move one = plain_of(m);
+                           one.dst.table.data = kvprim_side_layer(&m.dst, l);
+                           one.src.table.data = kvprim_side_layer(&m.src, l);
+                           all.push_back(one);
+                       }
+                       return all;
+                   }};
+    return contend(name, j, [=, &sets](int i) {
+        const kvprim_cuda_launch launch = on_stream(false, max_sms);
+        transfer_call c;
+        build_transfer(&c, store, plain, elements, sets, i);
+        check_kvprim(kvprim_cuda_transfer(&c.d, &launch));
+    });
+}
+
+static void transfer()
+{
+    std::vector<figure> parts;
+    fill_dense();
+    fill_cache(layout_shapes()[0], device, 2 * cache_bytes, 0);
+    printf("\ntransfer of %d layers in device memory, bf16 to e4m3 and back, one scale: us, GB/s, and as a part of a "
+           "plain transfer's\nof as many bytes; the same on 16 multiprocessors\n%6s %8s %6s %9s %6s %6s %9s %6s %6s\n",
+           layers, "", "elements", "rows", "us", "GB/s", "limit", "us", "GB/s", "limit");
+    for (const bool store : {true, false})
+        for (const int64_t elements : {16 * 1024, 1024, 512}) {
+            const int64_t rows = dense_bytes / layers / (2 * elements), count = std::min(rows / 2, 4 * MiB / elements);
+            const slot_sets sets(rows, count);
+            const times t({contend_transfer("kvprim", store, false, elements, sets, 0),
+                           contend_transfer("plain", store, true, elements, sets, 0),
+                           contend_transfer("kvprim 16", store, false, elements, sets, 16),
+                           contend_transfer("plain 16", store, true, elements, sets, 16)});
+            printf("%6s %8lld %6lld %9.2f %6.0f %6.3f %9.2f %6.0f %6.3f\n", store ? "store" : "gather",
+                   (long long)elements, (long long)count, t.us("kvprim"), t.rate("kvprim"), t.part("kvprim", "plain"),
+                   t.us("kvprim 16"), t.rate("kvprim 16"), t.part("kvprim 16", "plain 16"));
+            add(&parts, t.part("kvprim", "plain"), (store ? "store " : "gather ") + place(elements, count));
+        }
+    judge_worst("transfer of layers, part of a plain one of as many bytes", parts, '>', 0.6);
+}
+
+/* ---- sizes, types and addresses that no kernel is made for ---- */
+
+struct odd_move {
+    const char *name;
+    bool store;
+    int64_t elements;
+    kvprim_dtype from, to;
+    int64_t tile, src_offset, dst_offset; /* tile of computed scales; 0: one scale if a side has 8 bits */
+};
+
+static const odd_move odd_moves[] = {{"e4m3, odd", true, 1001, KVPRIM_BF16, KVPRIM_F8E4M3, 0, 0, 0},
+                                     {"e4m3, misaligned", true, 1024, KVPRIM_BF16, KVPRIM_F8E4M3, 0, 2, 1},
+                                     {"e4m3, tiles of 100", true, 1000, KVPRIM_BF16, KVPRIM_F8E4M3, 100, 0, 0},
+                                     {"bf16, odd", false, 1001, KVPRIM_F8E4M3, KVPRIM_BF16, 0, 0, 0},
+                                     {"bf16, misaligned", false, 1024, KVPRIM_F8E4M3, KVPRIM_BF16, 0, 1, 2},
+                                     {"int8 to fp16", false, 1024, KVPRIM_INT8, KVPRIM_F16, 0, 0, 0},
+                                     {"e5m2 to fp32", false, 1024, KVPRIM_F8E5M2, KVPRIM_F32, 0, 0, 0},
+                                     {"bf16 to fp16", false, 1024, KVPRIM_BF16, KVPRIM_F16, 0, 0, 0},
+                                     {"fp32 to bf16", false, 1024, KVPRIM_F32, KVPRIM_BF16, 0, 0, 0}};
+
+struct odd_call {
+    kvprim_gather_desc g;
+    kvprim_store_desc s;
+    kvprim_format from, to;
+};
+
+/* What has 8 bits lies in the cache, the rest in the dense buffers; between wider types, from dense to cache memory. */
+static void build_odd(odd_call *c, const odd_move &o, const slot_sets &slots, int i)
+{
+    const int64_t wide = o.elements * size_of(o.store ? o.from : o.to), at = dense_at(i, slots.count * wide);
+    memset(c, 0, sizeof *c);
+    c->from.dtype = o.from, c->to.dtype = o.to;
+    kvprim_format &narrow = o.store ? c->to : c->from;
+    if (o.tile) {
+        narrow.scale = KVPRIM_SCALE_TILE, narrow.tile = o.tile, narrow.scales = device.scales[0];
+    } else if (size_of(narrow.dtype) == 1) {
+        narrow.scale = KVPRIM_SCALE_TENSOR, narrow.scales = const_cast<float *>(number(device, false, false));
+    }
+    if (o.store) {
+        c->s.k_cache = table_at(device.cache[0] + o.dst_offset, slots.rows);
+        c->s.k = table_at(device.dense[0] + at + o.src_offset, slots.count);
+        c->s.k_cache.format = &c->to, c->s.k.format = &c->from;
+        c->s.k_bytes = o.elements * size_of(o.from);
+        c->s.slot = slots.set(i), c->s.slot_type = KVPRIM_I64, c->s.count = slots.count;
+    } else {
+        const bool wider = size_of(o.from) > 1;
+        c->g.src = table_at((wider ? device.dense[1] : device.cache[0]) + o.src_offset, slots.rows);
+        c->g.dst = table_at(device.dense[0] + at + o.dst_offset, slots.count);
+        c->g.src.format = &c->from, c->g.dst.format = &c->to;
+        c->g.row_bytes = o.elements * size_of(o.from);
+        c->g.index = slots.set(i), c->g.index_type = KVPRIM_I64, c->g.count = slots.count;
+    }
+}
+
+static contender contend_odd(const odd_move &o, const slot_sets &slots)
+{
+    const job j = {o.name + (" " + place(o.elements, slots.count)), [&o, &slots](int i) {
+                       odd_call c;
+                       kvprim_move m[2];
+                       build_odd(&c, o, slots, i);
+                       check_kvprim(o.store ? kvprim_store_moves(&c.s, m) : kvprim_gather_moves(&c.g, m));
+                       return std::vector<plain_move>{plain_of(m[0])};
+                   }};
+    return contend("kvprim", j, [&o, &slots](int i) {
+        const kvprim_cuda_launch launch = on_stream();
+        odd_call c;
+        build_odd(&c, o, slots, i);
+        check_kvprim(o.store ? kvprim_cuda_store(&c.s, &launch) : kvprim_cuda_gather(&c.g, &launch));
+    });
+}
+
+static void general()
+{
+    printf("\nsizes, types and addresses that no kernel is made for: us, GB/s, and as a part of a plain store's of as "
+           "many bytes,\nof aligned rows\n%-20s %8s %6s %9s %6s %6s\n",
+           "", "elements", "tokens", "us", "GB/s", "limit");
+    for (const odd_move &o : odd_moves) {
+        fill_dense();
+        fill_cache(layout_shapes()[0], device, cache_bytes, 0);
+        for (const int64_t tokens : quick ? std::vector<int64_t>{65536} : std::vector<int64_t>{64, 4096, 65536}) {
+            /* the last row of a misaligned table must not reach past the memory */
+            const slot_sets slots(dense_bytes / (o.elements * 4) - 1, tokens);
+            const contender one = contend_odd(o, slots);
+            const job j = {"", [&o, &slots](int) {
+                               odd_call c;
+                               kvprim_move m[2];
+                               build_odd(&c, o, slots, 0);
+                               check_kvprim(o.store ? kvprim_store_moves(&c.s, m) : kvprim_gather_moves(&c.g, m));
+                               return std::vector<plain_move>{plain_of(m[0])};
+                           }};
+            const times t({one, contend_plain("plain", j, tokens, slots, false)});
+            printf("%-20s %8lld %6lld %9.3f %6.0f %6.3f\n", o.name, (long long)o.elements, (long long)tokens,
+                   t.us("kvprim"), t.rate("kvprim"), t.part("kvprim", "plain"));
+            fill_dense(); /* the plain store has read it, and gathers write it */
+            fill_cache(layout_shapes()[0], device, cache_bytes, 0);
+        }
+    }
+}
+
+/* ---- the CPU ---- */
+
+constexpr int64_t part_bytes = 4 * MiB, small_tokens = 320, small_rows = 1024;
+
+/* K's and V's dense rows, caches and scales, one after the other, then numbers and slots. */
+static memory memory_at(char *base)
+{
+    memory m;
+    for (int kv = 0; kv < 2; kv++) {
+        m.dense[kv] = base + kv * part_bytes;
+        m.cache[kv] = base + (2 + kv) * part_bytes;
+        m.scales[kv] = base + (4 + kv) * part_bytes;
+    }
+    m.numbers = reinterpret_cast<float *>(base + 6 * part_bytes);
+    return m;
+}
+
+struct twin {
+    std::vector<char> host, before;
+    char *on_gpu;
+    memory cpu, gpu;
+    int calls = 0;
+
+    twin() : host(7 * part_bytes), before(7 * part_bytes)
+    {
+        CUDA(cudaMalloc(&on_gpu, host.size()));
+        cpu = memory_at(host.data()), gpu = memory_at(on_gpu);
+    }
+    ~twin()
+    {
+        CUDA(cudaFree(on_gpu));
+    }
+    const int64_t *slots(const memory &m) const
+    {
+        return reinterpret_cast<const int64_t *>(m.numbers) + 1024;
+    }
+    const int32_t *tokens(const memory &m) const
+    {
+        return reinterpret_cast<const int32_t *>(slots(m) + small_tokens);
+    }
+    /* Dense rows of bf16, and 0x5a everywhere else but for what is read. */
+    void reset()
+    {
+        memset(host.data(), 0x5a, host.size());
+        for (int64_t i = 0; i < 2 * part_bytes / 4; i++)
+            reinterpret_cast<uint32_t *>(host.data())[i] = bf16_pair(uint64_t(i));
+        for (int i = 0; i < 256; i++)
+            cpu.numbers[i] = number_at(i);
+        const index_sets random(small_rows, small_tokens, 1, 3);
+        for (int64_t i = 0; i < small_tokens; i++) {
+            const_cast<int64_t *>(slots(cpu))[i] = random.host[size_t(i)];
+            const_cast<int32_t *>(tokens(cpu))[i] = random.host[size_t(i)];
+        }
+    }
+    void to_gpu()
+    {
+        CUDA(cudaMemcpyAsync(on_gpu, host.data(), host.size(), cudaMemcpyHostToDevice, stream));
+        CUDA(cudaStreamSynchronize(stream));
+        before = host;
+    }
+    /* `host` holds what the CPU gives; all memory is compared. */
+    void compare(const std::string &name)
+    {
+        std::vector<char> got(host.size());
+        CUDA(cudaMemcpyAsync(got.data(), on_gpu, got.size(), cudaMemcpyDeviceToHost, stream));
+        CUDA(cudaStreamSynchronize(stream));
+        size_t wrong = 0, changed = 0, first = 0;
+        for (size_t i = 0; i < got.size(); i++) {
+            changed += host[i] != before[i];
+            if (got[i] != host[i] && wrong++ == 0)
+                first = i;
+        }
+        calls++;
+        if (wrong == 0 && changed > 0)
+            return;
+        printf(
+            "FAIL %s: %zu bytes differ from the CPU's, which changed %zu; the first lies at %zu of part %zu: %02x, not "
+            "%02x\n",
+            name.c_str(), wrong, changed, first % part_bytes, first / part_bytes, uint8_t(got[first]),
+            uint8_t(host[first]));
+        exit(1);
+    }
+};
+
+/* The scales by which a project multiplies lie 32 floats after the others. */
+static void use_inverses(store_call *c, const shape &s, const memory &m)
+{
+    if (s.what == TENSOR) {
+        c->k.scale_inverse = c->v.scale_inverse = 1;
+        c->k.scales = m.numbers + 32, c->v.scales = m.numbers + 33;
+    } else if (s.what == INDEXER)
+        c->preset.k_format.scale_inverse = 1;
+}
+
+enum who { KVPRIM, KVPRIM_PDL, VLLM, SGLANG, SGLANG_PDL, EVERYBODY };
+static const char *const who_names[] = {"kvprim", "kvprim+PDL", "vLLM", "SGLang", "SGLang+PDL"};
+
+static void check_store(twin *t, const shape &s, who w)
+{
+    convert_launch *const theirs = w == VLLM ? s.vllm : s.sglang;
+    if (w >= VLLM && !theirs)
+        return;
+    store_call c;
+    t->reset();
+    for (int kv = 0; kv < 2; kv++)
+        t->cpu.numbers[32 + kv] = 1.f / t->cpu.numbers[kv];
+    t->to_gpu();
+    if (w < VLLM) {
+        const kvprim_cuda_launch launch = on_stream(w == KVPRIM_PDL);
+        build_store(&c, s, t->gpu, t->slots(t->gpu), small_rows, small_tokens, 0);
+        check_kvprim(kvprim_cuda_store(&c.d, &launch));
+    } else
+        CUDA(theirs(params_of(s, t->gpu, t->slots(t->gpu), small_tokens, 0), w == SGLANG_PDL, stream));
+    build_store(&c, s, t->cpu, t->slots(t->cpu), small_rows, small_tokens, 0);
+    if (w >= SGLANG)
+        use_inverses(&c, s, t->cpu);
+    check_kvprim(kvprim_store(&c.d));
+    t->compare(std::string(who_names[w]) + ", store of " + s.name + " " + place(s.elements(), small_tokens));
+}
+
+static void check_gather(twin *t, const gather_shape &g, bool pdl)
+{
+    gather_call c;
+    kvprim_move moves[2];
+    t->reset();
+    t->to_gpu();
+    fill_cache(g.s, t->gpu, part_bytes, small_rows);
+    CUDA(cudaMemcpyAsync(t->host.data(), t->on_gpu, t->host.size(), cudaMemcpyDeviceToHost, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    build_gather(&c, g, t->gpu, t->tokens(t->gpu), false, small_rows, small_tokens, 0);
+    run_gather(c, pdl);
+    build_gather(&c, g, t->cpu, t->tokens(t->cpu), false, small_rows, small_tokens, 0);
+    gather_moves(c, moves);
+    check_kvprim(kvprim_cpu_move(moves, size_t(c.n)));
+    t->compare((pdl ? "kvprim+PDL, gather of " : "kvprim, gather of ") +
+               (g.s.name + (" " + place(g.out(), small_tokens))));
+}
+
+static void check()
+{
+    twin t;
+    int stores = 0;
+    for (const std::vector<shape> &list : {tensor_shapes(), layout_shapes(), latent_shapes()})
+        for (const shape &s : list)
+            for (int w = 0; w < EVERYBODY; w++)
+                check_store(&t, s, who(w));
+    stores = t.calls;
+    for (const gather_shape &g : gather_shapes())
+        for (const bool pdl : {false, true})
+            check_gather(&t, g, pdl);
+    printf("\n%d stores and %d gathers of %lld tokens: all memory is as after kvprim's functions on the CPU\n", stores,
+           t.calls - stores, (long long)small_tokens);
+}
+
+/* ---- the program ---- */
+
+static void enqueue_copy(int i)
+{
+    const int64_t at = i % (cache_bytes / copy_bytes) * copy_bytes;
+    CUDA(cudaMemcpyAsync(device.cache[0] + at, device.dense[0] + at, size_t(copy_bytes), cudaMemcpyDeviceToDevice,
+                         stream));
+}
+
+static void open_all()
+{
+    size_t free_bytes, total_bytes;
+    std::vector<float> numbers;
+    open_gpu(10 * GiB);
+    CUDA(cudaMemGetInfo(&free_bytes, &total_bytes));
+    cache_bytes = dense_bytes = std::min(4 * GiB, (int64_t(free_bytes) - 2 * GiB) / 4 / GiB * GiB);
+    printf("caches of %lld GiB for K and for V, and dense buffers of as much\n", (long long)(cache_bytes / GiB));
+    char *base;
+    CUDA(cudaMalloc(&base, size_t(2 * cache_bytes + 2 * dense_bytes + 2 * scales_bytes) + 4096));
+    for (int kv = 0; kv < 2; kv++) { /* K's and V's follow each other */
+        device.cache[kv] = base + kv * cache_bytes;
+        device.dense[kv] = base + 2 * cache_bytes + kv * dense_bytes;
+        device.scales[kv] = base + 2 * cache_bytes + 2 * dense_bytes + kv * scales_bytes;
+    }
+    for (int i = 0; i < 256; i++)
+        numbers.push_back(number_at(i));
+    device.numbers = upload(numbers).release();
+    CUDA(cudaMalloc(&device_found, sizeof *device_found));
+    fill_dense();
+    std::vector<contender> copy = {{"copy", enqueue_copy, 2.0 * double(copy_bytes), 24},
+                                   {"copy", enqueue_copy, 2.0 * double(copy_bytes), 24, true}};
+    measure(copy);
+    printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n", gb_per_s(copy[0]),
+           gb_per_s(copy[1]));
+}
+
+/* How far the projects' multiplication by the inverse is from the division. */
+static void report_inverses()
+{
+    if (inverses.elements)
+        printf(
+            "\nmultiplying by the inverse of the scale: %.3f %% of %.2e elements differ from the quotient's, none by "
+            "more than a step\n",
+            100.0 * double(inverses.differ) / double(inverses.elements), double(inverses.elements));
+}
+
+int main(int argc, char **argv)
+{
+    return run_program(argc, argv, open_all,
+                       {{"check", check},
+                        {"store", store},
+                        {"layouts", layouts},
+                        {"mla", latents},
+                        {"gather", gather},
+                        {"transfer", transfer},
+                        {"general", [] {
+                             general();
+                             report_inverses();
+                         }}});
+}
