@@ -3097,7 +3097,7 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
                     : kvpc_run_store<2>(call, &p, paged, tails && !paged);
 }
 
-/* >>impl_convert_plan ------------------------------------------------------------------------------------------------ */
+/* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
 #ifndef KVPRIM_NO_CONVERT
 
 typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
