@@ -3872,7 +3872,8 @@ template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
 
 template <class number> struct kvpc_stretch {
     uint64_t dst, src, scales; /* where the rows begin, and the row's scales */
-    number begin, end;         /* elements; the same: nothing to do */
+    number begin, end;         /* elements */
+    bool moves, past;          /* past: to be counted in `rejected` */
     bool zero, wide;
 };
 
@@ -4068,7 +4069,7 @@ KVPRIM_DEVICE void kvpc_load_groups(const params &p, const kvpc_stretch<number> 
         kvpc_load_elements<8>(w, kvpc_element_at(side, s.src, e, 2), 2);
 }
 
-/* Spans of aligned groups of eight elements. If scales are computed, a round takes a tile, which has no more elements
+/* Spans of aligned groups of eight elements. Those of src are loaded before it is known whether dst has the row. If scales are computed, a round takes a tile, which has no more elements
    than a group of threads takes at once. While 32 bytes are converted the next are on their way. */
 template <class params, class number>
 KVPRIM_DEVICE void kvpc_convert_groups(const params &p, const kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
@@ -4081,9 +4082,12 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, const kvpc_stretch<numbe
     float scale = 1.0f;
     number base = s.begin;
     kvpc_load_groups(p, s, (number)(base + 8 * lane), step, busy, w);
-    const bool reads = how.scaling != kvpc_unscaled && !how.computes && !s.zero && base + 8 * lane < s.end;
+    const bool reads =
+        how.scaling != kvpc_unscaled && !how.computes && (how.quantises || !s.zero) && base + 8 * lane < s.end;
     if (reads)
         scale = kvpc_load_scale(how, how.several ? kvpc_scale_at(how, s, (number)(base + 8 * lane)) : s.scales);
+    if (!s.moves)
+        return;
     kvpc_factor factor = kvpc_times(1.0f);
     if (reads)
         factor = kvpc_factor_of(how, scale);
@@ -4129,6 +4133,8 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, const kvpc_stretch<number> 
     const kvpc_change &how = p.how;
     const number tile = how.computes ? (number)how.tile : s.end - s.begin, step = n * lanes;
     uint32_t nans = 0;
+    if (!s.moves)
+        return;
     KVPRIM_ROLLED
     for (number begin = s.begin; begin < s.end; begin += tile) {
         const number end = begin + tile;
@@ -4165,12 +4171,11 @@ KVPRIM_DEVICE void kvpc_convert_any(const params &p, const kvpc_stretch<number> 
 }
 
 /* Span `work` of all, with the index rule. All loads come first, and no wait between them. */
-template <class params, class number>
-KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, bool first_lane)
+template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work)
 {
     const kvpc_task &t = p.task;
     const kvpc_change &how = p.how;
-    kvpc_stretch<number> s = {0, 0, 0, 0, 0, false, false};
+    kvpc_stretch<number> s;
     const number layer_row = kvpc_divide(work, t.chunks), in_row = work - layer_row * (number)t.chunks.by;
     const number layer = kvpc_divide(layer_row, t.count), i = layer_row - layer * (number)t.count.by;
     uint64_t dst_base = 0, src_base = 0;
@@ -4196,19 +4201,16 @@ KVPRIM_DEVICE kvpc_stretch<number> kvpc_find_span(const params &p, number work, 
     s.dst = dst_base + kvpc_place(t.dst, (number)dst_row);
     s.src = src_base + kvpc_place(t.src, (number)src_row);
     s.scales = how.scales ? how.scales + layer * how.scales_step : in_table;
-    s.scales += kvpc_place(how.scale, (number)(how.quantises ? dst_row : src_row));
-    s.zero = !src_inside;
+    if (how.scale.stride) /* of tiles */
+        s.scales += kvpc_place(how.scale, (number)(how.quantises ? dst_row : src_row));
     s.wide = how.wide && (((uint32_t)dst_base & how.dst_mask) | ((uint32_t)src_base & how.src_mask)) == 0;
-    if (dst_inside && (src_inside || t.zero)) {
-        const number end = (in_row + 1) * (number)how.span;
-        s.begin = in_row * (number)how.span;
-        s.end = end < (number)how.elements ? end : (number)how.elements;
-    }
-    if (!dst_inside || !src_inside) {
-        const bool past = (!dst_inside && to >= t.dst_rows.base) || (!src_inside && from >= t.src_rows.base);
-        if (past && layer == 0 && in_row == 0 && first_lane && t.rejected)
-            atomicAdd(t.rejected, 1u);
-    }
+    const number end = (in_row + 1) * (number)how.span;
+    s.begin = in_row * (number)how.span;
+    s.end = end < (number)how.elements ? end : (number)how.elements;
+    s.zero = !src_inside;
+    s.moves = dst_inside && (src_inside || t.zero);
+    s.past = layer == 0 && in_row == 0 &&
+             ((!dst_inside && to >= t.dst_rows.base) || (!src_inside && from >= t.src_rows.base));
     return s;
 }
 
@@ -4222,13 +4224,15 @@ static __global__ void __launch_bounds__(threads, 1)
         kvpc_pdl_wait();
     for (number work = blockIdx.x * in_block + (threadIdx.x >> p.lanes_shift); work < (number)p.total;
          work += gridDim.x * in_block) {
-        const kvpc_stretch<number> s = kvpc_find_span(p, work, lane == 0);
+        const kvpc_stretch<number> s = kvpc_find_span(p, work);
         if (s.wide && p.how.step)
             kvpc_convert_groups(p, s, lane, lanes);
         else if (s.wide)
             kvpc_convert_any<8>(p, s, lane, lanes);
         else
             kvpc_convert_any<1>(p, s, lane, lanes);
+        if (s.past && lane == 0 && p.task.rejected)
+            atomicAdd(p.task.rejected, 1u);
     }
 }
 
