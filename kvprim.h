@@ -259,13 +259,14 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
        INT8
        F32, F16, BF16      F32, F16, BF16      rounded once
 
-   All other pairs are KVPRIM_ERROR_UNSUPPORTED. row_bytes counts the bytes of the src row's elements, without scales;
-   the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the data of a
-   table and of its layers, and all strides, are multiples of an element's bytes.
+   All other pairs are KVPRIM_ERROR_UNSUPPORTED. To move quantised rows as they are, leave both formats NULL; scales in
+   memory of their own then need a move of their own. row_bytes counts the bytes of the src row's elements, without
+   scales; the dst row has as many elements. A row and each of its pieces hold whole elements, which are aligned: the
+   data of a table and of its layers, and all strides, are multiples of an element's bytes.
 
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
-   do; fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8 it
-   becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
+   do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
+   it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
    need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math, and a thread that rounds
    to nearest and does not flush denormals to zero.
 
@@ -280,8 +281,9 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
                             with scale_power_of_two (always in F8E8M0) the power of two at or above that. NaN does not
                             count, infinity counts as the largest finite fp32
 
-   A scale that is 0, negative, infinite or NaN gives what fp32 arithmetic gives, by the rules above. Fields that have
-   no meaning with a kind of scale must be 0.
+   Of a row that is skipped by the index rule neither elements nor scales are written. If a scale that is read is 0,
+   negative, infinite or NaN, the result is what fp32 arithmetic gives, by the rules above. Fields that have no meaning
+   with a kind of scale must be 0.
 
    Where they lie: the scale of tile t of row r is at
 
@@ -289,10 +291,12 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
 
    with the page_rows of the table, and the first two terms for SCALE_TILE only. `scales` NULL: they lie in the memory
    of the table, and data + scale_offset of each layer takes the place of scales. So scales lie inside the row
-   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride), or in memory of
-   their own. Scales of a move's dst overlap no row of it, nor, in a store, rows and scales of the other cache; and
-   those that are written do not overlap each other. This check is exact, except that tables whose strides have nothing
-   in common may be refused. */
+   (scale_offset = the row's bytes), behind all rows of the page (scale_offset = page_rows * stride; set page_stride,
+   too), or in memory of their own. Scales behind all rows of a layer extend its default layer stride.
+
+   Scales of a move's dst must not overlap a row of it or, in a store, a row of the other cache. Scales that are written
+   must not overlap any other scale; those that are only read may be shared, as by K and V. These checks compare single
+   rows and scales, which may interleave, but may refuse tables whose strides have nothing in common. */
 typedef enum kvprim_scale_kind {
     KVPRIM_SCALE_TENSOR = 1,
     KVPRIM_SCALE_HEAD = 2,
@@ -302,23 +306,26 @@ typedef enum kvprim_scale_kind {
 typedef struct kvprim_format {
     kvprim_dtype dtype;         /* of the elements */
     kvprim_scale_kind scale;    /* 0: none */
-    kvprim_dtype scale_dtype;   /* KVPRIM_F32, which 0 means, or KVPRIM_F8E8M0 */
+    kvprim_dtype scale_dtype;   /* KVPRIM_F32 (0 means the same) or KVPRIM_F8E8M0 */
     int32_t scale_power_of_two; /* 1: computed scales are powers of two */
-    int32_t scale_inverse; /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's inverse of
-                              what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse rounded to fp32.
-                              Moves from this side must leave it at 0, except with SCALE_TILE, where they ignore it */
-    float scale_min;       /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
-    int64_t tile; /* elements of a scale; they divide the row's. SCALE_TILE: 0 is the whole row. SCALE_HEAD: 0 is the
-                        row's elements / heads of the table, if that has more than one */
-    void *scales; /* aligned to their type; a move to SCALE_TILE writes them. NULL: they are in the table's memory */
-    int64_t scale_offset;                    /* bytes from the layer's start to the first scale; 0 with `scales` */
-    int64_t scale_tile_stride;               /* bytes from one tile's or head's scale to the next; 0: packed */
-    int64_t scale_stride, scale_page_stride; /* row to row and page to page. 0: packed in memory of their own; in the
-                                                  table's memory, the table's */
-    int64_t scale_layer_stride; /* layer to layer in memory of their own. 0: SCALE_TILE: packed; others: every layer has
-                                   the same scales */
-    uint32_t *nans;      /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected` */
-    int64_t reserved[2]; /* 0 */
+    int32_t scale_inverse;      /* 1: store multiplies. SCALE_TENSOR, SCALE_HEAD: stored = x * scale, the engine's
+                                   inverse of what a gather takes. SCALE_TILE: stored = x * (1 / scale), the inverse
+                                   rounded to fp32. Moves from this side must leave it at 0, except with SCALE_TILE,
+                                   where they ignore it */
+    float scale_min;            /* the least scale that is computed, 2^-126 to 2^127; 0: 2^-126 */
+    int64_t tile;               /* elements that share a scale; a row has a multiple. SCALE_TILE: 0 is the whole row.
+                                   SCALE_HEAD: 0 is the row's elements / heads of the table, if heads is more than 1 */
+    void *scales;               /* aligned to their type, in memory of the executing side; a move to SCALE_TILE writes
+                                   them. NULL: they are in the table's memory */
+    int64_t scale_offset;       /* bytes from the layer's start to the first scale, more than 0; 0 with `scales` */
+    int64_t scale_tile_stride;  /* bytes from one tile's or head's scale to the next; 0: packed */
+    int64_t scale_stride;       /* bytes from one row's to the next; 0: packed, or the table's without `scales` */
+    int64_t scale_page_stride;  /* bytes from one page's to the next; 0: likewise */
+    int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. 0: SCALE_TILE: packed; others: all
+                                   layers have the same scales */
+    uint32_t *nans;             /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected`;
+                                   other types leave it alone */
+    int64_t reserved[2];        /* 0 */
 } kvprim_format;
 
 /* >>table ----------------------------------------------------------------------------------------------------------
@@ -338,17 +345,18 @@ typedef struct kvprim_format {
    slot 0 (data at slot 1, base 1) and a shard of a vocabulary (base = its first id) are one rule. There is no unchecked
    mode. */
 typedef struct kvprim_table {
-    void *data;     /* byte 0 of row 0; may be NULL if rows is 0 */
-    int64_t rows;   /* the bound of every index. A side without an index has at least `count` rows. 0 with data set
-                            is an error */
-    int64_t stride; /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more than that */
+    void *data;                  /* byte 0 of row 0; may be NULL if rows is 0 */
+    int64_t rows;                /* the bound of every index. A side without an index has at least `count` rows. 0 with
+                                    data set is an error */
+    int64_t stride;              /* row to row; 0: packed, that is a row's bytes, or one piece where head_stride is more
+                                    than that */
     int64_t page_rows;           /* rows per page; 0: no pages */
     int64_t page_stride;         /* page to page; 0: packed. Strides nest: each step clears all that lies inside it */
     int32_t heads;               /* a row lies in this many equal pieces (row_bytes is a multiple); 0 or 1: in one */
     int32_t reserved_heads;      /* reserved fields are 0, here and below */
     int64_t head_stride;         /* piece to piece; required if heads > 1 */
-    int64_t bytes;               /* of the memory at data, all layers that start there and scales among them included;
-                               0: unknown. A table that reaches past it is an error */
+    int64_t bytes;               /* of the memory at data, with all layers that start there and scales that lie in it;
+                                    0: unknown. A table that reaches past it is an error */
     const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
                                     until the call returns, or as long as moves that were made from it run */
     int64_t reserved;
@@ -366,10 +374,10 @@ KVPRIM_API void *kvprim_table_row(const kvprim_table *resolved, int64_t row);
 
 /* >>preset ---------------------------------------------------------------------------------------------------------
 
-   The layouts of engines: what the caches of one tensor hold, by the engine's name for it. */
+   Caches whose rows hold quantised elements, scales and other elements in one tensor, by the engines' names. */
 typedef struct kvprim_preset {
-    kvprim_table k_cache, v_cache; /* their `format` points below: do not copy the structure. v_cache.data is NULL if
-                                      there is one part only */
+    kvprim_table k_cache, v_cache; /* k_cache.format points to k_format: copies of the tables need this structure.
+                                      v_cache.data is NULL if there is one part only */
     kvprim_format k_format;
     int64_t k_elements, v_elements; /* of a row: what is converted (K of a store), and what is copied as it is (V) */
 } kvprim_preset;
@@ -385,9 +393,10 @@ typedef struct kvprim_preset {
 
    As in the engines, no scale is less than 1e-4 / 448, or 2^-126 in "fp8_ds_mla".
 
-   A store has k of bf16 with k_elements, and v with v_elements * 2 bytes if that is not 0, where table.format of k is
-   set and of v is not.
-   Errors: NULL, SIZE (rows or page_rows less than 1), ARGUMENT (an unknown name; the error lists the known ones). */
+   A store then needs k of k_elements of bf16, with a format that says so, and, if v_elements is not 0, v of v_elements
+   * 2 bytes without a format.
+   Errors: NULL (name, preset), SIZE (rows or page_rows less than 1 or too large; page_stride less than a page's bytes),
+   ARGUMENT (an unknown name; the error lists the known ones). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows,
                                                            int64_t page_rows, int64_t page_stride,
                                                            kvprim_preset *preset);
@@ -411,9 +420,9 @@ typedef struct kvprim_gather_desc {
 /* A row of zeros also gets computed scales, those of a tile of zeros.
    Aliasing: dst must not overlap src. Repeated indices are fine.
    Errors: NULL (descriptor, index, data), SIZE (names the field and the values), OVERLAP, ARGUMENT (index type, an
-   index or counter that is not aligned, a reserved field that is not 0). With a format also ARGUMENT (a format on one
-   side only, a field that has no such value or no meaning, elements or scales that are not aligned) and UNSUPPORTED (a
-   pair of types). */
+   index or counter that is not aligned, a reserved field that is not 0). With a format also NULL (neither scales nor
+   scale_offset), ARGUMENT (a format on one side only, a field that has no such value or no meaning, data or scales that
+   are not aligned; strides that are not are SIZE) and UNSUPPORTED (a pair of types). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather(const kvprim_gather_desc *desc);
 
 /* >>store ----------------------------------------------------------------------------------------------------------
@@ -435,8 +444,8 @@ typedef struct kvprim_store_desc {
 /* Both caches have the same number of rows and may interleave, as in [page][K or V][row]. k and v may be parts of one
    tensor (packed QKV). With duplicate slots, each aligned 16-byte block of a row (and each byte at an unaligned end)
    comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
-   sides. A computed scale may then come from another of the rows than its values. K and V convert or not, each by its
-   own formats.
+   sides. In rows that convert, this holds for each element and each computed scale alone, so a scale may belong to
+   another row than the elements beside it. K and V convert or not, each by its own formats.
    Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
    strides, pages and heads, and covers row 0 otherwise.
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
@@ -665,7 +674,7 @@ typedef struct kvprim_move_names {
 
 typedef struct kvprim_move {
     kvprim_side dst, src;
-    int64_t row_bytes, count;
+    int64_t row_bytes, count; /* row_bytes: of src's elements; dst's are dst.piece_bytes * dst.table.heads */
     int32_t layers;
     int32_t zero; /* 1: a dst row whose source is out of range becomes zeros; 0: it is left alone */
     int32_t same_cache;
@@ -815,7 +824,8 @@ KVPRIM_ELEMENT int kvpi_is_nan(float x)
 }
 
 /* From fp32, rounded to nearest, ties to even. Results below the least normal value are `small`: adding a float whose
-   last bit stands for the type's least value rounds to a multiple of that, and leaves it in the low bits. */
+   last bit stands for the type's least value rounds to a multiple of that, and leaves it in the low bits. Others are
+   `large`: the exponent gets the type's bias, and half a unit of the type's last bit is added before the shift. */
 KVPRIM_ELEMENT uint32_t kvpi_to_e4m3(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff;
@@ -834,7 +844,7 @@ KVPRIM_ELEMENT uint32_t kvpi_to_e5m2(float x)
     return a > 0x7f800000 ? 0x7f : most | (bits >> 24 & 0x80);
 }
 
-/* NaN becomes 0. */
+/* NaN becomes 0. Adding 2^23 leaves the rounded magnitude, at most 127, in the low bits. */
 KVPRIM_ELEMENT uint32_t kvpi_to_int8(float x)
 {
     const uint32_t bits = kvpi_bits_of(x), a = bits & 0x7fffffff, most = a < 0x42fe0000 ? a : 0x42fe0000;
@@ -901,7 +911,7 @@ KVPRIM_ELEMENT float kvpi_of_bf16(uint32_t x)
     return kvpi_float_of(x << 16);
 }
 
-/* 2^(x - 127); 255 is NaN. */
+/* 2^(x - 127), which for 0 is a denormal of fp32; 255 is NaN. */
 KVPRIM_ELEMENT float kvpi_of_e8m0(uint32_t x)
 {
     const uint32_t value = x == 0 ? 0x00400000 : x << 23;
@@ -970,8 +980,9 @@ KVPRIM_ELEMENT uint32_t kvpi_to_element(kvprim_dtype dtype, float x)
                                     : kvpi_to_f32(x);
 }
 
-/* A tile's largest magnitude, found in the bits of its elements: kvpi_tile_most() takes the result of the elements
-   before, 0 at first. kvpi_tile_largest() turns the last result into a float. */
+/* A tile's largest magnitude (amax), found in the bits of its elements, which order as the magnitudes do, NaN last:
+   kvpi_tile_most() takes the result of the elements before, 0 at first. kvpi_tile_largest() turns the last result into
+   a float. */
 KVPRIM_ELEMENT uint32_t kvpi_tile_most(uint32_t most, float x)
 {
     const uint32_t a = kvpi_bits_of(x) & 0x7fffffff, number = a > 0x7f800000 ? 0 : a;
@@ -983,8 +994,8 @@ KVPRIM_ELEMENT float kvpi_tile_largest(uint32_t most)
     return kvpi_float_of(most < 0x7f7fffff ? most : 0x7f7fffff);
 }
 
-/* A tile's scale, from the quotient of its largest magnitude and the type's largest value. scale_min and power_of_two
-   have no defaults here. */
+/* A tile's scale, from the quotient of its largest magnitude and the type's largest value. Positive floats compare as
+   their bits do. scale_min and power_of_two have no defaults here. */
 KVPRIM_ELEMENT float kvpi_tile_scale(float quotient, float scale_min, int power_of_two)
 {
     const uint32_t a = kvpi_bits_of(quotient), b = kvpi_bits_of(scale_min), scale = a > b ? a : b;
@@ -1734,7 +1745,7 @@ KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_
     if (!t->format)
         return f;
     f = *t->format;
-    if (!f.scale)
+    if (!f.scale || row_bytes < 1) /* nothing was checked of a move of 0 rows */
         return f;
     f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
     f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
@@ -1790,7 +1801,8 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts pages. */
+/* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts whole
+   pages. */
 KVPRIM_SELDOM int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
 {
     const kvprim_table *const t = &side->table;
@@ -2033,15 +2045,14 @@ static kvprim_status kvpi_fail_format(const kvprim_move *m, const kvprim_side *s
                        field, (long long)value, why);
 }
 
-/* The fields of a format that have a meaning with its kind of scale, and those that have none. */
-static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
+/* The fields of a format that have few values. */
+static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim_side *side)
 {
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
     if (f->reserved[0] | f->reserved[1])
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "%s: a reserved field of %s.format is not 0: zero-initialise the "
-                           "structure",
+                           "%s: a reserved field of %s.format is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
     if (kind < 0 || kind > KVPRIM_SCALE_TILE)
         return kvpi_fail_format(m, side, "scale", kind, "no kind of scale");
@@ -2061,27 +2072,35 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
                            m->names->function, kvpi_name(m, side), (double)f->scale_min);
     if (f->scales && f->scale_offset)
         return kvpi_fail_format(m, side, "scale_offset", f->scale_offset, "but scales is set");
+    return KVPRIM_OK;
+}
+
+/* Fields that have no meaning with a format's kind of scale are 0, and no size is negative. */
+static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim_side *side)
+{
+    const kvprim_format *const f = side->table.format;
+    const int kind = (int)f->scale;
     const struct {
         const char *field;
         int64_t value;
-        int used;
-    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind},
-                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE},
-                  {"scale_inverse", f->scale_inverse, kind},
-                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE},
-                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD},
-                  {"scales", f->scales != NULL, kind},
-                  {"scale_offset", f->scale_offset, kind},
-                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD},
-                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE},
-                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE},
-                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL}};
+        int is_used, is_size;
+    } fields[] = {{"scale_dtype", (int64_t)f->scale_dtype, kind, 0},
+                  {"scale_power_of_two", f->scale_power_of_two, kind == KVPRIM_SCALE_TILE, 0},
+                  {"scale_inverse", f->scale_inverse, kind, 0},
+                  {"scale_min", f->scale_min != 0, kind == KVPRIM_SCALE_TILE, 0},
+                  {"tile", f->tile, kind >= KVPRIM_SCALE_HEAD, 1},
+                  {"scales", f->scales != NULL, kind, 0},
+                  {"scale_offset", f->scale_offset, kind, 1},
+                  {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
+                  {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE, 1},
+                  {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE, 1},
+                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL, 1}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
-        if (fields[k].value && !fields[k].used)
+        if (fields[k].value && !fields[k].is_used)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
                                m->names->function, kvpi_name(m, side), fields[k].field, kind,
                                kind && !f->scales ? " in the table's memory" : "");
-        if (k >= 4 && k != 5 && fields[k].value < 0)
+        if (fields[k].is_size && fields[k].value < 0)
             return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s.format.%s is %lld, less than 0", m->names->function,
                                kvpi_name(m, side), fields[k].field, (long long)fields[k].value);
     }
@@ -2130,9 +2149,13 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
     const kvprim_format *const f = t->format;
     const int32_t bytes = kvpi_dtype_bytes(f->dtype);
     const int64_t elements = kvpi_side_bytes(side) / bytes, tiles = f->tile ? elements / f->tile : 1;
+    KVPRIM_TRY(kvpi_check_format_values(m, side));
     KVPRIM_TRY(kvpi_check_format_fields(m, side));
     if (kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         return KVPRIM_OK;
+    if (f->scale && !f->scales && f->scale_offset == 0 && t->rows > 0) /* the first scale would be the first element */
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.format.scales is NULL, and scale_offset is 0", m->names->function,
+                           kvpi_name(m, side));
     if (elements % t->heads != 0)
         return kvpi_fail_field(m, side, "heads", t->heads, "which does not divide the elements of a row,",
                                (uint64_t)elements);
@@ -2174,7 +2197,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     t->heads =
         f.scale == KVPRIM_SCALE_TENSOR ? 1 : (int32_t)(kvpi_side_bytes(side) / kvpi_dtype_bytes(f.dtype) / f.tile);
     t->head_stride = f.scale_tile_stride;
-    area.row_bytes = t->heads * kvpi_dtype_bytes(f.scale_dtype);
+    area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
     t->page_stride = f.scale_page_stride;
     if (!tiled)
@@ -2193,6 +2216,25 @@ static uint64_t kvpi_area_bytes(const kvpi_area *a, int32_t layers)
     return reach ? kvpi_add(reach, kvpi_mul((uint64_t)layers - 1, (uint64_t)a->layer_stride)) : 0;
 }
 
+/* All scales are aligned. The side has its layer stride. */
+static kvprim_status kvpi_check_scales_aligned(const kvprim_move *m, const kvprim_side *side, const kvprim_format *f)
+{
+    const int32_t bytes = kvpi_dtype_bytes(f->scale_dtype);
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f->scale_offset, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f->scale_tile_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f->scale_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f->scale_page_stride, bytes));
+    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f->scale_layer_stride, bytes));
+    if (f->scales)
+        return KVPRIM_OK; /* kvpi_check_format() has looked at it */
+    KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
+    if (kvpi_stacked(m, side) > 1)
+        KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
+    for (int32_t l = 1; side->layers && l < m->layers; l++)
+        KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
+    return KVPRIM_OK;
+}
+
 /* Scales are aligned, lie apart from each other if they are written, and inside their table's memory if its size is
    known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
@@ -2207,27 +2249,14 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         {"format.scale_stride", (uint64_t)a.table.stride, page_rows < rows ? page_rows : rows},
         {"format.scale_page_stride", (uint64_t)a.table.page_stride, (rows - 1) / page_rows + 1},
         {f.scales ? "format.scale_layer_stride" : "layer_stride", (uint64_t)a.layer_stride, (uint64_t)a.layers}};
-    if (!f.scales && packed_layers) {
-        const uint64_t packed = kvpi_add(offset, kvpi_packed_layer(loops, 3));
-        if (packed > (uint64_t)side->layer_stride)
-            side->layer_stride = (int64_t)packed;
-        a.layer_stride = side->layer_stride;
-        loops[3].stride = (uint64_t)a.layer_stride;
-    }
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_offset", f.scale_offset, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_tile_stride", f.scale_tile_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_stride", f.scale_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_page_stride", f.scale_page_stride, bytes));
-    KVPRIM_TRY(kvpi_check_multiple(m, side, "format.scale_layer_stride", f.scale_layer_stride, bytes));
-    if (!f.scales) {
-        KVPRIM_TRY(kvpi_check_aligned(m, side, "data", side->table.data, bytes));
-        if (kvpi_stacked(m, side) > 1)
-            KVPRIM_TRY(kvpi_check_multiple(m, side, "layer_stride", side->layer_stride, bytes));
-        for (int32_t l = 1; side->layers && l < m->layers; l++)
-            KVPRIM_TRY(kvpi_check_aligned(m, side, "data of a layer", side->layers[l], bytes));
-    }
     kvpi_area all = a;
     all.rows = a.table.rows;
+    if (!f.scales && packed_layers && kvpi_add(offset, kvpi_area_bytes(&all, 1)) > (uint64_t)side->layer_stride) {
+        side->layer_stride = (int64_t)kvpi_add(offset, kvpi_packed_layer(loops, 3)); /* they lie behind all rows */
+        all.layer_stride = a.layer_stride = side->layer_stride;
+        loops[3].stride = (uint64_t)a.layer_stride;
+    }
+    KVPRIM_TRY(kvpi_check_scales_aligned(m, side, &f));
     const uint64_t reach = kvpi_add(offset, kvpi_area_bytes(&all, a.layers));
     if (reach >= kvpi_too_large)
         return kvpi_fail_field(m, side, "rows", side->table.rows, "which makes its scales reach further than",
@@ -2634,7 +2663,7 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b)
     if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
         return 0;
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
-    for (int last = 0; last < 4; last++) {
+    for (int last = 0; last < 4; last++) { /* bit 0: a's last page, bit 1: b's */
         kvpi_pieces x, y;
         int budget = 1 << 16;
         if (!kvpi_pieces_of(a, last & 1, &x) || !kvpi_pieces_of(b, last >> 1, &y))
@@ -2919,7 +2948,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->bytes = 0;
+    side->piece_bytes = 0, side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3846,8 +3875,11 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
                                           {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
                                           {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
-    if (!name || !preset)
-        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL", name ? "preset" : "name");
+    if (!name || !data || !preset)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
+                           !name   ? "name"
+                           : !data ? "data"
+                                   : "preset");
     for (size_t k = 0; k < sizeof presets / sizeof *presets; k++)
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)

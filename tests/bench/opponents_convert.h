@@ -121,17 +121,14 @@ template <class type> __device__ inline void write_word(type *to, const type &va
     *reinterpret_cast<word_of<type> *>(to) = reinterpret_cast<const word_of<type> &>(value);
 }
 
-#ifndef VLLM_HEAD_BLOCKS
-#define VLLM_HEAD_BLOCKS 3
-#endif
 /* ---- vLLM: stores ---- */
 
 /* reshape_and_cache_flash. A block per token, of as many threads as it has elements, at most 512. Token-major with one
    scale: the threads move K's vectors of 8 elements, then V's. Head-major, or with a scale for each head: a warp moves
-   a head. No PDL. */
+   a head. No PDL. 4 blocks fit on a multiprocessor; with as many registers as ptxas would like, 2 do by heads, and take
+   twice as long (H200). */
 template <int heads, int head_elements, bool by_head>
-__global__ void __launch_bounds__(512, by_head ? VLLM_HEAD_BLOCKS : 4)
-    vllm_quant_store_kernel(const __grid_constant__ convert_params p)
+__global__ void __launch_bounds__(512, 4) vllm_quant_store_kernel(const __grid_constant__ convert_params p)
 {
     constexpr int threads = heads * head_elements < 512 ? heads * head_elements : 512;
     constexpr int vectors = head_elements / 8 * (by_head ? 1 : heads), lanes = by_head ? 32 : threads;

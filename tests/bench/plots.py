@@ -89,14 +89,19 @@ def size(text):
     return int(number) << {'B': 0, 'KB': 10, 'MB': 20}[unit]
 
 
+def known(table, at, pattern=''):
+    """Returns the column's numbers in rows whose key matches, where there is a number."""
+    return [values[at] for key, values in table.items() if re.match(pattern, key) and not math.isnan(values[at])]
+
+
 def mean(numbers):
     numbers = list(numbers)
     return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
 
 
-gpu, transfer, cpu, nccl, replay, torch, handover = (
-    Results(name + '.txt') for name in ('gpu_bench', 'gpu_transfer', 'bench', 'nccl_bench', 'replay', 'gpu_torch',
-                                        'handover'))
+gpu, convert, transfer, cpu, nccl, replay, torch, handover = (
+    Results(name + '.txt') for name in ('gpu_bench', 'gpu_convert', 'gpu_transfer', 'bench', 'nccl_bench', 'replay',
+                                        'gpu_torch', 'handover'))
 COPY = float(gpu.find(r'device to device of 256 MiB: (\d+) GB/s in a graph'))  # counts bytes read and bytes written
 EMPTY = float(gpu.find(r'empty kernel in a graph: ([\d.]+) us'))
 SIZES = r'\d+ +\d+'
@@ -114,6 +119,13 @@ COPIES = gpu.table('', 'copies, scattered on both sides us pdl GB/s unpack cub c
 PINNED = gpu.table('', 'ms from the call to the end copy unpack batch', r'4096 x \d+ KB \w+ pinned', 3)
 SLOTS = gpu.table('', 'slots of tokens, us: kvprim, with PDL | plain, with PDL, vLLM | kvprim / plain, both with PDL',
                   r'int\d+ +\d+ +\d+ +\w+', 6)
+CONVERTED = 'tokens kvprim vLLM SGLang / vLLM / SGL | PDL SGLang / vLLM / SGL | GB/s limit'
+FP8_STORE = convert.table('store of K and V by elements of a row, bf16 to e4m3, a scale for each tensor', CONVERTED,
+                          SIZES, 11)
+LATENTS = convert.table("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64", CONVERTED,
+                        r'\w+ +(?:pages +)?\d+', 11)
+FP8_GATHER = convert.table("gather of requests' tokens from random pages, e4m3 to bf16",
+                           'row tokens pages PDL slots PDL vLLM before pages slots GB/s limit', r'\w.*\w +' + SIZES, 10)
 OFFLOAD = transfer.table('the copy, and against the batch from the call to the end of its work',
                          'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ \w+', 10)
 LAYERS = transfer.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
@@ -320,6 +332,10 @@ def overview():
                 ('Gather', 'mini-sglang', [1 / values[6] for values in GATHER.values()]),
                 ('Store', 'SGLang, mini-sglang', [1 / values[8] for values in STORE.values()]))
             ] + [
+            (f'{what}, mean (worst {1 / max(ratios):.2f}×)', engine, 1 / mean(ratios)) for what, engine, ratios in (
+                ('Store K and V as FP8', 'vLLM', known(FP8_STORE, 3)),
+                ('Store K and V as FP8', 'SGLang', known(FP8_STORE, 8)),
+                ('Gather pages from FP8 to bf16', 'vLLM', known(FP8_GATHER, 6)))] + [
             (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', rates[0] / rates[6])
             for where, rates in (('from', OFFLOAD['to GPU 4 KB']), ('to', OFFLOAD['to host 4 KB']))] + [
             (f'Unpack {what}', BATCHED, UNPACK[key][2] / UNPACK[key][0]) for what, key in (
@@ -449,6 +465,9 @@ def times_as_fast():
         ratios = [[1 / values[at] for values in table.values()] for table, at in zip(tables, columns)]
         return f'{each(mean(some) for some in ratios)}; {each(min(some) for some in ratios)}'
 
+    def of_two(*columns):
+        return (f'{each(1 / mean(ratios) for ratios in columns)}; {each(1 / max(ratios) for ratios in columns)}')
+
     return [
         ('prefix compare, 16 / 64 / 256 / 1,024 / 4,096 int32', '`std::mismatch`, g++ -O3',
          each(aligned[n][7] for n in ('16', '64', '256', '1024', '4096'))),
@@ -461,6 +480,12 @@ def times_as_fast():
          f'{mean_and_worst((GATHER, STORE), (2, 3))}; {mean_and_worst((GATHER, STORE), (5, 7))}'),
         ('store in pages of 16 and 64 tokens, NHD, HND, K beside V: mean', 'the best of vLLM and two of FlashInfer',
          each([1 / float(gpu.find(r'paged store / best of three +([\d.]+), target'))])),
+        (f'store of K and V from bf16 as e4m3, {len(FP8_STORE)} sizes: mean; worst', "vLLM's kernel / SGLang's, with "
+         'dependent launch on both sides', of_two(known(FP8_STORE, 3), known(FP8_STORE, 8))),
+        ('store of rows of `fp8_ds_mla` / of the indexer: mean; worst', "vLLM's kernels",
+         of_two(known(LATENTS, 3, 'fp8_ds_mla '), known(LATENTS, 3, 'fp8_indexer '))),
+        ('gather of pages from e4m3 to bf16 / of `fp8_ds_mla`: mean; worst', "vLLM's kernels",
+         of_two(known(FP8_GATHER, 6), known(FP8_GATHER, 7, 'fp8_ds_mla '))),
         ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
          each(UNPACK[key][2] / UNPACK[key][0] for key in (
              '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
@@ -488,6 +513,9 @@ def shares():
     return [
         ('gather of 2,097,152 / store of 1,048,576 rows of 1,024 bytes', 'one copy on the device',
          each((LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3]))),
+        ('65,536 rows that change type: K and V of 1,024 elements to e4m3 / `fp8_ds_mla` / 1,024 elements from e4m3 to '
+         'bf16', 'a plain move of as many bytes',
+         each((FP8_STORE['1024 65536'][10], LATENTS['fp8_ds_mla 65536'][10], FP8_GATHER['NHD 1024 65536'][9]))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back, on 2 / 8 SMs', 'one copy of the copy engine',
          each(OFFLOAD[f'{way} 4 KB'][at] / OFFLOAD[f'{way} 4 KB'][5]
               for at in (0, 1) for way in ('to GPU', 'to host'))),
@@ -504,7 +532,7 @@ def shares():
 
 def figures():
     """The tables of README.md."""
-    sources = (cpu, replay, gpu, transfer, torch, nccl, handover)
+    sources = (cpu, replay, gpu, convert, transfer, torch, nccl, handover)
     links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
     texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}. The replay takes "
              f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "

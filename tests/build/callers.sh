@@ -305,8 +305,8 @@ builds_for_two()
 targets()
 {
     if [ "$gpus" -eq 0 ]; then
-        for target in gpu-test gpu-bench cuda-test cuda-bench transfer-bench bandwidth sanitize engine ncu ncu-source \
-            transformers; do
+        for target in gpu-test gpu-bench cuda-test cuda-bench convert-bench transfer-bench bandwidth sanitize engine \
+            ncu ncu-source transformers; do
             cell "make $target without a GPU" leaves_results $target
         done
     fi

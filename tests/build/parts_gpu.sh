@@ -251,8 +251,8 @@ results()
         skip 'what headers the results are of: no sha256sum'
         return
     fi
-    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu nccl_test:gpu-test \
-        nccl_bench:gpu-bench nccl_sanitize:sanitize; do
+    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_convert:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu \
+        nccl_test:gpu-test nccl_bench:gpu-bench nccl_sanitize:sanitize; do
         file=tests/results/${result%:*}.txt target=${result#*:}
         if [ ! -f "$file" ]; then
             skip "$file: none (make $target on a GPU)"

@@ -404,6 +404,12 @@ static void test_side_format(void)
     CHECK(g.tile == 16 && g.scale_tile_stride == 4 && m[0].dst.table.heads == 1);
     g = kvprim_side_format(&m[0].src);
     CHECK(g.dtype == KVPRIM_BF16 && g.scale == 0 && g.tile == 0);
+
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .scale_offset = 64};
+    d.count = 0; /* nothing is checked, so there is nothing to derive defaults from */
+    CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
+    g = kvprim_side_format(&m[0].dst);
+    CHECK(g.dtype == KVPRIM_F8E4M3 && g.tile == 0);
 }
 
 /* ---- presets ---- */
@@ -542,6 +548,7 @@ static void test_presets(void)
     kvprim_preset p;
     char data[8];
     CHECK_ERROR(kvprim_preset_find(NULL, data, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "name is NULL");
+    CHECK_ERROR(kvprim_preset_find("fp8_ds_mla", NULL, 1, 1, 0, &p), KVPRIM_ERROR_NULL, "data is NULL");
     CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, 1, 0, NULL), KVPRIM_ERROR_NULL, "preset is NULL");
     CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 0, 1, 0, &p), KVPRIM_ERROR_SIZE, "rows is 0, less than 1");
     CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, -5, 0, &p), KVPRIM_ERROR_SIZE,
@@ -687,7 +694,9 @@ static void test_format_errors(void)
     REFUSED((b.k_format.tile = 1, b.k_format.scale_tile_stride = INT64_MAX / 4 * 4 - 3), SIZE, "scale_tile_stride is");
     /* scales over rows */
     REFUSED(b.k_format.scale_offset = 252, OVERLAP, "kvprim_store: a scale of k_cache (");
-    REFUSED(b.k_format.scale_offset = 0, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 4, OVERLAP, ") overlaps a row of k_cache (");
+    REFUSED(b.k_format.scale_offset = 0, NULL, "k_cache.format.scales is NULL, and scale_offset is 0");
+    REFUSED(b.v_format.scales = NULL, NULL, "v_cache.format.scales is NULL, and scale_offset is 0");
     REFUSED(b.k_format.scale_offset = 452, OVERLAP, "overlaps a row of k_cache (");
     TAKEN(b.k_format.scale_offset = 448);
     TAKEN((b.k_format.scale_offset = 4 * 512));
@@ -802,6 +811,12 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 80);
     d.dst_layer_stride = 76;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_OVERLAP, "overlaps a row of dst (");
+    d.dst_layer_stride = 0, d.dst.stride = 24; /* scales inside rows, and inside pages, need no room after the last */
+    f.scale_offset = 16, f.scale_stride = 0, d.dst.bytes = 3 * 4 * 24;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 4 * 24);
+    d.dst.stride = 0, d.dst.page_rows = 2, d.dst.page_stride = 40, f.scale_offset = 32, f.scale_stride = 4;
+    d.dst.bytes = 3 * 2 * 40;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.dst_layer_stride == 2 * 40);
 
     /* a scale behind rows of an odd size, which no layer follows */
     f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TENSOR, .scale_offset = 16};
@@ -811,9 +826,42 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 20);
     d.src_layer_stride = 21;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src_layer_stride is 21, no multiple");
-    f.scale_offset = 0; /* what is read may overlap */
+    f.scale_offset = 4; /* what is read may overlap */
     d.src_layer_stride = 20;
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    f.scale_offset = 0; /* but where the first element lies is no scale */
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_NULL, "src.format.scales is NULL, and scale_offset is 0");
+
+    /* scales inside rows or pages take no room between layers, and the last of many scales is seen */
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .scale_offset = 16};
+    d = transfer_of(formatted(table_of(rows, 5), &f32), formatted(strided_table(cache, 5, 20), &f), 16, 5);
+    d.layers = 3;
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 5 * 20);
+    f.scale_offset = 2 * 16, f.scale_stride = 4;
+    d.src = formatted(paged_table(cache, 5, 2, 2 * 20), &f);
+    CHECK(kvprim_transfer_check(&d, &resolved) == KVPRIM_OK && resolved.src_layer_stride == 3 * 2 * 20);
+#if UINTPTR_MAX == UINT64_MAX
+    char *const far_away = (char *)((uintptr_t)1 << 40); /* not touched */
+    const int64_t many = (int64_t)1 << 30;
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .tile = 1, .scales = far_away};
+    d = transfer_of(formatted(table_of(far_away - many, 1), &f), formatted(table_of(far_away - 8 * many, 1), &f32),
+                    4 * many, 1);
+    d.rejected = (uint32_t *)(void *)(far_away + 4 * many - 4);
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "rejected (");
+    d.rejected++;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+#endif
+
+#if UINTPTR_MAX == UINT64_MAX
+    /* a row of 2^30 scales of 4 bytes, of which the last is the counter; nothing is at these addresses */
+    const uintptr_t far = (uintptr_t)1 << 40;
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .tile = 1, .scales = (void *)far};
+    d = transfer_of(formatted(table_of((void *)(2 * far), 1), &f), formatted(table_of((void *)(3 * far), 1), &f32),
+                    (int64_t)1 << 32, 1);
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    d.rejected = (uint32_t *)(far + ((uintptr_t)1 << 32) - 4);
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "rejected (");
+#endif
 
     /* a gather of nothing looks at nothing */
     kvprim_gather_desc g = gather_of(table_of(rows, 4), formatted(table_of(cache, 4), &f), 7, index, 0);

@@ -8,7 +8,7 @@ std::vector<opponent> all_opponents()
     return opponents_for(bench_sizes());
 }
 
-/* Not those of vLLM's that store by heads: they keep 8 bytes of a thread on the stack, so that more blocks fit. */
+/* Not those of vLLM's that store by heads: they keep 32 bytes of a thread on the stack, so that more blocks fit. */
 std::vector<void (*)(convert_params)> all_stores()
 {
     return {vllm_quant_store_kernel<1, 96, false>,   vllm_quant_store_kernel<8, 128, false>,
