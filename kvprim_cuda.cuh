@@ -69,8 +69,8 @@
    KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
-   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of nvcc
-                               (13.0) and 1.1 MB for each architecture. A call that needs one then returns
+   KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of
+                               nvcc 13.0 and 1.1 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
@@ -111,15 +111,15 @@ typedef struct kvprim_cuda_launch {
    KVPRIM_ERROR_ARGUMENT.
 
    Formats (>>format in kvprim.h): gather, store, transfer and checked moves convert elements in every layout, with the
-   bits that the CPU gives. Formats are host memory and are read during the call; the GPU reads and writes scales, and
-   adds to `nans`, when the work runs. So in a graph, SCALE_TENSOR and SCALE_HEAD have at each replay the scales that
-   memory holds then. Scales and `nans` lie in any of the memories above. Scales of a table or head, and source rows, may
-   be read even if no row moves.
-   The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms, if
-   rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size, and computed
-   tiles have at most 2,048 elements. V may have K's types and kind of scale, or, beside K with computed scales, consist
-   of bytes in words of 16. Other conversions take one launch each and, if groups of 8 elements are aligned, 1.1 to 2
-   times as long; element by element 4 times. They run at the speed of PCIe, on 8 multiprocessors, where max_sms is 0. */
+   bits that the CPU gives. Formats are host memory, read during the call. The GPU reads and writes scales and adds to
+   `nans` when the work runs, so each replay of a graph takes the scales that memory holds then. Scales and `nans` lie
+   in any of the memories above. Source rows, and scales of a table or head, may be read even if no row moves.
+   The fastest kernels take one launch for a gather, or for a store of K and V together. They need one layer, no
+   max_sms, an index on one side only, and rows, pieces of rows and tiles made of groups of 8 elements (4 of F32) that
+   are aligned to their size; tiles whose scales are computed have at most 2,048 elements. V may have K's types and kind
+   of scale, or, if K's scales are computed, consist of whole aligned words of 16 bytes. All other conversions take a
+   launch each, and 1.1 to 1.8 times as long with many rows of aligned groups of 8; other elements move one by one, at
+   a quarter of that speed. Over PCIe they fill the link, on 8 multiprocessors if max_sms is 0. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -526,8 +526,8 @@ KVPRIM_DEVICE uint32_t kvpc_shuffle_xor(uint32_t value, uint32_t mask)
     return v;
 }
 
-/* The same for the bit `distance`. Only the `lanes` threads of a group, whose numbers differ in lower bits, have to call
-   it together. */
+/* The same for the bit `distance`. Only the `lanes` threads of a group, whose numbers differ in lower bits, have to
+   call it together. */
 KVPRIM_DEVICE uint32_t kvpc_group_xor(uint32_t value, uint32_t distance, uint32_t lanes)
 {
     const uint32_t mask = (UINT32_MAX >> (32 - lanes)) << (threadIdx.x % 32 & ~(lanes - 1));
@@ -2695,8 +2695,8 @@ static kvprim_status kvpc_check_side(const char *function, const char *name, con
                             size * ((uint64_t)(m->count - 1) * (uint64_t)side->index_stride + 1));
 }
 
-/* Bytes from a layer's first scale to the end of the last one that rows 0 to `rows` - 1 have. A whole page may end after
-   a last one that is not full. */
+/* Bytes from a layer's first scale to the end of the last one that rows 0 to `rows` - 1 have. A whole page may end
+   after a last one that is not full. */
 static uint64_t kvpc_scales_reach(const kvprim_format *f, const kvprim_side *side, int64_t rows)
 {
     const int64_t elements = side->piece_bytes * side->table.heads / kvpi_dtype_bytes(f->dtype);
@@ -3861,7 +3861,7 @@ enum {
     kvpc_most_change = kvpc_most_params - kvpc_change_bytes,
     kvpc_convert_threads = 1024,
     kvpc_convert_wide_threads = 512, /* with numbers of 64 bits, which take more registers */
-    kvpc_convert_rounds = 4
+    kvpc_convert_rounds = 4          /* of a group of threads, at most. 2 take 1.3 times as long, 8 as long (H200) */
 };
 
 static_assert(sizeof(kvpc_change) <= kvpc_change_bytes, "no room");
@@ -3870,14 +3870,14 @@ template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
     kvpc_change how;
 };
 
-/* A span, in two steps: what can be known before the index of dst comes first. */
+/* A span, as kvpc_find_span knows it before the index of dst has come, and then kvpc_finish_span. */
 template <class number> struct kvpc_stretch {
-    uint64_t dst, src,
-        scales;        /* where the rows begin, and the row's scales; dst and its scales: at first the layer's */
-    int64_t to;        /* the index of dst */
-    number begin, end; /* elements */
-    bool zero, wide;   /* zero: src has no such row */
-    bool past, moves;  /* past: to be counted in `rejected` */
+    uint64_t dst, src;   /* where the rows begin; dst: at first, its layer */
+    uint64_t scales;     /* of the row; of dst's tiles: at first, of the layer */
+    int64_t to;          /* the index of dst */
+    number begin, end;   /* elements */
+    bool zero, wide;     /* zero: src has no such row. wide: groups of eight are aligned */
+    bool counted, moves; /* counted: in `rejected`. moves: at first, whether the span may be counted */
 };
 
 /* Loads n elements: eight that are aligned, or one. */
@@ -4108,8 +4108,8 @@ template <class params, class number> KVPRIM_DEVICE kvpc_stretch<number> kvpc_fi
     s.end = end < (number)how.elements ? end : (number)how.elements;
     s.zero = !src_inside;
     s.wide = how.wide && (((uint32_t)dst_base & how.dst_mask) | ((uint32_t)src_base & how.src_mask)) == 0;
-    s.past = !src_inside && from >= t.src_rows.base;
-    s.moves = layer == 0 && in_row == 0; /* it counts in `rejected` */
+    s.counted = !src_inside && from >= t.src_rows.base;
+    s.moves = layer == 0 && in_row == 0;
     return s;
 }
 
@@ -4118,15 +4118,16 @@ template <class params, class number> KVPRIM_DEVICE void kvpc_finish_span(const 
     const kvpc_task &t = p.task;
     const uint64_t row = (uint64_t)s->to - (uint64_t)t.dst_rows.base;
     const bool inside = s->to >= t.dst_rows.base && row < t.dst_rows.rows;
-    s->past = s->moves && (s->past || (!inside && s->to >= t.dst_rows.base));
+    s->counted = s->moves && (s->counted || (!inside && s->to >= t.dst_rows.base));
     s->moves = inside && (!s->zero || t.zero);
     s->dst += kvpc_place(t.dst, (number)row);
     if (p.how.computes)
         s->scales += kvpc_place(p.how.scale, (number)row);
 }
 
-/* Spans of aligned groups of eight elements. Those of src are loaded before it is known whether dst has the row. If scales are computed, a round takes a tile, which has no more elements
-   than a group of threads takes at once. While 32 bytes are converted the next are on their way. */
+/* Spans of aligned groups of eight elements. src is read before it is known whether dst has the row. If scales are
+   computed, a round takes a tile, which has no more elements than a group of threads takes at once. While 32 bytes are
+   converted, the next are on their way. */
 template <class params, class number>
 KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
@@ -4245,7 +4246,7 @@ static __global__ void __launch_bounds__(threads, 1)
             kvpc_convert_any<8>(p, s, lane, lanes);
         else
             kvpc_convert_any<1>(p, s, lane, lanes);
-        if (s.past && lane == 0 && p.task.rejected)
+        if (s.counted && lane == 0 && p.task.rejected)
             atomicAdd(p.task.rejected, 1u);
     }
 }
