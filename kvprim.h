@@ -1761,8 +1761,9 @@ KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_
     if (f.scale_stride == 0)
         f.scale_stride = f.scales ? (int64_t)kvpi_mul(tiles, (uint64_t)f.scale_tile_stride) : t->stride;
     if (f.scale_page_stride == 0)
-        f.scale_page_stride =
-            f.scales ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) : t->page_stride;
+        f.scale_page_stride = f.scales       ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride)
+                              : t->page_rows ? t->page_stride
+                                             : 0;
     if (f.scale_layer_stride == 0 && f.scales) { /* any of the loops may be outside */
         const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
         const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
@@ -2199,7 +2200,7 @@ static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
     t->head_stride = f.scale_tile_stride;
     area.row_bytes = (int64_t)t->heads * kvpi_dtype_bytes(f.scale_dtype);
     t->stride = tiled ? f.scale_stride : area.row_bytes;
-    t->page_stride = f.scale_page_stride;
+    t->page_stride = t->page_rows ? f.scale_page_stride : 0;
     if (!tiled)
         t->page_rows = 0, t->rows = area.rows = 1;
     if (f.scales)
@@ -2633,8 +2634,9 @@ static void kvpi_enter_loop(kvpi_pieces *p)
 }
 
 /* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. Loops of the same stride go together:
-   s is a's step less b's. Only steps count whose insides overlap, few in each loop unless strides differ. After
-   `budget` of them the answer is yes: such tables are refused. */
+   s is a's step less b's. Steps are taken only where their insides overlap: the engines' caches of 4 million rows take
+   1 to 3. Strides that have nothing in common may need as many steps as there are rows. So after `budget` of them the
+   answer is yes, and such tables are refused. */
 static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budget)
 {
     if (delta >= a.span || -delta >= b.span)
@@ -2665,7 +2667,7 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b)
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
     for (int last = 0; last < 4; last++) { /* bit 0: a's last page, bit 1: b's */
         kvpi_pieces x, y;
-        int budget = 1 << 16;
+        int budget = 1 << 16; /* about 10 ms */
         if (!kvpi_pieces_of(a, last & 1, &x) || !kvpi_pieces_of(b, last >> 1, &y))
             continue;
         const int64_t x_at = last & 1 ? a->rows / a->table.page_rows * a->table.page_stride : 0;
@@ -2948,7 +2950,7 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
     side->host_index = 0, side->scale_heads = 1;
-    side->piece_bytes = 0, side->bytes = 0;
+    side->bytes = 0;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -3122,8 +3124,10 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
 
 static void kvpi_finish_move(kvprim_move *m)
 {
-    if (m->count == 0)
+    if (m->count == 0) {
+        m->dst.piece_bytes = m->src.piece_bytes = 0;
         return;
+    }
     if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
         m->dst.table.format = m->src.table.format = NULL;
     kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
@@ -3429,11 +3433,11 @@ static void kvpi_move_layer(const kvprim_move *m)
 /* Elements that are converted at a time, in local arrays: gcc's -O2 vectorises only loops of a constant length. */
 enum { kvpi_block = 64 };
 
-/* What becomes of an element between the two types. */
+/* What is done with a number between decoding and encoding it. */
 typedef enum kvpi_scaling { kvpi_unscaled, kvpi_divide, kvpi_multiply } kvpi_scaling;
 
-/* n elements; what follows them in a block that is not full is 0. A memcpy of a constant size is no call. */
-KVPRIM_INLINE void kvpi_fill_block(void *block, const char *src, size_t n, size_t bytes)
+/* Copies n elements of `bytes` each into a block, whose rest becomes 0. A memcpy of a constant size is no call. */
+KVPRIM_INLINE void kvpi_read_elements(void *block, const char *src, size_t n, size_t bytes)
 {
     if (n == kvpi_block) {
         memcpy(block, src, kvpi_block * bytes);
@@ -3443,7 +3447,7 @@ KVPRIM_INLINE void kvpi_fill_block(void *block, const char *src, size_t n, size_
     }
 }
 
-KVPRIM_INLINE void kvpi_empty_block(char *dst, const void *block, size_t n, size_t bytes)
+KVPRIM_INLINE void kvpi_write_elements(char *dst, const void *block, size_t n, size_t bytes)
 {
     if (n == kvpi_block)
         memcpy(dst, block, kvpi_block * bytes);
@@ -3457,32 +3461,32 @@ KVPRIM_INLINE void kvpi_load_block(float *x, const char *src, kvprim_dtype from,
     uint16_t h[kvpi_block];
     switch ((int)from) {
     case KVPRIM_F16:
-        kvpi_fill_block(h, src, n, 2);
+        kvpi_read_elements(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_f16(h[i]);
         break;
     case KVPRIM_BF16:
-        kvpi_fill_block(h, src, n, 2);
+        kvpi_read_elements(h, src, n, 2);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_bf16(h[i]);
         break;
     case KVPRIM_F8E4M3:
-        kvpi_fill_block(b, src, n, 1);
+        kvpi_read_elements(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e4m3(b[i]);
         break;
     case KVPRIM_F8E5M2:
-        kvpi_fill_block(b, src, n, 1);
+        kvpi_read_elements(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_e5m2(b[i]);
         break;
     case KVPRIM_INT8:
-        kvpi_fill_block(b, src, n, 1);
+        kvpi_read_elements(b, src, n, 1);
         for (int i = 0; i < kvpi_block; i++)
             x[i] = kvpi_of_int8(b[i]);
         break;
     default:
-        kvpi_fill_block(x, src, n, 4);
+        kvpi_read_elements(x, src, n, 4);
     }
 }
 
@@ -3495,32 +3499,32 @@ KVPRIM_INLINE void kvpi_store_block(char *dst, const float *x, kvprim_dtype to, 
     case KVPRIM_F16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_f16(x[i]);
-        kvpi_empty_block(dst, h, n, 2);
+        kvpi_write_elements(dst, h, n, 2);
         break;
     case KVPRIM_BF16:
         for (int i = 0; i < kvpi_block; i++)
             h[i] = (uint16_t)kvpi_to_bf16(x[i]);
-        kvpi_empty_block(dst, h, n, 2);
+        kvpi_write_elements(dst, h, n, 2);
         break;
     case KVPRIM_F8E4M3:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e4m3(x[i]);
-        kvpi_empty_block(dst, b, n, 1);
+        kvpi_write_elements(dst, b, n, 1);
         break;
     case KVPRIM_F8E5M2:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_e5m2(x[i]);
-        kvpi_empty_block(dst, b, n, 1);
+        kvpi_write_elements(dst, b, n, 1);
         break;
     case KVPRIM_INT8:
         for (int i = 0; i < kvpi_block; i++)
             b[i] = (uint8_t)kvpi_to_int8(x[i]);
-        kvpi_empty_block(dst, b, n, 1);
+        kvpi_write_elements(dst, b, n, 1);
         break;
     default:
         for (int i = 0; i < kvpi_block; i++)
             w[i] = kvpi_to_f32(x[i]);
-        kvpi_empty_block(dst, w, n, 4);
+        kvpi_write_elements(dst, w, n, 4);
     }
 }
 
@@ -3702,7 +3706,8 @@ static char *kvpi_element_at(const kvpi_typed_side *typed, char *row, int64_t e,
     return row + piece * typed->side->table.head_stride + in_piece * typed->bytes;
 }
 
-/* Converts the elements from `first` to `end` - 1. src NULL: they become zeros. */
+/* Converts the elements from `first` to `end` - 1 with one scale. src NULL: they become zeros. Returns how many NaNs
+   there were. */
 static uint32_t kvpi_convert_elements(const kvpi_conversion *c, char *dst, char *src, int64_t first, int64_t end,
                                       float scale)
 {
@@ -3734,6 +3739,7 @@ static float kvpi_compute_scale(const kvpi_conversion *c, char *src, int64_t fir
                            f->scale_power_of_two);
 }
 
+/* `scales`: of the row's first tile, NULL if there are none or none is read. Returns how many NaNs there were. */
 static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src, char *scales)
 {
     uint32_t nans = 0;
@@ -3753,6 +3759,7 @@ static uint32_t kvpi_convert_row(const kvpi_conversion *c, char *dst, char *src,
     return nans;
 }
 
+/* One layer, with the index rule. Only a layer that counts gets `rejected`. */
 static void kvpi_convert_layer(const kvprim_move *m, const kvpi_conversion *c, uint32_t *rejected)
 {
     uint32_t nans = 0;

@@ -33,12 +33,14 @@
            >>impl_move_kernels    all other moves: layers, few multiprocessors, index rule, page arithmetic, zero fill;
                                   short units over the link; device layers and indices of the host
            >>impl_convert_elements  elements in registers: decode, scale, encode
+           >>impl_convert_rows    gather and store of plain rows that convert
            >>impl_unpack_kernels  what a launch holds of fragments or copies, and the kernels that copy them; fragments
                                   whose descriptors the GPU reads
            >>impl_launch          starting kernels and CUDA's own copies, errors, dependent launch, kinds of memory,
                                   what a transfer's memory must be
            >>impl_debug           KVPRIM_DEBUG: can the GPU reach the memory?
            >>impl_row_plan        which kernel of plain rows, and its parameters
+           >>impl_convert_plan    the same for plain rows that convert
            >>impl_move_plan       the same for all other moves, the copy engine, and which plan a call takes
            >>impl_convert_moves   all other moves that convert: kernels and plan
            >>impl_unpack_host     planning and encoding fragments and copies
@@ -55,10 +57,11 @@
        Stream     Calls only enqueue, on the given stream of the current device. A graph may capture them. CUDA may load
                   a kernel's code at its first launch (CUDA_MODULE_LOADING=EAGER: before).
        Threads    Any number of threads may call every function at once.
-       Memory     The GPU reads and writes tables, indices and `rejected`: device memory, managed memory, pinned host
-                  memory that the device can address, or another GPU's memory to which it has peer access or a mapped
-                  window, valid until the work is done. Descriptors are host memory, free to reuse on return.
-       Alignment  Any. Multiples of 16 bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the
+       Memory     The GPU reads and writes tables, indices, scales and counters: device memory, managed memory, pinned
+                  host memory that the device can address, or another GPU's memory to which it has peer access or a
+                  mapped window, valid until the work is done. Descriptors are host memory, free to reuse on return.
+       Alignment  Any, except that elements that convert are aligned as their type, and so are scales. Multiples of 16
+                  bytes (bases, strides, row sizes) are the fastest. Of the bytes around a row, the
                   GPU only reads those in the same aligned 16 bytes, and writes none.
 */
 
@@ -70,7 +73,7 @@
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
    KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 4 s of
-                               nvcc 13.0 and 1.1 MB for each architecture. A call that needs one then returns
+                               nvcc (13.0) and 1.1 MB for each architecture. A call that needs one then returns
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
@@ -111,15 +114,16 @@ typedef struct kvprim_cuda_launch {
    KVPRIM_ERROR_ARGUMENT.
 
    Formats (>>format in kvprim.h): gather, store, transfer and checked moves convert elements in every layout, with the
-   bits that the CPU gives. Formats are host memory, read during the call. The GPU reads and writes scales and adds to
-   `nans` when the work runs, so each replay of a graph takes the scales that memory holds then. Scales and `nans` lie
-   in any of the memories above. Source rows, and scales of a table or head, may be read even if no row moves.
-   The fastest kernels take one launch for a gather, or for a store of K and V together. They need one layer, no
-   max_sms, an index on one side only, and rows, pieces of rows and tiles made of groups of 8 elements (4 of F32) that
-   are aligned to their size; tiles whose scales are computed have at most 2,048 elements. V may have K's types and kind
-   of scale, or, if K's scales are computed, consist of whole aligned words of 16 bytes. All other conversions take a
-   launch each, and 1.1 to 1.8 times as long with many rows of aligned groups of 8; other elements move one by one, at
-   a quarter of that speed. Over PCIe they fill the link, on 8 multiprocessors if max_sms is 0. */
+   bits that the CPU gives, whatever nvcc's options for fast arithmetic are. Formats are host memory and are read during
+   the call. The GPU reads and writes scales, and adds to `nans` atomically, when the work runs. So in a graph,
+   SCALE_TENSOR and SCALE_HEAD have at each replay the scales that memory holds then. Scales of a tensor or head, and
+   source rows, may be read even if no row moves.
+   The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms,
+   if rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size, and
+   computed tiles have at most 2,048 elements. V may have K's types and kind of scale, or, beside K with computed
+   scales, consist of bytes in words of 16. Other conversions take one launch each and, if groups of 8 elements are
+   aligned, 1.1 to 2 times as long; element by element 4 times. If a side of a transfer is pinned host memory and
+   max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -169,9 +173,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_transfer(const kvprim_transf
    layers: K and V of different width, values and their scales. More take several. A move with device layers or
    host_index takes a launch of its own. So does every move of the call if only some of them begin and end at multiples
    of 16 bytes, one of these has 4 MB or more, and max_sms is 0. The moves of a call run in no particular order, so none
-   may touch what another writes; they may share one `rejected`. `moves`, layer arrays, and indices with host_index are
-   host memory, read before the call returns. Only with KVPRIM_DEBUG does it check what memory rows and
-   indices are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
+   may touch what another writes; they may share one `rejected`. `moves`, formats, layer arrays, and indices with
+   host_index are host memory, read before the call returns. Only with KVPRIM_DEBUG does it check what memory rows,
+   indices and scales are. Errors: NULL (moves, with n > 0), ARGUMENT (launch), CUDA. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_move(const kvprim_move *moves, size_t n,
                                                          const kvprim_cuda_launch *launch);
 
@@ -222,7 +226,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
                                                   if it must be skipped by the index rule; 0 <= i < count. If `rejected`
                                                   is not NULL, each call for a row past the table's end adds one to it.
                                                   Of several threads that share a row, let only one pass it.
-       kvprim_device_byte(side, layer, row, byte) the address of byte `byte` of a row. From there on, the bytes
+       kvprim_device_byte(side, layer, row, byte) the address of byte `byte` of a row's elements. From there on, they
                                                   follow each other to the end of the head (of the row, if it has none):
                                                   side.piece_bytes - byte % side.piece_bytes of them.
        kvprim_device_byte_in(side, base, row, byte)
@@ -231,9 +235,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
                                                   kvprim_device_byte returns NULL. On the host, kvprim_side_layer()
                                                   returns the base to pass.
 
-   The caller makes sure that 0 <= row < side.table.rows (as kvprim_device_row returns it), 0 <= byte < row_bytes and
-   0 <= layer < layers of the move. Any thread may call them for any row, and none waits for another. They divide only
-   by heads and by page sizes that are no power of two, with 64 bits only where a row or byte needs them.
+   The caller makes sure that 0 <= row < side.table.rows (as kvprim_device_row returns it), 0 <= layer < layers of the
+   move, and 0 <= byte < side.piece_bytes * side.table.heads, which is row_bytes unless the move converts. Any thread may
+   call them for any row, and none waits for another. They divide only by heads and by page sizes that are no power of
+   two, with 64 bits only where a row or byte needs them.
 
    Copies: kvprim_warp_copy and kvprim_warp_zero, destination first. All 32 threads of a warp call them with the same
    arguments. Any size and any alignment of either side, which must not overlap. Of src they also read, but never write,
@@ -1468,8 +1473,8 @@ KVPRIM_DEVICE kvpc_factor kvpc_times(float factor)
 
 /* x / scale takes two instructions with `high` below 1 / scale and `low` above the rest:
        q = x * high + x * low
-   rounded once, of a number that is larger than x / scale by a factor of 1 + 2^-43 to 1 + 2^-40.5. So q is the correctly
-   rounded quotient except if a midpoint of two fp32 numbers lies that close above x / scale. Such a q may be one unit
+   rounded once, of a number that is larger than x / scale by a factor of 1 + 2^-43 to 1 + 2^-40.5. So q is correctly
+   rounded except if a midpoint of two fp32 numbers lies that close above x / scale. Such a q may be one unit
    of the last place too large.
    That does not matter for x of 11 bits (fp16, bf16), because the type that q is rounded to next does not see it. It
    could only see it if M, a boundary between two numbers of that type, were one of those two fp32 numbers. Let
@@ -1538,9 +1543,9 @@ template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kv
 #endif
 }
 
-/* The scale of a tile whose largest magnitude is `largest`: see >>format. Dividing by the largest value of the type, 7
-   or 127 times a power of two, is exact in three steps, because no quotient is close to a midpoint: it is a multiple of
-   1/127 of half a unit away. Of quotients below 2^-126 only that matters. */
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value is 7 or 127 times a
+   power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one step of
+   correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
 template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
 {
     constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
@@ -4184,7 +4189,8 @@ KVPRIM_DEVICE void kvpc_convert_groups(const params &p, kvpc_stretch<number> &s,
         atomicAdd(how.nans, nans);
 }
 
-/* Spans of any alignment, n elements of a thread at a time, and tiles of any size, in two passes. */
+/* Spans of any alignment, n elements of a thread at a time. Tiles whose scales are computed may have any size, and take
+   two passes: one finds the largest magnitude, the other converts. */
 template <uint32_t n, class params, class number>
 KVPRIM_DEVICE void kvpc_convert_any(const params &p, kvpc_stretch<number> &s, uint32_t lane, uint32_t lanes)
 {
