@@ -694,7 +694,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_trans
 /* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
 
-/* The format of a move's side with all defaults filled in; dtype 0 if its bytes move as they are. */
+/* The format of a side with all defaults filled in; dtype 0 if its bytes move as they are. The count of its move must
+   not be 0. */
 KVPRIM_API kvprim_format kvprim_side_format(const kvprim_side *side);
 
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
@@ -703,7 +704,8 @@ KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 /* >>check ----------------------------------------------------------------------------------------------------------
 
    The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
-   of every table and index that the call uses; with count == 0, a copy. */
+   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: for their
+   defaults see kvprim_side_format(). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);

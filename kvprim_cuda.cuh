@@ -547,6 +547,13 @@ KVPRIM_DEVICE char *kvpc_global(uint64_t address)
     return (char *)__cvta_global_to_generic((size_t)address);
 }
 
+/* An address is ready from here on. Left to itself the compiler makes it when it is used: after the wait for the kernel
+   before, which takes a dependent launch 0.2 us longer (H200). */
+KVPRIM_DEVICE void kvpc_settle(uint64_t address)
+{
+    asm volatile("" ::"l"(address));
+}
+
 /* base + row * stride. In PTX, because the compiler would load base from constant memory after the row's test. */
 KVPRIM_DEVICE uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
@@ -1397,12 +1404,26 @@ static __global__ void __launch_bounds__(kvpc_few_sms_threads)
    options (--use_fast_math) change what C's operators do. What has no instruction takes the functions of kvprim.h. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* PTX knows the 8-bit types from sm_89 on (by CUDA 12.1), and packs two 16-bit types at once from sm_80 on. */
+/* PTX knows the 8-bit types from sm_89 on (by CUDA 12.1), packs two of 16 bits from sm_80 on, and integers
+   from sm_72 on. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
 #define KVPRIM_PTX_F8
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 #define KVPRIM_PTX_F16X2
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 720
+#define KVPRIM_PTX_PACK
+#endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+#define KVPRIM_PTX_XORSIGN
+#endif
+
+/* Keeps code that seldom runs out of the way. */
+#if defined(__GNUC__) || defined(__clang__)
+#define KVPRIM_UNLIKELY(condition) __builtin_expect(condition, 0)
+#else
+#define KVPRIM_UNLIKELY(condition) (condition)
 #endif
 
 KVPRIM_DEVICE float kvpc_mul(float a, float b)
@@ -1504,51 +1525,63 @@ KVPRIM_DEVICE kvpc_factor kvpc_over(float scale, bool f32)
     return f;
 }
 
-#ifdef __CUDA_ARCH__
+/* The steps above, for scales that are usual: see kvpc_is_unusual. */
 template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply_reciprocal(float *x, const kvpc_factor &f)
 {
     for (uint32_t k = 0; k < n; k++) {
+#ifdef __CUDA_ARCH__
         const float q = kvpc_fma(x[k], f.high, kvpc_mul(x[k], f.low));
         const float p = f32 ? kvpc_fma(kvpc_fma(q, f.scale, -x[k]), -f.nearest, q) : q;
         const uint32_t from = 0x36800000, magnitude = kvpi_bits_of(q) & 0x7fffffff; /* 2^-18, to 2^18 */
         x[k] = f32 && magnitude - from < 0x48800000 - from ? p : q;
+#else
+        x[k] = kvpi_quotient(x[k], f.scale);
+#endif
     }
 }
+
+/* 1 for scales that kvpc_apply_reciprocal cannot take, not from 2^-64 to 2^84. */
+KVPRIM_DEVICE uint32_t kvpc_is_unusual(float scale)
+{
+    return kvpi_bits_of(scale) - 0x1f800000 >= 0x69800000 - 0x1f800000;
+}
+
+/* Divides n numbers by a scale of any kind. */
+template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_divide_by_any(float *x, float scale)
+{
+#ifdef __CUDA_ARCH__
+    const uint32_t bits = kvpi_bits_of(scale), magnitude = bits & 0x7fffffff;
+    const uint32_t power = magnitude < 0x1f800000 ? 0x6f800000 : magnitude >= 0x69800000 ? 0x1f800000 : 0x3f800000;
+    const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
+    kvpc_factor f = kvpc_over(kvpc_mul(scale, before), f32);
+    if (magnitude == 0 || magnitude >= 0x7f800000)
+        f.high = f.low = f.nearest = kvpc_near_reciprocal(f.scale); /* infinity, 0, or NaN */
+    for (uint32_t k = 0; k < n; k++)
+        x[k] = kvpc_mul(x[k], before);
+    kvpc_apply_reciprocal<n, f32>(x, f);
+#else
+    for (uint32_t k = 0; k < n; k++)
+        x[k] = kvpi_quotient(x[k], scale);
 #endif
+}
 
 /* Scales n numbers. f32: their type was fp32. */
 template <uint32_t n, bool f32> KVPRIM_DEVICE void kvpc_apply(float *x, const kvpc_factor &f)
 {
-#ifdef __CUDA_ARCH__
-    const uint32_t bits = kvpi_bits_of(f.scale), magnitude = bits & 0x7fffffff;
-    const uint32_t least = 0x1f800000, most = 0x69800000; /* 2^-64, 2^84 */
-    if (!f.divides) {
+    if (!f.divides)
         for (uint32_t k = 0; k < n; k++)
             x[k] = kvpc_mul(x[k], f.high);
-    } else if (bits - least < most - least) {
+    else if (KVPRIM_UNLIKELY(kvpc_is_unusual(f.scale)))
+        kvpc_divide_by_any<n, f32>(x, f.scale);
+    else
         kvpc_apply_reciprocal<n, f32>(x, f);
-    } else {
-        const uint32_t power = magnitude < least ? 0x6f800000 : magnitude >= most ? 0x1f800000 : 0x3f800000;
-        const float before = kvpi_float_of(power | (bits & 0x80000000)); /* 2^96, 2^-64, 1 */
-        kvpc_factor g = kvpc_over(kvpc_mul(f.scale, before), f32);
-        if (magnitude == 0 || magnitude >= 0x7f800000)
-            g.high = g.low = g.nearest = kvpc_near_reciprocal(g.scale); /* infinity, 0, or NaN */
-        for (uint32_t k = 0; k < n; k++)
-            x[k] = kvpc_mul(x[k], before);
-        kvpc_apply_reciprocal<n, f32>(x, g);
-    }
-#else
-    for (uint32_t k = 0; k < n; k++)
-        x[k] = f.divides ? kvpi_quotient(x[k], f.scale) : kvpi_product(x[k], f.scale);
-#endif
 }
 
-/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value is 7 or 127 times a
-   power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one step of
-   correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
-template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
+/* The scale of a tile whose largest magnitude is `largest`: see >>format. The type's largest value, `by`, is 7 or 127
+   times a power of two. Quotients by it lie at least 1/127 of half a unit from the midpoints of fp32 numbers, so one
+   step of correction rounds them correctly. Those below 2^-126 may be wrong: `least` is at least that. */
+KVPRIM_DEVICE float kvpc_tile_scale_by(float largest, float by, float inverse, float least, bool power_of_two)
 {
-    constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
     const uint32_t infinity = 0x7f800000, bits = kvpi_bits_of(largest);
     const float finite = kvpi_float_of(bits < infinity ? bits : infinity - 1);
 #ifdef __CUDA_ARCH__
@@ -1560,6 +1593,12 @@ template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, 
 #endif
     const uint32_t floor = kvpi_bits_of(least), scale = quotient > floor ? quotient : floor;
     return kvpi_float_of(power_of_two ? (scale + 0x7fffff) & infinity : scale);
+}
+
+template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_tile_scale(float largest, float least, bool power_of_two)
+{
+    constexpr float by = type == KVPRIM_F8E4M3 ? 448.0f : type == KVPRIM_F8E5M2 ? 57344.0f : 127.0f, inverse = 1 / by;
+    return kvpc_tile_scale_by(largest, by, inverse, least, power_of_two);
 }
 
 /* Bytes of an element. */
@@ -1613,7 +1652,7 @@ template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_decode_word(float *x, uint3
         x[k] = kvpi_of_element(type, word >> 8 * size * k & mask);
 }
 
-/* The reverse, rounded to the nearest and saturated as >>format says. In INT8 numbers only: see kvpc_clear_nans. */
+/* The reverse, rounded to the nearest and saturated as >>format says. */
 template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float *x)
 {
     uint32_t word = 0;
@@ -1637,15 +1676,14 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
         asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(word) : "f"(x[0]), "f"(x[1]));
     else
 #endif
-#ifdef __CUDA_ARCH__
-        if (type == KVPRIM_INT8) { /* 1.5 * 2^23 + x has the integer in its last bits */
-        float y[4];
+#ifdef KVPRIM_PTX_PACK
+        if (type == KVPRIM_INT8) { /* NaN becomes 0, and -128 is no value */
+        int32_t i[4];
         for (uint32_t k = 0; k < 4; k++)
-            asm("{.reg .f32 a; max.f32 a, %1, 0fC2FE0000; min.f32 a, a, 0f42FE0000; add.rn.f32 %0, a, 0f4B400000;}"
-                : "=f"(y[k])
-                : "f"(x[k]));
-        word = __byte_perm(__byte_perm(kvpi_bits_of(y[0]), kvpi_bits_of(y[1]), 0x40),
-                           __byte_perm(kvpi_bits_of(y[2]), kvpi_bits_of(y[3]), 0x40), 0x5410);
+            asm("{.reg .s32 a; cvt.rni.s32.f32 a, %1; max.s32 %0, a, -127;}" : "=r"(i[k]) : "f"(x[k]));
+        asm("{.reg .b32 h; cvt.pack.sat.s8.s32.b32 h, %4, %3, 0; cvt.pack.sat.s8.s32.b32 %0, %2, %1, h;}"
+            : "=r"(word)
+            : "r"(i[0]), "r"(i[1]), "r"(i[2]), "r"(i[3]));
     } else
 #endif
         for (uint32_t k = 0; k < 4 / kvpc_size(type); k++)
@@ -1653,7 +1691,7 @@ template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_encode_word(const float
     return word;
 }
 
-/* INT8 has no NaN: makes 0 of each, and returns how many there were. The test of all by one sum is true also for sums
+/* Makes 0 of each NaN, as INT8 does, and returns how many there were. The test of all by one sum is true also for sums
    of infinities. */
 template <uint32_t n> KVPRIM_DEVICE uint32_t kvpc_clear_nans(float *x)
 {
@@ -1682,289 +1720,352 @@ template <kvprim_dtype type, uint32_t n> KVPRIM_DEVICE void kvpc_encode(uint32_t
     for (uint32_t w = 0; w < n / in_word; w++)
         words[w] = kvpc_encode_word<type>(x + w * in_word);
 }
+
+/* The larger magnitudes of two words, element by element, with any signs; NaN does not count beside a number. */
+template <kvprim_dtype type> KVPRIM_DEVICE uint32_t kvpc_most(uint32_t a, uint32_t b)
+{
+    uint32_t most = 0;
+#ifdef KVPRIM_PTX_XORSIGN
+    if (type == KVPRIM_BF16)
+        asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else if (type == KVPRIM_F16)
+        asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+    else
+#endif
+        if (type == KVPRIM_F32)
+        most = kvpi_bits_of(kvpc_max_magnitude(kvpc_max_magnitude(0, kvpi_float_of(a)), kvpi_float_of(b)));
+    else
+        for (uint32_t shift = 0; shift < 32; shift += 16) {
+            const uint32_t infinity = type == KVPRIM_F16 ? 0x7c00 : 0x7f80;
+            const uint32_t x = a >> shift & 0x7fff, y = b >> shift & 0x7fff;
+            const uint32_t left = x > infinity ? 0 : x, right = y > infinity ? 0 : y;
+            most |= (left > right ? left : right) << shift;
+        }
+    return most;
+}
+
+/* The largest of them. */
+template <kvprim_dtype type> KVPRIM_DEVICE float kvpc_most_of(uint32_t most)
+{
+    float x[2] = {0, 0};
+    kvpc_decode_word<type>(x, most);
+    return kvpc_max_magnitude(kvpc_max_magnitude(0, x[0]), x[1]);
+}
 #endif
 
 /* >>impl_convert_rows ------------------------------------------------------------------------------------------------
 
-   Stores and gathers that convert plain rows (see kvpc_is_plain), quantised on the indexed side. A unit is a 16-byte
-   word of the side of fp32, fp16 or bf16: 4 or 8 elements, and as many bytes of the quantised side. */
+   Stores and gathers that convert plain rows (see kvpc_is_plain), where the indexed side is quantised. A unit is a
+   16-byte word of the side of fp32, fp16 or bf16: 4 or 8 elements, which take as many bytes on the quantised side. */
 #ifndef KVPRIM_NO_CONVERT
 
-/* Where scales lie: see kvpc_ends and kvpc_steps. */
-typedef struct kvpc_scales {
-    uint64_t first;        /* 0: there are none, all are 1 */
-    uint32_t tile;         /* bytes from one tile's or head's to the next */
-    uint32_t magic, shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
-    uint32_t row, page;
-} kvpc_scales;
+/* K, V, or a half of the units of K's rows. */
+typedef struct kvpc_route {
+    uint64_t src, dst;
+    uint64_t scales; /* of the first unit's tile; 0: there are none, all are 1 */
+    uint32_t src_stride, dst_stride;
+    uint32_t page, head;            /* see kvpc_steps */
+    uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
+    uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
+    uint32_t unit;                  /* the number of the first unit in the row */
+} kvpc_route;
 
-/* Each block_rows rows take `threads` threads, in one block or in several: k_threads for K, the others for V. Each
-   thread takes some units of one row. */
 typedef struct kvpc_convert {
-    kvpc_plain plain; /* row_threads, row_magic and block_rows of K; heads are counted in units */
-    uint32_t threads, k_threads;
-    uint32_t v_row_threads, v_row_magic;
-    uint32_t units[2]; /* of a row */
-    kvpc_scales scales[2];
-    uint32_t divides; /* 0: elements are multiplied by their scale */
-    uint32_t e8m0;    /* scales are bytes */
+    kvpc_plain plain; /* heads are counted in units; row_bytes, pair and step are not used */
+    kvpc_route route[2];
+    uint32_t units;                  /* of a route */
+    uint32_t tile_magic, tile_shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
+    uint32_t divides;                /* 0: elements are multiplied by their scale, or by its reciprocal */
+    uint32_t e5m2, e8m0;             /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
+    uint32_t span, scale_span; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
 } kvpc_convert;
 
-/* The same with scales that the kernel computes. */
+/* Stores that compute scales. Each block_rows rows take k_threads threads for K, tile_lanes for each tile, and, where
+   V's words are only copied, as many more as these. Other blocks move V if it has tiles, too. */
 typedef struct kvpc_convert_tiles : kvpc_convert {
-    uint32_t tile_units;
-    uint32_t tile_lanes; /* threads of a tile: a power of two, up to 32 */
-    uint32_t lanes_shift;
-    uint32_t copies_v; /* V has no tiles, and 16 bytes of a unit on either side */
+    uint32_t k_threads, v_magic, v_words;         /* v_magic: as row_magic */
+    uint32_t tile_units, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
     uint32_t power_of_two;
-    float least;
+    float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
-/* What a thread works on: units lane, lane + step, ... of row i of K or V. */
-typedef struct kvpc_share {
-    bool v;
-    uint32_t i, lane, step;
-} kvpc_share;
-
-/* Returns whether there is such a row. */
-KVPRIM_DEVICE bool kvpc_find_share(const kvpc_convert &p, kvpc_share *s)
+/* kvpc_find_row, of an index whose address is known. */
+KVPRIM_DEVICE kvpc_index kvpc_find_row_at(const kvpc_plain &p, uint64_t at)
 {
-    const uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
-    const uint32_t group = blockIdx.z * kvpc_grid_rows + blockIdx.y;
-    s->v = thread >= p.k_threads;
-    s->step = s->v ? p.v_row_threads : p.plain.row_threads;
-    const uint32_t of_pair = s->v ? thread - p.k_threads : thread;
-    const uint32_t in_group = of_pair * (s->v ? p.v_row_magic : p.plain.row_magic) >> 16;
-    s->lane = of_pair - in_group * s->step;
-    s->i = group * p.plain.block_rows + in_group;
-    return thread < p.threads && s->i < p.plain.count;
+    kvpc_index x = {kvpc_load_i32(at), 0, 0, false};
+    if (p.index_is_i64)
+        x.high = kvpc_load_i32(at + 4);
+    x.row = (uint32_t)x.low - p.base;
+    x.inside = x.row < p.rows && x.high == 0;
+    return x;
 }
 
-/* The address of a unit of row `row` of the indexed table, where a unit has `bytes` bytes. */
-KVPRIM_DEVICE uint64_t kvpc_unit_at(const kvpc_plain &p, bool v, uint64_t row_at, uint32_t unit, uint32_t bytes)
+KVPRIM_DEVICE uint32_t kvpc_page_of(const kvpc_plain &p, uint32_t row)
 {
-    const uint32_t head = __umulhi(2 * unit, p.head_magic) >> p.head_shift;
-    return kvpc_row_at(row_at + unit * bytes, head, v ? p.step[1].head : p.step[0].head);
+    return __umulhi(2 * row, p.page_magic) >> p.page_shift;
 }
 
-KVPRIM_DEVICE uint64_t kvpc_indexed_at(const kvpc_plain &p, bool v, uint64_t base, uint32_t stride, uint32_t row)
+/* Bytes from a row's start to the head that a unit lies in, beyond what its number says. */
+KVPRIM_DEVICE uint64_t kvpc_head_at(const kvpc_plain &p, const kvpc_route &s, uint64_t at, uint32_t unit)
 {
-    const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
-    return kvpc_row_at(kvpc_row_at(base, row, stride), page, v ? p.step[1].page : p.step[0].page);
+    return kvpc_row_at(at, __umulhi(2 * (unit + s.unit), p.head_magic) >> p.head_shift, s.head);
 }
 
-/* The address of the scale of a unit's tile. */
-KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_scales &s, uint32_t unit)
+/* The address of the scale of a unit's tile, in a row whose scales begin at `row`. */
+KVPRIM_DEVICE uint64_t kvpc_scale_at(const kvpc_convert &p, const kvpc_route &s, uint64_t row, uint32_t unit)
 {
-    return kvpc_row_at(s.first, __umulhi(2 * unit, s.magic) >> s.shift, s.tile);
+    return kvpc_row_at(row, __umulhi(2 * (unit + s.unit), p.tile_magic) >> p.tile_shift, s.tile);
 }
 
-/* ... of row `row` of the indexed table. */
-KVPRIM_DEVICE uint64_t kvpc_scales_of(const kvpc_plain &p, const kvpc_scales &s, uint32_t row)
+KVPRIM_DEVICE float kvpc_load_scale(uint64_t address, bool e8m0)
 {
-    const uint32_t page = __umulhi(2 * row, p.page_magic) >> p.page_shift;
-    return kvpc_row_at(kvpc_row_at(s.first, row, s.row), page, s.page);
+    return e8m0 ? kvpi_of_e8m0(kvpc_load_u8(address)) : kvpc_load_f32(address);
 }
 
-/* The words of an element's side of a unit. */
-template <kvprim_dtype type> KVPRIM_DEVICE void kvpc_store_unit(uint64_t to, const uint32_t *words, uint32_t count)
+/* Scales, rounds and stores units, each with a scale of its own or all with one: all steps of one unit beside those
+   of the others. If !p.divides, they are multiplied by their own scale, or by the reciprocal of the one. */
+template <kvprim_dtype from, bool int8, uint32_t units, bool own_scale>
+KVPRIM_DEVICE void kvpc_store_units(const kvpc_convert &p, const uint64_t *dst, const uint4 *v, const float *scale,
+                                    uint32_t power_of_two, const bool *stores)
 {
-    if (count == 2)
-        kvpc_store8(to, uint2{words[0], words[1]});
+    const uint32_t n = 16 / kvpc_size(from);
+    const bool f32 = from == KVPRIM_F32;
+    uint32_t unusual = p.divides == 0;
+    float e[units][n];
+    uint32_t out[units][n / 4];
+    for (uint32_t m = 0; m < units; m++) {
+        const uint32_t in[4] = {v[m].x, v[m].y, v[m].z, v[m].w};
+        kvpc_decode<from, n>(e[m], in);
+    }
+    for (uint32_t m = 0; m < (own_scale ? units : 1); m++)
+        unusual |= kvpc_is_unusual(scale[m]);
+    if (KVPRIM_UNLIKELY(unusual != 0))
+        for (uint32_t m = 0; m < units; m++)
+            if (!p.divides) {
+                const float one = scale[own_scale ? m : 0];
+                const float times = own_scale      ? one
+                                    : power_of_two ? kvpi_float_of(0x7f000000 - kvpi_bits_of(one))
+                                                   : kvpc_reciprocal(one);
+                for (uint32_t k = 0; k < n; k++)
+                    e[m][k] = kvpc_mul(e[m][k], times);
+            } else
+                kvpc_divide_by_any<n, f32>(e[m], scale[own_scale ? m : 0]);
     else
-        *(uint32_t *)kvpc_global(to) = words[0];
+        for (uint32_t m = 0; m < units; m++)
+            kvpc_apply_reciprocal<n, f32>(e[m], kvpc_over(scale[own_scale ? m : 0], f32));
+    if (int8 && p.nans) {
+        uint32_t nans = 0;
+        for (uint32_t m = 0; m < units; m++)
+            if (stores[m])
+                nans += kvpc_clear_nans<n>(e[m]);
+        if (nans)
+            atomicAdd(p.nans, nans);
+    }
+    if (int8)
+        for (uint32_t m = 0; m < units; m++)
+            kvpc_encode<KVPRIM_INT8, n>(out[m], e[m]);
+    else if (KVPRIM_UNLIKELY(p.e5m2 != 0))
+        for (uint32_t m = 0; m < units; m++)
+            kvpc_encode<KVPRIM_F8E5M2, n>(out[m], e[m]);
+    else
+        for (uint32_t m = 0; m < units; m++)
+            kvpc_encode<KVPRIM_F8E4M3, n>(out[m], e[m]);
+    for (uint32_t m = 0; m < units; m++)
+        if (stores[m] && n == 8)
+            kvpc_store8(dst[m], uint2{out[m][0], out[m][n / 4 - 1]});
+        else if (stores[m])
+            *(uint32_t *)kvpc_global(dst[m]) = out[m][0];
 }
 
-/* Stores rows with scales that are given, or none. */
-template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+/* Stores rows whose scales are given, or none. Each thread moves a unit of each of `routes` routes. */
+template <kvprim_dtype from, bool int8, uint32_t routes>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_store_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
     const uint32_t n = 16 / kvpc_size(from);
-    kvpc_share s;
+    uint32_t i, at;
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    if (!kvpc_find_share(p, &s))
+    if (!kvpc_find_thread(p.plain, true, 1, &i, &at) || at >= 16 * p.units)
         return;
-    if (p.plain.pdl)
+    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    uint64_t src[routes], scale_at[routes];
+    kvpc_settle(index_at);
+    for (uint32_t m = 0; m < routes; m++) {
+        src[m] = kvpc_row_at(p.route[m].src + at, i, p.route[m].src_stride);
+        scale_at[m] = kvpc_scale_at(p, p.route[m], p.route[m].scales, at / 16);
+        kvpc_settle(src[m]), kvpc_settle(scale_at[m]);
+    }
+    if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
-    const uint64_t src_base = s.v ? p.plain.pair[1].src : p.plain.pair[0].src;
-    const uint32_t src_stride = s.v ? p.plain.pair[1].src_stride : p.plain.pair[0].src_stride;
-    const uint32_t units = s.v ? p.units[1] : p.units[0];
-    const uint64_t src = kvpc_row_at(src_base + 16 * s.lane, s.i, src_stride);
-    uint4 v[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        v[k] = uint4{0, 0, 0, 0};
-        if (loads == 1 || s.lane + k * s.step < units)
-            v[k] = kvpc_load16(src + 16 * k * s.step);
-    }
-    const uint64_t scales = s.v ? p.scales[1].first : p.scales[0].first;
-    const uint32_t scale_step = s.v ? p.scales[1].tile : p.scales[0].tile;
-    float scale[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t unit = s.lane + k * s.step;
-        const uint32_t tile = __umulhi(2 * unit, p.scales[0].magic) >> p.scales[0].shift;
-        scale[k] = 1;
-        if (scales)
-            scale[k] = kvpc_load_f32(kvpc_row_at(scales, tile, scale_step));
-    }
-    if (p.plain.pdl == kvpc_trigger_late)
+    if (p.plain.pdl == kvpc_trigger_late) /* after the loads it would be compiled to wait for them */
         kvpc_pdl_trigger();
-    const kvpc_index x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
-    const uint64_t dst_base = s.v ? p.plain.pair[1].dst : p.plain.pair[0].dst;
-    const uint32_t dst_stride = s.v ? p.plain.pair[1].dst_stride : p.plain.pair[0].dst_stride;
-    const uint64_t dst = kvpc_indexed_at(p.plain, s.v, dst_base, dst_stride, x.row);
-    for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t unit = s.lane + k * s.step, in[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
-        const kvpc_factor f = p.divides ? kvpc_over(scale[k], from == KVPRIM_F32) : kvpc_times(scale[k]);
-        float e[n];
-        uint32_t out[n / 4];
-        kvpc_decode<from, n>(e, in);
-        kvpc_apply<n, from == KVPRIM_F32>(e, f);
-        const uint32_t nans = to == KVPRIM_INT8 ? kvpc_clear_nans<n>(e) : 0;
-        kvpc_encode<to, n>(out, e);
-        if (x.inside && (loads == 1 || unit < units)) {
-            kvpc_store_unit<to>(kvpc_unit_at(p.plain, s.v, dst, unit, n), out, n / 4);
-            if (to == KVPRIM_INT8 && nans && p.nans)
-                atomicAdd(p.nans, nans);
-        }
+    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    uint4 v[routes];
+    float scale[routes];
+    for (uint32_t m = 0; m < routes; m++)
+        v[m] = kvpc_load16(src[m]);
+    for (uint32_t m = 0; m < routes; m++) {
+        scale[m] = 1;
+        if (p.route[m].scales)
+            scale[m] = kvpc_load_f32(scale_at[m]);
     }
-    if (!x.inside && s.lane == 0 && !s.v)
+    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    uint64_t dst[routes];
+    bool stores[routes];
+    for (uint32_t m = 0; m < routes; m++) {
+        const kvpc_route &s = p.route[m];
+        const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
+        if (p.span && x.inside && at == 0)
+            kvpc_fetch_edges(row, p.span);
+        dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * n, at / 16);
+        stores[m] = x.inside;
+    }
+    kvpc_store_units<from, int8, routes, true>(p, dst, v, scale, 0, stores);
+    if (!x.inside && at == 0)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Gathers rows. */
-template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+/* Gathers rows. Each thread moves a unit, and with `loads` 2 another one row_threads further, if there is one. */
+template <bool int8, kvprim_dtype to, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_gather_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert KVPRIM_IN_PLACE p)
 {
     const uint32_t n = 16 / kvpc_size(to);
-    kvpc_share s;
-    if (!kvpc_find_share(p, &s))
+    const kvpc_route &s = p.route[0];
+    uint32_t i, at;
+    if (!kvpc_find_thread(p.plain, true, loads, &i, &at))
         return;
-    if (p.plain.pdl)
+    const uint32_t first = at / 16, step = p.plain.row_threads;
+    const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
+    const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
+    kvpc_settle(index_at), kvpc_settle(dst);
+    if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
-    const kvpc_index x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
-    const uint64_t src = kvpc_indexed_at(p.plain, false, p.plain.pair[0].src, p.plain.pair[0].src_stride, x.row);
-    const uint64_t dst = kvpc_row_at(p.plain.pair[0].dst + 16 * s.lane, s.i, p.plain.pair[0].dst_stride);
-    kvpc_scales scales = p.scales[0];
-    scales.first = kvpc_scales_of(p.plain, scales, x.row);
-    uint2 v[loads];
+    const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
     float scale[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t unit = s.lane + k * s.step;
-        v[k] = uint2{0, 0};
+    uint2 v[loads];
+    for (uint32_t k = 0; k < loads; k++)
         scale[k] = 1;
-        if (x.inside && (loads == 1 || unit < p.units[0])) {
-            const uint64_t at = kvpc_unit_at(p.plain, false, src, unit, n);
-            if (n == 8)
-                v[k] = kvpc_load8(at);
-            else
-                v[k].x = (uint32_t)kvpc_load_i32(at);
-        }
+    if (s.scales && !s.scale_row)
+        for (uint32_t k = 0; k < loads; k++)
+            if (first + k * step < p.units)
+                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, s.scales, first + k * step), p.e8m0 != 0);
+    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
+    for (uint32_t k = 0; k < loads; k++) {
+        const uint32_t unit = first + k * step;
+        const uint64_t from = kvpc_head_at(p.plain, s, src + unit * n, unit);
+        v[k] = uint2{0, 0};
+        if (x.inside && unit < p.units && n == 8)
+            v[k] = kvpc_load8(from);
+        else if (x.inside && unit < p.units)
+            v[k].x = (uint32_t)kvpc_load_i32(from);
     }
-    if (p.scales[0].first)
-        for (uint32_t k = 0; k < loads; k++) {
-            const uint32_t unit = s.lane + k * s.step;
-            if (x.inside && (loads == 1 || unit < p.units[0])) {
-                const uint64_t at = kvpc_scale_at(scales, unit);
-                scale[k] = p.e8m0 ? kvpi_of_e8m0(kvpc_load_u8(at)) : kvpc_load_f32(at);
-            }
-        }
-    if (p.plain.pdl)
+    if (s.scale_row && x.inside) {
+        const uint64_t row = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
+        for (uint32_t k = 0; k < loads; k++)
+            if (first + k * step < p.units)
+                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, row, first + k * step), p.e8m0 != 0);
+    }
+    if (p.plain.pdl != kvpc_alone && loads == 1)
         kvpc_pdl_trigger();
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t in[2] = {v[k].x, v[k].y};
         float e[n];
         uint32_t out[4];
-        kvpc_decode<from, n>(e, in);
+        if (int8)
+            kvpc_decode<KVPRIM_INT8, n>(e, in);
+        else if (p.e5m2)
+            kvpc_decode<KVPRIM_F8E5M2, n>(e, in);
+        else
+            kvpc_decode<KVPRIM_F8E4M3, n>(e, in);
         for (uint32_t j = 0; j < n; j++)
-            e[j] = kvpc_mul(e[j], scale[k]);
+            e[j] = kvpc_mul(e[j], x.inside ? scale[k] : 1);
         kvpc_encode<to, n>(out, e);
-        if (loads == 1 || s.lane + k * s.step < p.units[0])
-            kvpc_store16(dst + 16 * k * s.step, uint4{out[0], out[1], out[2], out[3]});
+        if (first + k * step < p.units)
+            kvpc_store16(dst + 16 * k * step, uint4{out[0], out[1], out[2], out[3]});
     }
-    if (!x.inside && s.lane == 0)
+    if (p.plain.pdl != kvpc_alone && loads > 1)
+        kvpc_pdl_trigger();
+    if (!x.inside && at == 0)
         kvpc_count_rejected(p.plain, x);
 }
 
-/* Stores rows, and the scales that it computes. tile_lanes threads share a tile: thread g of them takes its units g,
-   g + tile_lanes, ... No thread leaves before the shuffles. */
-template <kvprim_dtype from, kvprim_dtype to, uint32_t loads>
+/* Stores rows, and the scales that it computes. Thread g of a tile takes its units g, g + tile_lanes, ... Threads of V
+   that copy take a word each. No thread leaves before the shuffles, where all of a warp meet. */
+template <kvprim_dtype from, bool int8, uint32_t loads>
 static __global__ void __launch_bounds__(kvpc_most_threads)
     kvpc_convert_tiles_kernel(const KVPRIM_GRID_CONSTANT kvpc_convert_tiles KVPRIM_IN_PLACE p)
 {
     const uint32_t n = 16 / kvpc_size(from);
-    kvpc_share s;
     if (p.plain.pdl == kvpc_trigger_first)
         kvpc_pdl_trigger();
-    const bool any = kvpc_find_share(p, &s);
-    if (p.plain.pdl)
+    const bool copies = threadIdx.x >= p.k_threads, exact = loads < 8; /* a tile is tile_lanes * loads units */
+    const uint32_t thread = copies ? threadIdx.x - p.k_threads : threadIdx.x;
+    const uint32_t in_group = thread * (copies ? p.v_magic : p.plain.row_magic) >> 16;
+    const uint32_t lane = thread - in_group * (copies ? p.v_words : p.plain.row_threads);
+    const uint32_t i = (blockIdx.z * kvpc_grid_rows + blockIdx.y) * p.plain.block_rows + in_group;
+    const uint32_t tile = lane >> p.lanes_shift, in_tile = lane & (p.tile_lanes - 1);
+    const uint32_t first = copies ? lane : tile * p.tile_units + in_tile;
+    const bool any = i < p.plain.count && in_group < p.plain.block_rows;
+    const kvpc_route &s = p.route[copies || blockIdx.x];
+    const uint64_t index_at = kvpc_row_at(p.plain.index, any ? i : 0, p.plain.index_step);
+    const uint64_t src = kvpc_row_at(s.src + 16 * first, i, s.src_stride);
+    kvpc_settle(index_at), kvpc_settle(src);
+    if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
-    const bool copies = s.v && p.copies_v;
-    const uint64_t src_base = s.v ? p.plain.pair[1].src : p.plain.pair[0].src;
-    const uint32_t src_stride = s.v ? p.plain.pair[1].src_stride : p.plain.pair[0].src_stride;
-    const uint32_t tile = s.lane >> p.lanes_shift;
-    const uint32_t first = copies ? s.lane : (s.lane & (p.tile_lanes - 1)) + tile * p.tile_units; /* units */
-    const uint32_t step = copies ? s.step : p.tile_lanes;
-    const uint32_t end = copies ? p.units[1] : (tile + 1) * p.tile_units;
-    const uint64_t src = kvpc_row_at(src_base + 16 * first, s.i, src_stride);
-    uint4 v[loads];
-    for (uint32_t k = 0; k < loads; k++) {
-        v[k] = uint4{0, 0, 0, 0};
-        if (any && first + k * step < end)
-            v[k] = kvpc_load16(src + 16 * k * step);
-    }
     if (p.plain.pdl == kvpc_trigger_late)
         kvpc_pdl_trigger();
-    kvpc_index x = {0, 0, 0, false};
-    if (any)
-        x = kvpc_find_row(p.plain, s.i, p.plain.index_is_i64);
-    const uint64_t dst_base = s.v ? p.plain.pair[1].dst : p.plain.pair[0].dst;
-    const uint32_t dst_stride = s.v ? p.plain.pair[1].dst_stride : p.plain.pair[0].dst_stride;
-    const uint64_t dst = kvpc_indexed_at(p.plain, s.v, dst_base, dst_stride, x.row);
-    float e[loads][n], largest = 0;
+    kvpc_index x = kvpc_find_row_at(p.plain, index_at);
+    x.inside = x.inside && any;
+    uint4 v[loads];
+    bool has[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        const uint32_t in[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
-        kvpc_decode<from, n>(e[k], in);
-        for (uint32_t j = 0; j < n; j++)
-            largest = kvpc_max_magnitude(largest, e[k][j]);
+        has[k] = any && (copies ? k == 0 : exact || in_tile + k * p.tile_lanes < p.tile_units);
+        v[k] = uint4{0, 0, 0, 0};
+        if (has[k])
+            v[k] = kvpc_load16(src + 16 * k * p.tile_lanes);
     }
+    const uint32_t page = kvpc_page_of(p.plain, x.row);
+    const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
+    const uint64_t scales = kvpc_row_at(kvpc_row_at(s.scales, x.row, s.scale_row), page, s.scale_page);
+    const uint64_t dst = copies ? row + 16 * first : kvpc_head_at(p.plain, s, row + n * first, first);
+    const uint64_t scale_at = kvpc_row_at(scales, tile, s.tile);
+    kvpc_settle(dst), kvpc_settle(scale_at);
+    uint32_t most = 0;
+    for (uint32_t k = 0; k < loads; k++)
+        most = kvpc_most<from>(most, kvpc_most<from>(kvpc_most<from>(v[k].x, v[k].y), kvpc_most<from>(v[k].z, v[k].w)));
     for (uint32_t distance = p.tile_lanes / 2; distance > 0; distance /= 2)
-        largest = kvpc_max_magnitude(largest, kvpi_float_of(kvpc_shuffle_xor(kvpi_bits_of(largest), distance)));
-    if (!x.inside) {
-        if (any && s.lane == 0 && !s.v)
-            kvpc_count_rejected(p.plain, x);
-        return;
-    }
+        most = kvpc_most<from>(most, kvpc_shuffle_xor(most, distance));
     if (copies) {
-        for (uint32_t k = 0; k < loads; k++)
-            if (first + k * step < end)
-                kvpc_store16(kvpc_unit_at(p.plain, true, dst, first + k * step, 16), v[k]);
+        if (x.inside)
+            kvpc_store16(dst, v[0]);
         return;
     }
-    const float scale = kvpc_tile_scale<to>(largest, p.least, p.power_of_two != 0);
-    const kvpc_factor f = p.divides ? kvpc_over(scale, from == KVPRIM_F32) : kvpc_times(kvpc_reciprocal(scale));
-    kvpc_apply<loads * n, from == KVPRIM_F32>(e[0], f);
+    if (KVPRIM_UNLIKELY((p.span || p.scale_span) && x.inside && lane == 0)) {
+        if (p.span)
+            kvpc_fetch_edges(row, p.span);
+        if (p.scale_span)
+            kvpc_fetch_edges(scales, p.scale_span);
+    }
+    const float scale =
+        kvpc_tile_scale_by(kvpc_most_of<from>(most), p.largest, p.inverse, p.least, p.power_of_two != 0);
+    uint64_t to[loads];
     for (uint32_t k = 0; k < loads; k++) {
-        uint32_t out[n / 4];
-        const uint32_t nans = to == KVPRIM_INT8 ? kvpc_clear_nans<n>(e[k]) : 0;
-        kvpc_encode<to, n>(out, e[k]);
-        if (first + k * step < end) {
-            kvpc_store_unit<to>(kvpc_unit_at(p.plain, s.v, dst, first + k * step, n), out, n / 4);
-            if (to == KVPRIM_INT8 && nans && p.nans)
-                atomicAdd(p.nans, nans);
-        }
+        to[k] = dst + n * k * p.tile_lanes;
+        has[k] = has[k] && x.inside;
     }
-    if ((s.lane & (p.tile_lanes - 1)) == 0) {
-        const kvpc_scales scales = s.v ? p.scales[1] : p.scales[0];
-        const uint64_t at = kvpc_row_at(kvpc_scales_of(p.plain, scales, x.row), tile, scales.tile);
+    kvpc_store_units<from, int8, loads, false>(p, to, v, &scale, p.power_of_two, has);
+    if (x.inside && in_tile == 0) {
         if (p.e8m0)
-            *(uint8_t *)kvpc_global(at) = (uint8_t)kvpi_to_e8m0(scale);
+            *(uint8_t *)kvpc_global(scale_at) = (uint8_t)kvpi_to_e8m0(scale);
         else
-            *(float *)kvpc_global(at) = scale;
+            *(float *)kvpc_global(scale_at) = scale;
     }
+    if (any && !x.inside && lane == 0 && blockIdx.x == 0)
+        kvpc_count_rejected(p.plain, x);
 }
 #endif
 
@@ -2996,250 +3097,281 @@ static kvprim_status kvpc_run_plain(const kvpc_call *call, const kvprim_move *mo
                     : kvpc_run_store<2>(call, &p, paged, tails && !paged);
 }
 
-/* >>impl_convert_plan ------------------------------------------------------------------------------------------------ */
+/* >>impl_convert_plan ---------------------------------------------------------------------------------------------- */
 #ifndef KVPRIM_NO_CONVERT
 
-#define KVPC_LOADS 2
-#define KVPC_GATHER_LOADS 2
-typedef void (*kvpc_plain_convert_kernel)(const kvpc_convert KVPRIM_IN_PLACE);
-typedef void (*kvpc_convert_tiles_of)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
+typedef void (*kvpc_plain_convert)(const kvpc_convert KVPRIM_IN_PLACE);
+typedef void (*kvpc_tiles_convert)(const kvpc_convert_tiles KVPRIM_IN_PLACE);
 
-enum { kvpc_float_types = 3, kvpc_quantised_types = 3 };
-
-static int kvpc_float_number(kvprim_dtype type)
+template <bool int8, uint32_t routes> static kvpc_plain_convert kvpc_convert_store_of(kvprim_dtype from)
 {
-    return type == KVPRIM_BF16 ? 0 : type == KVPRIM_F16 ? 1 : type == KVPRIM_F32 ? 2 : -1;
+    return from == KVPRIM_BF16  ? kvpc_convert_store_kernel<KVPRIM_BF16, int8, routes>
+           : from == KVPRIM_F16 ? kvpc_convert_store_kernel<KVPRIM_F16, int8, routes>
+                                : kvpc_convert_store_kernel<KVPRIM_F32, int8, routes>;
 }
 
-static int kvpc_quantised_number(kvprim_dtype type)
+template <bool int8, uint32_t loads> static kvpc_plain_convert kvpc_convert_gather_of(kvprim_dtype to)
 {
-    return type == KVPRIM_F8E4M3 ? 0 : type == KVPRIM_F8E5M2 ? 1 : type == KVPRIM_INT8 ? 2 : -1;
+    return to == KVPRIM_BF16  ? kvpc_convert_gather_kernel<int8, KVPRIM_BF16, loads>
+           : to == KVPRIM_F16 ? kvpc_convert_gather_kernel<int8, KVPRIM_F16, loads>
+                              : kvpc_convert_gather_kernel<int8, KVPRIM_F32, loads>;
 }
 
-template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_from(int to)
+template <bool int8, uint32_t loads> static kvpc_tiles_convert kvpc_convert_tiles_of(kvprim_dtype from)
 {
-    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_store_kernel<type, KVPRIM_F8E4M3, loads>,
-                                                        kvpc_convert_store_kernel<type, KVPRIM_F8E5M2, loads>,
-                                                        kvpc_convert_store_kernel<type, KVPRIM_INT8, loads>};
-    return kernels[to];
+    return from == KVPRIM_BF16  ? kvpc_convert_tiles_kernel<KVPRIM_BF16, int8, loads>
+           : from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, int8, loads>
+                                : kvpc_convert_tiles_kernel<KVPRIM_F32, int8, loads>;
 }
 
-template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_store_of(int from, int to)
+/* Elements of a unit, whose side has this type. */
+static int64_t kvpc_unit_elements(kvprim_dtype type)
 {
-    return from == 0   ? kvpc_convert_store_from<KVPRIM_BF16, loads>(to)
-           : from == 1 ? kvpc_convert_store_from<KVPRIM_F16, loads>(to)
-                       : kvpc_convert_store_from<KVPRIM_F32, loads>(to);
+    return type == KVPRIM_F32 ? 4 : 8;
 }
 
-template <kvprim_dtype type, uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_to(int from)
-{
-    static const kvpc_plain_convert_kernel kernels[] = {kvpc_convert_gather_kernel<KVPRIM_F8E4M3, type, loads>,
-                                                        kvpc_convert_gather_kernel<KVPRIM_F8E5M2, type, loads>,
-                                                        kvpc_convert_gather_kernel<KVPRIM_INT8, type, loads>};
-    return kernels[from];
-}
-
-template <uint32_t loads> static kvpc_plain_convert_kernel kvpc_convert_gather_of(int from, int to)
-{
-    return to == 0   ? kvpc_convert_gather_to<KVPRIM_BF16, loads>(from)
-           : to == 1 ? kvpc_convert_gather_to<KVPRIM_F16, loads>(from)
-                     : kvpc_convert_gather_to<KVPRIM_F32, loads>(from);
-}
-
-template <kvprim_dtype type, uint32_t loads> static kvpc_convert_tiles_of kvpc_convert_tiles_from(int to)
-{
-    static const kvpc_convert_tiles_of kernels[] = {kvpc_convert_tiles_kernel<type, KVPRIM_F8E4M3, loads>,
-                                                    kvpc_convert_tiles_kernel<type, KVPRIM_F8E5M2, loads>,
-                                                    kvpc_convert_tiles_kernel<type, KVPRIM_INT8, loads>};
-    return kernels[to];
-}
-
-template <uint32_t loads> static kvpc_convert_tiles_of kvpc_convert_tiles_by(int from, int to)
-{
-    return from == 0   ? kvpc_convert_tiles_from<KVPRIM_BF16, loads>(to)
-           : from == 1 ? kvpc_convert_tiles_from<KVPRIM_F16, loads>(to)
-                       : kvpc_convert_tiles_from<KVPRIM_F32, loads>(to);
-}
-
-static bool kvpc_converts(const kvprim_move *m)
-{
-    return m->dst.table.format != NULL;
-}
-
-/* Whether a side's places are multiples of `word`. */
-static bool kvpc_is_aligned_side(const kvprim_side *side, uint64_t word)
+/* Whether all places of a side's rows are multiples of `word`. */
+static bool kvpc_is_made_of(const kvprim_side *side, int64_t word)
 {
     uint64_t bits = (uint64_t)side->piece_bytes;
-    (void)kvpc_is_plain_side(side, &bits);
-    return bits % word == 0;
+    return kvpc_is_plain_side(side, &bits) && bits % (uint64_t)word == 0;
 }
 
-/* Whether the kernels above can take a move: a store to quantised rows, or a gather from them. */
+/* Pages of scales are so many bytes further than their rows' stride says; -1: not in 32 bits. */
+static int64_t kvpc_scale_page_step(const kvprim_table *t, const kvprim_format *f)
+{
+    if (t->page_rows == 0)
+        return 0;
+    const int64_t rows =
+        t->page_rows <= INT32_MAX && f->scale_stride <= INT32_MAX ? t->page_rows * f->scale_stride : INT64_MAX;
+    return f->scale_page_stride >= rows && f->scale_page_stride - rows <= UINT32_MAX ? f->scale_page_stride - rows : -1;
+}
+
+/* Whether the kernels of plain rows can convert a move: a store to quantised rows, or a gather from them. */
 static bool kvpc_is_plain_conversion(const kvprim_move *m)
 {
+    const int64_t most_units = 32 * 8; /* of a tile that a warp computes the scale of */
     uint64_t bits = 0;
-    if (!kvpc_converts(m) || !kvpc_is_plain(m, &bits))
+    if (m->count == 0 || !m->dst.table.format || !kvpc_is_plain(m, &bits))
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_format f = kvprim_side_format(quantised), g = kvprim_side_format(other);
-    const uint32_t n = kvpc_float_number(g.dtype) == 2 ? 4 : 8;
-    const int64_t page = quantised->table.page_rows > 0 ? f.scale_page_stride : 0,
-                  in_pages = quantised->table.page_rows;
-    if (kvpc_float_number(g.dtype) < 0 || kvpc_quantised_number(f.dtype) < 0 || !kvpc_is_aligned_side(other, 16) ||
-        !kvpc_is_aligned_side(quantised, n))
+    const int64_t n = kvpc_unit_elements(g.dtype);
+    if (!kvpi_is_quantised(f.dtype) || kvpi_is_quantised(g.dtype) || !kvpc_is_made_of(other, 16) ||
+        !kvpc_is_made_of(quantised, n))
         return false;
-    if (f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD) {
-        if (f.tile % n != 0 || f.scale_tile_stride > UINT32_MAX)
-            return false;
-    }
-    if (f.scale != KVPRIM_SCALE_TILE) /* a store reads scales of fp32 only */
-        return m->zero || f.scale_dtype != KVPRIM_F8E8M0;
-    return f.scale_stride <= UINT32_MAX && page - in_pages * f.scale_stride >= 0 - (page == 0) * INT64_MAX &&
-           page - in_pages * f.scale_stride <= UINT32_MAX && (m->zero || f.tile <= 32 * 8 * (int64_t)n);
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
+    if (tiles && !m->zero && (quantised->piece_bytes % f.tile != 0 || m->row_bytes > 16 * kvpc_most_threads))
+        return false;                        /* a tile lies in one head, and a row's threads fit a block */
+    if (tiles && f.scale_min > 8.507059e37f) /* 2^126, whose reciprocal is no normal number */
+        return false;
+    if (!tiles && !m->zero && f.scale_dtype == KVPRIM_F8E8M0) /* a store reads scales of fp32 only */
+        return false;
+    return (!(tiles || heads) || (f.tile % n == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
+           (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&
+                       (m->zero || f.tile <= n * most_units)));
 }
 
 /* Whether one launch takes both moves: the same slots, conversion and kind of scales; or V is copied beside tiles. */
 static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v)
 {
     const kvprim_side *const a = &k->dst, *const b = &v->dst;
+    const int64_t k_page = a->table.page_rows, v_page = b->table.page_rows, most_words = kvpc_most_threads - 64;
     uint64_t bits = 0;
     if (k->zero || v->zero || v->rejected || k->count != v->count || !kvpc_is_same_naming(a, b) ||
-        (a->table.page_rows && b->table.page_rows && a->table.page_rows != b->table.page_rows))
+        (k_page && v_page && k_page != v_page) || a->table.heads != b->table.heads)
         return false;
     const kvprim_format f = kvprim_side_format(a);
-    if (!kvpc_converts(v))
-        return f.scale == KVPRIM_SCALE_TILE && a->table.heads == 1 && b->table.heads == 1 && kvpc_is_plain(v, &bits) &&
-               (bits | (uint64_t)v->row_bytes) % 16 == 0;
+    if (!b->table.format)
+        return f.scale == KVPRIM_SCALE_TILE && a->table.heads == 1 && kvpc_is_plain(v, &bits) &&
+               (bits | (uint64_t)v->row_bytes) % 16 == 0 && k->row_bytes + v->row_bytes <= 16 * most_words;
     const kvprim_format g = kvprim_side_format(b);
-    return kvpc_is_plain_conversion(v) && f.dtype == g.dtype &&
-           k->src.table.format->dtype == v->src.table.format->dtype && a->table.heads == b->table.heads &&
-           (a->table.heads == 1 || a->piece_bytes == b->piece_bytes) && f.scale == g.scale &&
-           f.scale_inverse == g.scale_inverse && f.scale_dtype == g.scale_dtype && f.nans == g.nans &&
-           f.tile == g.tile && f.scale_power_of_two == g.scale_power_of_two && f.scale_min == g.scale_min;
+    return kvpc_is_plain_conversion(v) && k->row_bytes == v->row_bytes && f.dtype == g.dtype &&
+           k->src.table.format->dtype == v->src.table.format->dtype && f.scale == g.scale && f.tile == g.tile &&
+           f.scale_dtype == g.scale_dtype && f.scale_inverse == g.scale_inverse && f.nans == g.nans &&
+           f.scale_power_of_two == g.scale_power_of_two && kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
 }
 
-/* Plans how threads share the rows, where each takes up to `loads` units. */
-static dim3 kvpc_shape_convert(kvpc_convert *p, uint32_t *block_threads)
+/* What K or V is moved by. Sets the page's divisor, too. */
+static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
 {
-    const uint32_t k = p->plain.row_threads, row = k + p->v_row_threads, block = 128;
-    uint32_t rows = row > block ? 1 : block / row, parts = 1;
-    const uint64_t all = (uint64_t)p->plain.count * row;
-    for (uint32_t y = rows + 1; all > kvpc_some_threads && y * row <= kvpc_most_threads; y++)
-        if (-(y * row) % 32 * rows < -(rows * row) % 32 * y)
-            rows = y;
-    if (all <= kvpc_some_threads)
-        while (rows > 1 && kvpc_parts_of(p->plain.count, rows) < kvpc_multiprocessors())
-            rows /= 2;
-    if (row > block)
-        parts = kvpc_parts_of(row, block);
-    p->plain.block_rows = rows;
-    p->k_threads = rows * k;
-    p->threads = rows * row;
-    p->plain.row_magic = rows > 1 ? (65536 + k - 1) / k : 0;
-    p->v_row_magic = rows > 1 && p->v_row_threads ? (65536 + p->v_row_threads - 1) / p->v_row_threads : 0;
-    *block_threads = (kvpc_parts_of(p->threads, parts) + 31) / 32 * 32;
-    const uint32_t groups = kvpc_parts_of(p->plain.count, rows);
-    const uint32_t z = groups > UINT16_MAX ? kvpc_parts_of(groups, kvpc_grid_rows) : 1;
-    return dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : groups, z);
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
+    const kvprim_table *const t = &indexed->table;
+    kvpc_route s = {};
+    s.src = (uintptr_t)kvprim_side_layer(&m->src, 0);
+    s.dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
+    s.src_stride = (uint32_t)m->src.table.stride;
+    s.dst_stride = (uint32_t)m->dst.table.stride;
+    s.page = (uint32_t)kvpc_page_step(t);
+    s.head = (uint32_t)kvpc_head_step(indexed);
+    if (t->page_rows > 0) {
+        const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
+        p->page_magic = page.magic;
+        p->page_shift = page.shift;
+    }
+    if (!t->format)
+        return s;
+    const kvprim_format f = kvprim_side_format(indexed);
+    if (f.scale)
+        s.scales = f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
+    s.tile = (uint32_t)f.scale_tile_stride;
+    if (f.scale == KVPRIM_SCALE_TILE) {
+        s.scale_row = (uint32_t)f.scale_stride;
+        s.scale_page = (uint32_t)kvpc_scale_page_step(t, &f);
+    }
+    return s;
 }
 
-/* Everything of K (k == 0) or V except how threads share it. */
-static void kvpc_set_conversion(kvpc_convert_tiles *p, const kvprim_move *m, int k)
+/* Everything that K and V share, except how threads share the rows. */
+static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
 {
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_table *const t = &indexed->table;
-    p->plain.pair[k].dst = (uintptr_t)kvprim_side_layer(&m->dst, 0);
-    p->plain.pair[k].src = (uintptr_t)kvprim_side_layer(&m->src, 0);
-    p->plain.pair[k].dst_stride = (uint32_t)m->dst.table.stride;
-    p->plain.pair[k].src_stride = (uint32_t)m->src.table.stride;
-    p->plain.step[k] = kvpc_steps{(uint32_t)kvpc_page_step(t), (uint32_t)kvpc_head_step(indexed)};
-    if (t->page_rows > 0) {
-        const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
-        p->plain.page_magic = page.magic;
-        p->plain.page_shift = page.shift;
-    }
-    p->units[k] = (uint32_t)(other->piece_bytes * other->table.heads / 16);
-    if (!kvpc_converts(m))
-        return;
     const kvprim_format f = kvprim_side_format(indexed);
-    const int64_t n = kvprim_side_format(other).dtype == KVPRIM_F32 ? 4 : 8; /* elements of a unit */
-    const bool tiles = f.scale == KVPRIM_SCALE_TILE;
+    const int64_t n = kvpc_unit_elements(kvprim_side_format(other).dtype);
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
     const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / n : 0);
-    const kvpc_divisor tile = kvpc_divisor_of(tiles || f.scale == KVPRIM_SCALE_HEAD ? f.tile / n : 0);
-    const int64_t page = t->page_rows > 0 ? f.scale_page_stride - t->page_rows * f.scale_stride : 0;
+    const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / n : 0);
+    p->plain.index = (uintptr_t)indexed->index;
+    p->plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
+    p->plain.index_step = (uint32_t)indexed->index_stride * (p->plain.index_is_i64 ? 8 : 4);
+    p->plain.rejected = m->rejected;
+    p->plain.rows = (uint32_t)t->rows;
+    p->plain.base = (uint32_t)indexed->index_base;
+    p->plain.count = (uint32_t)m->count;
     p->plain.head_magic = head.magic;
     p->plain.head_shift = head.shift;
-    if (f.scale)
-        p->scales[k].first =
-            f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
-    p->scales[k].tile = (uint32_t)f.scale_tile_stride;
-    p->scales[k].magic = tile.magic;
-    p->scales[k].shift = tile.shift;
-    p->scales[k].row = tiles ? (uint32_t)f.scale_stride : 0;
-    p->scales[k].page = tiles ? (uint32_t)page : 0;
+    p->units = (uint32_t)(other->piece_bytes * other->table.heads / 16);
+    p->tile_magic = tile.magic;
+    p->tile_shift = tile.shift;
     p->divides = f.scale && !m->zero && !f.scale_inverse;
+    p->e5m2 = f.dtype == KVPRIM_F8E5M2;
     p->e8m0 = f.scale_dtype == KVPRIM_F8E8M0;
     p->nans = m->zero ? NULL : f.nans;
-    p->power_of_two = f.scale_power_of_two || p->e8m0;
-    p->least = f.scale_min;
-    if (tiles)
-        p->tile_units = (uint32_t)(f.tile / n);
 }
 
-static void kvpc_share_units(kvpc_convert *p, uint32_t loads)
+/* Blocks of `parts` parts of each group of rows; as kvpc_start_rows. */
+template <class params>
+static kvprim_status kvpc_start_convert(const kvpc_call *call, void (*kernel)(const params KVPRIM_IN_PLACE),
+                                        uint32_t parts, uint32_t threads, uint64_t bytes, params *p)
 {
-    p->plain.row_threads = kvpc_parts_of(p->units[0], loads);
-    p->v_row_threads = kvpc_parts_of(p->units[1], loads);
+    const uint32_t groups = kvpc_parts_of(p->plain.count, p->plain.block_rows);
+    const uint32_t z = groups > UINT16_MAX ? kvpc_parts_of(groups, kvpc_grid_rows) : 1;
+    kvpc_call started = *call;
+    started.launch.pdl = call->launch.pdl && (uint64_t)groups * parts <= kvpc_many_blocks;
+    p->plain.pdl = !started.launch.pdl         ? kvpc_alone
+                   : bytes <= kvpc_first_bytes ? kvpc_trigger_first
+                                               : kvpc_trigger_late;
+    return kvpc_start(&started, kernel, dim3(parts, z > 1 ? (uint32_t)kvpc_grid_rows : groups, z), threads, *p);
 }
 
-/* Runs K, or K and V, if the kernels of plain rows can; returns whether. `from` and `to` are numbers of types. */
+static uint32_t kvpc_whole_warps(uint32_t threads)
+{
+    return (threads + 31) / 32 * 32;
+}
+
+/* Stores that compute scales. tables: 2 if V has tiles, too. Rows that do not fill whole sectors of memory are fetched
+   first, from kvpc_few_bytes on. */
+static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *moves, size_t n, kvpc_convert_tiles *p)
+{
+    const kvprim_side *const dst = &moves->dst;
+    const kvprim_format f = kvprim_side_format(dst);
+    const kvprim_dtype from = kvprim_side_format(&moves->src).dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.table.format;
+    const uint32_t tables = n == 2 && !copies ? 2 : 1;
+    p->tile_units = (uint32_t)(f.tile / kvpc_unit_elements(from));
+    p->power_of_two = f.scale_power_of_two || p->e8m0;
+    if (p->power_of_two)
+        p->divides = 0; /* multiplying by the power's reciprocal is the same */
+    p->least = f.scale_min;
+    p->largest = kvpi_largest(f.dtype);
+    p->inverse = 1.0f / p->largest;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->units * tables + (copies ? moves[1].row_bytes / 16 : 0)) * 16;
+    const bool power = (p->tile_units & (p->tile_units - 1)) == 0, one = !int8 && from != KVPRIM_F32;
+    const uint32_t loads = !power || p->tile_units > 64 || p->tile_units < 2       ? 8
+                           : bytes <= kvpc_few_bytes && p->tile_units <= 32 && one ? 1
+                                                                                   : 2;
+    for (p->tile_lanes = 1; p->tile_lanes < 32 && p->tile_lanes * loads < p->tile_units; p->tile_lanes *= 2)
+        p->lanes_shift++;
+    const uint32_t lanes = p->units / p->tile_units * p->tile_lanes; /* of a row */
+    const uint32_t block = copies ? kvpc_most_threads : kvpc_threads;
+    uint32_t rows = 1;
+    p->v_words = copies ? (uint32_t)(moves[1].row_bytes / 16) : 0;
+    while (kvpc_whole_warps(2 * rows * lanes) + kvpc_whole_warps(2 * rows * p->v_words) <= block &&
+           kvpc_parts_of(p->plain.count, 2 * rows) * tables >= kvpc_multiprocessors())
+        rows *= 2;
+    p->plain.row_threads = lanes;
+    p->plain.block_rows = rows;
+    p->plain.row_magic = (65536 + lanes - 1) / lanes;
+    p->k_threads = kvpc_whole_warps(rows * lanes);
+    if (copies)
+        p->v_magic = (65536 + p->v_words - 1) / p->v_words;
+    const kvpc_tiles_convert kernel =
+        loads == 1   ? from == KVPRIM_F16 ? kvpc_convert_tiles_kernel<KVPRIM_F16, false, 1>
+                                          : kvpc_convert_tiles_kernel<KVPRIM_BF16, false, 1>
+          : loads == 2 ? int8 ? kvpc_convert_tiles_of<true, 2>(from) : kvpc_convert_tiles_of<false, 2>(from)
+          : int8 ? kvpc_convert_tiles_of<true, 8>(from)
+                     : kvpc_convert_tiles_of<false, 8>(from);
+    return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
+}
+
+/* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
 static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
 {
-    if (call->launch.max_sms != 0 || n > 2 || moves[0].count == 0 || !kvpc_is_plain_conversion(&moves[0]) ||
+    if (call->launch.max_sms != 0 || n > 2 || !kvpc_is_plain_conversion(&moves[0]) ||
         (n == 2 && !kvpc_is_converted_k_and_v(&moves[0], &moves[1])))
         return false;
     const kvprim_move *const m = &moves[0];
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
-    const int quantised = kvpc_quantised_number(kvprim_side_format(indexed).dtype);
-    const int other = kvpc_float_number(kvprim_side_format(m->zero ? &m->dst : &m->src).dtype);
-    const bool tiles = kvprim_side_format(indexed).scale == KVPRIM_SCALE_TILE && !m->zero;
-    kvpc_convert_tiles p = {};
+    const kvprim_format f = kvprim_side_format(indexed);
+    const kvprim_dtype other = kvprim_side_format(m->zero ? &m->dst : &m->src).dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8;
+    kvpc_convert_tiles tiles = {};
+    kvpc_convert *const p = &tiles;
     for (size_t k = 0; k < n; k++)
-        kvpc_set_conversion(&p, &moves[k], (int)k);
-    p.plain.index = (uintptr_t)indexed->index;
-    p.plain.index_is_i64 = indexed->index_type == KVPRIM_I64;
-    p.plain.index_step = (uint32_t)indexed->index_stride * (p.plain.index_is_i64 ? 8 : 4);
-    p.plain.rejected = m->rejected;
-    p.plain.rows = (uint32_t)indexed->table.rows;
-    p.plain.base = (uint32_t)indexed->index_base;
-    p.plain.count = (uint32_t)m->count;
-    p.copies_v = n == 2 && !kvpc_converts(&moves[1]);
-    const uint64_t words = (uint64_t)p.plain.count * (p.units[0] + p.units[1]);
-    const bool many = words * 16 > kvpc_few_bytes;
-    uint32_t loads = many ? KVPC_LOADS : 1, threads;
-    if (tiles) {
-        loads = p.tile_units > 64 ? 8 : 2;
-        while (p.tile_lanes < 32 && p.tile_lanes * loads < p.tile_units)
-            p.tile_lanes = p.tile_lanes ? 2 * p.tile_lanes : 1, p.lanes_shift += p.tile_lanes > 1;
-        p.plain.row_threads = p.units[0] / p.tile_units * p.tile_lanes;
-        p.v_row_threads = p.copies_v ? kvpc_parts_of(p.units[1], loads) : p.units[1] / p.tile_units * p.tile_lanes;
-    } else
-        kvpc_share_units(&p, m->zero ? KVPC_GATHER_LOADS : loads);
-    const dim3 blocks = kvpc_shape_convert(&p, &threads);
-    kvpc_call started = *call;
-    started.launch.pdl = call->launch.pdl && (uint64_t)blocks.x * blocks.y * blocks.z <= kvpc_many_blocks;
-    p.plain.pdl = started.launch.pdl ? words * 16 <= kvpc_first_bytes ? kvpc_trigger_first : kvpc_trigger_late : 0;
-    if (tiles)
-        *status = kvpc_start(&started,
-                             loads == 8 ? kvpc_convert_tiles_by<8>(other, quantised)
-                                        : kvpc_convert_tiles_by<2>(other, quantised),
-                             blocks, threads, p);
-    else
-        *status = kvpc_start(&started,
-                             m->zero      ? kvpc_convert_gather_of<KVPC_GATHER_LOADS>(quantised, other)
-                             : loads == 1 ? kvpc_convert_store_of<1>(other, quantised)
-                                          : kvpc_convert_store_of<KVPC_LOADS>(other, quantised),
-                             blocks, threads, (const kvpc_convert &)p);
+        p->route[k] = kvpc_route_of(&moves[k], &p->plain);
+    kvpc_set_convert(p, m);
+    const uint64_t bytes = (uint64_t)p->plain.count * p->units * n * 16;
+    const bool many = bytes > kvpc_few_bytes,
+               whole = (indexed->table.stride | f.scale_offset) % kvpc_granule_bytes == 0;
+    if (f.scale == KVPRIM_SCALE_TILE && !m->zero) {
+        const int64_t row = m->dst.piece_bytes * m->dst.table.heads;
+        const int64_t scales = row / f.tile * f.scale_tile_stride;
+        const bool inside = !f.scales && f.scale_offset == row;
+        const int64_t v = n == 2 && !moves[1].dst.table.format ? moves[1].row_bytes : 0;
+        if (many && m->dst.table.heads == 1 && (!whole || inside))
+            p->span = (uint32_t)(row + (inside ? scales : 0) + v);
+        if (many && !inside)
+            p->scale_span = (uint32_t)scales;
+        *status = kvpc_run_tiles(call, moves, n, &tiles);
+        return true;
+    }
+    uint32_t routes = (uint32_t)n, loads = 1;
+    if (m->zero)
+        loads = many || int8 ? 2 : 1;
+    else if (n == 1 && many && p->units % 2 == 0) {
+        const uint32_t half = p->units / 2;
+        p->route[1] = p->route[0];
+        p->route[1].src += 16 * (uint64_t)half;
+        p->route[1].dst += (uint64_t)half * (uint64_t)kvpc_unit_elements(other);
+        p->route[1].unit = half;
+        p->units = half;
+        routes = 2;
+    }
+    if (!m->zero && many && indexed->table.heads == 1 &&
+        (indexed->table.stride | indexed->piece_bytes) % kvpc_granule_bytes)
+        p->span = (uint32_t)indexed->piece_bytes;
+    p->plain.row_bytes[0] = 16 * p->units;
+    const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
+    const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
+    const kvpc_plain_convert kernel =
+        m->zero       ? int8         ? kvpc_convert_gather_of<true, 2>(other)
+                        : loads == 1 ? kvpc_convert_gather_of<false, 1>(other)
+                                     : kvpc_convert_gather_of<false, 2>(other)
+              : int8 ? routes == 1 ? kvpc_convert_store_of<true, 1>(other) : kvpc_convert_store_of<true, 2>(other)
+              : routes == 1 ? kvpc_convert_store_of<false, 1>(other)
+                      : kvpc_convert_store_of<false, 2>(other);
+    *status = kvpc_start_convert(call, kernel, parts, threads, bytes, p);
     return true;
 }
 #endif
@@ -4287,8 +4419,8 @@ static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uin
 {
     uint64_t bits = 0;
     const kvpc_layout s = kvpc_layout_of(side, (int64_t)1 << shift, &bits);
-    *wide =
-        *wide && (((uint64_t)s.stride | (uint64_t)s.page_step) & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
+    const uint64_t steps = (uint64_t)s.stride | (uint64_t)s.page_step | (uint64_t)s.head_step;
+    *wide = *wide && (steps & mask) == 0 && (side->piece_bytes >> shift) % 8 == 0;
     return s;
 }
 

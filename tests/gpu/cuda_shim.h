@@ -257,6 +257,10 @@ static inline char *kvpc_global(uint64_t address)
     return reinterpret_cast<char *>(static_cast<uintptr_t>(address));
 }
 
+static inline void kvpc_settle(uint64_t)
+{
+}
+
 static inline uint64_t kvpc_row_at(uint64_t base, uint32_t row, uint32_t stride)
 {
     return base + static_cast<uint64_t>(row) * stride;

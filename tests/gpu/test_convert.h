@@ -761,6 +761,29 @@ static void convert_presets(arena *a)
                 }
 }
 
+/* Heads that begin inside 16 bytes, in rows that do not. */
+static void convert_heads_apart(arena *a)
+{
+    const int64_t count = 3, heads = 3, piece = 16;
+    for (unsigned n = 0; n < 32; n++) {
+        const bool apart_dst = n % 2;
+        convert_call call = {};
+        empty(a);
+        place_plain(a, &call.dst, n / 2 % 2 ? KVPRIM_F8E4M3 : KVPRIM_F32, {0, 0}, count, heads * piece, 1);
+        place_plain(a, &call.src, n / 2 % 2 ? KVPRIM_BF16 : KVPRIM_INT8, {0, 0}, count, heads * piece, 1);
+        convert_side *const apart = apart_dst ? &call.dst : &call.src;
+        const int64_t size = bytes_of_type(apart->given.dtype);
+        apart->table.heads = heads, apart->table.head_stride = (piece + 1 + n / 4) * size;
+        apart->table.stride = round_up(heads * apart->table.head_stride, 64);
+        apart->table.data = reserve(a, static_cast<size_t>(count * apart->table.stride), 0);
+        fill_elements(apart->table.data, apart->given.dtype, static_cast<size_t>(count * apart->table.stride / size));
+        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+        kvprim_transfer_desc d = {};
+        d.dst = call.dst.table, d.src = call.src.table, d.row_bytes = call.src.row_bytes, d.count = count;
+        CHECK(try_convert(a, &d, &call, "heads apart") == RAN);
+    }
+}
+
 /* Transfers alone, for sides in memories of other kinds. */
 static void convert_transfers(arena *a)
 {

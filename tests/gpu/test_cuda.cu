@@ -1991,6 +1991,7 @@ static void convert_several(arena *a)
     convert_matrix(a);
     convert_moves(a);
     convert_presets(a);
+    convert_heads_apart(a);
 }
 
 static void test_convert()
