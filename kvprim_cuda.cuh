@@ -236,9 +236,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_copy(const kvprim_copy_desc 
                                                   returns the base to pass.
 
    The caller makes sure that 0 <= row < side.table.rows (as kvprim_device_row returns it), 0 <= layer < layers of the
-   move, and 0 <= byte < side.piece_bytes * side.table.heads, which is row_bytes unless the move converts. Any thread may
-   call them for any row, and none waits for another. They divide only by heads and by page sizes that are no power of
-   two, with 64 bits only where a row or byte needs them.
+   move, and 0 <= byte < side.piece_bytes * side.table.heads, which is row_bytes unless the move converts. Any thread
+   may call them for any row, and none waits for another. They divide only by heads and by page sizes that are no power
+   of two, with 64 bits only where a row or byte needs them.
 
    Copies: kvprim_warp_copy and kvprim_warp_zero, destination first. All 32 threads of a warp call them with the same
    arguments. Any size and any alignment of either side, which must not overlap. Of src they also read, but never write,
@@ -4007,7 +4007,8 @@ template <uint32_t bytes> struct kvpc_conversion : kvpc_listed<bytes> {
     kvpc_change how;
 };
 
-/* A span, as kvpc_find_span knows it before the index of dst has come, and then kvpc_finish_span. */
+/* The span of a row that a group of threads converts, as kvpc_find_span knows it before the index of dst has come, and
+   then kvpc_finish_span. */
 template <class number> struct kvpc_stretch {
     uint64_t dst, src;   /* where the rows begin; dst: at first, its layer */
     uint64_t scales;     /* of the row; of dst's tiles: at first, of the layer */
