@@ -119,11 +119,12 @@ typedef struct kvprim_cuda_launch {
    SCALE_TENSOR and SCALE_HEAD have at each replay the scales that memory holds then. Scales of a tensor or head, and
    source rows, may be read even if no row moves.
    The fastest kernels take one launch for a gather, or for a store of K and V together: of one layer, without max_sms,
-   if rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size, and
-   computed tiles have at most 2,048 elements. V may have K's types and kind of scale, or, beside K with computed
-   scales, consist of bytes in words of 16. Other conversions take one launch each and, if groups of 8 elements are
-   aligned, 1.1 to 2 times as long; element by element 4 times. If a side of a transfer is pinned host memory and
-   max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy engine. */
+   if rows, pieces of rows and tiles are made of groups of 8 elements (4 of F32) that are aligned to their size. Where
+   scales are computed, source rows have at most 4,096 bytes, and no tile reaches into a second piece. V may have K's types and kind of
+   scale, or, beside K with computed scales, consist of bytes in words of 16. Other conversions take one launch each and,
+   if groups of 8 elements are aligned, 1.1 to 2 times as long; element by element 4 times. If a side of a transfer is
+   pinned host memory and max_sms is 0, it runs on 8 multiprocessors, at the speed of PCIe. No conversion uses the copy
+   engine. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_gather(const kvprim_gather_desc *desc,
                                                            const kvprim_cuda_launch *launch);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cuda_store(const kvprim_store_desc *desc,
@@ -1917,7 +1918,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
-        if (p.span && x.inside && at == 0)
+        if (p.span && x.inside && at == 0 && s.unit == 0)
             kvpc_fetch_edges(row, p.span);
         dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * n, at / 16);
         stores[m] = x.inside;
@@ -1939,8 +1940,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
         return;
     const uint32_t first = at / 16, step = p.plain.row_threads;
     const uint64_t index_at = kvpc_row_at(p.plain.index, i, p.plain.index_step);
-    const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
-    kvpc_settle(index_at), kvpc_settle(dst);
+    kvpc_settle(index_at);
     if (p.plain.pdl != kvpc_alone)
         kvpc_pdl_wait();
     const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
@@ -1951,7 +1951,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     if (s.scales && !s.scale_row)
         for (uint32_t k = 0; k < loads; k++)
             if (first + k * step < p.units)
-                scale[k] = kvpc_load_scale(kvpc_scale_at(p, s, s.scales, first + k * step), p.e8m0 != 0);
+                scale[k] = kvpc_load_f32(kvpc_scale_at(p, s, s.scales, first + k * step));
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     const uint64_t src = kvpc_row_at(kvpc_row_at(s.src, x.row, s.src_stride), page, s.page);
     for (uint32_t k = 0; k < loads; k++) {
@@ -1971,6 +1971,7 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     }
     if (p.plain.pdl != kvpc_alone && loads == 1)
         kvpc_pdl_trigger();
+    const uint64_t dst = kvpc_row_at(s.dst + at, i, s.dst_stride);
     for (uint32_t k = 0; k < loads; k++) {
         const uint32_t in[2] = {v[k].x, v[k].y};
         float e[n];
@@ -3165,7 +3166,7 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
         return false;                        /* a tile lies in one head, and a row's threads fit a block */
     if (tiles && f.scale_min > 8.507059e37f) /* 2^126, whose reciprocal is no normal number */
         return false;
-    if (!tiles && !m->zero && f.scale_dtype == KVPRIM_F8E8M0) /* a store reads scales of fp32 only */
+    if (!tiles && f.scale_dtype == KVPRIM_F8E8M0) /* scales that rows share are read as fp32 */
         return false;
     return (!(tiles || heads) || (f.tile % n == 0 && f.scale_tile_stride <= UINT32_MAX)) &&
            (!tiles || (f.scale_stride <= UINT32_MAX && kvpc_scale_page_step(&quantised->table, &f) >= 0 &&

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Random moves that convert, each in a block of memory that holds all that it reads and writes: tables of rows, heads,
-   pages and layers in any order and with gaps, scales wherever >>format lets them lie, indices, counters. `pick` chooses,
-   so that tests and fuzzers share them. Include it after kvprim.h. */
+   pages and layers in any order and with gaps, scales wherever >>format lets them lie, indices, counters. `pick`
+   chooses, so that tests and fuzzers share them. Include it after kvprim.h. */
 #ifndef CONVERT_CASES_H
 #define CONVERT_CASES_H
 
