@@ -3382,7 +3382,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     }
     if (!m->zero && many && indexed->table.heads == 1 &&
         (indexed->table.stride | indexed->piece_bytes) % kvpc_granule_bytes)
-        p->span = p->units * (uint32_t)kvpc_unit_elements(other);
+        p->span = (uint32_t)indexed->piece_bytes;
     p->plain.row_bytes[0] = 16 * p->units;
     const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
     const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
