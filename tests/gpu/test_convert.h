@@ -784,6 +784,47 @@ static void convert_heads_apart(arena *a)
     }
 }
 
+/* So many rows that their edges and those of their scales are fetched first; nothing behind these may be. */
+static void convert_edges(arena *a)
+{
+    enum { NO_SCALES, SCALES_APART, SCALES_IN_ROW, V_APART, n_kinds };
+    const int64_t count = 1100, elements = 528, tile = 88, behind = 4096, tiles = elements / tile, step = 64;
+    for (int kind = 0; kind < n_kinds; kind++) {
+        convert_call call = {};
+        kvprim_format *const f = &call.dst.full;
+        int64_t stride = elements;
+        empty(a);
+        place_plain(a, &call.src, KVPRIM_BF16, {0, 0}, count, elements, 1);
+        *f = format_of(KVPRIM_F8E4M3);
+        if (kind != NO_SCALES) {
+            f->scale = KVPRIM_SCALE_TILE, f->scale_dtype = KVPRIM_F32, f->tile = tile;
+            f->scale_tile_stride = kind == V_APART ? 4 : step;
+            stride = kind == SCALES_IN_ROW ? elements + tiles * step - 56 : kind == V_APART ? elements + 24 : stride;
+            f->scale_offset = kind == SCALES_APART ? 0 : elements;
+            f->scale_stride = kind == SCALES_APART ? tiles * step : stride;
+        }
+        if (kind == SCALES_APART)
+            f->scales = reserve(a, static_cast<size_t>(count * tiles * step - step + 4), 0);
+        reserve(a, behind, 0);
+        call.dst.table = table_of(reserve(a, static_cast<size_t>(count * stride), 0), count, stride);
+        call.dst.row_bytes = elements, call.dst.given = *f;
+        reserve(a, behind, 0);
+        call.dst.table.format = &call.dst.given, call.src.table.format = &call.src.given;
+        int32_t *const slot = static_cast<int32_t *>(reserve(a, static_cast<size_t>(count) * 4, 0));
+        a->index_room = count;
+        for (int32_t i = 0; i < count; i++)
+            slot[i] = i;
+        kvprim_store_desc d =
+            store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
+        if (kind == V_APART) {
+            d.v_bytes = call.v_dst.row_bytes = call.v_src.row_bytes = 128;
+            d.v_cache = call.v_dst.table = table_of(reserve(a, static_cast<size_t>(count) * 128, 0), count);
+            d.v = call.v_src.table = table_of(reserve(a, static_cast<size_t>(count) * 128, 0), count);
+        }
+        CHECK(try_convert(a, &d, &call, "edges of rows") == RAN);
+    }
+}
+
 /* Transfers alone, for sides in memories of other kinds. */
 static void convert_transfers(arena *a)
 {

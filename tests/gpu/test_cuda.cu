@@ -1992,6 +1992,7 @@ static void convert_several(arena *a)
     convert_moves(a);
     convert_presets(a);
     convert_heads_apart(a);
+    convert_edges(a);
 }
 
 static void test_convert()

@@ -1536,6 +1536,7 @@ int main(int argc, char **argv)
     run("emulated: conversions beside other moves", in_memory<convert_moves>);
     run("emulated: conversions by presets", in_memory<convert_presets>);
     run("emulated: conversions, heads apart", in_memory<convert_heads_apart>);
+    run("emulated: conversions, edges of rows", in_memory<convert_edges>);
     run("emulated: conversions, counts", test_convert_counts);
     run("emulated: conversions, max_sms, pdl, link", test_convert_options);
 #if !defined(_WIN32)
