@@ -3324,6 +3324,22 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
     return kvpc_start_convert(call, kernel, tables, p->k_threads + kvpc_whole_warps(rows * p->v_words), bytes, p);
 }
 
+/* Bytes from a row's first scale to the end of its last. */
+static uint32_t kvpc_scale_span(const kvprim_side *side)
+{
+    const kvprim_format f = kvprim_side_format(side);
+    const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
+    return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
+}
+
+/* Bytes of a row, and of its scales if they follow. */
+static uint32_t kvpc_row_span(const kvprim_side *side)
+{
+    const kvprim_format f = kvprim_side_format(side);
+    const int64_t row = side->piece_bytes * side->table.heads;
+    return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_span(side) : 0);
+}
+
 /* Runs K, or K and V, if the kernels of plain rows can convert them; returns whether. */
 static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *moves, size_t n, kvprim_status *status)
 {
@@ -3346,14 +3362,18 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
                whole = (indexed->table.stride | f.scale_offset) % kvpc_granule_bytes == 0;
     if (f.scale == KVPRIM_SCALE_TILE && !m->zero) {
         const int64_t row = m->dst.piece_bytes * m->dst.table.heads;
-        const int64_t scales = (row / f.tile - 1) * f.scale_tile_stride + (p->e8m0 ? 1 : 4);
         const bool inside = !f.scales && f.scale_offset == row;
-        const int64_t k_bytes = row + (inside ? scales : 0);
-        const bool follows = n == 2 && p->route[1].dst == p->route[0].dst + (uint64_t)k_bytes;
-        if (many && m->dst.table.heads == 1 && (!whole || inside))
-            tiles.span = (uint32_t)(k_bytes + (follows && !moves[1].dst.table.format ? moves[1].row_bytes : 0));
-        if (many && !inside)
-            tiles.scale_span = (uint32_t)scales;
+        const uint32_t scales = kvpc_scale_span(&m->dst), span = kvpc_row_span(&m->dst);
+        const bool tiles_too = n == 2 && moves[1].dst.table.format;
+        const bool alike =
+            !tiles_too || (kvpc_scale_span(&moves[1].dst) == scales && kvpc_row_span(&moves[1].dst) == span);
+        const kvpc_route &k = p->route[0], &v = p->route[1];
+        const bool v_behind =
+            n == 2 && !tiles_too && v.dst == k.dst + span && v.dst_stride == k.dst_stride && v.page == k.page;
+        if (many && alike && m->dst.table.heads == 1 && (!whole || inside))
+            tiles.span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
+        if (many && alike && !inside)
+            tiles.scale_span = scales;
         *status = kvpc_run_tiles(call, moves, n, &tiles);
         return true;
     }

@@ -843,6 +843,21 @@ static void test_format_errors_of_transfers(void)
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
     d.rejected = (uint32_t *)(far + ((uintptr_t)1 << 32) - 4);
     CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "rejected (");
+
+    /* as many layers as there may be, in turn in each row, and their scales between them: found to lie apart. With
+       other strides that would take half a minute, and is refused */
+    enum { most = KVPRIM_MAX_LAYERS };
+    static void *many[most];
+    for (int l = 0; l < most; l++)
+        many[l] = (void *)(far + (uintptr_t)l * 128);
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .scale_dtype = KVPRIM_F8E8M0};
+    f.scales = (void *)(far + 100), f.scale_stride = most * 128, f.scale_layer_stride = 128;
+    d = transfer_of(formatted(table_of(NULL, 60000), &f), formatted(table_of((void *)(far * 8), 60000), &f32), 256,
+                    60000);
+    d.layers = most, d.dst_layers = many, d.dst.stride = most * 128;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    d.dst.stride = 128, f.scale_stride = 256, f.scale_layer_stride = 256 * 60000;
+    CHECK_ERROR(kvprim_transfer_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "a scale of dst (");
 #endif
 
     /* a gather of nothing looks at nothing */
