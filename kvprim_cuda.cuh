@@ -4516,7 +4516,9 @@ template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call,
         c->step = c->wide && all <= (uint64_t)1 << p->lanes_shift ? c->tile : 0;
         c->span = (tiles + spans - 1) / spans * c->tile;
     } else {
-        uint64_t least = UINT64_MAX, spans = 1; /* threads that idle in a round */
+        uint64_t least = UINT64_MAX, spans = 1;                           /* threads that idle in a round */
+        while (p->lanes_shift > 3 && all <= most << (p->lanes_shift - 1)) /* finding a row takes most of the time */
+            p->lanes_shift--;
         for (uint32_t shift = p->lanes_shift + 1; shift-- > 2 && least > all / 8;) {
             const uint64_t lanes = (uint64_t)1 << shift, cut = kvpc_spans_of((all + lanes - 1) / lanes, most);
             const uint64_t idle = ((all + cut - 1) / cut + lanes - 1) / lanes * lanes * cut - all;
