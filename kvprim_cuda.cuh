@@ -1769,17 +1769,18 @@ typedef struct kvpc_route {
     uint32_t tile;                  /* bytes from one tile's or head's scale to the next */
     uint32_t scale_row, scale_page; /* as dst_stride and `page`; 0: rows share their scales */
     uint32_t unit;                  /* the number of the first unit in the row */
+    uint32_t units;
+    uint32_t span; /* bytes of a row whose edges are fetched first, or 0 */
 } kvpc_route;
 
 typedef struct kvpc_convert {
     kvpc_plain plain; /* heads are counted in units; row_bytes, pair and step are not used */
     kvpc_route route[2];
-    uint32_t units;                  /* of a route */
+    uint32_t units;                  /* of the longest route */
     uint32_t tile_magic, tile_shift; /* of kvpc_divisor: units of a tile; 0: it is the row */
     uint32_t divides;                /* 0: elements are multiplied by their scale, or by its reciprocal */
     uint32_t e5m2, e8m0;             /* types of elements and scales: E5M2, not E4M3; E8M0, not fp32 */
     uint32_t *nans;
-    uint32_t span, scale_span; /* bytes of a row and of its scales whose edges are fetched first, or 0 */
 } kvpc_convert;
 
 /* Stores that compute scales. Each block_rows rows take k_threads threads for K, tile_lanes for each tile, and, where
@@ -1788,6 +1789,7 @@ typedef struct kvpc_convert_tiles : kvpc_convert {
     uint32_t k_threads, v_magic, v_words;         /* v_magic: as row_magic */
     uint32_t tile_units, tile_lanes, lanes_shift; /* tile_lanes is 1 << lanes_shift, up to 32 */
     uint32_t power_of_two;
+    uint32_t span, scale_span;     /* bytes of a row and of its scales whose edges are fetched first, or 0 */
     float least, largest, inverse; /* `largest`: of the type; `inverse`: its reciprocal */
 } kvpc_convert_tiles;
 
@@ -1905,23 +1907,27 @@ static __global__ void __launch_bounds__(kvpc_most_threads)
     const kvpc_index x = kvpc_find_row_at(p.plain, index_at);
     uint4 v[routes];
     float scale[routes];
-    for (uint32_t m = 0; m < routes; m++)
-        v[m] = kvpc_load16(src[m]);
+    bool stores[routes];
+    for (uint32_t m = 0; m < routes; m++) {
+        stores[m] = routes == 1 || at < 16 * p.route[m].units;
+        v[m] = uint4{0, 0, 0, 0};
+        if (stores[m])
+            v[m] = kvpc_load16(src[m]);
+    }
     for (uint32_t m = 0; m < routes; m++) {
         scale[m] = 1;
-        if (p.route[m].scales)
+        if (p.route[m].scales && stores[m])
             scale[m] = kvpc_load_f32(scale_at[m]);
     }
     const uint32_t page = kvpc_page_of(p.plain, x.row);
     uint64_t dst[routes];
-    bool stores[routes];
     for (uint32_t m = 0; m < routes; m++) {
         const kvpc_route &s = p.route[m];
         const uint64_t row = kvpc_row_at(kvpc_row_at(s.dst, x.row, s.dst_stride), page, s.page);
-        if (p.span && x.inside && at == 0 && s.unit == 0)
-            kvpc_fetch_edges(row, p.span);
+        if (s.span && x.inside && at == 0)
+            kvpc_fetch_edges(row, s.span);
         dst[m] = kvpc_head_at(p.plain, s, row + at / 16 * n, at / 16);
-        stores[m] = x.inside;
+        stores[m] = stores[m] && x.inside;
     }
     kvpc_store_units<from, int8, routes, true>(p, dst, v, scale, 0, stores);
     if (!x.inside && at == 0)
@@ -3187,16 +3193,18 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
         return f.scale == KVPRIM_SCALE_TILE && a->table.heads == 1 && kvpc_is_plain(v, &bits) &&
                (bits | (uint64_t)v->row_bytes) % 16 == 0 && k->row_bytes + v->row_bytes <= 16 * most_words;
     const kvprim_format g = kvprim_side_format(b);
-    return kvpc_is_plain_conversion(v) && k->row_bytes == v->row_bytes && f.dtype == g.dtype &&
-           k->src.table.format->dtype == v->src.table.format->dtype && f.scale == g.scale && f.tile == g.tile &&
-           f.scale_dtype == g.scale_dtype && f.scale_inverse == g.scale_inverse && f.nans == g.nans &&
-           f.scale_power_of_two == g.scale_power_of_two && kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
+    const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
+    return kvpc_is_plain_conversion(v) && ((!tiles && a->table.heads == 1) || k->row_bytes == v->row_bytes) &&
+           f.dtype == g.dtype && k->src.table.format->dtype == v->src.table.format->dtype && f.scale == g.scale &&
+           (!(tiles || heads) || f.tile == g.tile) && f.scale_dtype == g.scale_dtype &&
+           f.scale_inverse == g.scale_inverse && f.nans == g.nans && f.scale_power_of_two == g.scale_power_of_two &&
+           kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
 }
 
 /* What K or V is moved by. Sets the page's divisor, too. */
 static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
 {
-    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
+    const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_table *const t = &indexed->table;
     kvpc_route s = {};
     s.src = (uintptr_t)kvprim_side_layer(&m->src, 0);
@@ -3205,6 +3213,7 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
     s.dst_stride = (uint32_t)m->dst.table.stride;
     s.page = (uint32_t)kvpc_page_step(t);
     s.head = (uint32_t)kvpc_head_step(indexed);
+    s.units = (uint32_t)(other->piece_bytes * other->table.heads / 16);
     if (t->page_rows > 0) {
         const kvpc_divisor page = kvpc_divisor_of(t->page_rows);
         p->page_magic = page.magic;
@@ -3242,7 +3251,6 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
     p->plain.count = (uint32_t)m->count;
     p->plain.head_magic = head.magic;
     p->plain.head_shift = head.shift;
-    p->units = (uint32_t)(other->piece_bytes * other->table.heads / 16);
     p->tile_magic = tile.magic;
     p->tile_shift = tile.shift;
     p->divides = f.scale && !m->zero && !f.scale_inverse;
@@ -3348,7 +3356,8 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
     for (size_t k = 0; k < n; k++)
         p->route[k] = kvpc_route_of(&moves[k], &p->plain);
     kvpc_set_convert(p, m);
-    const uint64_t bytes = (uint64_t)p->plain.count * p->units * n * 16;
+    p->units = p->route[0].units > p->route[1].units ? p->route[0].units : p->route[1].units;
+    const uint64_t bytes = (uint64_t)p->plain.count * (p->route[0].units + p->route[1].units) * 16;
     const bool many = bytes > kvpc_few_bytes,
                whole = (indexed->table.stride | f.scale_offset) % kvpc_granule_bytes == 0;
     if (f.scale == KVPRIM_SCALE_TILE && !m->zero) {
@@ -3362,27 +3371,29 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         const bool v_behind =
             n == 2 && !tiles_too && v.dst == k.dst + span && v.dst_stride == k.dst_stride && v.page == k.page;
         if (many && alike && m->dst.table.heads == 1 && (!whole || inside))
-            p->span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
+            tiles.span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
         if (many && alike && !inside)
-            p->scale_span = scales;
+            tiles.scale_span = scales;
         *status = kvpc_run_tiles(call, moves, n, &tiles);
         return true;
     }
     uint32_t routes = (uint32_t)n, loads = 1;
     if (m->zero)
         loads = many || int8 ? 2 : 1;
-    else if (n == 1 && many && p->units % 2 == 0) {
+    for (size_t k = 0; !m->zero && many && k < n; k++)
+        if (indexed->table.heads == 1 && (moves[k].dst.table.stride | moves[k].dst.piece_bytes) % kvpc_granule_bytes)
+            p->route[k].span = (uint32_t)moves[k].dst.piece_bytes;
+    if (!m->zero && n == 1 && many && p->units % 2 == 0) {
         const uint32_t half = p->units / 2;
+        p->route[0].units = half;
         p->route[1] = p->route[0];
+        p->route[1].span = 0;
         p->route[1].src += 16 * (uint64_t)half;
         p->route[1].dst += (uint64_t)half * (uint64_t)kvpc_unit_elements(other);
         p->route[1].unit = half;
         p->units = half;
         routes = 2;
     }
-    if (!m->zero && many && indexed->table.heads == 1 &&
-        (indexed->table.stride | indexed->piece_bytes) % kvpc_granule_bytes)
-        p->span = (uint32_t)indexed->piece_bytes;
     p->plain.row_bytes[0] = 16 * p->units;
     const uint32_t parts = kvpc_shape_rows(&p->plain, loads, routes);
     const uint32_t threads = p->plain.block_rows * p->plain.row_threads;
@@ -4505,7 +4516,9 @@ template <uint32_t bytes> static void kvpc_cut_conversion(const kvpc_call *call,
         c->step = c->wide && all <= (uint64_t)1 << p->lanes_shift ? c->tile : 0;
         c->span = (tiles + spans - 1) / spans * c->tile;
     } else {
-        uint64_t least = UINT64_MAX, spans = 1; /* threads that idle in a round */
+        uint64_t least = UINT64_MAX, spans = 1;                           /* threads that idle in a round */
+        while (p->lanes_shift > 3 && all <= most << (p->lanes_shift - 1)) /* finding a row takes most of the time */
+            p->lanes_shift--;
         for (uint32_t shift = p->lanes_shift + 1; shift-- > 2 && least > all / 8;) {
             const uint64_t lanes = (uint64_t)1 << shift, cut = kvpc_spans_of((all + lanes - 1) / lanes, most);
             const uint64_t idle = ((all + cut - 1) / cut + lanes - 1) / lanes * lanes * cut - all;
