@@ -3374,6 +3374,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
             tiles.span = span + (v_behind ? (uint32_t)moves[1].row_bytes : 0);
         if (many && alike && !inside)
             tiles.scale_span = scales;
+        p->units = k.units; /* those of a V that is copied have no tiles */
         *status = kvpc_run_tiles(call, moves, n, &tiles);
         return true;
     }

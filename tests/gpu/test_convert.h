@@ -789,6 +789,7 @@ static void convert_edges(arena *a)
 {
     enum { NO_SCALES, SCALES_APART, SCALES_IN_ROW, V_APART, n_kinds };
     const int64_t count = 1100, elements = 528, tile = 88, behind = 4096, tiles = elements / tile, step = 64;
+    const int64_t v_bytes = 1536; /* more words than K has */
     for (int kind = 0; kind < n_kinds; kind++) {
         convert_call call = {};
         kvprim_format *const f = &call.dst.full;
@@ -817,9 +818,9 @@ static void convert_edges(arena *a)
         kvprim_store_desc d =
             store_of(call.dst.table, call.src.table, call.src.row_bytes, slot, KVPRIM_I32, count, nullptr);
         if (kind == V_APART) {
-            d.v_bytes = call.v_dst.row_bytes = call.v_src.row_bytes = 128;
-            d.v_cache = call.v_dst.table = table_of(reserve(a, static_cast<size_t>(count) * 128, 0), count);
-            d.v = call.v_src.table = table_of(reserve(a, static_cast<size_t>(count) * 128, 0), count);
+            d.v_bytes = call.v_dst.row_bytes = call.v_src.row_bytes = v_bytes;
+            d.v_cache = call.v_dst.table = table_of(reserve(a, static_cast<size_t>(count * v_bytes), 0), count);
+            d.v = call.v_src.table = table_of(reserve(a, static_cast<size_t>(count * v_bytes), 0), count);
         }
         CHECK(try_convert(a, &d, &call, "edges of rows") == RAN);
     }
