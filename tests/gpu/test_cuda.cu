@@ -1835,7 +1835,6 @@ static void unreachable_slots(void *host)
     }
 }
 
-/* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
 /* Scales and counters of formats, in memory of their own. */
 static void unreachable_formats(void *host)
 {
@@ -1857,14 +1856,15 @@ static void unreachable_formats(void *host)
     bad = int8;
     bad.scales = host;
     CHECK(named(run_with(bad), "k_cache.format.scales"));
-    bad = int8; /* the last row's scales are far away */
-    bad.scale_stride = int64_t(1) << 40;
+    bad = int8; /* the last row's scales are far away, though at an address of 47 bits */
+    bad.scale_stride = int64_t(1) << 32;
     CHECK(named(run_with(bad), "k_cache.format.scales"));
     bad = int8;
     bad.scale = KVPRIM_SCALE_TENSOR, bad.tile = 0, bad.scales = host;
     CHECK(named(run_with(bad), "k_cache.format.scales"));
 }
 
+/* Each pointer in turn is ordinary host memory, and a table reaches past its allocation. */
 static void test_unreachable()
 {
     int pageable;
@@ -1986,8 +1986,27 @@ static void claimed_tables(arena *a)
 
 /* ---- moves that convert ---- */
 
+/* Every kernel of plain rows: each pair of types, few and many rows, short and long tiles. */
+static void convert_kernels(arena *a)
+{
+    static const struct {
+        int64_t count, elements, tile;
+    } sizes[] = {{8, 512, 0}, {1100, 512, 0}, {8, 512, 128}, {1100, 512, 128}, {8, 1024, 1024}};
+    for (const auto &pair : convert_pairs())
+        for (const auto &size : sizes) {
+            if (is_small(pair.first) == is_small(pair.second))
+                continue;
+            convert_case c =
+                convert_case_of(0, pair.first, pair.second, size.tile ? KVPRIM_SCALE_TILE : KVPRIM_SCALE_TENSOR);
+            c.form = is_small(pair.first) ? CONVERT_STORE : CONVERT_GATHER, c.v = NO_V;
+            c.elements = size.elements, c.tile = size.tile, c.count = size.count, c.rows = size.count + 3;
+            run_convert(a, &c);
+        }
+}
+
 static void convert_several(arena *a)
 {
+    convert_kernels(a);
     convert_matrix(a);
     convert_moves(a);
     convert_presets(a);

@@ -155,7 +155,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
 WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_kernelI'
-MAY_WAIT = r'kvpc_(bytes|lines|listed\w*|move|move_few|move_bytes|move_pieces|meta|slots|unpack|unpack_one)_kernel'
+MAY_WAIT = r'kvpc_(bytes|convert\w*|lines|listed\w*|move\w*|meta|slots|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence0EEv'
 LEAST_WAITING = 50  # kernels of kvprim_cuda.cuh of the first two kinds; it has 60
 GLOBAL = r'(LDG|STG|LD|ST|ATOMG?|REDG?|LDGSTS|CCTL)(\.|$)'
