@@ -1390,7 +1390,7 @@ struct twin {
     {
         return reinterpret_cast<const int32_t *>(slots(m) + small_tokens);
     }
-    /* Dense rows of bf16, and 0x5a everywhere else but for what is read. */
+    /* Dense rows of bf16, and 0x5a everywhere else except in what is read. */
     void reset()
     {
         memset(host.data(), 0x5a, host.size());

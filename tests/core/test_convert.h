@@ -562,7 +562,7 @@ static void test_presets(void)
 
 /* ---- bad descriptors ---- */
 
-/* A store of bf16 rows of 64 elements into pages of 4 fp8 rows with 4 scales each behind them, and V beside K. */
+/* A store of bf16 rows of 64 elements into pages of 4 fp8 rows, which their 4 scales each follow, and V beside K. */
 typedef struct bad_store {
     _Alignas(16) unsigned char cache[8192], v_cache[8192], outside[8192];
     _Alignas(16) uint16_t k[16][64], v[16][64];

@@ -168,7 +168,7 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
             0;
 }
 
-/* Rows with their scales inside, or behind the rows of each page. */
+/* Rows with their scales inside, or after the rows of each page. */
 static void place_in_table(arena *a, const convert_case *c, convert_side *s, const placing &at, int64_t rows,
                            int32_t layers)
 {
@@ -784,7 +784,7 @@ static void convert_heads_apart(arena *a)
     }
 }
 
-/* So many rows that their edges and those of their scales are fetched first; nothing behind these may be. */
+/* So many rows that their edges and those of their scales are fetched first; nothing after these may be. */
 static void convert_edges(arena *a)
 {
     enum { NO_SCALES, SCALES_APART, SCALES_IN_ROW, V_APART, n_kinds };
