@@ -29,7 +29,8 @@
        >>config           macros you may define
        >>op               reductions (element types are kvprim_dtype, in kvprim.h)
        >>comm             a communicator: create, watch, end
-       >>collective       reduce, gather, scatter, broadcast, send, receive
+       >>collective       reduce, gather, scatter, all-to-all, broadcast, send, receive
+       >>norm             an all-reduce with the residual and the RMSNorm that follow it
        >>group            sends and receives that meet
        >>ring             chunks from one rank to another, through a few buffers, with credits
        >>impl             the implementation, and its terms
@@ -291,6 +292,26 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               size_t recv_count, kvprim_dtype dtype, kvprim_op op,
                                                               struct CUstream_st *stream);
 
+/* The same with parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
+   ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
+   NULL if this rank's count is 0. In place: send is this rank's part of recv. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
+                                                           const size_t *counts, kvprim_dtype dtype,
+                                                           struct CUstream_st *stream);
+
+/* Part r of send goes to rank r, and part r of recv comes from rank r. Both have `world` parts of part_count elements,
+   and must not overlap: NCCL cannot exchange in place. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send,
+                                                          size_t part_count, kvprim_dtype dtype,
+                                                          struct CUstream_st *stream);
+
+/* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
+   another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
+   free to reuse when the call returns. A side without elements may be NULL. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
+                                                           const size_t *counts, kvprim_dtype dtype,
+                                                           struct CUstream_st *stream);
+
 /* Copies buf of rank `root` to buf of every other rank. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_broadcast(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
                                                          int32_t root, struct CUstream_st *stream);
@@ -302,6 +323,60 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_send(kvprim_comm *comm, const voi
                                                     kvprim_dtype dtype, int32_t peer, struct CUstream_st *stream);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count, kvprim_dtype dtype,
                                                     int32_t peer, struct CUstream_st *stream);
+
+/* >>norm -----------------------------------------------------------------------------------------------------------
+
+   What follows the all-reduce of a tensor-parallel layer, in the same kernel. For each token:
+
+       s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
+       r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
+       y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
+       q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
+
+   1 / and sqrt are rounded to nearest. The squares are added in an order that depends on `hidden` alone (see
+   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
+   FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
+   weight. */
+
+/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to the
+   next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
+typedef struct kvprim_norm_desc {
+    kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
+    float eps;              /* at least 0 */
+    int64_t tokens, hidden; /* the same on every rank; hidden: a multiple of 8, at most 16,384 */
+    const void *send;       /* tokens x hidden: what this rank adds */
+    int64_t send_stride;
+    const void *residual; /* tokens x hidden, the same on every rank; NULL: none */
+    int64_t residual_stride;
+    const void *weight; /* hidden elements, the same on every rank */
+    void *sum;          /* s: tokens x hidden; may be send */
+    int64_t sum_stride;
+    void *residual_out; /* r: tokens x hidden; may be residual or send */
+    int64_t residual_out_stride;
+    void *out; /* y: tokens x hidden; may be send or residual */
+    int64_t out_stride;
+    void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
+    int64_t quantised_stride;
+    float *scale;            /* with quantised: one element, read; or one of each token, written */
+    int32_t scale_per_token; /* 1: scale[token] = the largest |y| of the token / 448, at least least_scale */
+    float least_scale;       /* at least 0 */
+    int32_t weight_plus_one; /* 1: multiplies by weight + 1, which is not rounded (Gemma) */
+    int32_t padding;         /* must be 0 */
+    int64_t reserved[2];     /* must be 0 */
+} kvprim_norm_desc;
+
+/* A collective. Outputs must not overlap each other, the weight or the inputs, except as said above, and then with the
+   same stride. Own kernels serve any number of tokens; where they are off (kvprim_comm_describe), NCCL sums and a kernel
+   of this library follows: the same, except for the order of the sum and its rounding.
+   Errors: those of kvprim_all_reduce, and SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps, flags, padding,
+   reserved), UNSUPPORTED (the implementation was not compiled by nvcc). */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
+                                                               struct CUstream_st *stream);
+
+/* The same on the host, from all ranks' addends: all pointers are to host memory, sends[r] is what rank r passes as
+   send, and desc->send is ignored. Gives the bits that kvprim_all_reduce_norm gives with own kernels. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
+                                                                    const void *const *sends, int32_t world);
 
 /* >>group ----------------------------------------------------------------------------------------------------------
 
