@@ -43,6 +43,7 @@
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
 
        Host
@@ -60,6 +61,7 @@
        >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
+       >>impl_launch_norm the same of kernels of >>impl_norm
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
@@ -333,8 +335,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
        y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are added in an order that depends on `hidden` alone (see
-   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
+   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
+   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
+   of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
@@ -358,8 +361,9 @@ typedef struct kvprim_norm_desc {
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
     float *scale;            /* with quantised: one element, read; or one of each token, written */
-    int32_t scale_per_token; /* 1: scale[token] = the largest |y| of the token / 448, at least least_scale */
-    float least_scale;       /* at least 0 */
+    int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, least_scale); NaN does not
+                                count, infinity counts as the largest finite fp32 */
+    float least_scale;       /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, which is not rounded (Gemma) */
     int32_t padding;         /* must be 0 */
     int64_t reserved[2];     /* must be 0 */
@@ -374,7 +378,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm
                                                                struct CUstream_st *stream);
 
 /* The same on the host, from all ranks' addends: all pointers are to host memory, sends[r] is what rank r passes as
-   send, and desc->send is ignored. Gives the bits that kvprim_all_reduce_norm gives with own kernels. */
+   send, and desc->send is ignored. Gives the bits that kvprim_all_reduce_norm gives with own kernels.
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
+   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
+   what `hidden` lacks to a power of two counts as 0. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -467,6 +474,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 #endif /* KVPRIM_NCCL_H */
 
 /* Stop here if you only use the library. */
+
+#if (defined(KVPRIM_NCCL_IMPLEMENTATION) || defined(KVPRIM_NCCL_EMULATE)) && !defined(KVPRIM_ELEMENT)
+#define KVPRIM_CUDA_IMPLEMENTATION /* conversions of one element */
+#include "kvprim.h"
+#undef KVPRIM_CUDA_IMPLEMENTATION
+#endif
 
 /* >>impl ----------------------------------------------------------------------------------------------------------- */
 
@@ -1237,6 +1250,8 @@ struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
 template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
 };
+
+/* >>impl_norm ------------------------------------------------------------------------------------------------------ */
 
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
@@ -2943,6 +2958,27 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
         KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
     }
     return KVPRIM_OK;
+}
+
+/* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
+
+/* Both take a description that was checked, with its defaults filled in (strides, least_scale), and at least one token.
+   c: function, comm, stream. */
+
+/* The whole call by own kernels, which must be on (comm->peer[0]). */
+static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    (void)d;
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
+}
+
+/* All that follows the sum. s: tokens x hidden of it, with s_stride elements from one to the next; it may be any output
+   of 16 bits, with that one's stride. Writes d->sum too, unless that is s. */
+static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_norm_desc *d, const void *s,
+                                            int64_t s_stride)
+{
+    (void)d, (void)s, (void)s_stride;
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
 }
 #endif
 
