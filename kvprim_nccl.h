@@ -530,6 +530,19 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
+
+/* The conversions of elements (kvpi_to_e4m3 and so on). kvprim.h defines them after its include guard, once for each
+   unit, where it or kvprim_cuda.cuh is implemented. A unit that implements this header alone asks as the latter does;
+   that macro asks for nothing else of kvprim.h. */
+#ifndef KVPRIM_ELEMENT
+#ifdef KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#else
+#define KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#undef KVPRIM_CUDA_IMPLEMENTATION
+#endif
+#endif
 #endif
 
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
