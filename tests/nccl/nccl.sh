@@ -164,8 +164,9 @@ run_benches()
 {
     cublas=
     [ ! -e "$CUDA_INCLUDE/cublas_v2.h" ] || cublas='-DBENCH_CUBLAS -lcublas'
-    build tests/bench/bench_nccl.cu $cublas &
-    { build_implementation && build tests/bench/bench_decode.cu -Xlinker build/kvprim_nccl.o; } &
+    build_implementation || return 1
+    build tests/bench/bench_nccl.cu -Xlinker build/kvprim_nccl.o $cublas &
+    build tests/bench/bench_decode.cu -Xlinker build/kvprim_nccl.o &
     wait # a program that does not compile is missing when it is run
     for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
         run $some build/bench_nccl
