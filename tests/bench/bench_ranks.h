@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Several GPUs at once: what the benchmarks of collectives have in common. A rank is a thread with a GPU; all GPUs of the
-   machine take part. A program includes kvprim_nccl.h first. */
+/* Several GPUs at once: what the benchmarks of collectives have in common. A rank is a thread with a GPU; all GPUs of
+   the machine take part. A program includes kvprim_nccl.h first. */
 #ifndef BENCH_RANKS_H
 #define BENCH_RANKS_H
 
