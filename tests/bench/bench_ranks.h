@@ -20,7 +20,7 @@ inline void check_nccl(ncclResult_t result, const char *call, int line)
     if (result == ncclSuccess)
         return;
     fprintf(stderr, "line %d: %s: %s\n", line, call, ncclGetErrorString(result));
-    exit(2);
+    give_up(2);
 }
 
 static int world;
@@ -95,7 +95,7 @@ inline void check_none_wrong(rank_state &r, const std::string &what)
     if (wrong == 0)
         return;
     fprintf(stderr, "FAIL %s: %llu elements of rank %d are wrong\n", what.c_str(), wrong, r.rank);
-    exit(1);
+    give_up(1);
 }
 
 /* ---- what tensors hold ---- */
