@@ -3595,8 +3595,9 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            sum = kvpi_rounded(sum + kvpi_rounded((float)(r * r))); /* through fp64, so that nothing fuses the two */
+            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
+            sum = kvpi_rounded(sum + square);
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
