@@ -128,7 +128,7 @@ nccl_versions()
 
 nccl_programs()
 {
-    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -o "$build/test_nccl"
+    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -lm -o "$build/test_nccl"
     cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
         -o "$build/06_allreduce"
     ! has "$CXX" || cell 'counted.cu in C++' $CXX -x c++ -std=c++17 $warnings -I. $system -fsyntax-only \

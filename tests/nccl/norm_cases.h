@@ -60,8 +60,8 @@ static inline void norm_place_output(norm_case *c, int tensor, int64_t *stride, 
     c->at[tensor] = norm_place(c, (uint64_t)(c->d.tokens * norm_stride(c, *stride) * element), draw >> 16);
 }
 
-/* A case with so many tokens. `shared_draw` says what must be the same on every rank; `own_draw` where this rank's tensors
-   lie, and which outputs there are. */
+/* A case with so many tokens. `shared_draw` says what must be the same on every rank; `own_draw` where this rank's
+   tensors lie, and which outputs there are. */
 static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hidden, int plain, uint64_t shared_draw,
                                   uint64_t own_draw)
 {
@@ -184,7 +184,7 @@ static inline void norm_expect(const norm_case *c, int rank, int world, char *im
     const int64_t h = c->d.hidden;
     int wrong = 0;
     memcpy(before, image, c->bytes);
-    d.tokens = d.tokens < norm_period ? d.tokens : norm_period;
+    d.tokens = d.tokens < norm_period ? d.tokens : (int64_t)norm_period;
     for (int r = 0; r < world; r++) {
         sends[r] = r == rank ? image + c->at[norm_send] : others + send_bytes * (size_t)r;
         if (r != rank)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Tests of kvprim_all_reduce_norm on GPUs, for test_nccl_gpu.cu. What a call leaves in a rank's whole image must be what
-   the host's twin leaves, bit by bit; norm_cases.h checks the twin with an oracle. */
+/* Tests of kvprim_all_reduce_norm on GPUs, for test_nccl_gpu.cu. What a call leaves in a rank's whole image must be
+   what the host's twin leaves, bit by bit; norm_cases.h checks the twin with an oracle. */
 #ifndef TEST_NORM_H
 #define TEST_NORM_H
 
