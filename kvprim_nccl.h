@@ -550,6 +550,9 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
+/* What a reduction does: the order of this enum tells sums from selections. */
+enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
+
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
    needed first. */
@@ -565,8 +568,10 @@ typedef struct kvpn_params {
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
+    uint32_t op; /* a kvpn_op */
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
+    double share; /* 1 / world */
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -751,7 +756,8 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
 
 /* >>impl_pack ------------------------------------------------------------------------------------------------------ */
 
-/* Sends all ones as the NaN 0x7fffffff. In halves that is two NaNs: 0x7fff, and 0xffff below it. */
+/* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
+   three times 0xff of e4m3 and e5m2. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 {
     v.x = v.x == kvpn_empty_word ? kvpn_empty_word >> 1 : v.x;
@@ -761,7 +767,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
     return v;
 }
 
-/* Element types of sums: split a word into fp32 elements, and join them again. */
+/* Element types of reductions: split a word into fp32 elements, and join them again. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -816,6 +822,78 @@ struct kvpn_f16 {
 };
 #endif
 
+/* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
+   value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
+#ifndef KVPRIM_ELEMENT /* kvprim.h is implemented in another unit: takes its conversions of elements alone */
+#define KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#undef KVPRIM_CUDA_IMPLEMENTATION
+#endif
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
+#define KVPRIM_NCCL_PTX_F8
+#endif
+struct kvpn_e4m3 {
+    enum { per_word = 4 };
+    typedef unsigned char bits;
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 l, a; "
+            "cvt.rn.f16x2.e4m3x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
+            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
+            : "r"(word));
+#else
+        for (uint32_t k = 0; k < 4; k++)
+            f[k] = kvpi_of_e4m3(word >> 8 * k & 0xff);
+#endif
+    }
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        uint32_t word;
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
+        return word;
+#else
+        return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
+#endif
+    }
+};
+
+struct kvpn_e5m2 {
+    enum { per_word = 4 };
+    typedef unsigned char bits;
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e5m2x2 l, a; "
+            "cvt.rn.f16x2.e5m2x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
+            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
+            : "r"(word));
+#else
+        for (uint32_t k = 0; k < 4; k++)
+            f[k] = kvpi_of_e5m2(word >> 8 * k & 0xff);
+#endif
+    }
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        uint32_t word;
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
+        return word;
+#else
+        return kvpi_to_e5m2(f[0]) | kvpi_to_e5m2(f[1]) << 8 | kvpi_to_e5m2(f[2]) << 16 | kvpi_to_e5m2(f[3]) << 24;
+#endif
+    }
+};
+
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
 template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_load_units(const void *from, uint64_t left, uint32_t *w)
 {
@@ -860,35 +938,90 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
+/* The sign bits of a word; also a word of -0.0. */
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
+{
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
+}
+
 /* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
 {
-    const uint32_t none = T::per_word == 1 ? 0x80000000u : 0x80008000u;
+    const uint32_t none = kvpn_signs<T>();
     own = kvpn_replace_empty(own);
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_ranks; r++)
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. */
-template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
+/* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
+KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 {
-    float sum[4 * T::per_word];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+#else /* negative floats order as their bits do if all but the sign is inverted */
+    const int32_t x = (int32_t)kvpi_bits_of(a), y = (int32_t)kvpi_bits_of(b);
+    const bool larger = (x ^ (x >> 31 & 0x7fffffff)) > (y ^ (y >> 31 & 0x7fffffff));
+    return kvpi_is_nan(a) || (larger && !kvpi_is_nan(b)) ? a : b;
+#endif
+}
+
+/* Loads the op before the wait that follows. The compiler would load a parameter after it, where it takes 20 ns; so
+   this seems to depend on the turn, which is 0 or 1. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_load_op(const kvpn_params &p, const kvpn_thread &me)
+{
+    uint32_t op = p.op | (me.turn & 4);
+#ifndef KVPRIM_NCCL_EMULATE
+    asm volatile("" : "+r"(op));
+#endif
+    return op;
+}
+
+/* Combines all ranks' packs, in the order of the ranks, so that every rank gets the same bits. `selects`: MAX or MIN,
+   which is MAX between two changes of sign; a rank beyond `world` then stands for rank 0. Otherwise SUM or AVG. */
+template <class T, int max_ranks, bool selects>
+KVPRIM_NCCL_DEVICE uint4 kvpn_combine_packs(const uint4 (&v)[max_ranks], uint32_t op, uint32_t world, double share)
+{
+    const uint32_t flip = selects && op == kvpn_takes_least ? kvpn_signs<T>() : 0;
+    float x[4 * T::per_word];
     KVPRIM_NCCL_UNROLL
     for (int r = 0; r < max_ranks; r++) {
-        const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
+        const uint4 from = selects && r >= 2 && (uint32_t)r >= world ? v[0] : v[r];
+        const uint32_t w[4] = {from.x ^ flip, from.y ^ flip, from.z ^ flip, from.w ^ flip};
         KVPRIM_NCCL_UNROLL
         for (int k = 0; k < 4; k++) {
-            float f[T::per_word];
+            float f[T::per_word], *const so_far = x + k * T::per_word;
             T::split(w[k], f);
             KVPRIM_NCCL_UNROLL
             for (int e = 0; e < T::per_word; e++)
-                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
+                so_far[e] = r == 0 ? f[e] : selects ? kvpn_maximum(so_far[e], f[e]) : so_far[e] + f[e];
         }
     }
-    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                                    T::join(sum + 3 * T::per_word)});
+    if (!selects && op == kvpn_averages) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 4 * T::per_word; e++)
+            x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * share);
+    }
+    return kvpn_replace_empty(uint4{T::join(x) ^ flip, T::join(x + T::per_word) ^ flip,
+                                    T::join(x + 2 * T::per_word) ^ flip, T::join(x + 3 * T::per_word) ^ flip});
+}
+
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
+{
+    return kvpn_combine_packs<T, max_ranks, false>(v, kvpn_sums, 0, 0);
+}
+
+/* The op is a parameter, not a kernel each: a sum then takes two branches more. The code of MAX and MIN lies apart from
+   it. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, const uint4 (&v)[max_ranks])
+{
+    if (__builtin_expect(op >= kvpn_takes_largest, 0))
+        return kvpn_combine_packs<T, max_ranks, true>(v, op, p.world, p.share);
+    return kvpn_combine_packs<T, max_ranks, false>(v, op, p.world, p.share);
 }
 
 /* A bit for each rank that this one hears from. */
@@ -999,9 +1132,10 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     if (shares && at >= p.packs)
         return true;
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    const uint32_t op = kvpn_load_op(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_sum_packs<T, max_ranks>(v);
+    const uint4 sum = kvpn_reduce_packs<T, max_ranks>(p, op, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -2063,9 +2197,11 @@ template <template <class, int, bool> class Way, class T> static kvpn_kernel_fun
 template <template <class, int, bool> class Way>
 static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 {
-    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
-           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-                                  : kvpn_pick<Way, kvpn_f16>(world, whole);
+    return dtype == KVPRIM_F32      ? kvpn_pick<Way, kvpn_f32>(world, whole)
+           : dtype == KVPRIM_BF16   ? kvpn_pick<Way, kvpn_bf16>(world, whole)
+           : dtype == KVPRIM_F16    ? kvpn_pick<Way, kvpn_f16>(world, whole)
+           : dtype == KVPRIM_F8E4M3 ? kvpn_pick<Way, kvpn_e4m3>(world, whole)
+                                    : kvpn_pick<Way, kvpn_e5m2>(world, whole);
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -2082,10 +2218,10 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
-    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 6 && !task->off_reason; k++) {
+        for (int k = 0; k < 10 && !task->off_reason; k++) {
             cudaFuncAttributes attributes;
             const void *const kernel =
                 (const void *)kvpn_pick((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
@@ -2818,7 +2954,9 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
 /* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
-    return comm->peer[0] && op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+    return comm->peer[0] && op != KVPRIM_PROD &&
+           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
+            dtype == KVPRIM_F8E5M2);
 }
 
 static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
@@ -2918,6 +3056,11 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.count = gathers ? bytes : c->count;
     p.pitch = pitch * c->element;
     p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
+    p.op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
+           : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
+           : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
+                                         : kvpn_sums;
+    p.share = 1.0 / comm->world;
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.block_bytes = 16 * comm->block_slots;
