@@ -43,6 +43,7 @@
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
 
        Host
@@ -60,9 +61,11 @@
        >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
+       >>impl_launch_norm the same of kernels of >>impl_norm
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
+       >>impl_norm_call   all_reduce_norm: its arguments, where its sum is NCCL's, and the same on the host
        >>impl_ring        the ring
 
    Rules that hold for every function here
@@ -207,6 +210,7 @@ typedef struct kvprim_comm {
     int32_t after_nccl;        /* 1: the last call was NCCL's: see kvpn_launch_kernel */
     int32_t nccl_starts_early; /* see kvpn_run_nccl */
     int32_t padding;
+    void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
     char description[1024];
@@ -224,7 +228,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    nothing later does. Ranks may be processes or threads of one process.
    Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
    by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. They take 32 MB
-   of device memory. kvprim_comm_describe says whether they are on, and if not, why.
+   of device memory; where they are compiled but off, kvprim_all_reduce_norm takes 8 MB. kvprim_comm_describe says
+   whether they are on, and if not, why.
    Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
    communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
    limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT
@@ -333,13 +338,14 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
        y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are added in an order that depends on `hidden` alone (see
-   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
+   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
+   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
+   of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
-/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to the
-   next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
+/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to
+   the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
 typedef struct kvprim_norm_desc {
     kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
     float eps;              /* at least 0 */
@@ -358,23 +364,31 @@ typedef struct kvprim_norm_desc {
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
     float *scale;            /* with quantised: one element, read; or one of each token, written */
-    int32_t scale_per_token; /* 1: scale[token] = the largest |y| of the token / 448, at least least_scale */
-    float least_scale;       /* at least 0 */
+    int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, least_scale); NaN does not
+                                count, infinity counts as the largest finite fp32 */
+    float least_scale;       /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, which is not rounded (Gemma) */
     int32_t padding;         /* must be 0 */
     int64_t reserved[2];     /* must be 0 */
 } kvprim_norm_desc;
 
 /* A collective. Outputs must not overlap each other, the weight or the inputs, except as said above, and then with the
-   same stride. Own kernels serve any number of tokens; where they are off (kvprim_comm_describe), NCCL sums and a kernel
-   of this library follows: the same, except for the order of the sum and its rounding.
-   Errors: those of kvprim_all_reduce, and SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps, flags, padding,
-   reserved), UNSUPPORTED (the implementation was not compiled by nvcc). */
+   same stride. Rows of one tensor may lie between those of another with the same stride. tokens == 0 returns KVPRIM_OK
+   and enqueues nothing; pointers may then be NULL. Own kernels serve any number of tokens; where they are off
+   (kvprim_comm_describe), NCCL sums and a kernel of this library follows: the same, except for the order of the sum and
+   its rounding. That goes in parts of 8 MB.
+   Errors: those of kvprim_all_reduce, and NULL (desc), SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps,
+   least_scale, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation was
+   not compiled by nvcc). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                                struct CUstream_st *stream);
 
-/* The same on the host, from all ranks' addends: all pointers are to host memory, sends[r] is what rank r passes as
-   send, and desc->send is ignored. Gives the bits that kvprim_all_reduce_norm gives with own kernels. */
+/* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
+   their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
+   kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
+   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
+   what `hidden` lacks to a power of two counts as 0. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -517,6 +531,19 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
+
+/* The conversions of elements (kvpi_to_e4m3 and so on). kvprim.h defines them after its include guard, once for each
+   unit, where it or kvprim_cuda.cuh is implemented. A unit that implements this header alone asks as the latter does;
+   that macro asks for nothing else of kvprim.h. */
+#ifndef KVPRIM_ELEMENT
+#ifdef KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#else
+#define KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#undef KVPRIM_CUDA_IMPLEMENTATION
+#endif
+#endif
 #endif
 
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
@@ -1372,6 +1399,8 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
 };
 
+/* >>impl_norm ------------------------------------------------------------------------------------------------------ */
+
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
 
@@ -1430,6 +1459,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
 #endif
 #include <assert.h>
 #include <cuda_runtime_api.h>
+#include <float.h>
 #include <nccl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -1455,14 +1485,16 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 3,       /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
-    kvpn_group_calls = 1024, /* of a group: 32 KB of host memory */
-    kvpn_slots_mb = 8        /* of a tensor that is summed in one launch; the slots take four times as much */
+    kvpn_protocol = 3,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
+    kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
+    kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
+    kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
 static_assert(sizeof(void *) != 8 ||
-                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424 &&
-                   sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
+                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
               "public structs have the sizes that bindings to 0.2 know");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
@@ -1798,6 +1830,8 @@ static void kvpn_free_comm(kvprim_comm *comm)
         (void)cudaFree(comm->buffer);
     if (comm->scratch)
         (void)cudaFree(comm->scratch);
+    if (comm->sums)
+        (void)cudaFree(comm->sums);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
     kvpn_release_teardown(comm->teardown);
@@ -2267,6 +2301,19 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
+/* Memory for kvprim_all_reduce_norm where NCCL sums, and nothing where the kernel that follows is missing. */
+static kvprim_status kvpn_alloc_sums(kvpn_init_task *task)
+{
+#ifdef KVPRIM_NCCL_KERNELS
+    const char *const f = "kvprim_comm_init";
+    if (task->comm.world > 1 && task->off_reason && !task->comm.sums)
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
+#else
+    (void)task;
+#endif
+    return KVPRIM_OK;
+}
+
 /* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
 static bool kvpn_nccl_starts_early(int running)
 {
@@ -2311,7 +2358,8 @@ static void kvpn_describe(kvpn_init_task *task)
         return;
     }
 #endif
-    (void)snprintf(text + used, size - used, "off: %s", task->off_reason);
+    (void)snprintf(text + used, size - used, "off: %s%s", task->off_reason,
+                   comm->sums ? "; 8 MB for sums that a norm follows" : "");
 }
 
 /* >>impl_init ------------------------------------------------------------------------------------------------------ */
@@ -2350,8 +2398,10 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
 static kvprim_status kvpn_decide(kvpn_init_task *task)
 {
     kvprim_comm *const comm = &task->comm;
-    if (task->off_reason)
+    if (task->off_reason) {
         kvpn_free_slots(comm);
+        (void)kvpn_alloc_sums(task); /* if that exchange turned them off; an error now would be this rank's alone */
+    }
 #ifdef KVPRIM_NCCL_KERNELS
     comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
 #endif
@@ -2380,6 +2430,7 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
     if (!task->off_reason)
         kvpn_load_kernels(task);
 #endif
+    s = s == KVPRIM_OK ? kvpn_alloc_sums(task) : s;
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
     return kvpn_decide(task);
@@ -3087,6 +3138,27 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
     }
     return KVPRIM_OK;
 }
+
+/* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
+
+/* Both take a description that was checked, with its defaults filled in (strides, least_scale), and at least one token.
+   c: function, comm, stream. */
+
+/* The whole call by own kernels, which must be on (comm->peer[0]). */
+static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    (void)d;
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
+}
+
+/* All that follows the sum. s: tokens x hidden of it, with s_stride elements from one to the next; it may be any output
+   of 16 bits, with that one's stride. Writes d->sum too, unless that is s. */
+static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_norm_desc *d, const void *s,
+                                            int64_t s_stride)
+{
+    (void)d, (void)s, (void)s_stride;
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
+}
 #endif
 
 /* >>impl_nccl ------------------------------------------------------------------------------------------------------ */
@@ -3317,6 +3389,410 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
                                      struct CUstream_st *stream)
 {
     return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+}
+
+/* >>impl_norm_call -------------------------------------------------------------------------------------------------
+
+   Arguments of kvprim_all_reduce_norm and of its twin on the host, whose addends are several tensors. */
+
+/* Rows of `columns` elements; stride: the description's. is: what kind of tensor, of those below; may_be: the kinds of
+   inputs whose place this output may take. */
+typedef struct kvpn_norm_tensor {
+    const char *name;
+    const void *data; /* NULL: there is none */
+    int64_t stride, rows, columns;
+    uint32_t element, alignment, is, may_be;
+} kvpn_norm_tensor;
+
+enum { kvpn_norm_input = 0, kvpn_norm_send = 1, kvpn_norm_residual = 2, kvpn_norm_output = 4 };
+enum { kvpn_norm_tensors = 7 }; /* without the addends */
+
+static kvpn_norm_tensor kvpn_norm_addend(const kvprim_norm_desc *d, const char *name, const void *data)
+{
+    const kvpn_norm_tensor t = {name, data, d->send_stride, d->tokens, d->hidden, 2, 16, kvpn_norm_send, 0};
+    return t;
+}
+
+static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
+{
+    const int64_t n = d->tokens, m = d->hidden, scales = d->scale_per_token ? n : 1;
+    const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
+    const kvpn_norm_tensor all[kvpn_norm_tensors] = {
+        {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
+        {"desc->weight", d->weight, 0, 1, m, 2, 16, in, 0},
+        {"desc->sum", d->sum, d->sum_stride, n, m, 2, 16, out, kvpn_norm_send},
+        {"desc->residual_out", d->residual_out, d->residual_out_stride, n, m, 2, 16, out, any},
+        {"desc->out", d->out, d->out_stride, n, m, 2, 16, out, any},
+        {"desc->quantised", d->quantised, d->quantised_stride, n, m, 1, 8, out, 0},
+        {"desc->scale", d->scale, 0, 1, scales, 4, 4, d->scale_per_token ? out : in, 0}};
+    memcpy(list, all, sizeof all);
+}
+
+static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
+{
+    const uint32_t least = kvpi_bits_of(d->least_scale);
+    if (d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f,
+                           (int)d->dtype);
+    if ((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->eps is %g, must be finite and at least 0", f,
+                           (double)d->eps);
+    if (d->tokens < 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
+    if (d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f,
+                           (long long)d->hidden, (int)kvpn_max_hidden);
+    if (least != 0 && (least < 0x00800000 || least > 0x7f000000))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->least_scale is %g, neither 0 nor from 2^-126 to 2^127", f,
+                           (double)d->least_scale);
+    const struct {
+        const char *name;
+        int64_t value, max;
+    } fields[] = {{"scale_per_token", d->scale_per_token, 1},
+                  {"weight_plus_one", d->weight_plus_one, 1},
+                  {"padding", d->padding, 0},
+                  {"reserved[0]", d->reserved[0], 0},
+                  {"reserved[1]", d->reserved[1], 0}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value < 0 || fields[i].value > fields[i].max)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %s", f, fields[i].name,
+                               (long long)fields[i].value, fields[i].max ? "0 or 1" : "0");
+    return KVPRIM_OK;
+}
+
+/* Which tensors there must be, if there are tokens. */
+static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_desc *d)
+{
+    if (!d->weight)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->weight is NULL", f);
+    if (!d->out && !d->quantised)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
+    if (d->quantised && !d->scale)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
+    if (!d->quantised && (d->scale || d->scale_per_token || d->least_scale > 0))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
+                           d->scale             ? "scale"
+                           : d->scale_per_token ? "scale_per_token"
+                                                : "least_scale");
+    return KVPRIM_OK;
+}
+
+static uint64_t kvpn_norm_step(const kvpn_norm_tensor *t)
+{
+    return (uint64_t)(t->stride ? t->stride : t->columns) * t->element;
+}
+
+/* From the first byte of the first row to the last byte of the last one. */
+static uint64_t kvpn_norm_bytes(const kvpn_norm_tensor *t)
+{
+    return (uint64_t)(t->rows - 1) * kvpn_norm_step(t) + (uint64_t)t->columns * t->element;
+}
+
+/* Device memory is read and written 16 bytes at a time, the host's by elements. */
+static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tensor *t, bool on_host)
+{
+    const uint32_t alignment = on_host ? t->element : t->alignment;
+    if (!t->data)
+        return KVPRIM_OK;
+    if (t->stride && (t->stride < t->columns || t->stride % 8))
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f,
+                           t->name, (long long)t->stride, (long long)t->columns);
+    if ((uintptr_t)t->data % alignment)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
+                           (void *)(uintptr_t)t->data, (unsigned)alignment);
+    const uint64_t row = (uint64_t)t->columns * t->element, left = UINTPTR_MAX - (uintptr_t)t->data;
+    if (row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t))
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f,
+                           t->name, (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
+    return KVPRIM_OK;
+}
+
+/* An output and another tensor must be apart, or at the same place where that is allowed. They are apart also if the
+   rows of each lie in the gaps of the other, with the same stride. */
+static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tensor *output, const kvpn_norm_tensor *t)
+{
+    const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)t->data;
+    const uint64_t step = kvpn_norm_step(output), gap = (a > b ? a - b : b - a) % step;
+    const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
+    const bool same_step = step == kvpn_norm_step(t) || t->rows == 1;
+    if (a == 0 || b == 0 || a + kvpn_norm_bytes(output) <= b || b + kvpn_norm_bytes(t) <= a)
+        return KVPRIM_OK;
+    if (a == b && same_step && (output->may_be & t->is) != 0)
+        return KVPRIM_OK;
+    if (same_step && gap >= (a > b ? row_b : row_a) && step - gap >= (a > b ? row_a : row_b))
+        return KVPRIM_OK;
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s, %p, and %s, %p, overlap%s", f, output->name, (void *)a, t->name,
+                       (void *)b,
+                       a == b && (output->may_be & t->is) != 0 ? ": in place, their strides are the same" : "");
+}
+
+/* sends: of one rank, or, on the host, of all. */
+static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, const void *const *sends, int32_t world,
+                                     bool on_host)
+{
+    kvpn_norm_tensor list[kvpn_norm_tensors];
+    KVPRIM_NCCL_TRY(kvpn_check_norm_fields(f, d));
+    if (d->tokens == 0)
+        return KVPRIM_OK;
+    KVPRIM_NCCL_TRY(kvpn_check_norm_outputs(f, d));
+    kvpn_list_norm_tensors(d, list);
+    for (int k = 0; k < kvpn_norm_tensors; k++)
+        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
+    for (int k = 0; k < kvpn_norm_tensors; k++)
+        for (int other = 0; other < kvpn_norm_tensors && list[k].is == kvpn_norm_output; other++)
+            if (other > k || (other != k && list[other].is != kvpn_norm_output))
+                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
+    for (int32_t r = 0; r < world; r++) {
+        char name[24];
+        (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
+        const kvpn_norm_tensor addend = kvpn_norm_addend(d, name, sends[r]);
+        if (!sends[r])
+            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
+        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
+        for (int k = 0; k < kvpn_norm_tensors; k++)
+            if (list[k].is == kvpn_norm_output)
+                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
+    }
+    return KVPRIM_OK;
+}
+
+/* With its defaults filled in. */
+static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
+{
+    kvprim_norm_desc d = *desc;
+    int64_t *const strides[] = {&d.send_stride,         &d.residual_stride, &d.sum_stride,
+                                &d.residual_out_stride, &d.out_stride,      &d.quantised_stride};
+    for (int k = 0; k < 6; k++)
+        *strides[k] = *strides[k] ? *strides[k] : d.hidden;
+    d.least_scale = d.least_scale > 0 ? d.least_scale : FLT_MIN;
+    return d;
+}
+
+#ifdef KVPRIM_NCCL_KERNELS
+static void *kvpn_norm_row(const void *tensor, int64_t stride, int64_t token, size_t element)
+{
+    return tensor ? (char *)(uintptr_t)tensor + (size_t)(token * stride) * element : NULL;
+}
+
+/* The same of some of its tokens. */
+static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
+{
+    kvprim_norm_desc part = *d;
+    part.tokens = tokens;
+    part.send = kvpn_norm_row(d->send, d->send_stride, first, 2);
+    part.residual = kvpn_norm_row(d->residual, d->residual_stride, first, 2);
+    part.sum = kvpn_norm_row(d->sum, d->sum_stride, first, 2);
+    part.residual_out = kvpn_norm_row(d->residual_out, d->residual_out_stride, first, 2);
+    part.out = kvpn_norm_row(d->out, d->out_stride, first, 2);
+    part.quantised = kvpn_norm_row(d->quantised, d->quantised_stride, first, 1);
+    if (d->scale_per_token)
+        part.scale = (float *)kvpn_norm_row(d->scale, 1, first, 4);
+    return part;
+}
+
+/* NCCL sums into memory of the communicator's, some tokens at a time: the outputs and strides, which may differ between
+   ranks, must not decide how much. NCCL has no strides either. */
+static kvprim_status kvpn_norm_by_nccl(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    const char *const f = c->function;
+    void *const sums = c->comm->sums;
+    const size_t row = (size_t)d->hidden * c->element;
+    const int64_t most = (int64_t)(kvpn_sums_bytes / row);
+    if (!sums)
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: kvprim_comm_init found no device memory for sums of NCCL's", f);
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        const kvprim_norm_desc part = kvpn_norm_part(d, first, d->tokens - first < most ? d->tokens - first : most);
+        kvpn_call sum = *c;
+        sum.send = part.send, sum.recv = sums, sum.count = (size_t)part.tokens * (size_t)d->hidden;
+        if (part.send_stride != part.hidden && part.tokens > 1) {
+            KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync(sums, row, part.send, (size_t)part.send_stride * c->element, row,
+                                                   (size_t)part.tokens, cudaMemcpyDeviceToDevice, c->stream));
+            sum.send = sums;
+        }
+        KVPRIM_NCCL_TRY(kvpn_run_nccl(&sum));
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_alone(c, &part, sums, part.hidden));
+    }
+    return KVPRIM_OK;
+}
+#endif
+
+static kvprim_status kvpn_run_norm(kvpn_call *c, const kvprim_norm_desc *desc)
+{
+    const char *const f = c->function;
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
+    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
+    if (desc->tokens == 0)
+        return KVPRIM_OK;
+    const kvprim_norm_desc d = kvpn_complete_norm(desc);
+    c->send = d.send, c->dtype = d.dtype, c->element = kvpn_type_of(d.dtype).bytes;
+    c->type = (ncclDataType_t)kvpn_type_of(d.dtype).nccl, c->count = (size_t)(d.tokens * d.hidden);
+    KVPRIM_NCCL_TRY(kvpn_check_device(c));
+    KVPRIM_NCCL_TRY(kvpn_check_stop(f, c->comm));
+#ifdef KVPRIM_NCCL_KERNELS
+    return c->comm->peer[0]      ? kvpn_launch_norm(c, &d)
+           : c->comm->world == 1 ? kvpn_launch_norm_alone(c, &d, d.send, d.send_stride)
+                                 : kvpn_norm_by_nccl(c, &d);
+#else
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                       "%s: there is no kernel for it: compile the implementation of kvprim_nccl.h with nvcc", f);
+#endif
+}
+
+KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
+                                                struct CUstream_st *stream)
+{
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
+                                 (int)KVPRIM_SUM, stream);
+    KVPRIM_RANGE(c.function);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(c.function, comm);
+    kvpn_open_group *const group = &comm->teardown->group;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_norm(&c, desc);
+    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
+    kvpn_leave(comm);
+    return s;
+}
+
+/* The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
+   written after all reads of that element, so they may lie in its place. */
+
+static float kvpn_host_element(const kvprim_norm_desc *d, const void *tensor, int64_t at)
+{
+    uint16_t bits;
+    memcpy(&bits, (const char *)tensor + (size_t)at * sizeof bits, sizeof bits);
+    return kvpi_of_element(d->dtype, bits);
+}
+
+static void kvpn_set_host_element(const kvprim_norm_desc *d, void *tensor, int64_t at, float x)
+{
+    const uint16_t bits = (uint16_t)kvpi_to_element(d->dtype, x);
+    if (tensor)
+        memcpy((char *)tensor + (size_t)at * sizeof bits, &bits, sizeof bits);
+}
+
+static float kvpn_host_rounded(const kvprim_norm_desc *d, float x)
+{
+    return kvpi_of_element(d->dtype, kvpi_to_element(d->dtype, x));
+}
+
+/* s of element i of a token. */
+static float kvpn_host_sum(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token, int64_t i)
+{
+    const int64_t at = token * d->send_stride + i;
+    float sum = kvpn_host_element(d, sends[0], at);
+    for (int32_t r = 1; r < world; r++)
+        sum = kvpi_rounded(sum + kvpn_host_element(d, sends[r], at));
+    return kvpn_host_rounded(d, sum);
+}
+
+/* r, from s. */
+static float kvpn_host_residual(const kvprim_norm_desc *d, float s, int64_t token, int64_t i)
+{
+    const int64_t at = token * d->residual_stride + i;
+    return d->residual ? kvpn_host_rounded(d, kvpi_rounded(s + kvpn_host_element(d, d->residual, at))) : s;
+}
+
+/* y, from r. */
+static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, int64_t i)
+{
+    const float weight = kvpn_host_element(d, d->weight, i);
+    const float by = d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
+    return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
+}
+
+/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
+   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
+static float kvpn_host_sqrt(float x)
+{
+    uint32_t low = 0, high = 0x7f800000;
+    if (!(x > 0) || kvpi_bits_of(x) >= high)
+        return x; /* 0, infinity, NaN */
+    while (low < high) {
+        const uint32_t at = low + (high - low) / 2;
+        const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
+        if (middle * middle > (double)x)
+            high = at;
+        else
+            low = at + 1;
+    }
+    return kvpi_float_of(low);
+}
+
+/* Adds pack number `pack` to the tree of those before it: parts[k] is the sum of 2^k packs, where bit k of the number
+   is set. */
+static void kvpn_host_add_to_tree(float *parts, int64_t pack, float sum)
+{
+    int k = 0;
+    for (; pack >> k & 1; k++)
+        sum = kvpi_rounded(parts[k] + sum);
+    parts[k] = sum;
+}
+
+/* 1 / sqrt(mean(r * r) + eps) of a token. */
+static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+{
+    const int64_t packs = d->hidden / 8;
+    float parts[12], sum = 0; /* 2,048 packs */
+    for (int64_t pack = 0; pack < packs; pack++) {
+        sum = 0;
+        for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
+            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            sum = kvpi_rounded(sum + kvpi_rounded((float)(r * r))); /* through fp64, so that nothing fuses the two */
+        }
+        kvpn_host_add_to_tree(parts, pack, sum);
+    }
+    sum = 0;
+    for (int k = 0; k < 12; k++)
+        if (packs >> k & 1)
+            sum = kvpi_rounded(parts[k] + sum);
+    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+}
+
+static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
+                             float factor)
+{
+    uint32_t most = 0;
+    for (int64_t i = 0; i < d->hidden && d->scale_per_token; i++) {
+        const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+        most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
+    }
+    if (d->scale_per_token)
+        d->scale[token] = kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->least_scale, 0);
+    return d->scale ? d->scale[d->scale_per_token ? token : 0] : 1;
+}
+
+static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+{
+    const float factor = kvpn_host_factor(d, sends, world, token);
+    const float scale = kvpn_host_scale(d, sends, world, token, factor);
+    for (int64_t i = 0; i < d->hidden; i++) {
+        const float s = kvpn_host_sum(d, sends, world, token, i), r = kvpn_host_residual(d, s, token, i);
+        const float y = kvpn_host_scaled(d, r, factor, i);
+        kvpn_set_host_element(d, d->sum, token * d->sum_stride + i, s);
+        kvpn_set_host_element(d, d->residual_out, token * d->residual_out_stride + i, r);
+        kvpn_set_host_element(d, d->out, token * d->out_stride + i, y);
+        if (d->quantised)
+            ((unsigned char *)d->quantised)[token * d->quantised_stride + i] =
+                (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
+    }
+}
+
+KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc, const void *const *sends,
+                                                     int32_t world)
+{
+    const char *const f = "kvprim_all_reduce_norm_host";
+    KVPRIM_RANGE(f);
+    if (!desc || !sends)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
+    if (world < 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
+    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, sends, world, true));
+    const kvprim_norm_desc d = kvpn_complete_norm(desc);
+    for (int64_t token = 0; token < d.tokens; token++)
+        kvpn_host_norm(&d, sends, world, token);
+    return KVPRIM_OK;
 }
 
 /* >>impl_ring ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 # usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize      from the top folder, by make's gpu-test,
 # gpu-bench, handover and sanitize; quick: fewer sizes and environments
 #
-# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
+# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmarks of the
 # collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's tools on 2. With one GPU,
 # tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
 # also goes to build/results/, after the checksums of the headers.
@@ -164,9 +164,12 @@ run_benches()
 {
     cublas=
     [ ! -e "$CUDA_INCLUDE/cublas_v2.h" ] || cublas='-DBENCH_CUBLAS -lcublas'
-    build tests/bench/bench_nccl.cu $cublas || return 1
+    build tests/bench/bench_nccl.cu $cublas &
+    { build_implementation && build tests/bench/bench_decode.cu -Xlinker build/kvprim_nccl.o; } &
+    wait # a program that does not compile is missing when it is run
     for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
         run $some build/bench_nccl
+        run $some build/bench_decode
     done
     return $code
 }
