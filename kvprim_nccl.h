@@ -595,10 +595,11 @@ typedef struct kvpn_params {
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
-    uint32_t op; /* a kvpn_op */
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    double share; /* 1 / world */
+    /* with kvpn_any: a kvpn_op, a kvprim_dtype, the sign bits of a word, 1 / world */
+    uint32_t op, dtype, signs;
+    double share;
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -851,17 +852,11 @@ struct kvpn_f16 {
 
 /* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
    value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
-#ifndef KVPRIM_ELEMENT /* kvprim.h is implemented in another unit: takes its conversions of elements alone */
-#define KVPRIM_CUDA_IMPLEMENTATION
-#include "kvprim.h"
-#undef KVPRIM_CUDA_IMPLEMENTATION
-#endif
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
 #define KVPRIM_NCCL_PTX_F8
 #endif
 struct kvpn_e4m3 {
     enum { per_word = 4 };
-    typedef unsigned char bits;
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
 #ifdef KVPRIM_NCCL_PTX_F8
@@ -892,7 +887,6 @@ struct kvpn_e4m3 {
 
 struct kvpn_e5m2 {
     enum { per_word = 4 };
-    typedef unsigned char bits;
     KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
     {
 #ifdef KVPRIM_NCCL_PTX_F8
@@ -919,6 +913,12 @@ struct kvpn_e5m2 {
         return kvpi_to_e5m2(f[0]) | kvpi_to_e5m2(f[1]) << 8 | kvpi_to_e5m2(f[2]) << 16 | kvpi_to_e5m2(f[3]) << 24;
 #endif
     }
+};
+
+/* The kernel's parameters say which of these types it is, and what to do with it. Counts are bytes. */
+struct kvpn_any {
+    enum { per_word = 4 };
+    typedef unsigned char bits;
 };
 
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
@@ -966,16 +966,16 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
 /* The sign bits of a word; also a word of -0.0. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(const kvpn_params &p)
 {
-    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : p.signs;
 }
 
 /* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
 {
-    const uint32_t none = kvpn_signs<T>();
+    const uint32_t none = kvpn_signs<T>(p);
     own = kvpn_replace_empty(own);
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_ranks; r++)
@@ -996,60 +996,101 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* Loads the op before the wait that follows. The compiler would load a parameter after it, where it takes 20 ns; so
-   this seems to depend on the turn, which is 0 or 1. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_load_op(const kvpn_params &p, const kvpn_thread &me)
+/* Adds in the order of the ranks, so that every rank gets the same bits. */
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
-    uint32_t op = p.op | (me.turn & 4);
-#ifndef KVPRIM_NCCL_EMULATE
-    asm volatile("" : "+r"(op));
-#endif
-    return op;
-}
-
-/* Combines all ranks' packs, in the order of the ranks, so that every rank gets the same bits. `selects`: MAX or MIN,
-   which is MAX between two changes of sign; a rank beyond `world` then stands for rank 0. Otherwise SUM or AVG. */
-template <class T, int max_ranks, bool selects>
-KVPRIM_NCCL_DEVICE uint4 kvpn_combine_packs(const uint4 (&v)[max_ranks], uint32_t op, uint32_t world, double share)
-{
-    const uint32_t flip = selects && op == kvpn_takes_least ? kvpn_signs<T>() : 0;
-    float x[4 * T::per_word];
+    float sum[4 * T::per_word];
     KVPRIM_NCCL_UNROLL
     for (int r = 0; r < max_ranks; r++) {
-        const uint4 from = selects && r >= 2 && (uint32_t)r >= world ? v[0] : v[r];
-        const uint32_t w[4] = {from.x ^ flip, from.y ^ flip, from.z ^ flip, from.w ^ flip};
+        const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
         KVPRIM_NCCL_UNROLL
         for (int k = 0; k < 4; k++) {
-            float f[T::per_word], *const so_far = x + k * T::per_word;
+            float f[T::per_word];
             T::split(w[k], f);
             KVPRIM_NCCL_UNROLL
             for (int e = 0; e < T::per_word; e++)
-                so_far[e] = r == 0 ? f[e] : selects ? kvpn_maximum(so_far[e], f[e]) : so_far[e] + f[e];
+                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
         }
     }
-    if (!selects && op == kvpn_averages) {
-        KVPRIM_NCCL_UNROLL
-        for (int e = 0; e < 4 * T::per_word; e++)
-            x[e] = max_ranks == 2 ? x[e] * 0.5f : (float)((double)x[e] * share);
-    }
-    return kvpn_replace_empty(uint4{T::join(x) ^ flip, T::join(x + T::per_word) ^ flip,
-                                    T::join(x + 2 * T::per_word) ^ flip, T::join(x + 3 * T::per_word) ^ flip});
+    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
+                                    T::join(sum + 3 * T::per_word)});
 }
 
-template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
+/* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
+   3 to 8. */
+template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
 {
-    return kvpn_combine_packs<T, max_ranks, false>(v, kvpn_sums, 0, 0);
+    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
 }
 
-/* The op is a parameter, not a kernel each: a sum then takes two branches more. The code of MAX and MIN lies apart from
-   it. */
+/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
+   stands for rank 0. */
 template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, const uint4 (&v)[max_ranks])
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
 {
-    if (__builtin_expect(op >= kvpn_takes_largest, 0))
-        return kvpn_combine_packs<T, max_ranks, true>(v, op, p.world, p.share);
-    return kvpn_combine_packs<T, max_ranks, false>(v, op, p.world, p.share);
+    const bool selects = p.op >= kvpn_takes_largest;
+    const uint32_t flip = p.op == kvpn_takes_least ? p.signs : 0;
+    float x[T::per_word], next[T::per_word];
+    T::split(w[0] ^ flip, x);
+    KVPRIM_NCCL_UNROLL
+    for (int r = 1; r < max_ranks; r++) {
+        T::split((selects && r > 1 && (uint32_t)r >= p.world ? w[0] : w[r]) ^ flip, next);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < T::per_word; e++)
+            x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
+    }
+    if (p.op == kvpn_averages) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < T::per_word; e++)
+            x[e] = kvpn_average<max_ranks>(p, x[e]);
+    }
+    return T::join(x) ^ flip;
 }
+
+template <int max_ranks>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+{
+    switch (p.dtype) {
+    case KVPRIM_F32:
+        return kvpn_reduce_words<kvpn_f32, max_ranks>(p, w);
+    case KVPRIM_BF16:
+        return kvpn_reduce_words<kvpn_bf16, max_ranks>(p, w);
+#ifndef KVPRIM_NCCL_EMULATE
+    case KVPRIM_F16:
+        return kvpn_reduce_words<kvpn_f16, max_ranks>(p, w);
+#endif
+    case KVPRIM_F8E4M3:
+        return kvpn_reduce_words<kvpn_e4m3, max_ranks>(p, w);
+    default:
+        return kvpn_reduce_words<kvpn_e5m2, max_ranks>(p, w);
+    }
+}
+
+/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
+   else is for one kernel, whose loop is not unrolled, so that it is small. */
+template <class T, int max_ranks> struct kvpn_reduction {
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
+    {
+        return kvpn_sum_packs<T, max_ranks>(v);
+    }
+};
+template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint4 (&v)[max_ranks])
+    {
+        uint4 all = {0, 0, 0, 0};
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (int k = 0; k < 4; k++) {
+            uint32_t w[max_ranks];
+            KVPRIM_NCCL_UNROLL
+            for (int r = 0; r < max_ranks; r++) {
+                w[r] = v[r].x;
+                v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
+            }
+            all = uint4{all.y, all.z, all.w, kvpn_reduce_any<max_ranks>(p, w)};
+        }
+        return kvpn_replace_empty(all);
+    }
+};
 
 /* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
@@ -1159,10 +1200,9 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     if (shares && at >= p.packs)
         return true;
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
-    const uint32_t op = kvpn_load_op(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_reduce_packs<T, max_ranks>(p, op, v);
+    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -2215,6 +2255,9 @@ typedef enum kvpn_way {
 
 typedef void (*kvpn_kernel_function)(kvpn_params);
 
+/* What kvpn_pick takes for kernels of kvpn_any. */
+static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
+
 template <template <class, int, bool> class Way, class T, int max_ranks>
 static kvpn_kernel_function kvpn_pick(bool whole)
 {
@@ -2231,11 +2274,12 @@ template <template <class, int, bool> class Way, class T> static kvpn_kernel_fun
 template <template <class, int, bool> class Way>
 static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 {
-    return dtype == KVPRIM_F32      ? kvpn_pick<Way, kvpn_f32>(world, whole)
-           : dtype == KVPRIM_BF16   ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-           : dtype == KVPRIM_F16    ? kvpn_pick<Way, kvpn_f16>(world, whole)
-           : dtype == KVPRIM_F8E4M3 ? kvpn_pick<Way, kvpn_e4m3>(world, whole)
-                                    : kvpn_pick<Way, kvpn_e5m2>(world, whole);
+    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
+           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
+           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
+           : world == 2           ? kvpn_kernel<Way, kvpn_any, 2, false>
+           : world <= 4           ? kvpn_kernel<Way, kvpn_any, 4, false>
+                                  : kvpn_kernel<Way, kvpn_any, 8, false>;
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -2252,10 +2296,10 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
-    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, kvpn_any_dtype};
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 10 && !task->off_reason; k++) {
+        for (int k = 0; k < 8 && !task->off_reason; k++) {
             cudaFuncAttributes attributes;
             const void *const kernel =
                 (const void *)kvpn_pick((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
@@ -3002,6 +3046,12 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     }
 }
 
+/* Whether the kernel is of this type. If not, it is of kvpn_any. */
+static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
+{
+    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+}
+
 /* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
@@ -3089,12 +3139,24 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function
     return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
 }
 
+static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
+{
+    const size_t element = c->element;
+    p->op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
+            : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
+            : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
+                                          : kvpn_sums;
+    p->dtype = (uint32_t)c->dtype;
+    p->signs = element == 1 ? 0x80808080u : element == 2 ? 0x80008000u : 0x80000000u;
+    p->share = 1.0 / c->comm->world;
+}
+
 /* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
     const uint32_t group = kvpn_group_of(way), roles = group ? (uint32_t)comm->world : 1;
-    const bool gathers = way == kvpn_by_gather || group;
+    const bool gathers = way == kvpn_by_gather || group, sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
@@ -3104,14 +3166,10 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.turn = (uint32_t *)comm->peer[comm->rank];
     p.stop = comm->stop_on_gpu;
     p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
-    p.count = gathers ? bytes : c->count;
+    p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
     p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
-    p.op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
-           : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
-           : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
-                                         : kvpn_sums;
-    p.share = 1.0 / comm->world;
+    kvpn_set_op(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.block_bytes = 16 * comm->block_slots;
@@ -3122,7 +3180,8 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
     kvpn_set_grid(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    return kvpn_launch_kernel(c, kvpn_pick(way, c->dtype, comm->world, whole), blocks, dim3(threads, roles), &p);
+    const kvpn_kernel_function kernel = kvpn_pick(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
+    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, roles), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
