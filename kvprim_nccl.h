@@ -1439,7 +1439,476 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
 };
 
-/* >>impl_norm ------------------------------------------------------------------------------------------------------ */
+/* >>impl_norm ------------------------------------------------------------------------------------------------------
+
+   What follows a sum, in its kernel: see >>norm. A block has p.rows rows of threads, and each of them takes tokens one
+   after another. Thread t of a row has the packs t, t + threads, ... of its tokens, at most `packs` of each, when it
+   sends, sums, multiplies and writes, so that outputs may be inputs. A row sends its next token before it waits for
+   one. Its threads meet once for each token, and once more for the scale of a token: also those that have stopped,
+   because the others would wait for them.
+
+   A token's packs lie one after another in the slots of its block. If it has more packs than a block has slots
+   (8 ranks, large tokens), a block takes the slots and the turns of `parts` neighbours. */
+struct kvpn_norm_params : kvpn_params {
+    uint32_t tokens, row_packs;
+    uint32_t rows;                   /* side by side in a block */
+    uint32_t block_rows, slice_rows; /* tokens of a block, and of a rank, in its slice */
+    uint32_t parts, part_packs;      /* whose slots a block has; slots in each of them */
+    const char *residual, *weight;
+    char *sum, *residual_out, *out, *quantised;
+    float *scale;
+    /* bytes from one token to the next */
+    int64_t send_stride, residual_stride, sum_stride, residual_out_stride, out_stride, quantised_stride;
+    float hidden, eps, least_scale;
+    uint32_t weight_plus_one, scale_per_token;
+};
+
+enum {
+    kvpn_norm_max_rows = 8,    /* side by side */
+    kvpn_norm_max_groups = 64, /* of 32 packs: 16,384 elements */
+    kvpn_norm_lanes = 32,
+    kvpn_norm_packs = 4 /* of a thread, where one is not enough: 512 threads then have 16,384 elements */
+};
+
+/* A thread's part of one token. r is s at first and y at last. */
+template <int packs> struct kvpn_norm_token {
+    uint32_t token;
+    uint4 r[packs], residual[packs], weight[packs];
+    float squares[packs]; /* of each pack, added */
+    float scale;
+};
+
+/* The 8 elements of a pack of 16-bit ones. */
+template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float (&f)[8])
+{
+    T::split(v.x, f), T::split(v.y, f + 2), T::split(v.z, f + 4), T::split(v.w, f + 6);
+}
+
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float (&f)[8])
+{
+    return uint4{T::join(f), T::join(f + 2), T::join(f + 4), T::join(f + 6)};
+}
+
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
+{
+    return k * me.threads + me.thread;
+}
+
+/* The thread's pack k of a token, which it has if kvpn_norm_pack(me, k) < p.row_packs. */
+KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_thread &me, const void *from, uint32_t token, int64_t stride,
+                                        uint32_t k)
+{
+    return ((const uint4 *)((const char *)from + (int64_t)token * stride))[kvpn_norm_pack(me, k)];
+}
+
+KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_thread &me, void *to, uint32_t token, int64_t stride, uint32_t k,
+                                        uint4 v)
+{
+    ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
+}
+
+/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. */
+template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
+{
+    uint32_t turn[packs] = {};
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+        if (pack < p.row_packs)
+            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + part);
+    }
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+    me.turn = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++)
+        me.turn |= turn[k] << k;
+}
+
+/* Passes each turn on by the thread that has the first pack in its slots, after all threads have taken theirs. */
+template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+        if (me.role == 0 && pack < p.row_packs && pack == part * p.part_packs)
+            p.turn[me.block * p.parts + part] = (me.turn >> k & 1) ^ 1;
+    }
+}
+
+/* As kvpn_slot_offset, of pack k of the block's token `row`. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t area,
+                                             uint32_t from, uint32_t row, uint32_t k)
+{
+    const uint32_t j = row * p.row_packs + kvpn_norm_pack(me, k);
+    const uint32_t offset = area * p.area_bytes + from * p.sender_bytes + me.block * p.block_bytes + j * 16;
+    return offset + (me.turn >> k & 1) * p.turn_bytes;
+}
+
+/* As kvpn_send_offset. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_send_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t row,
+                                                  uint32_t k)
+{
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_norm_offset(p, me, 0, p.rank, row, k);
+}
+
+/* As kvpn_wait_for_slots: slot r of pack k is at at[k] + r * p.sender_bytes, and is bit k * ranks + r of `which`. */
+template <int packs, int ranks>
+KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &me, char *const (&at)[packs],
+                                       uint32_t which, int32_t sender, uint4 (&v)[packs][ranks])
+{
+    for (;;) {
+        uint32_t largest = 0, late = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            if (which >> i & 1)
+                v[i / ranks][i % ranks] = kvpn_load_slot(at[i / ranks] + (size_t)(i % ranks) * p.sender_bytes);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(v[i / ranks][i % ranks]));
+        if (largest != kvpn_empty_word) {
+            me.polls = 0;
+            return true;
+        }
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            late = kvpn_largest_word<false>(v[i / ranks][i % ranks]) == kvpn_empty_word ? i % ranks : late;
+        if (!kvpn_keep_waiting(p, me, sender < 0 ? late : (uint32_t)sender))
+            return false;
+    }
+}
+
+/* Before a wait: what else the token needs is on its way meanwhile. */
+template <int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const bool has = kvpn_norm_pack(me, k) < p.row_packs;
+        t.r[k] = t.residual[k] = t.weight[k] = uint4{0, 0, 0, 0};
+        if (has && p.residual)
+            t.residual[k] = kvpn_norm_load(me, p.residual, t.token, p.residual_stride, k);
+        if (has && packs == 1)
+            t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
+    }
+    t.scale = p.quantised && !p.scale_per_token ? *p.scale : 0;
+}
+
+/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                      kvpn_norm_token<packs> &t)
+{
+    enum { at_once = packs * max_ranks <= 8 ? packs : max_ranks < 8 ? 8 / max_ranks : 1 };
+    const uint32_t others = kvpn_other_ranks(p);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t first = 0; first < packs; first += at_once) {
+        uint4 v[at_once][max_ranks];
+        char *at[at_once];
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < at_once; i++) {
+            const bool has = kvpn_norm_pack(me, first + i) < p.row_packs;
+            const uint4 own = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, first + i) : uint4{0, 0, 0, 0};
+            kvpn_init_sum<T, max_ranks>(p, own, v[i]);
+            at[i] = p.peer[0] + kvpn_norm_offset(p, me, 0, 0, row, first + i);
+            which |= (has ? others : 0) << i * max_ranks;
+        }
+        if (me.stop_reason != 0 || !kvpn_norm_wait<at_once, max_ranks>(p, me, at, which, -1, v))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < at_once; i++) {
+            t.r[first + i] = kvpn_sum_packs<T, max_ranks>(v[i]);
+            if (shares && which >> i * max_ranks & others)
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_offset(p, me, 1, p.rank, row, first + i), t.r[first + i]);
+            kvpn_clear_slots<max_ranks>(at[i], p.sender_bytes, which >> i * max_ranks & others);
+        }
+    }
+}
+
+/* r from s in t.r, which it writes, and the squares. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8], g[8];
+        t.squares[k] = 0;
+        if (kvpn_norm_pack(me, k) >= p.row_packs)
+            continue;
+        if (packs > 1) /* not before: fewer registers */
+            t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
+        if (p.sum)
+            kvpn_norm_store(me, p.sum, t.token, p.sum_stride, k, t.r[k]);
+        if (p.residual) {
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_split_pack<T>(t.residual[k], g);
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                f[e] = f[e] + g[e];
+            t.r[k] = kvpn_join_pack<T>(f);
+        }
+        if (p.residual_out)
+            kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
+        kvpn_split_pack<T>(t.r[k], f);
+        t.squares[k] = __fmul_rn(f[0], f[0]);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 1; e < 8; e++)
+            t.squares[k] = __fadd_rn(t.squares[k], __fmul_rn(f[e], f[e]));
+    }
+}
+
+/* The sum of a token's squares, from those of its groups: a balanced binary tree. */
+template <int packs> KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, const float *groups)
+{
+    enum { most = packs == 1 ? kvpn_norm_max_groups / 8 : kvpn_norm_max_groups / 4 };
+    const uint32_t count = packs * me.threads / kvpn_norm_lanes;
+    float sum[most];
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t i = 0; i < most; i++) {
+        const float *const g = groups + 4 * i;
+        sum[i] = 4 * i < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
+    }
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t n = most / 2; n > 0; n /= 2)
+        KVPRIM_NCCL_UNROLL
+    for (uint32_t i = 0; i < most / 2; i++)
+        sum[i] = i < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[i];
+    return sum[0];
+}
+
+/* y from r, which it writes. Returns the bits of the largest |y|. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                               kvpn_norm_token<packs> &t)
+{
+    const float mean = __fdiv_rn(total, p.hidden), by = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, p.eps)));
+    uint32_t most = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8], w[8];
+        if (kvpn_norm_pack(me, k) >= p.row_packs)
+            continue;
+        kvpn_split_pack<T>(t.r[k], f);
+        kvpn_split_pack<T>(t.weight[k], w);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmul_rn(__fmul_rn(f[e], by), p.weight_plus_one ? __fadd_rn(w[e], 1.0f) : w[e]);
+        t.r[k] = kvpn_join_pack<T>(f);
+        if (p.out)
+            kvpn_norm_store(me, p.out, t.token, p.out_stride, k, t.r[k]);
+        kvpn_split_pack<T>(t.r[k], f);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            most = kvpi_tile_most(most, f[e]);
+    }
+    return most;
+}
+
+/* A word of four elements. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f, float scale)
+{
+    uint32_t word = 0;
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 4; e++)
+        word |= kvpi_to_e4m3(__fdiv_rn(f[e], scale)) << 8 * e;
+    return word;
+}
+
+/* q from y. most: of the whole token, if it has a scale of its own. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t most,
+                                           const kvpn_norm_token<packs> &t)
+{
+    const float quotient = __fdiv_rn(kvpi_tile_largest(most), 448.0f);
+    const float scale = p.scale_per_token ? kvpi_tile_scale(quotient, p.least_scale, 0) : t.scale;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k);
+        float f[8];
+        if (pack >= p.row_packs)
+            continue;
+        kvpn_split_pack<T>(t.r[k], f);
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
+            uint2{kvpn_norm_to_e4m3(f, scale), kvpn_norm_to_e4m3(f + 4, scale)};
+    }
+    if (p.scale_per_token && me.thread == 0)
+        p.scale[t.token] = scale;
+}
+
+/* How many tokens of its slice this block has. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_block_rows(const kvpn_norm_params &p, const kvpn_thread &me)
+{
+    const uint32_t left = p.slice_rows - me.block * p.block_rows;
+    return left < p.block_rows ? left : p.block_rows;
+}
+
+/* Ways of the norm. begin sends a row's first token. A row then takes steps, each with the same number of visits. take
+   gets s of the visit's token, and returns false if there is none, which is so for all threads of the row. */
+
+/* One shot. Every rank sends all tokens to every other rank, and sums by itself. */
+template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
+    enum { exchanges = 1 };
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
+    {
+        const uint32_t token = me.block * p.block_rows + row;
+        uint4 v[packs];
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
+        if (row == me.role) /* the first one: see kvpn_take_turn */
+            kvpn_norm_take_turns<packs>(p, me);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, row, k), kvpn_replace_empty(v[k]));
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
+    {
+        if (me.role < kvpn_norm_block_rows(p, me))
+            send(p, me, me.role);
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
+    {
+        return 1;
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role, rows = kvpn_norm_block_rows(p, me);
+        if (row + p.rows < rows)
+            send(p, me, row + p.rows);
+        if (row >= rows)
+            return false;
+        t.token = me.block * p.block_rows + row;
+        kvpn_norm_prepare(p, me, t);
+        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, row, t);
+        return true;
+    }
+};
+
+/* Two shots. The tokens are `world` slices. Each rank receives those of its slice from every other rank, sums them, and
+   sends the sums to all. In a step a row sums its next token, and then takes the others' sums of the one before. */
+template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
+    enum { exchanges = 1 };
+
+    /* The block's token `row` of a rank's slice; p.tokens or more if that slice has none. */
+    KVPRIM_NCCL_DEVICE uint32_t token_of(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t rank, uint32_t row)
+    {
+        return row < kvpn_norm_block_rows(p, me) ? rank * p.slice_rows + me.block * p.block_rows + row : p.tokens;
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 1; i < max_ranks; i++) {
+            const uint32_t token = i < p.world ? token_of(p, me, kvpn_peer_rank(p, i), row) : p.tokens;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                if (token < p.tokens && kvpn_norm_pack(me, k) < p.row_packs)
+                    kvpn_store_slot(p.peer[i] + kvpn_norm_send_offset(p, me, row, k),
+                                    kvpn_replace_empty(kvpn_norm_load(me, p.send, token, p.send_stride, k)));
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
+    {
+        kvpn_norm_take_turns<packs>(p, me);
+        send(p, me, me.role);
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows + 1;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &p)
+    {
+        return p.world;
+    }
+
+    KVPRIM_NCCL_DEVICE void receive_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t from, uint32_t row,
+                                        kvpn_norm_token<packs> &t)
+    {
+        uint4 v[packs][1] = {};
+        char *at[packs];
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            at[k] = p.peer[0] + kvpn_norm_offset(p, me, 1, from, row, k);
+            which |= (uint32_t)(kvpn_norm_pack(me, k) < p.row_packs) << k;
+        }
+        if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)from, v))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            t.r[k] = v[k][0];
+            kvpn_clear_slots<1>(at[k], 0, which >> k & 1);
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t visit,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role, from = kvpn_peer_rank(p, visit);
+        if (visit == 0)
+            send(p, me, row + p.rows);
+        if (visit != 0 && step == 0)
+            return false;
+        t.token = token_of(p, me, from, visit == 0 ? row : row - p.rows);
+        if (t.token >= p.tokens)
+            return false;
+        kvpn_norm_prepare(p, me, t);
+        if (visit == 0)
+            kvpn_norm_sum<T, max_ranks, packs, true>(p, me, row, t);
+        else
+            receive_sum(p, me, from, row - p.rows, t);
+        return true;
+    }
+};
+
+/* The norm alone: s lies in memory, at p.send. */
+template <class T, int packs> struct kvpn_norm_of_memory {
+    enum { exchanges = 0 };
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &, kvpn_thread &)
+    {
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
+    {
+        return 1;
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role;
+        if (row >= kvpn_norm_block_rows(p, me))
+            return false;
+        t.token = me.block * p.block_rows + row;
+        kvpn_norm_prepare(p, me, t);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                t.r[k] = kvpn_norm_load(me, p.send, t.token, p.send_stride, k);
+        return true;
+    }
+};
 
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
@@ -1481,6 +1950,79 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
         kvpn_stop_rank(p, me);
     if (way::turn_last)
         kvpn_end_turn(p, me);
+}
+
+/* Meetings of the threads of a row. */
+
+/* Only for threads of one row. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_thread &me)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+}
+
+/* Adds each pack's squares to those of its group. */
+template <int packs>
+KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *groups, const float (&squares)[packs])
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float sum = squares[k];
+        KVPRIM_NCCL_UNROLL
+        for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, lane));
+        if (me.thread % kvpn_norm_lanes == 0)
+            groups[kvpn_norm_pack(me, k) / kvpn_norm_lanes] = sum;
+    }
+    kvpn_norm_meet(me);
+    return kvpn_norm_total<packs>(me, groups);
+}
+
+/* The largest of all threads' bits. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest(const kvpn_thread &me, float *groups, uint32_t most)
+{
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, lane));
+    if (me.thread % kvpn_norm_lanes == 0)
+        groups[me.thread / kvpn_norm_lanes] = __uint_as_float(most);
+    kvpn_norm_meet(me);
+    for (uint32_t w = 0; w < me.threads / kvpn_norm_lanes; w++)
+        most = kvpn_max_u32(most, __float_as_uint(groups[w]));
+    return most;
+}
+
+/* A row's threads meet in two arrays by turns: one that writes to an array again has met all others after they read
+   it. */
+template <class Way, class T, int max_ranks, int packs>
+static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+                                    1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
+{
+    __shared__ alignas(16) float arrays[kvpn_norm_max_rows][2][kvpn_norm_max_groups];
+    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
+    kvpn_norm_token<packs> t;
+    uint32_t meetings = 0;
+    kvpn_wait_for_predecessor();
+    Way::begin(p, me);
+    for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
+        groups[0][i] = 0;
+    __syncthreads();
+    if (Way::exchanges)
+        kvpn_norm_end_turns<packs>(p, me);
+    for (uint32_t step = 0; step < Way::steps(p, me); step++)
+        for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
+            if (!Way::take(p, me, step, visit, t))
+                continue;
+            kvpn_norm_add<T>(p, me, t);
+            const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
+            uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
+            if (p.quantised && p.scale_per_token)
+                most = kvpn_norm_largest(me, groups[meetings++ % 2], most);
+            if (p.quantised)
+                kvpn_norm_quantise<T>(p, me, most, t);
+        }
+    if (me.stop_reason != 0)
+        kvpn_stop_rank(p, me);
 }
 #endif
 
@@ -2292,22 +2834,57 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
+template <class T, int max_ranks, int packs> static const void *kvpn_pick_norm(kvpn_way way)
+{
+    return way == kvpn_by_one_shot
+               ? (const void *)kvpn_norm_kernel<kvpn_norm_one_shot<T, max_ranks, packs>, T, max_ranks, packs>
+               : (const void *)kvpn_norm_kernel<kvpn_norm_two_shot<T, max_ranks, packs>, T, max_ranks, packs>;
+}
+
+template <class T, int packs> static const void *kvpn_pick_norm(kvpn_way way, int world)
+{
+    return way == kvpn_by_nccl ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, packs>, T, 2, packs>
+           : world == 2        ? kvpn_pick_norm<T, 2, packs>(way)
+           : world <= 4        ? kvpn_pick_norm<T, 4, packs>(way)
+                               : kvpn_pick_norm<T, 8, packs>(way);
+}
+
+/* packs: of a thread, 1 or kvpn_norm_packs. kvpn_by_nccl: the norm alone. */
+static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, uint32_t packs)
+{
+    return dtype == KVPRIM_BF16 ? (packs == 1 ? kvpn_pick_norm<kvpn_bf16, 1>(way, world)
+                                              : kvpn_pick_norm<kvpn_bf16, kvpn_norm_packs>(way, world))
+           : packs == 1         ? kvpn_pick_norm<kvpn_f16, 1>(way, world)
+                                : kvpn_pick_norm<kvpn_f16, kvpn_norm_packs>(way, world);
+}
+
+static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
+{
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+        task->off_reason = "compiled for other GPUs than this one";
+        return false;
+    }
+    task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
+    return true;
+}
+
 /* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, kvpn_any_dtype};
+    const int world = task->comm.world;
+    bool loaded = true;
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 8 && !task->off_reason; k++) {
-            cudaFuncAttributes attributes;
-            const void *const kernel =
-                (const void *)kvpn_pick((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
-            if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-                task->off_reason = "compiled for other GPUs than this one";
-            else
-                task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
-        }
+        for (int k = 0; k < 8; k++)
+            loaded = loaded &&
+                     kvpn_load_kernel(task, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1));
+    for (int way = kvpn_by_nccl; way <= kvpn_by_two_shot; way++)
+        for (int k = 0; k < 4; k++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
+                                                                     k % 2 ? (uint32_t)kvpn_norm_packs : 1));
     (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
 }
@@ -2345,12 +2922,20 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
-/* Memory for kvprim_all_reduce_norm where NCCL sums, and nothing where the kernel that follows is missing. */
-static kvprim_status kvpn_alloc_sums(kvpn_init_task *task)
+/* What kvprim_all_reduce_norm needs where own kernels are off: its last kernel, loaded, and memory for NCCL's sums. */
+static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_KERNELS
     const char *const f = "kvprim_comm_init";
-    if (task->comm.world > 1 && task->off_reason && !task->comm.sums)
+    if (!task->off_reason || task->comm.sums)
+        return KVPRIM_OK;
+    for (uint32_t k = 0; k < 4; k++) {
+        cudaFuncAttributes attributes;
+        (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(kvpn_by_nccl, k < 2 ? KVPRIM_F16 : KVPRIM_BF16, 1,
+                                                                k % 2 ? (uint32_t)kvpn_norm_packs : 1));
+    }
+    (void)cudaGetLastError(); /* its launch reports it */
+    if (task->comm.world > 1)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
 #else
     (void)task;
@@ -2444,7 +3029,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     kvprim_comm *const comm = &task->comm;
     if (task->off_reason) {
         kvpn_free_slots(comm);
-        (void)kvpn_alloc_sums(task); /* if that exchange turned them off; an error now would be this rank's alone */
+        (void)kvpn_prepare_norm(task); /* if that exchange turned them off; an error now would be this rank's alone */
     }
 #ifdef KVPRIM_NCCL_KERNELS
     comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
@@ -2474,7 +3059,7 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
     if (!task->off_reason)
         kvpn_load_kernels(task);
 #endif
-    s = s == KVPRIM_OK ? kvpn_alloc_sums(task) : s;
+    s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
     return kvpn_decide(task);
@@ -3122,12 +3707,12 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t grou
 
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
    was before it. */
-static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function kernel, uint32_t blocks, dim3 threads,
-                                        kvpn_params *p)
+static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, dim3 threads,
+                                        void *params)
 {
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
-    void *args[] = {p};
+    void *args[] = {params};
     config.gridDim = dim3(blocks);
     config.blockDim = threads;
     config.stream = c->stream;
@@ -3136,7 +3721,22 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, kvpn_kernel_function
     c->comm->after_nccl = 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
-    return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, (const void *)kernel, args));
+    return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args));
+}
+
+/* What depends on the communicator alone: where its ranks and their slots are, and how long to wait for them. */
+static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
+{
+    for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
+        p->peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
+    p->turn = (uint32_t *)comm->peer[comm->rank];
+    p->stop = comm->stop_on_gpu;
+    p->timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
+    p->rank = (uint32_t)comm->rank, p->world = (uint32_t)comm->world;
+    p->block_bytes = 16 * comm->block_slots;
+    p->sender_bytes = comm->blocks * p->block_bytes;
+    p->area_bytes = p->world * p->sender_bytes;
+    p->turn_bytes = 2 * p->area_bytes;
 }
 
 static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
@@ -3161,27 +3761,18 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_params p = {};
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
-    for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
-        p.peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
-    p.turn = (uint32_t *)comm->peer[comm->rank];
-    p.stop = comm->stop_on_gpu;
-    p.timeout_ns = (uint64_t)comm->timeout_ms * 1000000;
+    kvpn_set_ranks(comm, &p);
     p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
-    p.rank = (uint32_t)comm->rank, p.world = (uint32_t)comm->world;
     kvpn_set_op(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.block_bytes = 16 * comm->block_slots;
-    p.sender_bytes = comm->blocks * p.block_bytes;
-    p.area_bytes = p.world * p.sender_bytes;
-    p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
     kvpn_set_grid(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
     const kvpn_kernel_function kernel = kvpn_pick(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
-    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, roles), &p);
+    return kvpn_launch_kernel(c, (const void *)kernel, blocks, dim3(threads, roles), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
@@ -3203,11 +3794,67 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
 /* Both take a description that was checked, with its defaults filled in (strides, least_scale), and at least one token.
    c: function, comm, stream. */
 
-/* The whole call by own kernels, which must be on (comm->peer[0]). */
+/* Tokens that begin with number `first`. */
+static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
+{
+    kvpn_norm_params p = {};
+    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1;
+    p.send_stride = 2 * d->send_stride, p.residual_stride = 2 * d->residual_stride, p.sum_stride = 2 * d->sum_stride;
+    p.residual_out_stride = 2 * d->residual_out_stride, p.out_stride = 2 * d->out_stride;
+    p.quantised_stride = d->quantised_stride;
+    p.send = (const char *)d->send + first * p.send_stride;
+    p.residual = d->residual ? (const char *)d->residual + first * p.residual_stride : NULL;
+    p.weight = (const char *)d->weight;
+    p.sum = d->sum ? (char *)d->sum + first * p.sum_stride : NULL;
+    p.residual_out = d->residual_out ? (char *)d->residual_out + first * p.residual_out_stride : NULL;
+    p.out = d->out ? (char *)d->out + first * p.out_stride : NULL;
+    p.quantised = d->quantised ? (char *)d->quantised + first * p.quantised_stride : NULL;
+    p.scale = d->scale && d->scale_per_token ? d->scale + first : d->scale;
+    p.scale_per_token = (uint32_t)d->scale_per_token, p.least_scale = d->least_scale;
+    p.hidden = (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
+    return p;
+}
+
+/* Threads of a row, and how many packs each of them has. */
+static uint32_t kvpn_norm_threads(uint32_t row_packs, uint32_t most, uint32_t *packs)
+{
+    *packs = row_packs <= most ? 1 : kvpn_norm_packs;
+    return ((row_packs + *packs - 1) / *packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+}
+
+static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvprim_dtype dtype, uint32_t max_blocks,
+                                           kvpn_norm_params *p)
+{
+    const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
+    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
+    uint32_t packs;
+    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs), in_block = most / threads;
+    p->slice_rows = (p->tokens + slices - 1) / slices;
+    p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
+    p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
+    p->rows = p->block_rows < p->rows ? p->block_rows : p->rows;
+    return kvpn_launch_kernel(c, kvpn_pick_norm(way, dtype, c->comm->world, packs),
+                              (p->slice_rows + p->block_rows - 1) / p->block_rows, dim3(threads, p->rows), p);
+}
+
+/* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
+   hold. */
 static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
 {
-    (void)d;
-    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
+    const kvprim_comm *const comm = c->comm;
+    const uint32_t row_packs = (uint32_t)(d->hidden / 8);
+    const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
+    const int64_t slots_tokens = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
+    const bool two = (uint64_t)d->tokens * row_packs * 16 > kvpn_limits_of(comm).one_shot || d->tokens > slots_tokens;
+    const int64_t most = two ? slots_tokens * comm->world : slots_tokens;
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
+        kvpn_set_ranks(comm, &p);
+        p.parts = parts, p.part_packs = comm->block_slots;
+        p.block_bytes *= parts;
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, two ? kvpn_by_two_shot : kvpn_by_one_shot, d->dtype, blocks, &p));
+    }
+    return KVPRIM_OK;
 }
 
 /* All that follows the sum. s: tokens x hidden of it, with s_stride elements from one to the next; it may be any output
@@ -3215,8 +3862,16 @@ static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc
 static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_norm_desc *d, const void *s,
                                             int64_t s_stride)
 {
-    (void)d, (void)s, (void)s_stride;
-    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: own kernels are not written yet", c->function);
+    const int64_t most = 1 << 20; /* tokens of a launch */
+    kvprim_norm_desc from = *d;
+    from.send = s, from.send_stride = s_stride;
+    from.sum = d->sum == s ? NULL : d->sum;
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        kvpn_norm_params p = kvpn_make_norm_params(&from, first, d->tokens - first < most ? d->tokens - first : most);
+        p.world = 1;
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, kvpn_by_nccl, d->dtype, (uint32_t)most, &p));
+    }
+    return KVPRIM_OK;
 }
 #endif
 
@@ -3797,8 +4452,9 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            sum = kvpi_rounded(sum + kvpi_rounded((float)(r * r))); /* through fp64, so that nothing fuses the two */
+            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
+            sum = kvpi_rounded(sum + square);
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
