@@ -18,9 +18,10 @@
        }
 
    What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
-   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and
-   fp32, and gathers, between GPUs of one machine that write to each other's memory. A caller needs neither CUDA's nor
-   NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct ncclComm *.
+   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of floats
+   (not of fp64, and no products) and gathers between GPUs of one machine that write to each other's memory. A caller
+   needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct
+   ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -110,13 +111,15 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
+   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
-    KVPRIM_MAX = 1,
+    KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
     KVPRIM_PROD = 2,
-    KVPRIM_MIN = 3,
-    /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by 1/world before
-       it */
+    KVPRIM_MIN = 3, /* likewise */
+    /* own kernels: the sum in fp32, which may overflow, divided by world. NCCL: integers are divided by world after the
+       sum, other types are multiplied by 1/world before it */
     KVPRIM_AVG = 4
 } kvprim_op;
 
@@ -140,8 +143,8 @@ typedef struct kvprim_comm_desc {
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
     /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
     int32_t timeout_ms;
-    /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at every size, so that
-       the bits are always the same. UNSUPPORTED where only NCCL can sum */
+    /* 1, the same: what own kernels reduce (>>op), they reduce at every size, so that the bits are always the same.
+       UNSUPPORTED where only NCCL can reduce */
     int32_t deterministic;
     /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
        ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
@@ -207,9 +210,9 @@ typedef struct kvprim_comm {
     struct CUstream_st *stream;  /* for init's exchanges, and for abort */
     int64_t watch_start_us[2];   /* when each event of the teardown was recorded; 0: it is done */
     int32_t watch_index;
-    int32_t after_nccl;        /* 1: the last call was NCCL's: see kvpn_launch_kernel */
-    int32_t nccl_starts_early; /* see kvpn_run_nccl */
-    int32_t padding;
+    int32_t after_nccl;                 /* 1: the last call was NCCL's: see kvpn_launch_kernel */
+    int32_t nccl_starts_early;          /* see kvpn_run_nccl */
+    int32_t nccl_reduces_f8;            /* 1: NCCL can reduce fp8, on all ranks */
     void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
@@ -278,12 +281,11 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (KVPRIM_F8E4M3 and _F8E5M2 need NCCL 2.24, and for reductions
-   compute capability 9.0), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
+   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
 
-   all_reduce and reduce_scatter: where own kernels sum fp16, bf16 and fp32, they do so in fp32, in the order of the
-   ranks, and round once. The bits are then the same on all ranks and in both collectives. kvprim_comm_describe says up
-   to which size. A NaN stays a NaN, but its other bits are not kept. */
+   all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
+   collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                                           kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
@@ -2521,7 +2523,7 @@ static const char *const kvpn_setting_names[kvpn_setting_count] = {
 typedef struct kvpn_rank_info {
     uint64_t layout; /* version and protocol */
     uint64_t settings[kvpn_setting_count], machine, nonce, peer_bytes;
-    int32_t ok, has_kernels, max_sms, device, mappable, window;
+    int32_t ok, has_kernels, max_sms, device, mappable, window, reduces_f8;
     cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_rank_info;
 
@@ -2650,12 +2652,14 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     const uint64_t settings[kvpn_setting_count] = {d->buffer_bytes,          (uint64_t)d->deterministic,
                                                    (uint64_t)d->nccl_window, d->all_reduce_limit,
                                                    d->reduce_scatter_limit,  d->all_gather_limit};
-    int sms = 0;
+    int sms = 0, capability = 0;
     memcpy(task->mine.settings, settings, sizeof settings);
     task->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
     task->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers */
     task->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), task->mine.device = comm->device;
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
+    KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, comm->device));
+    task->mine.reduces_f8 = comm->nccl_version >= NCCL_VERSION(2, 24, 0) && capability >= 9;
     /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
        long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
        times. */
@@ -2683,6 +2687,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
     int32_t blocks = kvpn_max_blocks;
     uint64_t bytes = kvpn_max_peer_bytes;
+    task->comm.nccl_reduces_f8 = 1;
     for (int r = 0; r < task->comm.world; r++) {
         const kvpn_rank_info *const info = &task->all[r];
         if (info->layout != task->mine.layout)
@@ -2694,6 +2699,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
                                    kvpn_setting_names[k], (unsigned long long)task->mine.settings[k],
                                    (unsigned long long)info->settings[k], r);
         blocks = info->max_sms < blocks ? info->max_sms : blocks;
+        task->comm.nccl_reduces_f8 = task->comm.nccl_reduces_f8 && info->reduces_f8;
         bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
     task->comm.blocks = (uint32_t)blocks;
@@ -2980,7 +2986,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
-            (void)snprintf(text + used, size - used, "sums of any size");
+            (void)snprintf(text + used, size - used, "reductions of any size");
         else
             (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
                            (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
@@ -3559,9 +3565,6 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     if (!type.name)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
                            (int)c->dtype);
-    if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which needs NCCL 2.24; this is %d", c->function,
-                           type.name, (int)c->comm->nccl_version);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
@@ -3574,7 +3577,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
                     : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
                                                                         : c->count;
-    c->type = (ncclDataType_t)type.nccl;
+    c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
     KVPRIM_NCCL_TRY(kvpn_check_device(c));
     KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
@@ -3945,6 +3948,11 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                                         "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
+    if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
+                           "this is %d",
+                           f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     comm->after_nccl = 1;
