@@ -3619,7 +3619,8 @@ static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvp
     const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
     const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
     uint32_t packs;
-    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs), in_block = most / threads;
+    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs);
+    const uint32_t in_block = (packs == 1 ? most : (uint32_t)kvpn_max_threads_of_8) / threads;
     p->slice_rows = (p->tokens + slices - 1) / slices;
     p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
     p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
