@@ -1828,6 +1828,7 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
     float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
     kvpn_norm_token<packs> t;
     uint32_t meetings = 0;
+    bool told = false;
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
@@ -1839,6 +1840,10 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
         for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
             if (!Way::take(p, me, step, visit, t))
                 continue;
+            if (me.stop_reason != 0 && !told) { /* now: the row's other threads, and other rows, may wait for long */
+                kvpn_stop_rank(p, me);
+                told = true;
+            }
             kvpn_norm_add<T>(p, me, t);
             const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
             uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
@@ -1847,8 +1852,6 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
             if (p.quantised)
                 kvpn_norm_quantise<T>(p, me, most, t);
         }
-    if (me.stop_reason != 0)
-        kvpn_stop_rank(p, me);
 }
 #endif
 
