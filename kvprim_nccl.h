@@ -2745,12 +2745,20 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
-/* Memory for kvprim_all_reduce_norm where NCCL sums, and nothing where the kernel that follows is missing. */
-static kvprim_status kvpn_alloc_sums(kvpn_init_task *task)
+/* What kvprim_all_reduce_norm needs where own kernels are off: its last kernel, loaded, and memory for NCCL's sums. */
+static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
 {
 #ifdef KVPRIM_NCCL_KERNELS
     const char *const f = "kvprim_comm_init";
-    if (task->comm.world > 1 && task->off_reason && !task->comm.sums)
+    if (!task->off_reason || task->comm.sums)
+        return KVPRIM_OK;
+    for (uint32_t k = 0; k < 4; k++) {
+        cudaFuncAttributes attributes;
+        (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(kvpn_by_nccl, k < 2 ? KVPRIM_F16 : KVPRIM_BF16, 1,
+                                                                k % 2 ? (uint32_t)kvpn_norm_packs : 1));
+    }
+    (void)cudaGetLastError(); /* its launch reports it */
+    if (task->comm.world > 1)
         KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
 #else
     (void)task;
@@ -2844,7 +2852,7 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     kvprim_comm *const comm = &task->comm;
     if (task->off_reason) {
         kvpn_free_slots(comm);
-        (void)kvpn_alloc_sums(task); /* if that exchange turned them off; an error now would be this rank's alone */
+        (void)kvpn_prepare_norm(task); /* if that exchange turned them off; an error now would be this rank's alone */
     }
 #ifdef KVPRIM_NCCL_KERNELS
     comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
@@ -2874,7 +2882,7 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
     if (!task->off_reason)
         kvpn_load_kernels(task);
 #endif
-    s = s == KVPRIM_OK ? kvpn_alloc_sums(task) : s;
+    s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
     return kvpn_decide(task);
@@ -4247,8 +4255,9 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            sum = kvpi_rounded(sum + kvpi_rounded((float)(r * r))); /* through fp64, so that nothing fuses the two */
+            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
+            sum = kvpi_rounded(sum + square);
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }

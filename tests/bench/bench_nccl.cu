@@ -2,12 +2,15 @@
 /* Compares kvprim_nccl.h with NCCL on ordinary memory, on a symmetric window, and copied into a window and out again. A
    thread per GPU, all GPUs of the machine; times are per call, inside a replayed CUDA graph.
 
-       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu -o build/bench_nccl -lnccl
-       NCCL_NVLS_ENABLE=0 build/bench_nccl [quick | tune]
+       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu build/kvprim_nccl.o -o build/bench_nccl -lnccl
+       NCCL_NVLS_ENABLE=0 build/bench_nccl [--quick] [--only SECTION]
 
-   With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a rank slows down a matrix product on
-   another stream. `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
+   kvprim_nccl.o: the implementation. With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a
+   rank slows down a matrix product on another stream. With -DBENCH_WAYS instead of the implementation it also measures
+   the ways of summing one by one. */
+#ifdef BENCH_WAYS
 #define KVPRIM_IMPLEMENTATION
+#endif
 #include "../../kvprim_nccl.h"
 #include "bench_link.h"
 #include <array>
@@ -125,13 +128,15 @@ static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, co
         check_kvprim(kvprim_all_reduce(comm, to, from, count, o.type, o.op, r.stream));
 }
 
+#ifdef BENCH_WAYS
 static void enqueue_forced(rank_state &r, kvpn_way how, size_t bytes)
 {
     kvpn_call c =
-        kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
+        kvpn_make_call(kvpn_all_reduce, "ways", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
     c.element = 2;
     check_kvprim(kvpn_launch_chunks(&c, how));
 }
+#endif
 
 static void enqueue(collective what, way how, rank_state &r, size_t bytes)
 {
@@ -154,7 +159,10 @@ static void enqueue(collective what, way how, rank_state &r, size_t bytes)
     case by_32_sms:
         return enqueue_kvprim(what, r, &narrow[r.rank], r.x, r.y, bytes);
     default:
+#ifdef BENCH_WAYS
         return enqueue_forced(r, how == by_one_shot ? kvpn_by_one_shot : kvpn_by_two_shot, bytes);
+#endif
+        break;
     }
 }
 
@@ -444,7 +452,7 @@ static void bench_late()
 /* ---- how many multiprocessors ---- */
 
 /* What it costs to leave multiprocessors to others when no rank is late. */
-static void bench_halves()
+static void bench_sms()
 {
     std::vector<figure> ratios, to_push;
     printf("\nall_reduce by multiprocessors, us\n%8s %8s %8s %8s   %-14s %9s %9s\n", "", "default", "all", "32",
@@ -578,6 +586,7 @@ template <class function> static double host_us(rank_state &r, function call)
 /* In turns, because a host's speed changes. The median of the turns' differences counts. */
 static void bench_host()
 {
+    bench_before_nccl();
     static const collective list[] = {all_reduce, all_reduce_int32}; /* of 4,096 elements */
     static const size_t sizes[] = {8192, 16384};
     std::vector<double> nccl[2], own[2], above[2];
@@ -660,7 +669,8 @@ static void bench_waits()
     for_sizes([](size_t bytes, const std::string &) { print_waits(bytes); });
 }
 
-static void tune()
+#ifdef BENCH_WAYS
+static void bench_ways()
 {
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
     for_sizes([](size_t bytes, const std::string &) {
@@ -671,41 +681,50 @@ static void tune()
         printf(" %8.2f %8.2f\n", us[by_one_shot], us[by_two_shot]);
     });
 }
+#endif
+
+static bool linked;
+
+static void open_all()
+{
+    open_ranks();
+    on_all(open_more);
+    linked = open_links();
+    if (!linked)
+        printf("no links: not every GPU can write to the next one's memory\n");
+}
+
+static void bench_limits()
+{
+    if (!linked)
+        return;
+    bench_link();
+    bench_floor();
+}
 
 int main(int argc, char **argv)
 {
-    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
-    const bool tuning = argc == 2 && strcmp(argv[1], "tune") == 0;
-    if (argc > 2 || (argc == 2 && !quick && !tuning)) {
-        fprintf(stderr, "usage: %s [quick | tune]\n", argv[0]);
-        return 2;
-    }
-    const double begin_us = now_us();
-    if (!open_ranks())
-        return 0;
-    on_all(open_more);
-    std::vector<std::function<void()>> benches = {
-        bench_all_reduce, bench_operations, [] { bench_parts(all_gather); }, [] { bench_parts(reduce_scatter); },
-        bench_late,       bench_halves};
-    if (open_links())
-        benches.insert(benches.begin(), {bench_link, bench_floor});
-    else
-        printf("no links: not every GPU can write to the next one's memory\n");
+    const int code = run_program(argc, argv, open_all,
+                                 {
+                                     {"limits", bench_limits},
+                                     {"all_reduce", bench_all_reduce},
+                                     {"operations", bench_operations},
+                                     {"all_gather", [] { bench_parts(all_gather); }},
+                                     {"reduce_scatter", [] { bench_parts(reduce_scatter); }},
+                                     {"late", bench_late},
+                                     {"sms", bench_sms},
 #ifdef BENCH_CUBLAS
-    benches.push_back(bench_beside);
+                                     {"beside", bench_beside},
 #endif
-    benches.push_back(bench_before_nccl);
-    benches.push_back(bench_host);
-    benches.push_back(bench_waits);
-    if (tuning)
-        benches = {tune};
-    for (const auto &bench : benches) {
-        bench();
-        print_verdicts();
+                                     {"host", bench_host},
+                                     {"waits", bench_waits},
+#ifdef BENCH_WAYS
+                                     {"ways", bench_ways},
+#endif
+                                 });
+    if (!ranks.empty()) {
+        on_all(close_more);
+        on_all(close_rank);
     }
-    on_all(close_more);
-    on_all(close_rank);
-    if (!tuning)
-        printf("\n%d targets met, %d missed\n%.0f s\n", met, missed, (now_us() - begin_us) * 1e-6);
-    return 0;
+    return code;
 }

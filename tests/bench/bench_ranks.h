@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* Several GPUs at once: what the benchmarks of collectives have in common. A rank is a thread with a GPU; all GPUs of the
-   machine take part. A program includes kvprim_nccl.h first. */
+/* Several GPUs at once: what the benchmarks of collectives have in common. A rank is a thread with a GPU; all GPUs of
+   the machine take part. A program includes kvprim_nccl.h first. */
 #ifndef BENCH_RANKS_H
 #define BENCH_RANKS_H
 
@@ -20,7 +20,7 @@ inline void check_nccl(ncclResult_t result, const char *call, int line)
     if (result == ncclSuccess)
         return;
     fprintf(stderr, "line %d: %s: %s\n", line, call, ncclGetErrorString(result));
-    exit(2);
+    give_up(2);
 }
 
 static int world;
@@ -95,7 +95,7 @@ inline void check_none_wrong(rank_state &r, const std::string &what)
     if (wrong == 0)
         return;
     fprintf(stderr, "FAIL %s: %llu elements of rank %d are wrong\n", what.c_str(), wrong, r.rank);
-    exit(1);
+    give_up(1);
 }
 
 /* ---- what tensors hold ---- */
@@ -236,19 +236,18 @@ inline void close_rank(rank_state &r)
     check_kvprim(kvprim_comm_destroy(&r.comm));
 }
 
-/* Opens a rank on each GPU. Returns false, and says so, if there are too few. */
-inline bool open_ranks()
+/* Opens a rank on each GPU. Ends the program, and says so, if there are too few. */
+inline void open_ranks()
 {
     if (cudaGetDeviceCount(&world) != cudaSuccess || world < 2) {
         printf("skip: the benchmark of collectives takes two GPUs, there are %d\n", world);
-        return false;
+        exit(0);
     }
     world = std::min(world, 8);
     ranks.resize(size_t(world));
     for (int r = 0; r < world; r++)
         ranks[size_t(r)].rank = r;
     on_all(open_rank);
-    return true;
 }
 
 /* ---- timing ----

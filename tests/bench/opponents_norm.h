@@ -91,36 +91,53 @@ template <bool maximum> __device__ float over_warp(float v)
     return v;
 }
 
+#if __CUDA_ARCH__ >= 900
+#define OPPONENTS_PTX(...) asm volatile(__VA_ARGS__)
+#else
+#define OPPONENTS_PTX(...) (void)0 /* never run: see open_all of bench_decode.cu */
+#endif
+
 __device__ inline uint32_t cluster_rank()
 {
-    uint32_t v;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
+    uint32_t v = 0;
+    OPPONENTS_PTX("mov.u32 %0, %%cluster_ctarank;" : "=r"(v));
     return v;
 }
 
 __device__ inline uint32_t cluster_size()
 {
-    uint32_t v;
-    asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
+    uint32_t v = 1;
+    OPPONENTS_PTX("mov.u32 %0, %%cluster_nctarank;" : "=r"(v));
     return v;
 }
 
 __device__ inline void cluster_arrive()
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    OPPONENTS_PTX("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 
 __device__ inline void cluster_wait()
 {
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    OPPONENTS_PTX("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+/* `at`: in shared memory. */
 __device__ inline void store_in_cluster(float *at, uint32_t block, float v)
 {
-    const uint32_t local = uint32_t(__cvta_generic_to_shared(at));
-    uint32_t there;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(local), "r"(block));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(v) : "memory");
+    OPPONENTS_PTX("{\n\t.reg .u32 there;\n\tmapa.shared::cluster.u32 there, %0, %1;\n\t"
+                  "st.shared::cluster.f32 [there], %2;\n\t}" ::"r"(uint32_t(__cvta_generic_to_shared(at))),
+                  "r"(block), "f"(v)
+                  : "memory");
+}
+
+__device__ inline void wait_for_previous()
+{
+    OPPONENTS_PTX("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ inline void let_next_start()
+{
+    OPPONENTS_PTX("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 /* Combines what all threads of a block, or of a cluster, have. room: a place for each of their warps, not in use since
@@ -194,7 +211,7 @@ template <norm_output output, int packs> __global__ void __launch_bounds__(most_
         weight[k] = inside ? p.weight[at] : uint4{};
         r[k] = inside ? p.residual[row + at] : uint4{};
     }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    wait_for_previous();
     uint4 x[packs];
     for (int k = 0; k < packs; k++) {
         const uint32_t at = threadIdx.x + uint32_t(k) * step;
@@ -290,8 +307,8 @@ __global__ void __launch_bounds__(most_threads) one_shot_norm(one_shot_params p)
     const uint4 weight[1] = {p.norm.weight[first]};
     uint4 residual = p.norm.residual[size_t(begin) * p.norm.packs + first];
     cluster_arrive(); /* before a block writes to the memory of another one, that one must run */
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); /* the next call waits as above */
+    wait_for_previous();
+    let_next_start(); /* it waits as above */
     const size_t buffer_packs = size_t(p.most) * p.world;
     const uint32_t turn = p.state[0], clear = p.state[1];
     for (uint32_t token = begin; token < p.norm.tokens; token += step) {
