@@ -2004,6 +2004,7 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
     float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
     kvpn_norm_token<packs> t;
     uint32_t meetings = 0;
+    bool told = false;
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
@@ -2015,6 +2016,10 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
         for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
             if (!Way::take(p, me, step, visit, t))
                 continue;
+            if (me.stop_reason != 0 && !told) { /* now: the row's other threads, and other rows, may wait for long */
+                kvpn_stop_rank(p, me);
+                told = true;
+            }
             kvpn_norm_add<T>(p, me, t);
             const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
             uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
@@ -2023,8 +2028,6 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
             if (p.quantised)
                 kvpn_norm_quantise<T>(p, me, most, t);
         }
-    if (me.stop_reason != 0)
-        kvpn_stop_rank(p, me);
 }
 #endif
 
@@ -3831,7 +3834,8 @@ static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvp
     const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
     const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
     uint32_t packs;
-    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs), in_block = most / threads;
+    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs);
+    const uint32_t in_block = (packs == 1 ? most : (uint32_t)kvpn_max_threads_of_8) / threads;
     p->slice_rows = (p->tokens + slices - 1) / slices;
     p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
     p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
