@@ -66,6 +66,27 @@ static void record_call(const char *function)
         __atomic_store_n(&calls[at], function + strlen("nccl"), __ATOMIC_RELAXED);
 }
 
+/* What the last calls of ncclBroadcast (recv), ncclSend and ncclRecv were given. The first of them to be looked at is
+   number 0. Tests that look at them make one call at a time, and set part_count to 0 before it. */
+static struct {
+    const void *memory;
+    size_t count;
+    ncclDataType_t type;
+    int peer;
+} given_parts[16];
+static int32_t part_count;
+
+static void record_part(const void *memory, size_t count, ncclDataType_t type, int peer)
+{
+    const int32_t at = __atomic_fetch_add(&part_count, 1, __ATOMIC_RELAXED);
+    if (at < 0 || at >= 16)
+        return;
+    __atomic_store_n(&given_parts[at].memory, memory, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].count, count, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].type, type, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].peer, peer, __ATOMIC_RELAXED);
+}
+
 /* Whether these were the calls since the last call of this, by their names without nccl and cuda. */
 static bool called(const char *expected)
 {
@@ -373,9 +394,10 @@ NCCL(ncclMemFree, (void *memory), (record_call(__func__), fake_free(memory), ncc
 NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
 NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
 NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
-NCCL(ncclBroadcast, (MOVES, int root, BY), enqueue(comm, __func__))
-NCCL(ncclSend, (SENDS, int peer, BY), enqueue(comm, __func__))
-NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY), enqueue(comm, __func__))
+NCCL(ncclBroadcast, (MOVES, int root, BY), (record_part(recv, count, type, root), enqueue(comm, __func__)))
+NCCL(ncclSend, (SENDS, int peer, BY), (record_part(send, count, type, peer), enqueue(comm, __func__)))
+NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY),
+     (record_part(recv, count, type, peer), enqueue(comm, __func__)))
 NCCL(ncclGroupStart, (void), (record_call(__func__), in_group++, ncclSuccess))
 // clang-format on
 
