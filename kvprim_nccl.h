@@ -1105,10 +1105,10 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32
 }
 
 /* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
-template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint64_t bytes, uint32_t i)
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
 {
     const char *const at = (const char *)from + (size_t)i * 16;
-    const uint64_t left = bytes - (uint64_t)i * 16;
+    const uint32_t left = bytes - i * 16;
     const uint32_t past = (uint32_t)((uintptr_t)at % 4);
     uint32_t w[5];
     if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
@@ -1138,10 +1138,10 @@ KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32
         at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
 }
 
-template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint64_t bytes, uint32_t i, uint4 v)
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
 {
     char *const at = to + (size_t)i * 16;
-    const uint64_t left = bytes - (uint64_t)i * 16;
+    const uint32_t left = bytes - i * 16;
     const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
     if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
         *(uint4 *)at = v;
@@ -1231,14 +1231,14 @@ template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs)
-                    v[k] = kvpn_load_16<whole>(p.send, p.count, first + j + k * me.threads);
+                    v[k] = kvpn_load_16<whole>(p.send, (uint32_t)p.count, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs) {
                     kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, k),
                                                    kvpn_replace_empty(v[k]));
-                    kvpn_store_16<whole>(own, p.count, first + j + k * me.threads, v[k]);
+                    kvpn_store_16<whole>(own, (uint32_t)p.count, first + j + k * me.threads, v[k]);
                     ones |= kvpn_ones_of(v[k]) << 4 * k;
                 }
             kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
@@ -1264,7 +1264,8 @@ template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    kvpn_store_16<whole>(to, p.count, first + j + i * me.threads, kvpn_with_ones(v[i], ones >> 4 * i));
+                    kvpn_store_16<whole>(to, (uint32_t)p.count, first + j + i * me.threads,
+                                         kvpn_with_ones(v[i], ones >> 4 * i));
             kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
@@ -1285,7 +1286,7 @@ struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole>
    waits for one, even where the part has no bytes: see >>impl_protocol. */
 typedef struct kvpn_part {
     char *at;
-    uint64_t bytes;
+    uint32_t bytes;
 } kvpn_part;
 
 struct kvpn_parts_params : kvpn_params {
@@ -1295,7 +1296,7 @@ struct kvpn_parts_params : kvpn_params {
 };
 
 /* Whether pack `at` of a part, of 8 bytes, has a slot. It is pack j of its block. */
-KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint64_t at, uint32_t j)
+KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint32_t at, uint32_t j)
 {
     return j == 0 || at * 8 < part.bytes;
 }
@@ -1304,9 +1305,9 @@ KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint64_t at, uint32
 template <bool whole>
 KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t index, uint32_t step)
 {
-    enum { at_once = 4 };
-    const uint64_t bytes = p.to[0].bytes;
-    const uint32_t packs = p.from[0].at == p.to[0].at ? 0 : (uint32_t)((bytes + 15) / 16);
+    enum { at_once = whole ? 4 : 1 };
+    const uint32_t bytes = p.to[0].bytes;
+    const uint32_t packs = p.from[0].at == p.to[0].at ? 0 : (bytes + 15) / 16;
     for (uint32_t i = index; i < packs; i += at_once * step) {
         uint4 v[at_once];
         KVPRIM_NCCL_UNROLL
@@ -1332,7 +1333,7 @@ template <bool whole> struct kvpn_parts_few {
         for (uint32_t j = me.thread; j < packs; j += me.threads) {
             const uint32_t at = me.block * p.block_packs + j;
             uint2 v = {0, 0};
-            if (at * 8ull < part.bytes)
+            if (at * 8 < part.bytes)
                 v = kvpn_load_8<whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
@@ -1354,7 +1355,7 @@ template <bool whole> struct kvpn_parts_few {
                 continue;
             if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
                 return;
-            if (at * 8ull < part.bytes)
+            if (at * 8 < part.bytes)
                 kvpn_store_8<whole>(part.at, part.bytes, at, v[0].x, v[0].z);
             kvpn_clear_slots<1>(slot, 0, 1);
         }
@@ -1369,7 +1370,7 @@ template <int group, bool whole> struct kvpn_parts_groups {
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
     {
-        const uint32_t all = (uint32_t)((part.bytes + 15) / 16);
+        const uint32_t all = (part.bytes + 15) / 16;
         return all <= first ? 0 : all - first < most ? all - first : most;
     }
 
@@ -3273,7 +3274,7 @@ static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most
 {
     kvpn_part piece;
     piece.at = begin + (at < bytes ? at : bytes);
-    piece.bytes = at >= bytes ? 0 : bytes - at < most ? bytes - at : most;
+    piece.bytes = (uint32_t)(at >= bytes ? 0 : bytes - at < most ? bytes - at : most);
     return piece;
 }
 
@@ -3298,6 +3299,8 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
     return all % 16 == 0;
 }
 
+enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
+
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
    copied by all chunks alike. */
 static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
@@ -3305,13 +3308,15 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     const kvprim_comm *const comm = c->comm;
     const size_t unit = way == kvpn_by_parts ? 8 : 16, capacity = kvpn_capacity_bytes(comm, way);
     const size_t largest = kvpn_largest_part(c, false), own = kvpn_largest_part(c, true);
-    const size_t chunks = largest <= capacity ? 1 : (largest + capacity - 1) / capacity;
+    const size_t of_slots = largest <= capacity ? 1 : (largest + capacity - 1) / capacity,
+                 of_own = own / kvpn_most_of_own + 1;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own;
     const size_t own_step = (own / chunks / 128 + 1) * 128;
     kvpn_parts_params p = {};
     kvpn_fill_params(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
-        const size_t left = largest - n * capacity, most = left > own_step ? left : own_step;
+        const size_t left = n < of_slots ? largest - n * capacity : 0, most = left > own_step ? left : own_step;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
