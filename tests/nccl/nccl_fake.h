@@ -66,8 +66,7 @@ static void record_call(const char *function)
         __atomic_store_n(&calls[at], function + strlen("nccl"), __ATOMIC_RELAXED);
 }
 
-/* What the last calls of ncclBroadcast (recv), ncclSend and ncclRecv were given. The first of them to be looked at is
-   number 0. Tests that look at them make one call at a time, and set part_count to 0 before it. */
+/* What the last calls of ncclSend and ncclRecv were given. A test that looks at them sets part_count to 0 before. */
 static struct {
     const void *memory;
     size_t count;
@@ -394,7 +393,7 @@ NCCL(ncclMemFree, (void *memory), (record_call(__func__), fake_free(memory), ncc
 NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
 NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
 NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
-NCCL(ncclBroadcast, (MOVES, int root, BY), (record_part(recv, count, type, root), enqueue(comm, __func__)))
+NCCL(ncclBroadcast, (MOVES, int root, BY), enqueue(comm, __func__))
 NCCL(ncclSend, (SENDS, int peer, BY), (record_part(send, count, type, peer), enqueue(comm, __func__)))
 NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY),
      (record_part(recv, count, type, peer), enqueue(comm, __func__)))

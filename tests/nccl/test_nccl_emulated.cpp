@@ -408,9 +408,10 @@ static void run_parts(job &j, uint32_t rank, const call &c, const places &at, co
     bool whole = true;
     for (uint32_t k = 0; k < j.world; k++) {
         const uint32_t peer = (rank + k) % j.world;
-        p.to[k] = {reinterpret_cast<char *>(at.send) + to[peer], static_cast<uint32_t>(part_of(c, rank, peer))};
-        p.from[k] = {reinterpret_cast<char *>(at.recv) + from[peer], static_cast<uint32_t>(part_of(c, peer, rank))};
-        for (const kvpn_part &part : {p.to[k], p.from[k]})
+        p.parts[k].to = {reinterpret_cast<char *>(at.send) + to[peer], static_cast<uint32_t>(part_of(c, rank, peer))};
+        p.parts[k].from = {reinterpret_cast<char *>(at.recv) + from[peer],
+                           static_cast<uint32_t>(part_of(c, peer, rank))};
+        for (const kvpn_part &part : {p.parts[k].to, p.parts[k].from})
             whole = whole && (part.bytes == 0 || (reinterpret_cast<uintptr_t>(part.at) | part.bytes) % 16 == 0);
     }
     if (whole)
