@@ -44,6 +44,7 @@
        >>impl_sum         sums, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
+       >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
 
        Host
@@ -61,9 +62,11 @@
        >>impl_watch       kvprim_comm_check, and the deadline of NCCL's collectives
        >>impl_call        a collective's arguments
        >>impl_launch      collectives by own kernels: which way, which grid
+       >>impl_launch_norm the same of kernels of >>impl_norm
        >>impl_nccl        collectives by NCCL
        >>impl_group       calls that wait for kvprim_group_end
        >>impl_collective  the public collectives
+       >>impl_norm_call   all_reduce_norm: its arguments, where its sum is NCCL's, and the same on the host
        >>impl_ring        the ring
 
    Rules that hold for every function here
@@ -167,9 +170,10 @@ typedef struct kvprim_comm_desc {
     struct ncclComm *nccl;
     size_t all_reduce_limit;     /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
     size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. All
-       three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2 to 4
-       ranks, and estimated for more */
+    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
+       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another.
+       All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2
+       to 4 ranks (all_to_all: for 2), and estimated for more */
     size_t all_gather_limit;
     /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
        collective; on every rank or on none */
@@ -208,6 +212,7 @@ typedef struct kvprim_comm {
     int32_t after_nccl;        /* 1: the last call was NCCL's: see kvpn_launch_kernel */
     int32_t nccl_starts_early; /* see kvpn_run_nccl */
     int32_t padding;
+    void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
     char description[1024];
@@ -225,7 +230,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    nothing later does. Ranks may be processes or threads of one process.
    Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
    by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. They take 32 MB
-   of device memory. kvprim_comm_describe says whether they are on, and if not, why.
+   of device memory; where they are compiled but off, kvprim_all_reduce_norm takes 8 MB. kvprim_comm_describe says
+   whether they are on, and if not, why.
    Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
    communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
    limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT
@@ -308,7 +314,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
    another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. */
+   free to reuse when the call returns. A side without elements may be NULL. Of any type with every NCCL, as all_to_all
+   and all_gatherv: they move bytes. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -334,13 +341,14 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
        y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are added in an order that depends on `hidden` alone (see
-   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
+   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
+   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
+   of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
-/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to the
-   next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
+/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to
+   the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
 typedef struct kvprim_norm_desc {
     kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
     float eps;              /* at least 0 */
@@ -359,23 +367,31 @@ typedef struct kvprim_norm_desc {
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
     float *scale;            /* with quantised: one element, read; or one of each token, written */
-    int32_t scale_per_token; /* 1: scale[token] = the largest |y| of the token / 448, at least least_scale */
-    float least_scale;       /* at least 0 */
+    int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, least_scale); NaN does not
+                                count, infinity counts as the largest finite fp32 */
+    float least_scale;       /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, which is not rounded (Gemma) */
     int32_t padding;         /* must be 0 */
     int64_t reserved[2];     /* must be 0 */
 } kvprim_norm_desc;
 
 /* A collective. Outputs must not overlap each other, the weight or the inputs, except as said above, and then with the
-   same stride. Own kernels serve any number of tokens; where they are off (kvprim_comm_describe), NCCL sums and a kernel
-   of this library follows: the same, except for the order of the sum and its rounding.
-   Errors: those of kvprim_all_reduce, and SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps, flags, padding,
-   reserved), UNSUPPORTED (the implementation was not compiled by nvcc). */
+   same stride. Rows of one tensor may lie between those of another with the same stride. tokens == 0 returns KVPRIM_OK
+   and enqueues nothing; pointers may then be NULL. Own kernels serve any number of tokens; where they are off
+   (kvprim_comm_describe), NCCL sums and a kernel of this library follows: the same, except for the order of the sum and
+   its rounding. That goes in parts of 8 MB.
+   Errors: those of kvprim_all_reduce, and NULL (desc), SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps,
+   least_scale, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation was
+   not compiled by nvcc). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                                struct CUstream_st *stream);
 
-/* The same on the host, from all ranks' addends: all pointers are to host memory, sends[r] is what rank r passes as
-   send, and desc->send is ignored. Gives the bits that kvprim_all_reduce_norm gives with own kernels. */
+/* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
+   their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
+   kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
+   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
+   what `hidden` lacks to a power of two counts as 0. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -474,10 +490,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_few)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
-       area    half of a set: one for tensors, one for sums (two shots); gather_many alternates between the two
+       area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
        page    4,096 bytes before the slots: turns, why the rank stopped, nonces
        part    the piece of a tensor that one rank sends or receives
        slice   what one rank sums: of the tensor, in two shots; otherwise all of it
@@ -488,7 +504,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (all_gather) go 8 to a slot, and each
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
    4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
    Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
 
@@ -497,6 +513,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
    (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
    that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+
+   Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
+   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
+   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
    other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
@@ -518,6 +540,19 @@ enum { kvpn_page = 4096, kvpn_stop_reason_word = 512, kvpn_nonces_word = 768 };
 
 /* Why a rank stopped: the kind, the rank that stopped first << 8, and the rank that one waited for << 16. */
 enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
+
+/* The conversions of elements (kvpi_to_e4m3 and so on). kvprim.h defines them after its include guard, once for each
+   unit, where it or kvprim_cuda.cuh is implemented. A unit that implements this header alone asks as the latter does;
+   that macro asks for nothing else of kvprim.h. */
+#ifndef KVPRIM_ELEMENT
+#ifdef KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#else
+#define KVPRIM_CUDA_IMPLEMENTATION
+#include "kvprim.h"
+#undef KVPRIM_CUDA_IMPLEMENTATION
+#endif
+#endif
 #endif
 
 #if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
@@ -1439,6 +1474,477 @@ template <bool whole> struct kvpn_parts_many : kvpn_parts_groups<kvpn_group, who
 template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_group, whole> {
 };
 
+/* >>impl_norm ------------------------------------------------------------------------------------------------------
+
+   What follows a sum, in its kernel: see >>norm. A block has p.rows rows of threads, and each of them takes tokens one
+   after another. Thread t of a row has the packs t, t + threads, ... of its tokens, at most `packs` of each, when it
+   sends, sums, multiplies and writes, so that outputs may be inputs. A row sends its next token before it waits for
+   one. Its threads meet once for each token, and once more for the scale of a token: also those that have stopped,
+   because the others would wait for them.
+
+   A token's packs lie one after another in the slots of its block. If it has more packs than a block has slots
+   (8 ranks, large tokens), a block takes the slots and the turns of `parts` neighbours. */
+struct kvpn_norm_params : kvpn_params {
+    uint32_t tokens, row_packs;
+    uint32_t rows;                   /* side by side in a block */
+    uint32_t block_rows, slice_rows; /* tokens of a block, and of a rank, in its slice */
+    uint32_t parts, part_packs;      /* whose slots a block has; slots in each of them */
+    const char *residual, *weight;
+    char *sum, *residual_out, *out, *quantised;
+    float *scale;
+    /* bytes from one token to the next */
+    int64_t send_stride, residual_stride, sum_stride, residual_out_stride, out_stride, quantised_stride;
+    float hidden, eps, least_scale;
+    uint32_t weight_plus_one, scale_per_token;
+};
+
+enum {
+    kvpn_norm_max_rows = 8,    /* side by side */
+    kvpn_norm_max_groups = 64, /* of 32 packs: 16,384 elements */
+    kvpn_norm_lanes = 32,
+    kvpn_norm_packs = 4 /* of a thread, where one is not enough: 512 threads then have 16,384 elements */
+};
+
+/* A thread's part of one token. r is s at first and y at last. */
+template <int packs> struct kvpn_norm_token {
+    uint32_t token;
+    uint4 r[packs], residual[packs], weight[packs];
+    float squares[packs]; /* of each pack, added */
+    float scale;
+};
+
+/* The 8 elements of a pack of 16-bit ones. */
+template <class T> KVPRIM_NCCL_DEVICE void kvpn_split_pack(uint4 v, float (&f)[8])
+{
+    T::split(v.x, f), T::split(v.y, f + 2), T::split(v.z, f + 4), T::split(v.w, f + 6);
+}
+
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float (&f)[8])
+{
+    return uint4{T::join(f), T::join(f + 2), T::join(f + 4), T::join(f + 6)};
+}
+
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
+{
+    return k * me.threads + me.thread;
+}
+
+/* The thread's pack k of a token, which it has if kvpn_norm_pack(me, k) < p.row_packs. */
+KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_thread &me, const void *from, uint32_t token, int64_t stride,
+                                        uint32_t k)
+{
+    return ((const uint4 *)((const char *)from + (int64_t)token * stride))[kvpn_norm_pack(me, k)];
+}
+
+KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_thread &me, void *to, uint32_t token, int64_t stride, uint32_t k,
+                                        uint4 v)
+{
+    ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
+}
+
+/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. */
+template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
+{
+    uint32_t turn[packs] = {};
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+        if (pack < p.row_packs)
+            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + part);
+    }
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+    me.turn = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++)
+        me.turn |= turn[k] << k;
+}
+
+/* Passes each turn on by the thread that has the first pack in its slots, after all threads have taken theirs. */
+template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+        if (me.role == 0 && pack < p.row_packs && pack == part * p.part_packs)
+            p.turn[me.block * p.parts + part] = (me.turn >> k & 1) ^ 1;
+    }
+}
+
+/* As kvpn_slot_offset, of pack k of the block's token `row`. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t area,
+                                             uint32_t from, uint32_t row, uint32_t k)
+{
+    const uint32_t j = row * p.row_packs + kvpn_norm_pack(me, k);
+    const uint32_t offset = area * p.area_bytes + from * p.sender_bytes + me.block * p.block_bytes + j * 16;
+    return offset + (me.turn >> k & 1) * p.turn_bytes;
+}
+
+/* As kvpn_send_offset. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_send_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t row,
+                                                  uint32_t k)
+{
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_norm_offset(p, me, 0, p.rank, row, k);
+}
+
+/* As kvpn_wait_for_slots: slot r of pack k is at at[k] + r * p.sender_bytes, and is bit k * ranks + r of `which`. */
+template <int packs, int ranks>
+KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &me, char *const (&at)[packs],
+                                       uint32_t which, int32_t sender, uint4 (&v)[packs][ranks])
+{
+    for (;;) {
+        uint32_t largest = 0, late = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            if (which >> i & 1)
+                v[i / ranks][i % ranks] = kvpn_load_slot(at[i / ranks] + (size_t)(i % ranks) * p.sender_bytes);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(v[i / ranks][i % ranks]));
+        if (largest != kvpn_empty_word) {
+            me.polls = 0;
+            return true;
+        }
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < packs * ranks; i++)
+            late = kvpn_largest_word<false>(v[i / ranks][i % ranks]) == kvpn_empty_word ? i % ranks : late;
+        if (!kvpn_keep_waiting(p, me, sender < 0 ? late : (uint32_t)sender))
+            return false;
+    }
+}
+
+/* Before a wait: what else the token needs is on its way meanwhile. */
+template <int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const bool has = kvpn_norm_pack(me, k) < p.row_packs;
+        t.r[k] = t.residual[k] = t.weight[k] = uint4{0, 0, 0, 0};
+        if (has && p.residual)
+            t.residual[k] = kvpn_norm_load(me, p.residual, t.token, p.residual_stride, k);
+        if (has && packs == 1)
+            t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
+    }
+    t.scale = p.quantised && !p.scale_per_token ? *p.scale : 0;
+}
+
+/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                      kvpn_norm_token<packs> &t)
+{
+    enum { at_once = packs * max_ranks <= 8 ? packs : max_ranks < 8 ? 8 / max_ranks : 1 };
+    const uint32_t others = kvpn_other_ranks(p);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t first = 0; first < packs; first += at_once) {
+        uint4 v[at_once][max_ranks];
+        char *at[at_once];
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < at_once; i++) {
+            const bool has = kvpn_norm_pack(me, first + i) < p.row_packs;
+            const uint4 own = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, first + i) : uint4{0, 0, 0, 0};
+            kvpn_init_sum<T, max_ranks>(p, own, v[i]);
+            at[i] = p.peer[0] + kvpn_norm_offset(p, me, 0, 0, row, first + i);
+            which |= (has ? others : 0) << i * max_ranks;
+        }
+        if (me.stop_reason != 0 || !kvpn_norm_wait<at_once, max_ranks>(p, me, at, which, -1, v))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 0; i < at_once; i++) {
+            t.r[first + i] = kvpn_sum_packs<T, max_ranks>(v[i]);
+            if (shares && which >> i * max_ranks & others)
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_offset(p, me, 1, p.rank, row, first + i), t.r[first + i]);
+            kvpn_clear_slots<max_ranks>(at[i], p.sender_bytes, which >> i * max_ranks & others);
+        }
+    }
+}
+
+/* r from s in t.r, which it writes, and the squares. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8], g[8];
+        t.squares[k] = 0;
+        if (kvpn_norm_pack(me, k) >= p.row_packs)
+            continue;
+        if (packs > 1) /* not before: fewer registers */
+            t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
+        if (p.sum)
+            kvpn_norm_store(me, p.sum, t.token, p.sum_stride, k, t.r[k]);
+        if (p.residual) {
+            kvpn_split_pack<T>(t.r[k], f);
+            kvpn_split_pack<T>(t.residual[k], g);
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                f[e] = f[e] + g[e];
+            t.r[k] = kvpn_join_pack<T>(f);
+        }
+        if (p.residual_out)
+            kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
+        kvpn_split_pack<T>(t.r[k], f);
+        t.squares[k] = __fmul_rn(f[0], f[0]);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 1; e < 8; e++)
+            t.squares[k] = __fadd_rn(t.squares[k], __fmul_rn(f[e], f[e]));
+    }
+}
+
+/* The sum of a token's squares, from those of its groups: a balanced binary tree. */
+template <int packs> KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, const float *groups)
+{
+    enum { most = packs == 1 ? kvpn_norm_max_groups / 8 : kvpn_norm_max_groups / 4 };
+    const uint32_t count = packs * me.threads / kvpn_norm_lanes;
+    float sum[most];
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t i = 0; i < most; i++) {
+        const float *const g = groups + 4 * i;
+        sum[i] = 4 * i < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
+    }
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t n = most / 2; n > 0; n /= 2)
+        KVPRIM_NCCL_UNROLL
+    for (uint32_t i = 0; i < most / 2; i++)
+        sum[i] = i < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[i];
+    return sum[0];
+}
+
+/* y from r, which it writes. Returns the bits of the largest |y|. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                               kvpn_norm_token<packs> &t)
+{
+    const float mean = __fdiv_rn(total, p.hidden), by = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, p.eps)));
+    uint32_t most = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8], w[8];
+        if (kvpn_norm_pack(me, k) >= p.row_packs)
+            continue;
+        kvpn_split_pack<T>(t.r[k], f);
+        kvpn_split_pack<T>(t.weight[k], w);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmul_rn(__fmul_rn(f[e], by), p.weight_plus_one ? __fadd_rn(w[e], 1.0f) : w[e]);
+        t.r[k] = kvpn_join_pack<T>(f);
+        if (p.out)
+            kvpn_norm_store(me, p.out, t.token, p.out_stride, k, t.r[k]);
+        kvpn_split_pack<T>(t.r[k], f);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            most = kvpi_tile_most(most, f[e]);
+    }
+    return most;
+}
+
+/* A word of four elements. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f, float scale)
+{
+    uint32_t word = 0;
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 4; e++)
+        word |= kvpi_to_e4m3(__fdiv_rn(f[e], scale)) << 8 * e;
+    return word;
+}
+
+/* q from y. most: of the whole token, if it has a scale of its own. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t most,
+                                           const kvpn_norm_token<packs> &t)
+{
+    const float quotient = __fdiv_rn(kvpi_tile_largest(most), 448.0f);
+    const float scale = p.scale_per_token ? kvpi_tile_scale(quotient, p.least_scale, 0) : t.scale;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k);
+        float f[8];
+        if (pack >= p.row_packs)
+            continue;
+        kvpn_split_pack<T>(t.r[k], f);
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
+            uint2{kvpn_norm_to_e4m3(f, scale), kvpn_norm_to_e4m3(f + 4, scale)};
+    }
+    if (p.scale_per_token && me.thread == 0)
+        p.scale[t.token] = scale;
+}
+
+/* How many tokens of its slice this block has. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_block_rows(const kvpn_norm_params &p, const kvpn_thread &me)
+{
+    const uint32_t left = p.slice_rows - me.block * p.block_rows;
+    return left < p.block_rows ? left : p.block_rows;
+}
+
+/* Ways of the norm. begin sends a row's first token. A row then takes steps, each with the same number of visits. take
+   gets s of the visit's token, and returns false if there is none, which is so for all threads of the row. */
+
+/* One shot. Every rank sends all tokens to every other rank, and sums by itself. */
+template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
+    enum { exchanges = 1 };
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
+    {
+        const uint32_t token = me.block * p.block_rows + row;
+        uint4 v[packs];
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
+        if (row == me.role) /* the first one: see kvpn_take_turn */
+            kvpn_norm_take_turns<packs>(p, me);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, row, k), kvpn_replace_empty(v[k]));
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
+    {
+        if (me.role < kvpn_norm_block_rows(p, me))
+            send(p, me, me.role);
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
+    {
+        return 1;
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role, rows = kvpn_norm_block_rows(p, me);
+        if (row + p.rows < rows)
+            send(p, me, row + p.rows);
+        if (row >= rows)
+            return false;
+        t.token = me.block * p.block_rows + row;
+        kvpn_norm_prepare(p, me, t);
+        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, row, t);
+        return true;
+    }
+};
+
+/* Two shots. The tokens are `world` slices. Each rank receives those of its slice from every other rank, sums them, and
+   sends the sums to all. In a step a row sums its next token, and then takes the others' sums of the one before. */
+template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
+    enum { exchanges = 1 };
+
+    /* The block's token `row` of a rank's slice; p.tokens or more if that slice has none. */
+    KVPRIM_NCCL_DEVICE uint32_t token_of(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t rank, uint32_t row)
+    {
+        return row < kvpn_norm_block_rows(p, me) ? rank * p.slice_rows + me.block * p.block_rows + row : p.tokens;
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
+    {
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t i = 1; i < max_ranks; i++) {
+            const uint32_t token = i < p.world ? token_of(p, me, kvpn_peer_rank(p, i), row) : p.tokens;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < packs; k++)
+                if (token < p.tokens && kvpn_norm_pack(me, k) < p.row_packs)
+                    kvpn_store_slot(p.peer[i] + kvpn_norm_send_offset(p, me, row, k),
+                                    kvpn_replace_empty(kvpn_norm_load(me, p.send, token, p.send_stride, k)));
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
+    {
+        kvpn_norm_take_turns<packs>(p, me);
+        send(p, me, me.role);
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows + 1;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &p)
+    {
+        return p.world;
+    }
+
+    KVPRIM_NCCL_DEVICE void receive_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t from, uint32_t row,
+                                        kvpn_norm_token<packs> &t)
+    {
+        uint4 v[packs][1] = {};
+        char *at[packs];
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            at[k] = p.peer[0] + kvpn_norm_offset(p, me, 1, from, row, k);
+            which |= (uint32_t)(kvpn_norm_pack(me, k) < p.row_packs) << k;
+        }
+        if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)from, v))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++) {
+            t.r[k] = v[k][0];
+            kvpn_clear_slots<1>(at[k], 0, which >> k & 1);
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t visit,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role, from = kvpn_peer_rank(p, visit);
+        if (visit == 0)
+            send(p, me, row + p.rows);
+        if (visit != 0 && step == 0)
+            return false;
+        t.token = token_of(p, me, from, visit == 0 ? row : row - p.rows);
+        if (t.token >= p.tokens)
+            return false;
+        kvpn_norm_prepare(p, me, t);
+        if (visit == 0)
+            kvpn_norm_sum<T, max_ranks, packs, true>(p, me, row, t);
+        else
+            receive_sum(p, me, from, row - p.rows, t);
+        return true;
+    }
+};
+
+/* The norm alone: s lies in memory, at p.send. */
+template <class T, int packs> struct kvpn_norm_of_memory {
+    enum { exchanges = 0 };
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &, kvpn_thread &)
+    {
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    {
+        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
+    {
+        return 1;
+    }
+
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+                                 kvpn_norm_token<packs> &t)
+    {
+        const uint32_t row = step * p.rows + me.role;
+        if (row >= kvpn_norm_block_rows(p, me))
+            return false;
+        t.token = me.block * p.block_rows + row;
+        kvpn_norm_prepare(p, me, t);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_pack(me, k) < p.row_packs)
+                t.r[k] = kvpn_norm_load(me, p.send, t.token, p.send_stride, k);
+        return true;
+    }
+};
+
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
 
@@ -1491,6 +1997,79 @@ static __global__ __launch_bounds__(kvpn_max_threads,
 {
     kvpn_run_way<Way<whole>>(p);
 }
+
+/* Meetings of the threads of a row. */
+
+/* Only for threads of one row. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_thread &me)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+}
+
+/* Adds each pack's squares to those of its group. */
+template <int packs>
+KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *groups, const float (&squares)[packs])
+{
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float sum = squares[k];
+        KVPRIM_NCCL_UNROLL
+        for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+            sum = __fadd_rn(sum, __shfl_xor_sync(0xffffffff, sum, lane));
+        if (me.thread % kvpn_norm_lanes == 0)
+            groups[kvpn_norm_pack(me, k) / kvpn_norm_lanes] = sum;
+    }
+    kvpn_norm_meet(me);
+    return kvpn_norm_total<packs>(me, groups);
+}
+
+/* The largest of all threads' bits. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest(const kvpn_thread &me, float *groups, uint32_t most)
+{
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, lane));
+    if (me.thread % kvpn_norm_lanes == 0)
+        groups[me.thread / kvpn_norm_lanes] = __uint_as_float(most);
+    kvpn_norm_meet(me);
+    for (uint32_t w = 0; w < me.threads / kvpn_norm_lanes; w++)
+        most = kvpn_max_u32(most, __float_as_uint(groups[w]));
+    return most;
+}
+
+/* A row's threads meet in two arrays by turns: one that writes to an array again has met all others after they read
+   it. */
+template <class Way, class T, int max_ranks, int packs>
+static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+                                    1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
+{
+    __shared__ alignas(16) float arrays[kvpn_norm_max_rows][2][kvpn_norm_max_groups];
+    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
+    kvpn_norm_token<packs> t;
+    uint32_t meetings = 0;
+    kvpn_wait_for_predecessor();
+    Way::begin(p, me);
+    for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
+        groups[0][i] = 0;
+    __syncthreads();
+    if (Way::exchanges)
+        kvpn_norm_end_turns<packs>(p, me);
+    for (uint32_t step = 0; step < Way::steps(p, me); step++)
+        for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
+            if (!Way::take(p, me, step, visit, t))
+                continue;
+            kvpn_norm_add<T>(p, me, t);
+            const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
+            uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
+            if (p.quantised && p.scale_per_token)
+                most = kvpn_norm_largest(me, groups[meetings++ % 2], most);
+            if (p.quantised)
+                kvpn_norm_quantise<T>(p, me, most, t);
+        }
+    if (me.stop_reason != 0)
+        kvpn_stop_rank(p, me);
+}
 #endif
 
 #endif /* KVPRIM_NCCL_KERNELS */
@@ -1508,6 +2087,7 @@ static __global__ __launch_bounds__(kvpn_max_threads,
 #endif
 #include <assert.h>
 #include <cuda_runtime_api.h>
+#include <float.h>
 #include <nccl.h>
 #include <poll.h>
 #include <pthread.h>
@@ -1533,14 +2113,16 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 3,       /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
-    kvpn_group_calls = 1024, /* of a group: 32 KB of host memory */
-    kvpn_slots_mb = 8        /* of a tensor that is summed in one launch; the slots take four times as much */
+    kvpn_protocol = 3,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
+    kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
+    kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
+    kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
 static_assert(sizeof(void *) != 8 ||
-                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1424 &&
-                   sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
+                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
+                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
               "public structs have the sizes that bindings to 0.2 know");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
@@ -1876,6 +2458,8 @@ static void kvpn_free_comm(kvprim_comm *comm)
         (void)cudaFree(comm->buffer);
     if (comm->scratch)
         (void)cudaFree(comm->scratch);
+    if (comm->sums)
+        (void)cudaFree(comm->sums);
     if (comm->stream)
         (void)cudaStreamDestroy(comm->stream);
     kvpn_release_teardown(comm->teardown);
@@ -2309,21 +2893,56 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
                                 : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
+template <class T, int max_ranks, int packs> static const void *kvpn_pick_norm(kvpn_way way)
+{
+    return way == kvpn_by_one_shot
+               ? (const void *)kvpn_norm_kernel<kvpn_norm_one_shot<T, max_ranks, packs>, T, max_ranks, packs>
+               : (const void *)kvpn_norm_kernel<kvpn_norm_two_shot<T, max_ranks, packs>, T, max_ranks, packs>;
+}
+
+template <class T, int packs> static const void *kvpn_pick_norm(kvpn_way way, int world)
+{
+    return way == kvpn_by_nccl ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, packs>, T, 2, packs>
+           : world == 2        ? kvpn_pick_norm<T, 2, packs>(way)
+           : world <= 4        ? kvpn_pick_norm<T, 4, packs>(way)
+                               : kvpn_pick_norm<T, 8, packs>(way);
+}
+
+/* packs: of a thread, 1 or kvpn_norm_packs. kvpn_by_nccl: the norm alone. */
+static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, uint32_t packs)
+{
+    return dtype == KVPRIM_BF16 ? (packs == 1 ? kvpn_pick_norm<kvpn_bf16, 1>(way, world)
+                                              : kvpn_pick_norm<kvpn_bf16, kvpn_norm_packs>(way, world))
+           : packs == 1         ? kvpn_pick_norm<kvpn_f16, 1>(way, world)
+                                : kvpn_pick_norm<kvpn_f16, kvpn_norm_packs>(way, world);
+}
+
+static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
+{
+    cudaFuncAttributes attributes;
+    if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess) {
+        task->off_reason = "compiled for other GPUs than this one";
+        return false;
+    }
+    task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
+    return true;
+}
+
 /* CUDA loads a kernel at its first launch. That may wait for a running kernel, which may wait for another rank, so all
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
     static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    const int world = task->comm.world;
+    bool loaded = true;
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_parts_most; way++)
-        for (int k = 0; k < 6 && !task->off_reason; k++) {
-            cudaFuncAttributes attributes;
-            const void *const kernel = kvpn_kernel_of((kvpn_way)way, types[k / 2], task->comm.world, k % 2 == 1);
-            if (cudaFuncGetAttributes(&attributes, kernel) != cudaSuccess)
-                task->off_reason = "compiled for other GPUs than this one";
-            else
-                task->kernels_wait = task->kernels_wait && attributes.ptxVersion >= 90;
-        }
+        for (int k = 0; k < 6; k++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
+    for (int way = kvpn_by_nccl; way <= kvpn_by_two_shot; way++)
+        for (int k = 0; k < 4; k++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
+                                                                     k % 2 ? (uint32_t)kvpn_norm_packs : 1));
     (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
 }
@@ -2365,6 +2984,27 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 }
 #endif
 
+/* What kvprim_all_reduce_norm needs where own kernels are off: its last kernel, loaded, and memory for NCCL's sums. */
+static kvprim_status kvpn_prepare_norm(kvpn_init_task *task)
+{
+#ifdef KVPRIM_NCCL_KERNELS
+    const char *const f = "kvprim_comm_init";
+    if (!task->off_reason || task->comm.sums)
+        return KVPRIM_OK;
+    for (uint32_t k = 0; k < 4; k++) {
+        cudaFuncAttributes attributes;
+        (void)cudaFuncGetAttributes(&attributes, kvpn_pick_norm(kvpn_by_nccl, k < 2 ? KVPRIM_F16 : KVPRIM_BF16, 1,
+                                                                k % 2 ? (uint32_t)kvpn_norm_packs : 1));
+    }
+    (void)cudaGetLastError(); /* its launch reports it */
+    if (task->comm.world > 1)
+        KVPRIM_NCCL_TRY_CUDA(cudaMalloc(&task->comm.sums, kvpn_sums_bytes));
+#else
+    (void)task;
+#endif
+    return KVPRIM_OK;
+}
+
 /* Whether NCCL's symmetric kernels of this version may start before the kernel before them has ended. */
 static bool kvpn_nccl_starts_early(int running)
 {
@@ -2395,11 +3035,13 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, %d parts of up to %llu bytes, all_gather up "
+                                 "to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                                 (int)comm->world, (unsigned long long)limits.parts_most / (unsigned)comm->world,
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "sums of any size");
@@ -2409,7 +3051,8 @@ static void kvpn_describe(kvpn_init_task *task)
         return;
     }
 #endif
-    (void)snprintf(text + used, size - used, "off: %s", task->off_reason);
+    (void)snprintf(text + used, size - used, "off: %s%s", task->off_reason,
+                   comm->sums ? "; 8 MB for sums that a norm follows" : "");
 }
 
 /* >>impl_init ------------------------------------------------------------------------------------------------------ */
@@ -2448,8 +3091,10 @@ static kvprim_status kvpn_make_nccl(kvpn_init_task *task)
 static kvprim_status kvpn_decide(kvpn_init_task *task)
 {
     kvprim_comm *const comm = &task->comm;
-    if (task->off_reason)
+    if (task->off_reason) {
         kvpn_free_slots(comm);
+        (void)kvpn_prepare_norm(task); /* if that exchange turned them off; an error now would be this rank's alone */
+    }
 #ifdef KVPRIM_NCCL_KERNELS
     comm->pdl = comm->peer[0] && !task->desc.no_pdl && task->kernels_wait && kvpn_can_capture_pdl();
 #endif
@@ -2478,6 +3123,7 @@ static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
     if (!task->off_reason)
         kvpn_load_kernels(task);
 #endif
+    s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
     KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
     return kvpn_decide(task);
@@ -3072,6 +3718,11 @@ static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * (int)kvpn_ma
                   32 * ((int)kvpn_large_group + 1),
               "a block has slots for a warp");
 
+static uint32_t kvpn_max_threads_for(int world)
+{
+    return world <= 4 ? (uint32_t)kvpn_max_threads : (uint32_t)kvpn_max_threads_of_8;
+}
+
 /* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
@@ -3195,9 +3846,8 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
     const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
-    const uint32_t most = way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way)
-                          : comm->world <= 4   ? (uint32_t)kvpn_max_threads
-                                               : (uint32_t)kvpn_max_threads_of_8;
+    const uint32_t most =
+        way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
     for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice_packs + *threads - 1) / *threads;
@@ -3212,11 +3862,11 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
    was before it. */
 static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, uint32_t blocks, dim3 threads,
-                                        kvpn_params *p)
+                                        void *params)
 {
     cudaLaunchAttribute pdl;
     cudaLaunchConfig_t config = {};
-    void *args[] = {p};
+    void *args[] = {params};
     config.gridDim = dim3(blocks);
     config.blockDim = threads;
     config.stream = c->stream;
@@ -3228,8 +3878,8 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, 
     return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args));
 }
 
-/* What every way needs. */
-static void kvpn_fill_params(const kvprim_comm *comm, kvpn_params *p)
+/* What depends on the communicator alone: where its ranks and their slots are, and how long to wait for them. */
+static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
 {
     for (int r = 0; r < comm->world; r++) /* from this rank on, so that ranks do not all send to the same one first */
         p->peer[r] = (char *)comm->peer[(comm->rank + r) % comm->world] + kvpn_page;
@@ -3251,7 +3901,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
-    kvpn_fill_params(comm, &p);
+    kvpn_set_ranks(comm, &p);
     p.send = c->send, p.recv = c->recv;
     p.count = gathers ? bytes : c->count;
     p.pitch = pitch * c->element;
@@ -3324,7 +3974,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
     const size_t chunks = of_slots > of_own ? of_slots : of_own;
     const size_t own_step = (own / chunks / 128 + 1) * 128;
     kvpn_parts_params p = {};
-    kvpn_fill_params(comm, &p);
+    kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
         const size_t left = n < of_slots ? largest - n * capacity : 0, most = left > own_step ? left : own_step;
@@ -3333,6 +3983,91 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
         KVPRIM_NCCL_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks,
                                            dim3(threads, kvpn_roles_of(way, comm->world)), &p));
+    }
+    return KVPRIM_OK;
+}
+
+/* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
+
+/* Both take a description that was checked, with its defaults filled in (strides, least_scale), and at least one token.
+   c: function, comm, stream. */
+
+/* Tokens that begin with number `first`. */
+static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
+{
+    kvpn_norm_params p = {};
+    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1;
+    p.send_stride = 2 * d->send_stride, p.residual_stride = 2 * d->residual_stride, p.sum_stride = 2 * d->sum_stride;
+    p.residual_out_stride = 2 * d->residual_out_stride, p.out_stride = 2 * d->out_stride;
+    p.quantised_stride = d->quantised_stride;
+    p.send = (const char *)d->send + first * p.send_stride;
+    p.residual = d->residual ? (const char *)d->residual + first * p.residual_stride : NULL;
+    p.weight = (const char *)d->weight;
+    p.sum = d->sum ? (char *)d->sum + first * p.sum_stride : NULL;
+    p.residual_out = d->residual_out ? (char *)d->residual_out + first * p.residual_out_stride : NULL;
+    p.out = d->out ? (char *)d->out + first * p.out_stride : NULL;
+    p.quantised = d->quantised ? (char *)d->quantised + first * p.quantised_stride : NULL;
+    p.scale = d->scale && d->scale_per_token ? d->scale + first : d->scale;
+    p.scale_per_token = (uint32_t)d->scale_per_token, p.least_scale = d->least_scale;
+    p.hidden = (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
+    return p;
+}
+
+/* Threads of a row, and how many packs each of them has. */
+static uint32_t kvpn_norm_threads(uint32_t row_packs, uint32_t most, uint32_t *packs)
+{
+    *packs = row_packs <= most ? 1 : kvpn_norm_packs;
+    return ((row_packs + *packs - 1) / *packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+}
+
+static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvprim_dtype dtype, uint32_t max_blocks,
+                                           kvpn_norm_params *p)
+{
+    const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
+    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
+    uint32_t packs;
+    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs), in_block = most / threads;
+    p->slice_rows = (p->tokens + slices - 1) / slices;
+    p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
+    p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
+    p->rows = p->block_rows < p->rows ? p->block_rows : p->rows;
+    return kvpn_launch_kernel(c, kvpn_pick_norm(way, dtype, c->comm->world, packs),
+                              (p->slice_rows + p->block_rows - 1) / p->block_rows, dim3(threads, p->rows), p);
+}
+
+/* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
+   hold. */
+static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    const kvprim_comm *const comm = c->comm;
+    const uint32_t row_packs = (uint32_t)(d->hidden / 8);
+    const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
+    const int64_t slots_tokens = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
+    const bool two = (uint64_t)d->tokens * row_packs * 16 > kvpn_limits_of(comm).one_shot || d->tokens > slots_tokens;
+    const int64_t most = two ? slots_tokens * comm->world : slots_tokens;
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
+        kvpn_set_ranks(comm, &p);
+        p.parts = parts, p.part_packs = comm->block_slots;
+        p.block_bytes *= parts;
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, two ? kvpn_by_two_shot : kvpn_by_one_shot, d->dtype, blocks, &p));
+    }
+    return KVPRIM_OK;
+}
+
+/* All that follows the sum. s: tokens x hidden of it, with s_stride elements from one to the next; it may be any output
+   of 16 bits, with that one's stride. Writes d->sum too, unless that is s. */
+static kvprim_status kvpn_launch_norm_alone(const kvpn_call *c, const kvprim_norm_desc *d, const void *s,
+                                            int64_t s_stride)
+{
+    const int64_t most = 1 << 20; /* tokens of a launch */
+    kvprim_norm_desc from = *d;
+    from.send = s, from.send_stride = s_stride;
+    from.sum = d->sum == s ? NULL : d->sum;
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        kvpn_norm_params p = kvpn_make_norm_params(&from, first, d->tokens - first < most ? d->tokens - first : most);
+        p.world = 1;
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, kvpn_by_nccl, d->dtype, (uint32_t)most, &p));
     }
     return KVPRIM_OK;
 }
@@ -3639,6 +4374,411 @@ KVPRIM_API kvprim_status kvprim_recv(kvprim_comm *comm, void *buf, size_t count,
                                      struct CUstream_st *stream)
 {
     return kvpn_collective(kvpn_make_call(kvpn_recv, "kvprim_recv", comm, buf, NULL, count, dtype, peer, stream));
+}
+
+/* >>impl_norm_call -------------------------------------------------------------------------------------------------
+
+   Arguments of kvprim_all_reduce_norm and of its twin on the host, whose addends are several tensors. */
+
+/* Rows of `columns` elements; stride: the description's. is: what kind of tensor, of those below; may_be: the kinds of
+   inputs whose place this output may take. */
+typedef struct kvpn_norm_tensor {
+    const char *name;
+    const void *data; /* NULL: there is none */
+    int64_t stride, rows, columns;
+    uint32_t element, alignment, is, may_be;
+} kvpn_norm_tensor;
+
+enum { kvpn_norm_input = 0, kvpn_norm_send = 1, kvpn_norm_residual = 2, kvpn_norm_output = 4 };
+enum { kvpn_norm_tensors = 7 }; /* without the addends */
+
+static kvpn_norm_tensor kvpn_norm_addend(const kvprim_norm_desc *d, const char *name, const void *data)
+{
+    const kvpn_norm_tensor t = {name, data, d->send_stride, d->tokens, d->hidden, 2, 16, kvpn_norm_send, 0};
+    return t;
+}
+
+static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *list)
+{
+    const int64_t n = d->tokens, m = d->hidden, scales = d->scale_per_token ? n : 1;
+    const uint32_t in = kvpn_norm_input, out = kvpn_norm_output, any = kvpn_norm_send | kvpn_norm_residual;
+    const kvpn_norm_tensor all[kvpn_norm_tensors] = {
+        {"desc->residual", d->residual, d->residual_stride, n, m, 2, 16, kvpn_norm_residual, 0},
+        {"desc->weight", d->weight, 0, 1, m, 2, 16, in, 0},
+        {"desc->sum", d->sum, d->sum_stride, n, m, 2, 16, out, kvpn_norm_send},
+        {"desc->residual_out", d->residual_out, d->residual_out_stride, n, m, 2, 16, out, any},
+        {"desc->out", d->out, d->out_stride, n, m, 2, 16, out, any},
+        {"desc->quantised", d->quantised, d->quantised_stride, n, m, 1, 8, out, 0},
+        {"desc->scale", d->scale, 0, 1, scales, 4, 4, d->scale_per_token ? out : in, 0}};
+    memcpy(list, all, sizeof all);
+}
+
+static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
+{
+    const uint32_t least = kvpi_bits_of(d->least_scale);
+    if (d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f,
+                           (int)d->dtype);
+    if ((kvpi_bits_of(d->eps) & 0x7fffffff) >= 0x7f800000 || d->eps < 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->eps is %g, must be finite and at least 0", f,
+                           (double)d->eps);
+    if (d->tokens < 0)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->tokens is %lld, must be at least 0", f, (long long)d->tokens);
+    if (d->hidden < 8 || d->hidden > kvpn_max_hidden || d->hidden % 8)
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f,
+                           (long long)d->hidden, (int)kvpn_max_hidden);
+    if (least != 0 && (least < 0x00800000 || least > 0x7f000000))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->least_scale is %g, neither 0 nor from 2^-126 to 2^127", f,
+                           (double)d->least_scale);
+    const struct {
+        const char *name;
+        int64_t value, max;
+    } fields[] = {{"scale_per_token", d->scale_per_token, 1},
+                  {"weight_plus_one", d->weight_plus_one, 1},
+                  {"padding", d->padding, 0},
+                  {"reserved[0]", d->reserved[0], 0},
+                  {"reserved[1]", d->reserved[1], 0}};
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++)
+        if (fields[i].value < 0 || fields[i].value > fields[i].max)
+            return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is %lld, must be %s", f, fields[i].name,
+                               (long long)fields[i].value, fields[i].max ? "0 or 1" : "0");
+    return KVPRIM_OK;
+}
+
+/* Which tensors there must be, if there are tokens. */
+static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_desc *d)
+{
+    if (!d->weight)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->weight is NULL", f);
+    if (!d->out && !d->quantised)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
+    if (d->quantised && !d->scale)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
+    if (!d->quantised && (d->scale || d->scale_per_token || d->least_scale > 0))
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
+                           d->scale             ? "scale"
+                           : d->scale_per_token ? "scale_per_token"
+                                                : "least_scale");
+    return KVPRIM_OK;
+}
+
+static uint64_t kvpn_norm_step(const kvpn_norm_tensor *t)
+{
+    return (uint64_t)(t->stride ? t->stride : t->columns) * t->element;
+}
+
+/* From the first byte of the first row to the last byte of the last one. */
+static uint64_t kvpn_norm_bytes(const kvpn_norm_tensor *t)
+{
+    return (uint64_t)(t->rows - 1) * kvpn_norm_step(t) + (uint64_t)t->columns * t->element;
+}
+
+/* Device memory is read and written 16 bytes at a time, the host's by elements. */
+static kvprim_status kvpn_check_norm_tensor(const char *f, const kvpn_norm_tensor *t, bool on_host)
+{
+    const uint32_t alignment = on_host ? t->element : t->alignment;
+    if (!t->data)
+        return KVPRIM_OK;
+    if (t->stride && (t->stride < t->columns || t->stride % 8))
+        return kvprim_fail(KVPRIM_ERROR_SIZE,
+                           "%s: the stride of %s is %lld, must be a multiple of 8 and at least desc->hidden, %lld", f,
+                           t->name, (long long)t->stride, (long long)t->columns);
+    if ((uintptr_t)t->data % alignment)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s is %p, not aligned to %u bytes", f, t->name,
+                           (void *)(uintptr_t)t->data, (unsigned)alignment);
+    const uint64_t row = (uint64_t)t->columns * t->element, left = UINTPTR_MAX - (uintptr_t)t->data;
+    if (row > left || (uint64_t)(t->rows - 1) > (left - row) / kvpn_norm_step(t))
+        return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: %s is %p and has %lld rows of %llu bytes: past the end of memory", f,
+                           t->name, (void *)(uintptr_t)t->data, (long long)t->rows, (unsigned long long)row);
+    return KVPRIM_OK;
+}
+
+/* An output and another tensor must be apart, or at the same place where that is allowed. They are apart also if the
+   rows of each lie in the gaps of the other, with the same stride. */
+static kvprim_status kvpn_check_norm_overlap(const char *f, const kvpn_norm_tensor *output, const kvpn_norm_tensor *t)
+{
+    const uintptr_t a = (uintptr_t)output->data, b = (uintptr_t)t->data;
+    const uint64_t step = kvpn_norm_step(output), gap = (a > b ? a - b : b - a) % step;
+    const uint64_t row_a = (uint64_t)output->columns * output->element, row_b = (uint64_t)t->columns * t->element;
+    const bool same_step = step == kvpn_norm_step(t) || t->rows == 1;
+    if (a == 0 || b == 0 || a + kvpn_norm_bytes(output) <= b || b + kvpn_norm_bytes(t) <= a)
+        return KVPRIM_OK;
+    if (a == b && same_step && (output->may_be & t->is) != 0)
+        return KVPRIM_OK;
+    if (same_step && gap >= (a > b ? row_b : row_a) && step - gap >= (a > b ? row_a : row_b))
+        return KVPRIM_OK;
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: %s, %p, and %s, %p, overlap%s", f, output->name, (void *)a, t->name,
+                       (void *)b,
+                       a == b && (output->may_be & t->is) != 0 ? ": in place, their strides are the same" : "");
+}
+
+/* sends: of one rank, or, on the host, of all. */
+static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, const void *const *sends, int32_t world,
+                                     bool on_host)
+{
+    kvpn_norm_tensor list[kvpn_norm_tensors];
+    KVPRIM_NCCL_TRY(kvpn_check_norm_fields(f, d));
+    if (d->tokens == 0)
+        return KVPRIM_OK;
+    KVPRIM_NCCL_TRY(kvpn_check_norm_outputs(f, d));
+    kvpn_list_norm_tensors(d, list);
+    for (int k = 0; k < kvpn_norm_tensors; k++)
+        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &list[k], on_host));
+    for (int k = 0; k < kvpn_norm_tensors; k++)
+        for (int other = 0; other < kvpn_norm_tensors && list[k].is == kvpn_norm_output; other++)
+            if (other > k || (other != k && list[other].is != kvpn_norm_output))
+                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &list[other]));
+    for (int32_t r = 0; r < world; r++) {
+        char name[24];
+        (void)snprintf(name, sizeof name, on_host ? "sends[%d]" : "desc->send", (int)r);
+        const kvpn_norm_tensor addend = kvpn_norm_addend(d, name, sends[r]);
+        if (!sends[r])
+            return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, name);
+        KVPRIM_NCCL_TRY(kvpn_check_norm_tensor(f, &addend, on_host));
+        for (int k = 0; k < kvpn_norm_tensors; k++)
+            if (list[k].is == kvpn_norm_output)
+                KVPRIM_NCCL_TRY(kvpn_check_norm_overlap(f, &list[k], &addend));
+    }
+    return KVPRIM_OK;
+}
+
+/* With its defaults filled in. */
+static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
+{
+    kvprim_norm_desc d = *desc;
+    int64_t *const strides[] = {&d.send_stride,         &d.residual_stride, &d.sum_stride,
+                                &d.residual_out_stride, &d.out_stride,      &d.quantised_stride};
+    for (int k = 0; k < 6; k++)
+        *strides[k] = *strides[k] ? *strides[k] : d.hidden;
+    d.least_scale = d.least_scale > 0 ? d.least_scale : FLT_MIN;
+    return d;
+}
+
+#ifdef KVPRIM_NCCL_KERNELS
+static void *kvpn_norm_row(const void *tensor, int64_t stride, int64_t token, size_t element)
+{
+    return tensor ? (char *)(uintptr_t)tensor + (size_t)(token * stride) * element : NULL;
+}
+
+/* The same of some of its tokens. */
+static kvprim_norm_desc kvpn_norm_part(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
+{
+    kvprim_norm_desc part = *d;
+    part.tokens = tokens;
+    part.send = kvpn_norm_row(d->send, d->send_stride, first, 2);
+    part.residual = kvpn_norm_row(d->residual, d->residual_stride, first, 2);
+    part.sum = kvpn_norm_row(d->sum, d->sum_stride, first, 2);
+    part.residual_out = kvpn_norm_row(d->residual_out, d->residual_out_stride, first, 2);
+    part.out = kvpn_norm_row(d->out, d->out_stride, first, 2);
+    part.quantised = kvpn_norm_row(d->quantised, d->quantised_stride, first, 1);
+    if (d->scale_per_token)
+        part.scale = (float *)kvpn_norm_row(d->scale, 1, first, 4);
+    return part;
+}
+
+/* NCCL sums into memory of the communicator's, some tokens at a time: the outputs and strides, which may differ between
+   ranks, must not decide how much. NCCL has no strides either. */
+static kvprim_status kvpn_norm_by_nccl(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    const char *const f = c->function;
+    void *const sums = c->comm->sums;
+    const size_t row = (size_t)d->hidden * c->element;
+    const int64_t most = (int64_t)(kvpn_sums_bytes / row);
+    if (!sums)
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: kvprim_comm_init found no device memory for sums of NCCL's", f);
+    for (int64_t first = 0; first < d->tokens; first += most) {
+        const kvprim_norm_desc part = kvpn_norm_part(d, first, d->tokens - first < most ? d->tokens - first : most);
+        kvpn_call sum = *c;
+        sum.send = part.send, sum.recv = sums, sum.count = (size_t)part.tokens * (size_t)d->hidden;
+        if (part.send_stride != part.hidden && part.tokens > 1) {
+            KVPRIM_NCCL_TRY_CUDA(cudaMemcpy2DAsync(sums, row, part.send, (size_t)part.send_stride * c->element, row,
+                                                   (size_t)part.tokens, cudaMemcpyDeviceToDevice, c->stream));
+            sum.send = sums;
+        }
+        KVPRIM_NCCL_TRY(kvpn_run_nccl(&sum));
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_alone(c, &part, sums, part.hidden));
+    }
+    return KVPRIM_OK;
+}
+#endif
+
+static kvprim_status kvpn_run_norm(kvpn_call *c, const kvprim_norm_desc *desc)
+{
+    const char *const f = c->function;
+    if (!desc)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc is NULL", f);
+    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, &desc->send, 1, false));
+    if (desc->tokens == 0)
+        return KVPRIM_OK;
+    const kvprim_norm_desc d = kvpn_complete_norm(desc);
+    c->send = d.send, c->dtype = d.dtype, c->element = kvpn_type_of(d.dtype).bytes;
+    c->type = (ncclDataType_t)kvpn_type_of(d.dtype).nccl, c->count = (size_t)(d.tokens * d.hidden);
+    KVPRIM_NCCL_TRY(kvpn_check_device(c));
+    KVPRIM_NCCL_TRY(kvpn_check_stop(f, c->comm));
+#ifdef KVPRIM_NCCL_KERNELS
+    return c->comm->peer[0]      ? kvpn_launch_norm(c, &d)
+           : c->comm->world == 1 ? kvpn_launch_norm_alone(c, &d, d.send, d.send_stride)
+                                 : kvpn_norm_by_nccl(c, &d);
+#else
+    return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                       "%s: there is no kernel for it: compile the implementation of kvprim_nccl.h with nvcc", f);
+#endif
+}
+
+KVPRIM_API kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
+                                                struct CUstream_st *stream)
+{
+    kvpn_call c = kvpn_make_call(kvpn_all_reduce, "kvprim_all_reduce_norm", comm, NULL, NULL, 0, KVPRIM_BF16,
+                                 (int)KVPRIM_SUM, stream);
+    KVPRIM_RANGE(c.function);
+    if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))
+        return kvpn_fail_not_alive(c.function, comm);
+    kvpn_open_group *const group = &comm->teardown->group;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_norm(&c, desc);
+    group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
+    kvpn_leave(comm);
+    return s;
+}
+
+/* The host's twin. It reads addends and residual up to three times instead of keeping a row. An element's outputs are
+   written after all reads of that element, so they may lie in its place. */
+
+static float kvpn_host_element(const kvprim_norm_desc *d, const void *tensor, int64_t at)
+{
+    uint16_t bits;
+    memcpy(&bits, (const char *)tensor + (size_t)at * sizeof bits, sizeof bits);
+    return kvpi_of_element(d->dtype, bits);
+}
+
+static void kvpn_set_host_element(const kvprim_norm_desc *d, void *tensor, int64_t at, float x)
+{
+    const uint16_t bits = (uint16_t)kvpi_to_element(d->dtype, x);
+    if (tensor)
+        memcpy((char *)tensor + (size_t)at * sizeof bits, &bits, sizeof bits);
+}
+
+static float kvpn_host_rounded(const kvprim_norm_desc *d, float x)
+{
+    return kvpi_of_element(d->dtype, kvpi_to_element(d->dtype, x));
+}
+
+/* s of element i of a token. */
+static float kvpn_host_sum(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token, int64_t i)
+{
+    const int64_t at = token * d->send_stride + i;
+    float sum = kvpn_host_element(d, sends[0], at);
+    for (int32_t r = 1; r < world; r++)
+        sum = kvpi_rounded(sum + kvpn_host_element(d, sends[r], at));
+    return kvpn_host_rounded(d, sum);
+}
+
+/* r, from s. */
+static float kvpn_host_residual(const kvprim_norm_desc *d, float s, int64_t token, int64_t i)
+{
+    const int64_t at = token * d->residual_stride + i;
+    return d->residual ? kvpn_host_rounded(d, kvpi_rounded(s + kvpn_host_element(d, d->residual, at))) : s;
+}
+
+/* y, from r. */
+static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, int64_t i)
+{
+    const float weight = kvpn_host_element(d, d->weight, i);
+    const float by = d->weight_plus_one ? kvpi_rounded(weight + 1) : weight;
+    return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
+}
+
+/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
+   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
+static float kvpn_host_sqrt(float x)
+{
+    uint32_t low = 0, high = 0x7f800000;
+    if (!(x > 0) || kvpi_bits_of(x) >= high)
+        return x; /* 0, infinity, NaN */
+    while (low < high) {
+        const uint32_t at = low + (high - low) / 2;
+        const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
+        if (middle * middle > (double)x)
+            high = at;
+        else
+            low = at + 1;
+    }
+    return kvpi_float_of(low);
+}
+
+/* Adds pack number `pack` to the tree of those before it: parts[k] is the sum of 2^k packs, where bit k of the number
+   is set. */
+static void kvpn_host_add_to_tree(float *parts, int64_t pack, float sum)
+{
+    int k = 0;
+    for (; pack >> k & 1; k++)
+        sum = kvpi_rounded(parts[k] + sum);
+    parts[k] = sum;
+}
+
+/* 1 / sqrt(mean(r * r) + eps) of a token. */
+static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+{
+    const int64_t packs = d->hidden / 8;
+    float parts[12], sum = 0; /* 2,048 packs */
+    for (int64_t pack = 0; pack < packs; pack++) {
+        sum = 0;
+        for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
+            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
+            sum = kvpi_rounded(sum + square);
+        }
+        kvpn_host_add_to_tree(parts, pack, sum);
+    }
+    sum = 0;
+    for (int k = 0; k < 12; k++)
+        if (packs >> k & 1)
+            sum = kvpi_rounded(parts[k] + sum);
+    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+}
+
+static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
+                             float factor)
+{
+    uint32_t most = 0;
+    for (int64_t i = 0; i < d->hidden && d->scale_per_token; i++) {
+        const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+        most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
+    }
+    if (d->scale_per_token)
+        d->scale[token] = kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->least_scale, 0);
+    return d->scale ? d->scale[d->scale_per_token ? token : 0] : 1;
+}
+
+static void kvpn_host_norm(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token)
+{
+    const float factor = kvpn_host_factor(d, sends, world, token);
+    const float scale = kvpn_host_scale(d, sends, world, token, factor);
+    for (int64_t i = 0; i < d->hidden; i++) {
+        const float s = kvpn_host_sum(d, sends, world, token, i), r = kvpn_host_residual(d, s, token, i);
+        const float y = kvpn_host_scaled(d, r, factor, i);
+        kvpn_set_host_element(d, d->sum, token * d->sum_stride + i, s);
+        kvpn_set_host_element(d, d->residual_out, token * d->residual_out_stride + i, r);
+        kvpn_set_host_element(d, d->out, token * d->out_stride + i, y);
+        if (d->quantised)
+            ((unsigned char *)d->quantised)[token * d->quantised_stride + i] =
+                (unsigned char)kvpi_to_e4m3(kvpi_quotient(y, scale));
+    }
+}
+
+KVPRIM_API kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc, const void *const *sends,
+                                                     int32_t world)
+{
+    const char *const f = "kvprim_all_reduce_norm_host";
+    KVPRIM_RANGE(f);
+    if (!desc || !sends)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s is NULL", f, desc ? "sends" : "desc");
+    if (world < 1)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: world is %d, must be at least 1", f, (int)world);
+    KVPRIM_NCCL_TRY(kvpn_check_norm(f, desc, sends, world, true));
+    const kvprim_norm_desc d = kvpn_complete_norm(desc);
+    for (int64_t token = 0; token < d.tokens; token++)
+        kvpn_host_norm(&d, sends, world, token);
+    return KVPRIM_OK;
 }
 
 /* >>impl_ring ------------------------------------------------------------------------------------------------------

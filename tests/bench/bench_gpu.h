@@ -24,6 +24,13 @@ static cudaStream_t stream; /* all work runs on it: see open_gpu */
 static cudaEvent_t start_event, end_event;
 static bool quick; /* few repetitions */
 
+/* Ends the program. Threads of several GPUs may do so at once, which exit() does not allow. */
+[[noreturn]] inline void give_up(int code)
+{
+    fflush(stdout);
+    _Exit(code);
+}
+
 #define CUDA(call) check_cuda(call, #call, __FILE__, __LINE__)
 
 inline void check_cuda(cudaError_t error, const char *call, const char *file, int line)
@@ -31,7 +38,7 @@ inline void check_cuda(cudaError_t error, const char *call, const char *file, in
     if (error == cudaSuccess)
         return;
     fprintf(stderr, "%s:%d: %s: %s\n", file, line, call, cudaGetErrorString(error));
-    exit(2);
+    give_up(2);
 }
 
 inline void check_kvprim(kvprim_status status)
@@ -39,7 +46,7 @@ inline void check_kvprim(kvprim_status status)
     if (status == KVPRIM_OK)
         return;
     fprintf(stderr, "%s: %s\n", kvprim_status_name(status), kvprim_last_error());
-    exit(2);
+    give_up(2);
 }
 
 #ifdef KVPRIM_CUDA_CUH

@@ -2,164 +2,60 @@
 /* Compares kvprim_nccl.h with NCCL on ordinary memory, on a symmetric window, and copied into a window and out again. A
    thread per GPU, all GPUs of the machine; times are per call, inside a replayed CUDA graph.
 
-       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu -o build/bench_nccl -lnccl
-       NCCL_NVLS_ENABLE=0 build/bench_nccl [quick | tune]
+       nvcc -arch=native -std=c++17 -O3 tests/bench/bench_nccl.cu build/kvprim_nccl.o -o build/bench_nccl -lnccl
+       NCCL_NVLS_ENABLE=0 build/bench_nccl [--quick] [--only SECTION]
 
-   With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a rank slows down a matrix product on
-   another stream. `quick` takes fewer repetitions; `tune` measures the ways of summing one by one. */
+   kvprim_nccl.o: the implementation. With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a
+   rank slows down a matrix product on another stream. With -DBENCH_WAYS instead of the implementation it also measures
+   the ways of summing one by one. */
+#ifdef BENCH_WAYS
 #define KVPRIM_IMPLEMENTATION
+#endif
 #include "../../kvprim_nccl.h"
-#include "bench_gpu.h"
+#include "bench_link.h"
 #include <array>
-#include <atomic>
-#include <condition_variable>
 #include <ctime>
-#include <map>
-#include <mutex>
-#include <thread>
 #ifdef BENCH_CUBLAS
 #include <cublas_v2.h>
 #endif
 
-#define NCCL(call) check_nccl(call, #call, __LINE__)
+/* Of each rank: may use all multiprocessors; may use 32. */
+static kvprim_comm wide[8], narrow[8];
 
-static void check_nccl(ncclResult_t result, const char *call, int line)
+static void open_more(rank_state &r)
 {
-    if (result == ncclSuccess)
-        return;
-    fprintf(stderr, "line %d: %s: %s\n", line, call, ncclGetErrorString(result));
-    exit(2);
-}
-
-static int world;
-static const size_t most_bytes = 64 * MiB;
-
-struct rank_state {
-    int rank;
-    kvprim_comm comm, wide; /* wide: may use all multiprocessors */
-    ncclComm_t nccl;        /* separate: what is registered with comm does not help it */
-    cudaStream_t stream;
-    cudaEvent_t start, end, spinning, blocking; /* the last two: to wait for */
-    char *x, *y, *window;                       /* most_bytes each, the window twice that */
-};
-static std::vector<rank_state> ranks;
-
-static void meet()
-{
-    static std::mutex mutex;
-    static std::condition_variable changed;
-    static int here;
-    static uint64_t times;
-    std::unique_lock<std::mutex> lock(mutex);
-    const uint64_t now = times;
-    if (++here == world) {
-        here = 0, times++;
-        changed.notify_all();
-    } else {
-        changed.wait(lock, [now] { return times != now; });
-    }
-}
-
-/* The same for ranks that must go on together: a thread that sleeps takes up to 50 us to wake up. */
-static void meet_spinning()
-{
-    static std::atomic<uint64_t> arrivals(0);
-    const uint64_t mine = arrivals++, all = uint64_t(world);
-    while (arrivals.load() < (mine / all + 1) * all)
-        continue;
-}
-
-static void on_all(const std::function<void(rank_state &)> &body)
-{
-    std::vector<std::thread> threads;
-    for (int r = 0; r < world; r++)
-        threads.emplace_back([&body, r] {
-            CUDA(cudaSetDevice(r));
-            body(ranks[size_t(r)]);
-        });
-    for (std::thread &t : threads)
-        t.join();
-}
-
-/* Whether each GPU can write to the next one's memory. */
-static bool open_links()
-{
-    for (int r = 0; r < world; r++) {
-        int can = 0;
-        CUDA(cudaDeviceCanAccessPeer(&can, r, (r + 1) % world));
-        if (!can)
-            return false;
-    }
-    for (int r = 0; r < world; r++) {
-        CUDA(cudaSetDevice(r));
-        const cudaError_t error = cudaDeviceEnablePeerAccess((r + 1) % world, 0);
-        if (error != cudaErrorPeerAccessAlreadyEnabled)
-            CUDA(error);
-        (void)cudaGetLastError();
-    }
-    return true;
-}
-
-static void open_rank(rank_state &r)
-{
-    static kvprim_comm_id id, wide_id;
-    static ncclUniqueId nccl_id;
     kvprim_comm_desc desc = {};
-    if (r.rank == 0) {
-        check_kvprim(kvprim_comm_new_id(&id));
-        check_kvprim(kvprim_comm_new_id(&wide_id));
-        NCCL(ncclGetUniqueId(&nccl_id));
-    }
-    meet();
-    desc.rank = r.rank, desc.world = world, desc.id = id, desc.buffer_bytes = 2 * most_bytes;
-    desc.nccl_window = 1; /* for NCCL's way with a window */
-    check_kvprim(kvprim_comm_init(&r.comm, &desc));
-    desc.id = wide_id, desc.buffer_bytes = 0, desc.nccl_window = 0, desc.max_sms = 1000;
-    check_kvprim(kvprim_comm_init(&r.wide, &desc));
-    NCCL(ncclCommInitRank(&r.nccl, world, nccl_id, r.rank));
-    CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
-    CUDA(cudaEventCreate(&r.start));
-    CUDA(cudaEventCreate(&r.end));
+    desc.max_sms = 1000;
+    open_comm(r, &wide[r.rank], desc);
+    desc.max_sms = 32;
+    open_comm(r, &narrow[r.rank], desc);
     CUDA(cudaSetDeviceFlags(cudaDeviceScheduleSpin)); /* what a wait does for an event that says nothing else */
-    CUDA(cudaEventCreateWithFlags(&r.spinning, cudaEventDisableTiming));
-    CUDA(cudaEventCreateWithFlags(&r.blocking, cudaEventDisableTiming | cudaEventBlockingSync));
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.x), most_bytes));
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&r.y), most_bytes));
-    r.window = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
-    std::vector<uint16_t> host(most_bytes / 2); /* small integers as bf16, so that sums are exact */
-    for (size_t i = 0; i < host.size(); i++) {
-        const float f = float((i * 2654435761u >> 13) % 61 + size_t(r.rank) * 3) - 40;
-        uint32_t bits;
-        memcpy(&bits, &f, 4);
-        host[i] = uint16_t(bits >> 16);
-    }
-    CUDA(cudaMemcpy(r.x, host.data(), most_bytes, cudaMemcpyHostToDevice));
-    CUDA(cudaMemcpy(r.window, host.data(), most_bytes, cudaMemcpyHostToDevice));
-    CUDA(cudaDeviceSynchronize());
-    if (r.rank == 0)
-        printf("%s\n", kvprim_comm_describe(&r.comm));
 }
 
-static void close_rank(rank_state &r)
+static void close_more(rank_state &r)
 {
-    CUDA(cudaFree(r.x));
-    CUDA(cudaFree(r.y));
-    NCCL(ncclCommDestroy(r.nccl));
-    check_kvprim(kvprim_comm_destroy(&r.comm));
-    check_kvprim(kvprim_comm_destroy(&r.wide));
+    check_kvprim(kvprim_comm_destroy(&wide[r.rank]));
+    check_kvprim(kvprim_comm_destroy(&narrow[r.rank]));
 }
 
 /* ---- collectives ----
 
    `bytes` are those of the whole tensor: what every rank gives to an all_reduce or a reduce_scatter, and gets from an
-   all_reduce or an all_gather. to_next is none: each rank writes them to the next one's memory, which shows what the
-   links carry if both directions are busy. */
+   all_reduce or an all_gather. */
 
-enum collective { all_reduce, all_reduce_int32, all_gather, reduce_scatter, to_next };
+enum collective {
+    all_reduce,
+    all_reduce_max,
+    all_reduce_avg,
+    all_reduce_e4m3,
+    all_reduce_int32,
+    all_gather,
+    reduce_scatter
+};
 
 /* NCCL: from x to y; from one half of its window to the other; from x to y with copies into the window and out of it.
-   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; by its ways one by one.
-   to_next, from x to the next rank's y: by a kernel that only pushes words of 16 bytes; by the copy engine. */
+   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; on 32; by its ways one by
+   one. */
 enum way {
     by_nccl,
     by_window,
@@ -167,36 +63,39 @@ enum way {
     by_kvprim,
     in_buffer,
     by_all_sms,
+    by_32_sms,
     by_one_shot,
     by_two_shot,
-    by_push,
-    by_copy,
     ways
 };
 
-/* Four words on their way per thread. Eight are no faster, nor are other stores (relaxed, streaming), nor more than 66
-   blocks (H200). */
-static __global__ void __launch_bounds__(512) push_words(uint4 *dst, const uint4 *src, size_t words)
-{
-    const size_t step = size_t(gridDim.x) * blockDim.x;
-    size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    for (; i + 3 * step < words; i += 4 * step) {
-        const uint4 a = src[i], b = src[i + step], c = src[i + 2 * step], d = src[i + 3 * step];
-        dst[i] = a, dst[i + step] = b, dst[i + 2 * step] = c, dst[i + 3 * step] = d;
-    }
-    for (; i < words; i += step)
-        dst[i] = src[i];
-}
+/* A sum, say, of elements of a type. */
+struct operation {
+    ncclDataType_t nccl_type;
+    ncclRedOp_t nccl_op;
+    kvprim_dtype type;
+    kvprim_op op;
+    size_t element;
+};
 
-static void enqueue_to_next(rank_state &r, way how, size_t bytes)
+static operation operation_of(collective what)
 {
-    char *const to = ranks[size_t((r.rank + 1) % world)].y;
-    const size_t blocks = std::min(size_t(132), (bytes / 16 + 511) / 512);
-    if (how == by_copy)
-        return CUDA(cudaMemcpyAsync(to, r.x, bytes, cudaMemcpyDefault, r.stream));
-    push_words<<<unsigned(blocks), 512, 0, r.stream>>>(reinterpret_cast<uint4 *>(to), reinterpret_cast<uint4 *>(r.x),
-                                                       bytes / 16);
-    CUDA(cudaGetLastError());
+    switch (what) {
+    case all_reduce_max:
+        return {ncclBfloat16, ncclMax, KVPRIM_BF16, KVPRIM_MAX, 2};
+    case all_reduce_avg:
+        return {ncclBfloat16, ncclAvg, KVPRIM_BF16, KVPRIM_AVG, 2};
+#if NCCL_VERSION_CODE >= 22400
+    case all_reduce_e4m3:
+        return {ncclFloat8e4m3, ncclSum, KVPRIM_F8E4M3, KVPRIM_SUM, 1};
+#endif
+    case all_reduce_int32:
+        return {ncclInt32, ncclSum, KVPRIM_INT32, KVPRIM_SUM, 4};
+    case all_gather:
+        return {ncclUint8, ncclSum, KVPRIM_U8, KVPRIM_SUM, 1};
+    default:
+        return {ncclBfloat16, ncclSum, KVPRIM_BF16, KVPRIM_SUM, 2};
+    }
 }
 
 static size_t result_bytes(collective what, size_t bytes)
@@ -207,45 +106,37 @@ static size_t result_bytes(collective what, size_t bytes)
 
 static void enqueue_nccl(collective what, rank_state &r, ncclComm_t comm, const void *from, void *to, size_t bytes)
 {
-    const size_t part = bytes / size_t(world);
-    switch (what) {
-    case all_reduce:
-        return NCCL(ncclAllReduce(from, to, bytes / 2, ncclBfloat16, ncclSum, comm, r.stream));
-    case all_reduce_int32:
-        return NCCL(ncclAllReduce(from, to, bytes / 4, ncclInt32, ncclSum, comm, r.stream));
-    case all_gather:
-        return NCCL(ncclAllGather(from, to, part, ncclUint8, comm, r.stream));
-    case reduce_scatter:
-        return NCCL(ncclReduceScatter(from, to, part / 2, ncclBfloat16, ncclSum, comm, r.stream));
-    case to_next:
-        break;
-    }
+    const operation o = operation_of(what);
+    const size_t count = bytes / o.element, part = bytes / size_t(world) / o.element;
+    if (what == all_gather)
+        NCCL(ncclAllGather(from, to, part, o.nccl_type, comm, r.stream));
+    else if (what == reduce_scatter)
+        NCCL(ncclReduceScatter(from, to, part, o.nccl_type, o.nccl_op, comm, r.stream));
+    else
+        NCCL(ncclAllReduce(from, to, count, o.nccl_type, o.nccl_op, comm, r.stream));
 }
 
 static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, const void *from, void *to, size_t bytes)
 {
-    const size_t part = bytes / size_t(world);
-    switch (what) {
-    case all_reduce:
-        return check_kvprim(kvprim_all_reduce(comm, to, from, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-    case all_reduce_int32:
-        return check_kvprim(kvprim_all_reduce(comm, to, from, bytes / 4, KVPRIM_INT32, KVPRIM_SUM, r.stream));
-    case all_gather:
-        return check_kvprim(kvprim_all_gather(comm, to, from, part, KVPRIM_U8, r.stream));
-    case reduce_scatter:
-        return check_kvprim(kvprim_reduce_scatter(comm, to, from, part / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream));
-    case to_next:
-        break;
-    }
+    const operation o = operation_of(what);
+    const size_t count = bytes / o.element, part = bytes / size_t(world) / o.element;
+    if (what == all_gather)
+        check_kvprim(kvprim_all_gather(comm, to, from, part, o.type, r.stream));
+    else if (what == reduce_scatter)
+        check_kvprim(kvprim_reduce_scatter(comm, to, from, part, o.type, o.op, r.stream));
+    else
+        check_kvprim(kvprim_all_reduce(comm, to, from, count, o.type, o.op, r.stream));
 }
 
+#ifdef BENCH_WAYS
 static void enqueue_forced(rank_state &r, kvpn_way how, size_t bytes)
 {
     kvpn_call c =
-        kvpn_make_call(kvpn_all_reduce, "tune", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
+        kvpn_make_call(kvpn_all_reduce, "ways", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
     c.element = 2;
     check_kvprim(kvpn_launch_chunks(&c, how));
 }
+#endif
 
 static void enqueue(collective what, way how, rank_state &r, size_t bytes)
 {
@@ -264,117 +155,81 @@ static void enqueue(collective what, way how, rank_state &r, size_t bytes)
     case in_buffer:
         return enqueue_kvprim(what, r, &r.comm, r.window, half, bytes);
     case by_all_sms:
-        return enqueue_kvprim(what, r, &r.wide, r.x, r.y, bytes);
-    case by_push:
-    case by_copy:
-        return enqueue_to_next(r, how, bytes);
+        return enqueue_kvprim(what, r, &wide[r.rank], r.x, r.y, bytes);
+    case by_32_sms:
+        return enqueue_kvprim(what, r, &narrow[r.rank], r.x, r.y, bytes);
     default:
+#ifdef BENCH_WAYS
         return enqueue_forced(r, how == by_one_shot ? kvpn_by_one_shot : kvpn_by_two_shot, bytes);
+#endif
+        break;
     }
 }
 
-/* ---- timing ----
-
-   As in bench_gpu.h, on all GPUs at once. A small NCCL call first makes them begin together. The slowest one counts. */
-
-/* Enqueues the call, compares its result with the one expected, and returns a graph of `launches` of it. */
-static cudaGraphExec_t prepare(rank_state &r, collective what, way how, size_t bytes, int launches,
-                               std::vector<char> &expected)
+static const char *result_of(rank_state &r, way how)
 {
-    cudaGraph_t graph;
-    cudaGraphExec_t executable;
-    std::vector<char> got(result_bytes(what, bytes));
-    const char *const result = how == by_window || how == in_buffer ? r.window + most_bytes : r.y;
-    CUDA(cudaMemsetAsync(r.y, 0xee, got.size(), r.stream));
-    CUDA(cudaMemsetAsync(r.window + most_bytes, 0xee, got.size(), r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    meet(); /* to_next writes to memory that the other rank has just set */
-    enqueue(what, how, r, bytes);
-    CUDA(cudaStreamSynchronize(r.stream));
-    meet();
-    CUDA(cudaMemcpyAsync(got.data(), result, got.size(), cudaMemcpyDeviceToHost, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    if (expected.empty())
-        expected = got;
-    if (got != expected) {
-        fprintf(stderr, "rank %d: way %d of collective %d, %zu bytes: not the result of the first way\n", r.rank, how,
-                what, bytes);
-        exit(2);
+    return how == by_window || how == in_buffer ? r.window + most_bytes : r.y;
+}
+
+static void verify(collective what, way how, rank_state &r, size_t bytes)
+{
+    const std::string name = "way " + std::to_string(how) + " of collective " + std::to_string(what);
+    const char *const at = result_of(r, how);
+    const size_t part = bytes / size_t(world);
+    expectation e = {sum_of, 0, world, 0};
+    if (what == all_reduce_int32)
+        return check_result<uint32_t>(r, at, e, bytes / 4, name);
+    if (what == all_reduce_e4m3)
+        return check_result<__nv_fp8_e4m3>(r, at, e, bytes, name);
+    if (what == all_gather) {
+        for (int from = 0; from < world; from++)
+            check_result<__nv_bfloat16>(r, at + size_t(from) * part, {copy_of, from, from + 1, 0}, part / 2, name);
+        return;
     }
-    meet();
-    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < launches; i++)
-        enqueue(what, how, r, bytes);
-    CUDA(cudaStreamEndCapture(r.stream, &graph));
-    CUDA(cudaGraphInstantiate(&executable, graph, 0));
-    CUDA(cudaGraphDestroy(graph));
-    CUDA(cudaGraphLaunch(executable, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
-    meet();
-    return executable;
-}
-
-/* Returns the milliseconds of what `body` enqueues. */
-template <class function> static double time_ms(rank_state &r, cudaStream_t on, function body)
-{
-    float ms;
-    CUDA(cudaEventRecord(r.start, on));
-    body();
-    CUDA(cudaEventRecord(r.end, on));
-    CUDA(cudaStreamSynchronize(on));
-    CUDA(cudaEventElapsedTime(&ms, r.start, r.end));
-    return double(ms);
-}
-
-/* Returns the milliseconds of the graph on the slowest GPU. */
-static double time_once(rank_state &r, cudaGraphExec_t graph)
-{
-    static double ms[8];
-    meet();
-    spin<<<1, 1, 0, r.stream>>>(300000);
-    NCCL(ncclAllReduce(r.x, r.y, 1, ncclBfloat16, ncclSum, r.nccl, r.stream));
-    ms[r.rank] = time_ms(r, r.stream, [&] { CUDA(cudaGraphLaunch(graph, r.stream)); });
-    meet();
-    const double slowest = *std::max_element(ms, ms + world);
-    meet();
-    return slowest;
+    e.by = what == all_reduce_max ? most_of : what == all_reduce_avg ? mean_of : sum_of;
+    e.first = what == reduce_scatter ? size_t(r.rank) * part / 2 : 0;
+    check_result<__nv_bfloat16>(r, at, e, result_bytes(what, bytes) / 2, name);
 }
 
 /* Returns the microseconds of a call by each of these ways. */
 static std::array<double, ways> measure(collective what, size_t bytes, const std::vector<way> &list)
 {
-    const int launches = bytes <= 1 << 20 ? 50 : 10, repetitions = quick ? 3 : 9;
+    std::vector<rank_way> all;
     std::array<double, ways> us = {};
-    on_all([&](rank_state &r) {
-        cudaGraphExec_t graphs[ways];
-        std::vector<double> times[ways];
-        std::vector<char> expected;
-        for (const way how : list)
-            graphs[how] = prepare(r, what, how, bytes, launches, expected);
-        for (int k = 0; k < repetitions; k++)
-            for (size_t j = 0; j < list.size(); j++) {
-                const way how = list[k % 2 ? list.size() - 1 - j : j];
-                times[how].push_back(1000 * time_once(r, graphs[how]) / launches);
-            }
-        for (const way how : list) {
-            if (r.rank == 0)
-                us[how] = median(times[how]);
-            CUDA(cudaGraphExecDestroy(graphs[how]));
-        }
-    });
+    for (const way how : list)
+        all.push_back({[=](rank_state &r, int) { enqueue(what, how, r, bytes); },
+                       [=](rank_state &r) {
+                           CUDA(cudaMemsetAsync(const_cast<char *>(result_of(r, how)), 0xee, bytes, r.stream));
+                       },
+                       [=](rank_state &r) { verify(what, how, r, bytes); }});
+    measure(all, calls_in_graph(bytes));
+    for (size_t k = 0; k < list.size(); k++)
+        us[list[k]] = all[k].us;
     return us;
 }
 
 /* ---- tables ---- */
 
-/* Prints a row for each size from 2 KB on: what `row` returns, after the size's name. */
-static void for_sizes(const std::function<void(size_t bytes, const std::string &name)> &row)
+static void for_these(const std::vector<size_t> &sizes,
+                      const std::function<void(size_t bytes, const std::string &name)> &row)
 {
-    for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2) {
+    for (const size_t bytes : sizes) {
         printf("%8s", size_name(int64_t(bytes)).c_str());
         row(bytes, size_name(int64_t(bytes)));
         fflush(stdout);
     }
+}
+
+/* Prints a row for each size from 2 KB on: what `row` prints, after the size's name. */
+static void for_sizes(const std::function<void(size_t bytes, const std::string &name)> &row)
+{
+    std::vector<size_t> sizes;
+    for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2)
+        sizes.push_back(bytes);
+    for (const size_t bytes : {size_t(24 * MiB), size_t(48 * MiB)})
+        sizes.push_back(bytes);
+    std::sort(sizes.begin(), sizes.end());
+    for_these(sizes, row);
 }
 
 static double raw_target(size_t bytes)
@@ -400,51 +255,76 @@ static double bus_bytes(size_t bytes)
     return 2.0 * double(bytes) * (world - 1) / world;
 }
 
-/* Microseconds for these bytes, by a kernel and by the copy engine. */
-struct link_time {
-    double push_us, copy_us;
-};
 static std::map<size_t, link_time> link_times; /* by an all_reduce's bytes; empty if the GPUs are not linked */
+static floor_times lowest;                     /* the same */
 
 static void bench_link()
 {
-    printf("\neach GPU writes the bytes of an all_reduce to the next one, all at once, us; the faster way is the "
-           "link's 100 %%\n%8s %8s %11s   %s\n",
-           "", "kernel", "copy engine", "GB/s each way, of the faster one");
+    static const link_way list[] = {{"push by 132 blocks", 132, 512},
+                                    {"push by 64 blocks", 64, 1024},
+                                    {"push by 32 blocks", 32, 1024},
+                                    {"copy", 0, 0}};
+    printf("\neach GPU writes the bytes of an all_reduce to the next one, all at once, us; the push: the faster of 132 "
+           "blocks of 512 threads and 64 of 1,024\n%8s %10s %9s %9s %11s   %s\n",
+           "", "132 blocks", "64 blocks", "32 blocks", "copy engine", "GB/s each way, of the fastest");
     for_sizes([](size_t bytes, const std::string &) {
-        const auto us = measure(to_next, bytes, {by_push, by_copy});
         const double share = bus_bytes(bytes) / double(bytes);
-        link_times[bytes] = {share * us[by_push], share * us[by_copy]};
-        printf(" %8.2f %11.2f   %.0f\n", share * us[by_push], share * us[by_copy],
-               1e-3 * double(bytes) / std::min(us[by_push], us[by_copy]));
+        std::vector<rank_way> all;
+        for (const link_way &one : list)
+            all.push_back(way_to_push(one, bytes));
+        measure(all, calls_in_graph(bytes));
+        for (rank_way &one : all)
+            one.us *= share;
+        const link_time t = {std::min(all[0].us, all[1].us), all[2].us, all[3].us};
+        link_times[bytes] = t;
+        printf(" %10.2f %9.2f %9.2f %11.2f   %.0f\n", all[0].us, all[1].us, all[2].us, all[3].us,
+               1e-3 * bus_bytes(bytes) / std::min({t.push_us, t.narrow_us, t.copy_us}));
     });
 }
 
-/* Returns 100 if kvprim takes as long as the link for as many bytes, or "-". */
-static std::string percent_of_link(size_t bytes, double us)
+static void bench_floor()
 {
-    const auto link = link_times.find(bytes);
-    if (link == link_times.end())
-        return "-";
-    return std::to_string(std::lround(100 * std::min(link->second.push_us, link->second.copy_us) / us));
+    lowest = measure_floor();
+    printf("\nkernels that do nothing else, us: an empty node %.2f, an empty one launched as kvprim's are %.2f, a flag "
+           "to each other rank %.2f, a flag there and one back %.2f\n",
+           lowest.empty_us, lowest.dependent_us, lowest.once_us, lowest.back_us);
+}
+
+/* Returns a ratio as text, or "-" if one of the times was not measured. */
+static std::string ratio_text(double a, double b, int digits)
+{
+    char text[32];
+    snprintf(text, sizeof text, "%.*f", digits, a / b);
+    return a > 0 && b > 0 ? text : "-";
+}
+
+static link_time link_of(size_t bytes)
+{
+    const auto found = link_times.find(bytes);
+    return found == link_times.end() ? link_time{} : found->second;
 }
 
 /* A figure of the documents that the project began with, beside ours. Lines that begin with a bracket are no rows. */
-static void print_document(size_t bytes, double us)
+static void print_document(double us)
 {
-    const double datasheet = 450, kb = 1e-3 * bus_bytes(bytes); /* GB/s each way of an H100 or H200; kb / us: GB/s */
-    const auto link = link_times.find(bytes);
-    if (bytes != size_t(8 * MiB) || world != 2 || link == link_times.end())
+    const double datasheet = 450, kb = 1e-3 * bus_bytes(8 * MiB); /* GB/s each way of an H100 or H200; kb / us: GB/s */
+    const link_time link = link_of(8 * MiB);
+    if (world != 2 || link.push_us <= 0)
         return;
-    const double push_us = link->second.push_us, copy_us = link->second.copy_us;
     printf("(8 MB: the document says 20-25 us and 60-70 %% of NVLink; 20-25 us are %.0f-%.0f %% of an H200's %.0f "
-           "GB/s. Here "
-           "%.2f us, %.0f GB/s, %.0f %%)\n",
+           "GB/s. Here %.2f us, %.0f GB/s, %.0f %%)\n",
            100 * kb / 25 / datasheet, 100 * kb / 20 / datasheet, datasheet, us, kb / us, 100 * kb / us / datasheet);
     printf(
         "(the link takes %.2f us for these bytes by a kernel that only pushes them, %.2f by the copy engine: 20 us is "
         "%s what it carries)\n",
-        push_us, copy_us, std::min(push_us, copy_us) > 20 ? "below" : "within");
+        link.push_us, link.copy_us, std::min(link.push_us, link.copy_us) > 20 ? "below" : "within");
+}
+
+/* How many times the push's time a sum may take; 0: no target. */
+static double push_target(size_t bytes)
+{
+    const double mb = double(bytes) / double(MiB);
+    return world != 2 ? 0 : mb == 8 ? 1.04 : mb == 24 || mb == 48 || mb == 64 ? 1.05 : 0;
 }
 
 static void bench_all_reduce()
@@ -453,25 +333,62 @@ static void bench_all_reduce()
         std::string name;
         double value, target;
     };
-    std::vector<ratio> to_raw, to_wrapper;
-    std::map<size_t, double> ours_us;
-    printf("\nall_reduce, bf16 sum, us\n%8s %8s %8s %8s %8s %9s   %-9s %-9s %-10s %s\n", "", "NCCL", "window",
-           "wrapper", "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)", "% of link");
+    std::vector<ratio> to_raw, to_wrapper, to_push;
+    double of_8_mb = 0;
+    printf("\nall_reduce, bf16 sum, us; floors: times a flag to each other rank\n%8s %8s %8s %8s %8s %9s   %-9s %-9s "
+           "%-10s %9s %9s %7s\n",
+           "", "NCCL", "window", "wrapper", "kvprim", "in buffer", "to raw", "wrapper", "GB/s (bus)", "% of push",
+           "% of copy", "floors");
     for_sizes([&](size_t bytes, const std::string &name) {
         const auto us = measure(all_reduce, bytes, {by_nccl, by_window, by_wrapper, by_kvprim, in_buffer});
         const double ours = us[by_kvprim], raw = ours / std::min(us[by_nccl], us[by_window]);
-        ours_us[bytes] = ours;
+        const link_time link = link_of(bytes);
+        of_8_mb = bytes == size_t(8 * MiB) ? ours : of_8_mb;
         to_raw.push_back({name + " to raw", raw, raw_target(bytes)});
         to_wrapper.push_back({name + " to the wrapper", ours / us[by_wrapper], wrapper_target(bytes)});
-        printf(" %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %-10.0f %s\n", us[by_nccl], us[by_window],
+        if (push_target(bytes) > 0 && link.push_us > 0)
+            to_push.push_back({name + " to the push", ours / link.push_us, push_target(bytes)});
+        printf(" %8.2f %8.2f %8.2f %8.2f %9.2f   %-9.3f %-9.3f %-10.0f %9s %9s %7s\n", us[by_nccl], us[by_window],
                us[by_wrapper], ours, us[in_buffer], raw, ours / us[by_wrapper], 1e-3 * bus_bytes(bytes) / ours,
-               percent_of_link(bytes, ours).c_str());
+               ratio_text(100 * link.push_us, ours, 0).c_str(), ratio_text(100 * link.copy_us, ours, 0).c_str(),
+               bytes > 64 << 10 ? "-" : ratio_text(ours, lowest.once_us, 2).c_str());
     });
-    for (const auto &one : ours_us)
-        print_document(one.first, one.second);
-    for (const auto *const ratios : {&to_raw, &to_wrapper})
+    print_document(of_8_mb);
+    for (const auto *const ratios : {&to_raw, &to_wrapper, &to_push})
         for (const ratio &r : *ratios)
             judge("all_reduce of " + r.name, r.value, '<', r.target);
+}
+
+/* What NCCL alone did before: reductions other than a sum, and sums of e4m3. */
+static void bench_operations()
+{
+    static const std::pair<collective, const char *> list[] = {
+        {all_reduce_max, "max of bf16"},
+        {all_reduce_avg, "average of bf16"},
+#if NCCL_VERSION_CODE >= 22400
+        {all_reduce_e4m3, "sum of e4m3"},
+#endif
+    };
+    std::vector<figure> ratios;
+    for (const auto &one : list) {
+        const auto fill =
+            one.first == all_reduce_e4m3 ? enqueue_samples<__nv_fp8_e4m3> : enqueue_samples<__nv_bfloat16>;
+        on_all([fill](rank_state &r) {
+            fill(r, r.x);
+            CUDA(cudaStreamSynchronize(r.stream));
+        });
+        printf("\nall_reduce, %s, us\n%8s %8s %8s   %s\n", one.second, "", "NCCL", "kvprim", "to NCCL");
+        for_these({8 << 10, 64 << 10, 512 << 10, 8 << 20, 64 << 20}, [&](size_t bytes, const std::string &name) {
+            const auto us = measure(one.first, bytes, {by_nccl, by_kvprim});
+            ratios.push_back({us[by_kvprim] / us[by_nccl], std::string(one.second) + " " + name});
+            printf(" %8.2f %8.2f   %.3f\n", us[by_nccl], us[by_kvprim], ratios.back().value);
+        });
+    }
+    on_all([](rank_state &r) {
+        enqueue_samples<__nv_bfloat16>(r, r.x);
+        CUDA(cudaStreamSynchronize(r.stream));
+    });
+    judge_worst("max, average, e4m3 to ordinary-memory NCCL", ratios, '<', 1.02);
 }
 
 static void bench_parts(collective what)
@@ -534,17 +451,23 @@ static void bench_late()
 
 /* ---- how many multiprocessors ---- */
 
-/* What it costs to leave half of the multiprocessors to others when no rank is late. */
-static void bench_halves()
+/* What it costs to leave multiprocessors to others when no rank is late. */
+static void bench_sms()
 {
-    std::vector<figure> ratios;
-    printf("\nall_reduce by multiprocessors, us\n%8s %8s %8s   %s\n", "", "default", "all", "default to all");
+    std::vector<figure> ratios, to_push;
+    printf("\nall_reduce by multiprocessors, us\n%8s %8s %8s %8s   %-14s %9s %9s\n", "", "default", "all", "32",
+           "default to all", "32 to all", "32 / push");
     for_sizes([&](size_t bytes, const std::string &name) {
-        const auto us = measure(all_reduce, bytes, {by_kvprim, by_all_sms});
+        const auto us = measure(all_reduce, bytes, {by_kvprim, by_all_sms, by_32_sms});
+        const double push_us = link_of(bytes).push_us;
         ratios.push_back({us[by_kvprim] / us[by_all_sms], name});
-        printf(" %8.2f %8.2f   %.3f\n", us[by_kvprim], us[by_all_sms], ratios.back().value);
+        if (push_target(bytes) > 0 && push_us > 0)
+            to_push.push_back({us[by_32_sms] / push_us, name});
+        printf(" %8.2f %8.2f %8.2f   %-14.3f %9.3f %9s\n", us[by_kvprim], us[by_all_sms], us[by_32_sms],
+               ratios.back().value, us[by_32_sms] / us[by_all_sms], ratio_text(us[by_32_sms], push_us, 3).c_str());
     });
     judge_worst("all_reduce on the default multiprocessors to all", ratios, '<', 1.08);
+    judge_worst("all_reduce on 32 multiprocessors to the push", to_push, '<', 1.10);
 }
 
 #ifdef BENCH_CUBLAS
@@ -663,6 +586,7 @@ template <class function> static double host_us(rank_state &r, function call)
 /* In turns, because a host's speed changes. The median of the turns' differences counts. */
 static void bench_host()
 {
+    bench_before_nccl();
     static const collective list[] = {all_reduce, all_reduce_int32}; /* of 4,096 elements */
     static const size_t sizes[] = {8192, 16384};
     std::vector<double> nccl[2], own[2], above[2];
@@ -694,6 +618,15 @@ static double thread_us()
     return 1e6 * double(t.tv_sec) + 1e-3 * double(t.tv_nsec);
 }
 
+/* As meet(), for ranks that must go on together: a thread that sleeps takes up to 50 us to wake up. */
+static void meet_spinning()
+{
+    static std::atomic<uint64_t> arrivals(0);
+    const uint64_t mine = arrivals++, all = uint64_t(world);
+    while (arrivals.load() < (mine / all + 1) * all)
+        continue;
+}
+
 static waited_call wait_for_call(rank_state &r, way how, size_t bytes, cudaEvent_t end)
 {
     meet_spinning();
@@ -711,13 +644,17 @@ static void print_waits(size_t bytes)
     const int repetitions = quick ? 20 : 100;
     std::vector<double> wall[4], cpu[4];
     on_all([&](rank_state &r) {
+        cudaEvent_t ends[2]; /* waited for by spinning, and by blocking */
+        CUDA(cudaEventCreateWithFlags(&ends[0], cudaEventDisableTiming));
+        CUDA(cudaEventCreateWithFlags(&ends[1], cudaEventDisableTiming | cudaEventBlockingSync));
         for (int k = -1; k < repetitions; k++) /* the first ones warm up */
             for (int j = 0; j < 4; j++) {
-                const waited_call c =
-                    wait_for_call(r, j % 2 ? by_kvprim : by_nccl, bytes, j < 2 ? r.spinning : r.blocking);
+                const waited_call c = wait_for_call(r, j % 2 ? by_kvprim : by_nccl, bytes, ends[j / 2]);
                 if (r.rank == 0 && k >= 0)
                     wall[j].push_back(c.wall_us), cpu[j].push_back(c.cpu_us);
             }
+        for (const cudaEvent_t end : ends)
+            CUDA(cudaEventDestroy(end));
     });
     for (int j = 0; j < 4; j++)
         printf("%s %7.1f %7.1f", j == 2 ? "   |" : "", median(wall[j]), median(cpu[j]));
@@ -732,7 +669,8 @@ static void bench_waits()
     for_sizes([](size_t bytes, const std::string &) { print_waits(bytes); });
 }
 
-static void tune()
+#ifdef BENCH_WAYS
+static void bench_ways()
 {
     printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
     for_sizes([](size_t bytes, const std::string &) {
@@ -743,45 +681,50 @@ static void tune()
         printf(" %8.2f %8.2f\n", us[by_one_shot], us[by_two_shot]);
     });
 }
+#endif
+
+static bool linked;
+
+static void open_all()
+{
+    open_ranks();
+    on_all(open_more);
+    linked = open_links();
+    if (!linked)
+        printf("no links: not every GPU can write to the next one's memory\n");
+}
+
+static void bench_limits()
+{
+    if (!linked)
+        return;
+    bench_link();
+    bench_floor();
+}
 
 int main(int argc, char **argv)
 {
-    quick = argc == 2 && strcmp(argv[1], "quick") == 0;
-    const bool tuning = argc == 2 && strcmp(argv[1], "tune") == 0;
-    if (argc > 2 || (argc == 2 && !quick && !tuning)) {
-        fprintf(stderr, "usage: %s [quick | tune]\n", argv[0]);
-        return 2;
-    }
-    if (cudaGetDeviceCount(&world) != cudaSuccess || world < 2) {
-        printf("skip: the benchmark of collectives takes two GPUs, there are %d\n", world);
-        return 0;
-    }
-    const double begin_us = now_us();
-    world = std::min(world, 8);
-    ranks.resize(size_t(world));
-    for (int r = 0; r < world; r++)
-        ranks[size_t(r)].rank = r;
-    std::vector<std::function<void()>> benches = {bench_all_reduce, [] { bench_parts(all_gather); },
-                                                  [] { bench_parts(reduce_scatter); }, bench_late, bench_halves};
-    if (open_links())
-        benches.insert(benches.begin(), bench_link);
-    else
-        printf("no links: not every GPU can write to the next one's memory\n");
+    const int code = run_program(argc, argv, open_all,
+                                 {
+                                     {"limits", bench_limits},
+                                     {"all_reduce", bench_all_reduce},
+                                     {"operations", bench_operations},
+                                     {"all_gather", [] { bench_parts(all_gather); }},
+                                     {"reduce_scatter", [] { bench_parts(reduce_scatter); }},
+                                     {"late", bench_late},
+                                     {"sms", bench_sms},
 #ifdef BENCH_CUBLAS
-    benches.push_back(bench_beside);
+                                     {"beside", bench_beside},
 #endif
-    benches.push_back(bench_before_nccl);
-    benches.push_back(bench_host);
-    benches.push_back(bench_waits);
-    if (tuning)
-        benches = {tune};
-    on_all(open_rank);
-    for (const auto &bench : benches) {
-        bench();
-        print_verdicts();
+                                     {"host", bench_host},
+                                     {"waits", bench_waits},
+#ifdef BENCH_WAYS
+                                     {"ways", bench_ways},
+#endif
+                                 });
+    if (!ranks.empty()) {
+        on_all(close_more);
+        on_all(close_rank);
     }
-    on_all(close_rank);
-    if (!tuning)
-        printf("\n%d targets met, %d missed\n%.0f s\n", met, missed, (now_us() - begin_us) * 1e-6);
-    return 0;
+    return code;
 }

@@ -128,7 +128,7 @@ nccl_versions()
 
 nccl_programs()
 {
-    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -o "$build/test_nccl"
+    cell 'test_nccl in C' $CC -std=c11 $warnings -I. $system tests/nccl/test_nccl.c $libraries -lm -o "$build/test_nccl"
     cell 'example 06 in C' $CC -std=c11 $warnings -I. $system examples/06_allreduce.c $libraries -lpthread \
         -o "$build/06_allreduce"
     ! has "$CXX" || cell 'counted.cu in C++' $CXX -x c++ -std=c++17 $warnings -I. $system -fsyntax-only \
@@ -172,6 +172,8 @@ nccl_cuda()
         -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
+    cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
+        $nccl_link -o "$build/program"
     for source in tests/bench/bench_nccl.cu tests/profile/profile.cu; do # these use more than the API
         cell "$source, nvcc" $cu -DPROFILE_NCCL $source $nccl_link -o "$build/program"
     done

@@ -3,7 +3,7 @@
 # usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize      from the top folder, by make's gpu-test,
 # gpu-bench, handover and sanitize; quick: fewer sizes and environments
 #
-# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmark of the
+# Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmarks of the
 # collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's tools on 2. With one GPU,
 # tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
 # also goes to build/results/, after the checksums of the headers.
@@ -136,9 +136,12 @@ run_tests()
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
     [ "$gpus" -eq 1 ] || build_handover &
     build_implementation || code=1
+    build examples/17_all_reduce_norm.cu -DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT \
+        -DKVPRIM_NCCL_KERNELS -Xlinker build/kvprim_nccl.o & # as if it had implemented the headers: in seconds
     build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o &
     build tests/nccl/test_nccl_faults.cu -Xlinker build/kvprim_nccl.o &
     wait # a program that does not compile is missing when it is run
+    run 0 build/17_all_reduce_norm
     if [ "$gpus" -eq 1 ]; then
         run 0 build/test_nccl_gpu processes $quick on
         run 0 build/test_nccl_faults processes $quick on
@@ -146,6 +149,7 @@ run_tests()
     fi
     for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: not a power of two, and fewer than the kernels for 4 allow
         run $some build/06_allreduce
+        run $some build/17_all_reduce_norm
         for kind in '' processes; do
             run $some build/test_nccl_faults $kind $quick on
             run $some build/test_nccl_gpu $kind $quick on
@@ -164,9 +168,13 @@ run_benches()
 {
     cublas=
     [ ! -e "$CUDA_INCLUDE/cublas_v2.h" ] || cublas='-DBENCH_CUBLAS -lcublas'
-    build tests/bench/bench_nccl.cu $cublas || return 1
+    build_implementation || return 1
+    build tests/bench/bench_nccl.cu -Xlinker build/kvprim_nccl.o $cublas &
+    build tests/bench/bench_decode.cu -Xlinker build/kvprim_nccl.o &
+    wait # a program that does not compile is missing when it is run
     for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
         run $some build/bench_nccl
+        run $some build/bench_decode
     done
     return $code
 }

@@ -2,10 +2,11 @@
 /* Tests kvprim_nccl.h without a GPU: arguments, versions, sizes, ids. Valid C11, C++ and CUDA; as CUDA it tests
    more.
 
-       cc -std=c11 -I. -I$CUDA_HOME/include tests/nccl/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl && ./a.out */
+       cc -std=c11 -I. -I$CUDA_HOME/include tests/nccl/test_nccl.c -L$CUDA_HOME/lib64 -lcudart -lnccl -lm && ./a.out */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
 #include "../harness.h"
+#include "norm_cases.h"
 
 static kvprim_comm_desc good_desc(void)
 {
@@ -98,6 +99,7 @@ static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
     CHECK_ERROR(kvprim_broadcast(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
     CHECK_ERROR(kvprim_send(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
     CHECK_ERROR(kvprim_recv(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, NULL, NULL), status, word);
     CHECK_ERROR(kvprim_group_start(comm), status, word);
     CHECK_ERROR(kvprim_group_end(comm), status, word);
     CHECK_ERROR(kvprim_comm_check(comm), status, word);
@@ -349,6 +351,202 @@ static void test_stop_reasons(void)
     CHECK_ERROR(kvpn_check_stop("test", &comm), KVPRIM_ERROR_TIMEOUT, "rank 2: rank 7 was aborted");
 }
 
+/* The norm of `world` ranks on the host, against the oracle. */
+static void norm_on_host(kvprim_dtype dtype, int64_t tokens, int64_t hidden, int world, int plain, uint64_t seed)
+{
+    const norm_case c = norm_draw(dtype, tokens, hidden, plain, seed, seed * 7 + 1);
+    char *const image = (char *)allocate(c.bytes);
+    const int rank = (int)(seed % (uint64_t)world);
+    norm_fill(&c, rank, image);
+    norm_expect(&c, rank, world, image);
+    free(image);
+}
+
+static void test_norm_on_host(void)
+{
+    static const int64_t sizes[] = {8, 16, 24, 120, 512, 1000, 4096, 16376, 16384};
+    for (int world = 1; world <= 9; world++)
+        for (int k = 0; k < 9; k++)
+            for (int n = 0; n < (sizes[k] < 1000 ? 12 : 1); n++)
+                norm_on_host(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + (sizes[k] < 1000 ? n * 7 % 41 : n), sizes[k], world,
+                             n % 8 == 7, (uint64_t)(n * 1000 + k * 10 + world));
+}
+
+/* The squares of bf16 and fp16 go from denormals to infinity, and roots of all sizes are right. */
+static void test_roots(void)
+{
+    for (int n = 0; n < 20000; n++) {
+        const float x = kvpi_float_of((uint32_t)hash_u64((uint64_t)n) & 0x7fffffff);
+        if (!isnan(x))
+            CHECK(kvpn_host_sqrt(x) == (float)sqrt((double)x));
+    }
+    CHECK(kvpn_host_sqrt(0) == 0 && isinf(kvpn_host_sqrt(INFINITY)) && isnan(kvpn_host_sqrt(NAN)));
+    CHECK(kvpn_host_sqrt(FLT_MAX) == (float)sqrt((double)FLT_MAX));
+    CHECK(kvpn_host_sqrt(kvpi_float_of(1)) == (float)sqrt((double)kvpi_float_of(1)));
+}
+
+/* A description that has every tensor, each in 64 KB of its own: 4 tokens x 64. */
+static char norm_memory[9][1 << 16];
+
+static kvprim_norm_desc good_norm(void)
+{
+    kvprim_norm_desc d;
+    char *p[9];
+    for (int k = 0; k < 9; k++)
+        p[k] = norm_memory[k] + (16 - (uintptr_t)norm_memory[k] % 16) % 16;
+    memset(&d, 0, sizeof d);
+    d.dtype = KVPRIM_BF16, d.tokens = 4, d.hidden = 64, d.eps = 1e-5f;
+    d.send = p[0], d.residual = p[1], d.weight = p[2], d.sum = p[3], d.residual_out = p[4], d.out = p[5];
+    d.quantised = p[6], d.scale = (float *)(void *)p[7];
+    return d;
+}
+
+/* Both functions refuse it: they check alike. */
+static void norm_refuses(const kvprim_norm_desc *d, kvprim_status status, const char *words)
+{
+    CHECK_ERROR(kvpn_check_norm("test", d, &d->send, 1, false), status, words);
+    CHECK_ERROR(kvprim_all_reduce_norm_host(d, &d->send, 1), status, words);
+}
+
+static void test_norm_fields(void)
+{
+    static const struct {
+        size_t field;
+        int32_t value;
+        kvprim_status status;
+        const char *words;
+    } bad[] = {
+        {offsetof(kvprim_norm_desc, dtype), KVPRIM_F32, KVPRIM_ERROR_ARGUMENT, "desc->dtype is 19, must be"},
+        {offsetof(kvprim_norm_desc, dtype), 0, KVPRIM_ERROR_ARGUMENT, "desc->dtype is 0"},
+        {offsetof(kvprim_norm_desc, hidden), 0, KVPRIM_ERROR_SIZE, "desc->hidden is 0, must be a multiple of 8"},
+        {offsetof(kvprim_norm_desc, hidden), 60, KVPRIM_ERROR_SIZE, "desc->hidden is 60"},
+        {offsetof(kvprim_norm_desc, hidden), 16392, KVPRIM_ERROR_SIZE, "from 8 to 16384"},
+        {offsetof(kvprim_norm_desc, eps), (int32_t)0xb727c5ac, KVPRIM_ERROR_ARGUMENT, "desc->eps is -1e-05"},
+        {offsetof(kvprim_norm_desc, eps), 0x7fc00000, KVPRIM_ERROR_ARGUMENT, "must be finite"},
+        {offsetof(kvprim_norm_desc, eps), 0x7f800000, KVPRIM_ERROR_ARGUMENT, "desc->eps is inf"},
+        {offsetof(kvprim_norm_desc, least_scale), 0x00400000, KVPRIM_ERROR_ARGUMENT, "neither 0 nor from 2^-126"},
+        {offsetof(kvprim_norm_desc, least_scale), 0x7f800000, KVPRIM_ERROR_ARGUMENT, "desc->least_scale is inf"},
+        {offsetof(kvprim_norm_desc, scale_per_token), 2, KVPRIM_ERROR_ARGUMENT,
+         "desc->scale_per_token is 2, must be 0 or"},
+        {offsetof(kvprim_norm_desc, weight_plus_one), -1, KVPRIM_ERROR_ARGUMENT, "desc->weight_plus_one is -1"},
+        {offsetof(kvprim_norm_desc, padding), 1, KVPRIM_ERROR_ARGUMENT, "desc->padding is 1, must be 0"},
+        {offsetof(kvprim_norm_desc, reserved), 7, KVPRIM_ERROR_ARGUMENT, "desc->reserved[0] is 7, must be 0"},
+        {offsetof(kvprim_norm_desc, reserved) + 8, 7, KVPRIM_ERROR_ARGUMENT, "desc->reserved[1] is 7"},
+        {offsetof(kvprim_norm_desc, send_stride), 56, KVPRIM_ERROR_SIZE,
+         "must be a multiple of 8 and at least desc->hidden, 64"},
+        {offsetof(kvprim_norm_desc, residual_stride), 68, KVPRIM_ERROR_SIZE, "the stride of desc->residual is 68"},
+        {offsetof(kvprim_norm_desc, sum_stride), 8, KVPRIM_ERROR_SIZE, "the stride of desc->sum is 8"},
+        {offsetof(kvprim_norm_desc, residual_out_stride), 8, KVPRIM_ERROR_SIZE,
+         "the stride of desc->residual_out is 8"},
+        {offsetof(kvprim_norm_desc, out_stride), 8, KVPRIM_ERROR_SIZE, "the stride of desc->out is 8"},
+        {offsetof(kvprim_norm_desc, quantised_stride), 8, KVPRIM_ERROR_SIZE, "the stride of desc->quantised is 8"},
+    };
+    kvprim_norm_desc d = good_norm();
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    for (size_t k = 0; k < sizeof bad / sizeof *bad; k++) {
+        d = good_norm();
+        memcpy((char *)&d + bad[k].field, &bad[k].value, sizeof bad[k].value);
+        norm_refuses(&d, bad[k].status, bad[k].words);
+    }
+    d = good_norm(), d.tokens = -1;
+    norm_refuses(&d, KVPRIM_ERROR_SIZE, "desc->tokens is -1");
+    d.tokens = INT64_MAX;
+    norm_refuses(&d, KVPRIM_ERROR_SIZE, "past the end of memory");
+    d = good_norm(), d.out_stride = INT64_MAX / 8 * 8;
+    norm_refuses(&d, KVPRIM_ERROR_SIZE, "past the end of memory");
+    d = good_norm(), d.tokens = 0, d.send = d.weight = NULL, d.out = d.quantised = NULL;
+    CHECK(kvprim_all_reduce_norm_host(&d, &d.send, 1) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_all_reduce_norm_host(NULL, &d.send, 1), KVPRIM_ERROR_NULL, "desc is NULL");
+    CHECK_ERROR(kvprim_all_reduce_norm_host(&d, NULL, 1), KVPRIM_ERROR_NULL, "sends is NULL");
+    CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 0), KVPRIM_ERROR_ARGUMENT, "world is 0");
+}
+
+/* Which tensors there must be, and how they are aligned: less strictly on the host. */
+static void test_norm_tensors(void)
+{
+    kvprim_norm_desc d = good_norm();
+    d.send = NULL;
+    CHECK_ERROR(kvpn_check_norm("test", &d, &d.send, 1, false), KVPRIM_ERROR_NULL, "desc->send is NULL");
+    CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 1), KVPRIM_ERROR_NULL, "sends[0] is NULL");
+    d = good_norm(), d.weight = NULL;
+    norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->weight is NULL");
+    d = good_norm(), d.scale = NULL;
+    norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->scale is NULL, but desc->quantised is set");
+    d = good_norm(), d.quantised = NULL;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale is set, but desc->quantised is NULL");
+    d.scale = NULL, d.scale_per_token = 1;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_per_token is set, but");
+    d.scale_per_token = 0, d.least_scale = 1;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->least_scale is set, but");
+    d.least_scale = 0, d.out = NULL;
+    norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->out and desc->quantised are NULL");
+    for (int k = 0; k < 8; k++) {
+        static const char *const words[] = {"desc->residual is",     "desc->weight is", "desc->sum is",
+                                            "desc->residual_out is", "desc->out is",    "desc->quantised is",
+                                            "desc->scale is",        "desc->send is"};
+        d = good_norm();
+        const void **const inputs[] = {&d.residual, &d.weight, &d.send};
+        void **const outputs[] = {&d.sum, &d.residual_out, &d.out, &d.quantised};
+        const size_t shift = k == 5 ? 4 : k == 6 ? 2 : 8;
+        if (k < 2 || k == 7)
+            *inputs[k < 2 ? k : 2] = (const char *)*inputs[k < 2 ? k : 2] + shift;
+        else if (k < 6)
+            *outputs[k - 2] = (char *)*outputs[k - 2] + shift;
+        else
+            d.scale = (float *)(void *)((char *)(void *)d.scale + shift);
+        CHECK_ERROR(kvpn_check_norm("test", &d, &d.send, 1, false), KVPRIM_ERROR_ARGUMENT, words[k]);
+        CHECK(strstr(kvprim_last_error(), "not aligned to") != NULL);
+        CHECK(kvpn_check_norm("test", &d, &d.send, 1, true) == (k == 6 ? KVPRIM_ERROR_ARGUMENT : KVPRIM_OK));
+    }
+    d = good_norm(), d.out = (char *)d.out + 1;
+    CHECK_ERROR(kvprim_all_reduce_norm_host(&d, &d.send, 1), KVPRIM_ERROR_ARGUMENT, "not aligned to 2 bytes");
+}
+
+/* Outputs lie in the place of inputs, between their rows, or apart. */
+static void test_norm_overlaps(void)
+{
+    kvprim_norm_desc d = good_norm();
+    void *const send = (void *)(uintptr_t)d.send, *const residual = (void *)(uintptr_t)d.residual;
+    d.sum = send, d.residual_out = residual;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d = good_norm(), d.residual_out = send, d.out = residual;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d = good_norm(), d.sum = residual;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->sum, ");
+    d = good_norm(), d.out = d.sum = send;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    d = good_norm(), d.out = send, d.out_stride = 72;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "in place, their strides are the same");
+    d.send_stride = 72;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d = good_norm(), d.out = (char *)send + 16;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    d = good_norm(), d.quantised = send;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->quantised, ");
+    d = good_norm(), d.out = (void *)(uintptr_t)d.weight;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->weight, ");
+    d = good_norm(), d.out = d.scale;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->scale, ");
+    d = good_norm(), d.scale_per_token = 1, d.scale = (float *)send;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->scale, ");
+    for (int shift = 48; shift <= 96; shift += 16) { /* of rows of 64 elements, 136 apart: 8 are too many at the end */
+        d = good_norm(), d.send_stride = d.out_stride = 136, d.out = (char *)send + 2 * shift;
+        if (shift >= 64 && shift <= 72)
+            CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+        else
+            norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    }
+    d = good_norm(), d.send_stride = d.out_stride = 136, d.out = send, d.send = (char *)send + 144;
+    CHECK(kvpn_check_norm("test", &d, &d.send, 1, false) == KVPRIM_OK);
+    d.out_stride = 144;
+    norm_refuses(&d, KVPRIM_ERROR_OVERLAP, "desc->out, ");
+    /* on the host, an output must not be another rank's addend in part */
+    d = good_norm();
+    const void *const sends[] = {d.send, norm_memory[8], (char *)d.out + 128};
+    CHECK(kvprim_all_reduce_norm_host(&d, sends, 2) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_all_reduce_norm_host(&d, sends, 3), KVPRIM_ERROR_OVERLAP, "sends[2], ");
+}
+
 #ifdef KVPRIM_NCCL_KERNELS
 /* A communicator as init leaves it, with at most so many blocks, and so many bytes for each rank. */
 static void open_for_grid(kvprim_comm *comm, int world, int blocks, size_t peer_bytes)
@@ -496,6 +694,11 @@ __attribute__((weak)) int main(void)
     run("nccl: inside a window", test_inside);
     run("nccl: ids", test_ids);
     run("nccl: timeouts and aborts are reported", test_stop_reasons);
+    run("nccl: the norm on the host", test_norm_on_host);
+    run("nccl: square roots on the host", test_roots);
+    run("nccl: fields of a norm", test_norm_fields);
+    run("nccl: tensors of a norm", test_norm_tensors);
+    run("nccl: tensors of a norm that overlap", test_norm_overlaps);
     run("nccl: grids of launches", test_grids);
     run("nccl: which way a call takes", test_choices);
     return finish();

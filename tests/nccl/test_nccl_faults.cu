@@ -55,6 +55,26 @@ static kvprim_status watch(kvprim_comm *comm, double most, double *took)
 
 /* ---- late and missing ranks ---- */
 
+/* Numbers that are the same in all elements, with the weight at r.device[2]: then y is the weight. */
+static kvprim_status norm_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    kvprim_norm_desc d = {};
+    d.dtype = dtype, d.hidden = 4096, d.tokens = int64_t(count / 4096);
+    d.send = r.device[0], d.weight = r.device[2], d.out = r.device[1];
+    return kvprim_all_reduce_norm(comm, &d, r.stream);
+}
+
+/* A norm that is verified. */
+static void enqueue_norm(rank_state &r, kvprim_comm *comm, size_t count)
+{
+    __nv_bfloat16 *const send = reinterpret_cast<__nv_bfloat16 *>(r.device[0]);
+    fill_late<<<16, 256, 0, r.stream>>>(send, count, float(r.rank + 1), 0);
+    fill_late<<<16, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(r.device[2]), 4096, 0.5f, 0);
+    OK(norm_of_device(r, comm, count, KVPRIM_BF16));
+    count_unlike<<<16, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(r.device[1]), count, 0.5f, r.wrong);
+    CUDA(cudaGetLastError());
+}
+
 typedef kvprim_status collective(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype);
 
 static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
@@ -104,6 +124,14 @@ static void test_late(rank_state &r)
         OK(parts_of_device(r, &r.comm, count, KVPRIM_BF16));
         enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_BF16, 4);
         expect_none_wrong(r, "one rank late, count", count);
+        OK(kvprim_comm_check(&r.comm));
+    }
+    for (const size_t tokens : {5, 300}) {
+        meet();
+        if (r.rank == world - 1)
+            sleep_ms(300);
+        enqueue_norm(r, &r.comm, tokens << 12);
+        expect_none_wrong(r, "one rank late, tokens", tokens);
         OK(kvprim_comm_check(&r.comm));
     }
 }
@@ -156,6 +184,8 @@ static void test_missing(rank_state &r)
     one_missing(r, parts_of_device, 100000, KVPRIM_F64, true);
     one_missing(r, gatherv_of_device, 100000, KVPRIM_F64, true);
     one_missing(r, to_all_of_device, (size_t(36) << 20) / size_t(world), KVPRIM_U8, false);
+    one_missing(r, norm_of_device, 4096, KVPRIM_BF16, true);
+    one_missing(r, norm_of_device, 2 << 20, KVPRIM_F16, true);
     one_missing(r, sum_of_device, 1000, KVPRIM_INT32, false);
     one_missing(r, sum_in_buffer, 100000, KVPRIM_F8E4M3, false);
 }
@@ -188,6 +218,7 @@ static void one_too_late(rank_state &r, bool replays)
         enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 2);
         enqueue_numbers(r, &comm, 3000, 1);
         enqueue_numbers(r, &comm, 100000, 2);
+        enqueue_norm(r, &comm, 3 << 12);
     });
     meet();
     if (r.rank == 0)
@@ -195,6 +226,8 @@ static void one_too_late(rank_state &r, bool replays)
     for (int n = 0; n < (replays ? 2000 : 8); n++) {
         if (replays)
             CUDA(cudaGraphLaunch(exec, r.stream));
+        else if (kvprim_comm_check(&comm) == KVPRIM_OK && n % 2)
+            enqueue_norm(r, &comm, size_t(n) << 12);
         else if (kvprim_comm_check(&comm) == KVPRIM_OK)
             n % 2 ? enqueue_numbers(r, &comm, size_t(10) << 2 * n, float(n))
                   : enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 1000 + size_t(n) * 999, KVPRIM_BF16,
@@ -302,6 +335,8 @@ static void test_abort_beside_replays(rank_state &r)
         OK(gather_of_device(r, &comm, 100000, KVPRIM_F32));
         OK(to_all_of_device(r, &comm, 1000, KVPRIM_F32));
         OK(parts_of_device(r, &comm, 100000, KVPRIM_F32));
+        OK(norm_of_device(r, &comm, 32 << 12, KVPRIM_BF16));
+        OK(norm_of_device(r, &comm, 600 << 12, KVPRIM_BF16));
     });
     meet();
     std::thread watchdog([&] {
@@ -642,12 +677,15 @@ static int dead_context(kvprim_comm *comm, cudaStream_t stream)
     return 0;
 }
 
-/* The last rank kills itself during sums, or exchanges. `big`: these sums are NCCL's, and the host waits for the
-   stream. */
-static int killed(kvprim_comm *comm, cudaStream_t stream, char *data, bool big, bool exchanges)
+/* The last rank kills itself during sums, norms that follow sums, or exchanges. `big`: these sums are NCCL's, and the
+   host waits for the stream. */
+static int killed(kvprim_comm *comm, cudaStream_t stream, char *data, bool big, bool norms, bool exchanges)
 {
     const size_t count = big ? 20 << 20 : 1000;
     const kvprim_dtype dtype = big ? KVPRIM_INT32 : KVPRIM_BF16;
+    kvprim_norm_desc norm = {};
+    norm.dtype = dtype, norm.tokens = 7, norm.hidden = 6144;
+    norm.send = norm.out = data, norm.weight = static_cast<char *>(data) + (1 << 20);
     if (only_rank == world - 1)
         raise(SIGKILL);
     double took = 0;
@@ -658,10 +696,11 @@ static int killed(kvprim_comm *comm, cudaStream_t stream, char *data, bool big, 
         said = kvprim_last_error();
         aborted = kvprim_comm_abort(comm);
     });
-    kvprim_status status = KVPRIM_OK;
-    for (int n = 0; n < 100 && status == KVPRIM_OK; n++)
-        status = exchanges ? kvprim_all_to_all(comm, data + (size_t(40) << 20), data, count, dtype, stream)
-                           : kvprim_all_reduce(comm, data, data, count, dtype, KVPRIM_SUM, stream);
+    kvprim_status called = KVPRIM_OK;
+    for (int n = 0; n < 100 && called == KVPRIM_OK; n++)
+        called = norms       ? kvprim_all_reduce_norm(comm, &norm, stream)
+                 : exchanges ? kvprim_all_to_all(comm, data + (size_t(40) << 20), data, count, dtype, stream)
+                             : kvprim_all_reduce(comm, data, data, count, dtype, KVPRIM_SUM, stream);
     const cudaError_t waited = cudaStreamSynchronize(stream);
     watchdog.join();
     printf("  rank %d heard after %.2f s: %s; abort: %s, stream: %s\n", only_rank, took, said.c_str(),
@@ -695,9 +734,10 @@ static int role(const char *what)
     }
     CUDA(cudaStreamSynchronize(stream));
     meet();
-    const int code = strcmp(what, "dead") == 0 ? dead_context(&comm, stream)
-                                               : killed(&comm, stream, data, strcmp(what, "killed_big") == 0,
-                                                        strcmp(what, "killed_exchange") == 0);
+    const int code = strcmp(what, "dead") == 0
+                         ? dead_context(&comm, stream)
+                         : killed(&comm, stream, data, strcmp(what, "killed_big") == 0,
+                                  strcmp(what, "killed_norm") == 0, strcmp(what, "killed_exchange") == 0);
     return code || counts->faults;
 }
 
@@ -721,6 +761,7 @@ static void run_role(const char *name, const char *what)
 static void run_roles()
 {
     run_role("nccl: a process per GPU, one killed", "killed");
+    run_role("nccl: a process per GPU, one killed, norms", "killed_norm");
     run_role("nccl: a process per GPU, one killed, sums of 80 MB", "killed_big");
     run_role("nccl: a process per GPU, one killed, exchanges", "killed_exchange");
     run_role("nccl: a process per GPU, a context dies", "dead");

@@ -14,6 +14,8 @@ __global__ void digest(const uint32_t *words, size_t count, unsigned long long *
         atomicAdd(sum, (unsigned long long)(words[i]) * (2 * i + 1));
 }
 
+#include "test_norm.h"
+
 /* Each rank receives `count` elements; send holds `world` times as many. */
 template <class T>
 static void enqueue_scatter(rank_state &r, kvprim_comm *comm, void *send, void *recv, size_t count, kvprim_dtype dtype,
@@ -836,6 +838,7 @@ int main(int argc, char **argv)
             run("groups: all ranks send to all at once", test_groups);
             run("deterministic at every size", test_deterministic);
             run("two communicators at once", test_two_communicators);
+            run_norm_tests();
             run("options of a descriptor", test_choices);
             run("an NCCL communicator of the caller's", test_given_communicator);
             run("slots in the caller's memory", test_given_memory);

@@ -925,6 +925,36 @@ static void test_no_dtypes(void)
     close_comm(comm, "CommDestroy");
 }
 
+/* Compiled by a C compiler, there is no kernel for a norm. Nothing of NCCL's is called, whatever the arguments are. */
+static void test_norm(void)
+{
+    static _Alignas(16) float m[4][16];
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_norm_desc n = {.dtype = KVPRIM_BF16, .tokens = 1, .hidden = 8};
+    n.send = m[0], n.weight = m[1], n.out = m[2];
+    CHECK(comm->sums == NULL && strstr(kvprim_comm_describe(comm), "a norm follows") == NULL);
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_UNSUPPORTED, "with nvcc");
+    n.hidden = 7;
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_SIZE, "desc->hidden is 7");
+    n.hidden = 8, n.out = (char *)m[2] + 2;
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "desc->out is");
+    n.tokens = 0;
+    CHECK(kvprim_all_reduce_norm(comm, &n, NULL) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, NULL, NULL), KVPRIM_ERROR_NULL, "desc is NULL");
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open, which takes");
+    CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "nothing of it was enqueued");
+    n.tokens = 1, n.out = m[2];
+    current_device = elsewhere;
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "the current device is 7");
+    current_device = home;
+    CHECK(called(""));
+    CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && called("CommAbort"));
+    CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
+    close_comm(comm, "");
+}
+
 static void info_failed(kvpn_rank_info *info)
 {
     info->ok = 0;
@@ -992,6 +1022,7 @@ int main(void)
     live("life: arguments of parts", test_parts_arguments);
     live("life: parts of one rank", test_parts_alone);
     live("life: index types are not element types", test_no_dtypes);
+    live("life: a norm without a kernel", test_norm);
     live("life: the other rank reports an error", test_other_rank);
     return finish();
 }

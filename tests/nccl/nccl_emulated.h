@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: MIT */
+/* What the kernels of kvprim_nccl.h take from a GPU, on the CPU, where a rank is a thread. Include it before
+   kvprim_nccl.h. */
+#ifndef NCCL_EMULATED_H
+#define NCCL_EMULATED_H
+
+#include "../gpu/cuda_shim.h"
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <thread>
+
+/* While every rank takes part, a wait may sleep: polling would take the processor from the rank that it waits for. If a
+   rank stays away or a result is wrong, the others poll, as their deadline comes after so many polls. */
+static bool all_take_part;
+static std::atomic<bool> may_sleep;
+
+/* The kernels' memory accesses. Slots are accessed 4 bytes at a time, and y and w, which may be flags, never before the
+   words beside them. */
+static uint4 kvpn_load_slot(const char *slot)
+{
+    const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
+    uint4 v;
+    v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
+    v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
+    static thread_local unsigned empty;
+    if (may_sleep.load(std::memory_order_relaxed) && (v.y & v.w) == 0xffffffff && ++empty % 16 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    return v;
+}
+
+static void kvpn_store_slot(char *slot, uint4 v)
+{
+    uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
+    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
+    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
+}
+
+static uint32_t *counted; /* reads of this address are counted in `reads` */
+static unsigned reads;
+
+static uint32_t kvpn_load_word(uint32_t *at)
+{
+    if (!may_sleep.load(std::memory_order_relaxed))
+        std::this_thread::yield();
+    if (at == counted)
+        reads++;
+    return __atomic_load_n(at, __ATOMIC_RELAXED);
+}
+
+static void kvpn_store_word(uint32_t *at, uint32_t value)
+{
+    __atomic_store_n(at, value, __ATOMIC_RELAXED);
+}
+
+static uint32_t kvpn_load_turn(const uint32_t *at)
+{
+    return *at;
+}
+
+static uint64_t kvpn_globaltimer_ns()
+{
+    return static_cast<uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+            .count());
+}
+
+static void kvpn_sleep()
+{
+}
+
+/* Rounds to nearest, ties to even. */
+static uint32_t kvprim_emulate_bf16(float f)
+{
+    uint32_t bits;
+    memcpy(&bits, &f, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+struct __nv_bfloat162 {
+    uint16_t low, high;
+};
+
+static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
+{
+    return {static_cast<uint16_t>(kvprim_emulate_bf16(low)), static_cast<uint16_t>(kvprim_emulate_bf16(high))};
+}
+
+static float __fadd_rn(float a, float b)
+{
+    return a + b;
+}
+
+static float __fmul_rn(float a, float b)
+{
+    return a * b;
+}
+
+static float __fdiv_rn(float a, float b)
+{
+    return a / b;
+}
+
+static float __fsqrt_rn(float a)
+{
+    return std::sqrt(a);
+}
+
+#define KVPRIM_NCCL_EMULATE
+#include "../../kvprim_nccl.h"
+
+#endif

@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: MIT */
+/* What kvprim_all_reduce_norm must give, computed from its contract in fp64 with the C library's functions: nothing of
+   kvprim's is used except the description. C11, C++11 and CUDA. An operation in fp64 on fp32 numbers that is then
+   rounded to fp32 gives what one in fp32 gives, because fp64 has more than twice as many bits. */
+#ifndef NORM_ORACLE_H
+#define NORM_ORACLE_H
+
+#include <float.h>
+#include <math.h>
+#include <stdbool.h>
+
+/* ---- elements ---- */
+
+/* An element type: bits of a number with the leading one, exponent of the least normal number, largest finite number,
+   whether there are infinities. */
+typedef struct oracle_type {
+    int bits, least;
+    double largest;
+    int infinite;
+} oracle_type;
+
+static inline oracle_type oracle_type_of(kvprim_dtype dtype)
+{
+    const oracle_type bf16 = {8, -126, 255 * ldexp(1, 120), 1}, f16 = {11, -14, 65504, 1}, e4m3 = {4, -6, 448, 0};
+    return dtype == KVPRIM_BF16 ? bf16 : dtype == KVPRIM_F16 ? f16 : e4m3;
+}
+
+/* Rounded to the type: to nearest, ties to even. Beyond the largest number: infinity if the type has one, otherwise the
+   largest. */
+static inline double oracle_rounded(kvprim_dtype dtype, double x)
+{
+    const oracle_type t = oracle_type_of(dtype);
+    int exponent;
+    if (isnan(x) || x == 0)
+        return x;
+    if (isinf(x))
+        return t.infinite ? x : copysign(t.largest, x);
+    (void)frexp(x, &exponent);
+    const int unit = (exponent - 1 > t.least ? exponent - 1 : t.least) - (t.bits - 1);
+    const double y = ldexp(nearbyint(ldexp(x, -unit)), unit);
+    return fabs(y) <= t.largest ? y : copysign(t.infinite ? (double)INFINITY : t.largest, x);
+}
+
+/* The number that an element's bits stand for. */
+static inline double oracle_decoded(kvprim_dtype dtype, unsigned bits)
+{
+    const oracle_type t = oracle_type_of(dtype);
+    const int width = dtype == KVPRIM_F8E4M3 ? 8 : 16, fraction_bits = t.bits - 1;
+    const unsigned sign = bits >> (width - 1), exponent_bits = (unsigned)(width - 1 - fraction_bits);
+    const unsigned exponent = bits >> fraction_bits & ((1u << exponent_bits) - 1);
+    const unsigned fraction = bits & ((1u << fraction_bits) - 1), last = (1u << exponent_bits) - 1;
+    double x;
+    if (exponent == last && (t.infinite || fraction == (1u << fraction_bits) - 1))
+        x = t.infinite && fraction == 0 ? (double)INFINITY : (double)NAN;
+    else if (exponent == 0)
+        x = ldexp(fraction, t.least - fraction_bits);
+    else
+        x = ldexp(fraction + (1u << fraction_bits), t.least - fraction_bits + (int)exponent - 1);
+    return sign ? -x : x;
+}
+
+/* The bits of a number that the type has; NaN: one of them. */
+static inline unsigned oracle_encoded(kvprim_dtype dtype, double x)
+{
+    const oracle_type t = oracle_type_of(dtype);
+    const int width = dtype == KVPRIM_F8E4M3 ? 8 : 16, fraction_bits = t.bits - 1;
+    const unsigned sign = (unsigned)(signbit(x) != 0) << (width - 1), all = (1u << (width - 1)) - 1;
+    const unsigned infinity = all >> fraction_bits << fraction_bits;
+    const double a = fabs(x);
+    int exponent;
+    if (isnan(x))
+        return all;
+    if (isinf(x))
+        return sign | infinity;
+    (void)frexp(a, &exponent);
+    if (a == 0 || exponent - 1 < t.least)
+        return sign | (unsigned)ldexp(a, fraction_bits - t.least);
+    return sign | ((unsigned)(exponent - t.least) << fraction_bits) |
+           ((unsigned)ldexp(a, fraction_bits - (exponent - 1)) - (1u << fraction_bits));
+}
+
+static inline double oracle_element(kvprim_dtype dtype, const void *tensor, int64_t at)
+{
+    uint16_t bits;
+    memcpy(&bits, (const char *)tensor + at * 2, 2);
+    return oracle_decoded(dtype, bits);
+}
+
+/* Whether two numbers are the same: both NaN, or equal with the same sign. */
+static inline int oracle_same(double a, double b)
+{
+    return (isnan(a) && isnan(b)) || (a == b && (signbit(a) != 0) == (signbit(b) != 0));
+}
+
+/* ---- a token ---- */
+
+enum { oracle_most = 16384 };
+
+/* What a token's elements must be. */
+typedef struct oracle_row {
+    double s[oracle_most], r[oracle_most], y[oracle_most], q[oracle_most];
+    float scale, factor;
+} oracle_row;
+
+static inline float oracle_tree(const float *sums, int first, int count, int packs)
+{
+    if (count == 1)
+        return first < packs ? sums[first] : 0;
+    const double left = oracle_tree(sums, first, count / 2, packs);
+    return (float)(left + (double)oracle_tree(sums, first + count / 2, count / 2, packs));
+}
+
+/* 1 / sqrt(mean of squares + eps). */
+static inline float oracle_factor(const double *r, int hidden, float eps)
+{
+    float sums[oracle_most / 8];
+    int width = 1;
+    for (int pack = 0; pack < hidden / 8; pack++) {
+        sums[pack] = 0;
+        for (int i = 8 * pack; i < 8 * pack + 8; i++) {
+            const float square = (float)(r[i] * r[i]);
+            sums[pack] = (float)((double)sums[pack] + (double)square);
+        }
+    }
+    while (width < hidden / 8)
+        width *= 2;
+    const float mean = (float)((double)oracle_tree(sums, 0, width, hidden / 8) / hidden);
+    const float root = (float)sqrt((double)(float)((double)mean + (double)eps));
+    return (float)(1 / (double)root);
+}
+
+/* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. */
+static inline float oracle_token_scale(const double *y, int hidden, float least)
+{
+    double most = 0;
+    for (int i = 0; i < hidden; i++)
+        if (fabs(y[i]) > most) /* false for NaN */
+            most = fabs(y[i]);
+    most = most > (double)FLT_MAX ? (double)FLT_MAX : most;
+    const float scale = (float)(most / 448), floor = least > 0 ? least : FLT_MIN;
+    return scale > floor ? scale : floor;
+}
+
+/* Of `scale` it is given what it reads: of one for all tokens. Strides are the description's. */
+static inline void oracle_token(const kvprim_norm_desc *d, const void *const *sends, int world, int64_t token,
+                                oracle_row *row)
+{
+    const int hidden = (int)d->hidden;
+    const int64_t send = token * (d->send_stride ? d->send_stride : hidden);
+    const int64_t residual = token * (d->residual_stride ? d->residual_stride : hidden);
+    for (int i = 0; i < hidden; i++) {
+        float sum = (float)oracle_element(d->dtype, sends[0], send + i);
+        for (int r = 1; r < world; r++)
+            sum = (float)((double)sum + oracle_element(d->dtype, sends[r], send + i));
+        row->s[i] = row->r[i] = oracle_rounded(d->dtype, (double)sum);
+        if (d->residual) {
+            const double added = row->s[i] + oracle_element(d->dtype, d->residual, residual + i);
+            row->r[i] = oracle_rounded(d->dtype, (double)(float)added);
+        }
+    }
+    row->factor = oracle_factor(row->r, hidden, d->eps);
+    for (int i = 0; i < hidden; i++) {
+        const double w = oracle_element(d->dtype, d->weight, i);
+        const float by = (float)(d->weight_plus_one ? w + 1 : w), x = (float)(row->r[i] * (double)row->factor);
+        row->y[i] = oracle_rounded(d->dtype, (double)(float)((double)x * (double)by));
+    }
+    row->scale = d->scale_per_token ? oracle_token_scale(row->y, hidden, d->least_scale) : d->scale ? *d->scale : 1;
+    for (int i = 0; i < hidden && d->quantised; i++)
+        row->q[i] = oracle_rounded(KVPRIM_F8E4M3, (double)(float)(row->y[i] / (double)row->scale));
+}
+
+/* How many elements of a token's outputs are not those of `row`. d: its outputs. */
+static inline int oracle_wrong(const kvprim_norm_desc *d, int64_t token, const oracle_row *row)
+{
+    const struct {
+        const void *data;
+        int64_t stride;
+        const double *wanted;
+    } of[] = {{d->sum, d->sum_stride, row->s},
+              {d->residual_out, d->residual_out_stride, row->r},
+              {d->out, d->out_stride, row->y}};
+    const unsigned char *const q = (const unsigned char *)d->quantised;
+    int wrong = d->quantised && d->scale_per_token && d->scale[token] != row->scale;
+    for (int64_t i = 0; i < d->hidden; i++) {
+        for (int k = 0; k < 3; k++)
+            wrong += of[k].data && !oracle_same(oracle_element(d->dtype, of[k].data,
+                                                               token * (of[k].stride ? of[k].stride : d->hidden) + i),
+                                                of[k].wanted[i]);
+        if (q)
+            wrong += !oracle_same(
+                oracle_decoded(KVPRIM_F8E4M3, q[token * (d->quantised_stride ? d->quantised_stride : d->hidden) + i]),
+                row->q[i]);
+    }
+    return wrong;
+}
+
+#endif
