@@ -101,6 +101,12 @@ static void test_norms(rank_state &r)
                 if (count < 128 || (seed & 1) == (dtype == KVPRIM_F16))
                     norm_once(r, &r.comm, norm_call_of(r, dtype, count, hidden, seed, !r.comm.peer[0]), "norm");
         }
+    /* every kernel, in quick tests too: more than 2 MB take two shots */
+    static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},
+                                        {1, 16384}, {300, 4096}, {140, 8192}, {70, 16384}};
+    for (const auto &shape : shapes)
+        for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
+            norm_once(r, &r.comm, norm_call_of(r, dtype, shape[0], shape[1], ++seed, !r.comm.peer[0]), "norm");
     /* every choice of outputs and places */
     for (int n = 0; n < (quick ? 20 : 300); n++)
         norm_once(r, &r.comm,
@@ -285,6 +291,10 @@ static void test_norm_without_kernels(rank_state &r)
         norm_once(r, &comm,
                   norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 2048),
                                uint64_t(n), true),
+                  "norm by NCCL");
+    for (int n = 0; n < 4; n++)
+        norm_once(r, &comm,
+                  norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 3, n < 2 ? 4096 : 16384, 60 + uint64_t(n), true),
                   "norm by NCCL");
     for (int n = 0; n < (quick ? 1 : 4); n++) /* in two parts: 8 MB are 512 or 256 tokens */
         norm_once(r, &comm,
