@@ -499,7 +499,7 @@ int main(int argc, char **argv)
 {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, quick ? 20 : 300);
+        test_world(world, quick ? 20 : 300 / emulated_share);
     run("nccl emulated: a rank that stays away is named", test_missing);
     run("nccl emulated: a rank that comes after the others have stopped", test_late_after_the_end);
     run("nccl emulated: a wait that is stopped ends", test_stop);

@@ -532,7 +532,7 @@ int main(int argc, char **argv)
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     run("norm emulated: calls have every way, place and output", test_variety);
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, quick ? 20 : 120);
+        test_world(world, quick ? 20 : 120 / emulated_share);
     run("norm emulated: a rank that stays away is named", test_missing);
     run("norm emulated: a rank that comes after the others have stopped", test_late_after_the_end);
     return finish();
