@@ -18,9 +18,10 @@
        }
 
    What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
-   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: sums of fp16, bf16 and
-   fp32, and gathers, between GPUs of one machine that write to each other's memory. A caller needs neither CUDA's nor
-   NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct ncclComm *.
+   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of floats
+   (not of fp64, and no products) and gathers between GPUs of one machine that write to each other's memory. A caller
+   needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct
+   ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -110,13 +111,15 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
+   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
-    KVPRIM_MAX = 1,
+    KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
     KVPRIM_PROD = 2,
-    KVPRIM_MIN = 3,
-    /* rounded as NCCL does: integers are divided by world after the sum, other types are multiplied by 1/world before
-       it */
+    KVPRIM_MIN = 3, /* likewise */
+    /* own kernels: the sum in fp32, which may overflow, divided by world. NCCL: integers are divided by world after the
+       sum, other types are multiplied by 1/world before it */
     KVPRIM_AVG = 4
 } kvprim_op;
 
@@ -140,8 +143,8 @@ typedef struct kvprim_comm_desc {
     size_t buffer_bytes; /* size of the communicator's buffer, the same; 0: no buffer */
     /* how long a collective waits for other ranks; noticed some tens of milliseconds later; 0: 30 s */
     int32_t timeout_ms;
-    /* 1, the same: sums of fp16, bf16 and fp32 are made in fp32 and in the order of the ranks at every size, so that
-       the bits are always the same. UNSUPPORTED where only NCCL can sum */
+    /* 1, the same: what own kernels reduce (>>op), they reduce at every size, so that the bits are always the same.
+       UNSUPPORTED where only NCCL can reduce */
     int32_t deterministic;
     /* 1: launches own kernels without programmatic dependent launch. With it, a kernel may start before its predecessor
        ends, and then waits for that one's memory. That predecessor must itself have waited for what was before it,
@@ -207,9 +210,9 @@ typedef struct kvprim_comm {
     struct CUstream_st *stream;  /* for init's exchanges, and for abort */
     int64_t watch_start_us[2];   /* when each event of the teardown was recorded; 0: it is done */
     int32_t watch_index;
-    int32_t after_nccl;        /* 1: the last call was NCCL's: see kvpn_launch_kernel */
-    int32_t nccl_starts_early; /* see kvpn_run_nccl */
-    int32_t padding;
+    int32_t after_nccl;                 /* 1: the last call was NCCL's: see kvpn_launch_kernel */
+    int32_t nccl_starts_early;          /* see kvpn_run_nccl */
+    int32_t nccl_reduces_f8;            /* 1: NCCL can reduce fp8, on all ranks */
     void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
@@ -278,12 +281,11 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (KVPRIM_F8E4M3 and _F8E5M2 need NCCL 2.24, and for reductions
-   compute capability 9.0), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
+   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
 
-   all_reduce and reduce_scatter: where own kernels sum fp16, bf16 and fp32, they do so in fp32, in the order of the
-   ranks, and round once. The bits are then the same on all ranks and in both collectives. kvprim_comm_describe says up
-   to which size. A NaN stays a NaN, but its other bits are not kept. */
+   all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
+   collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce(kvprim_comm *comm, void *recv, const void *send, size_t count,
                                                           kvprim_dtype dtype, kvprim_op op, struct CUstream_st *stream);
 
@@ -577,6 +579,9 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
+/* What a reduction does: the order of this enum tells sums from selections. */
+enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
+
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
    needed first. */
@@ -594,6 +599,9 @@ typedef struct kvpn_params {
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
+    /* with kvpn_any: a kvpn_op, a kvprim_dtype, the sign bits of a word, 1 / world */
+    uint32_t op, dtype, signs;
+    double share;
 } kvpn_params;
 
 /* One thread: what a kernel takes from CUDA, and the emulation sets. A block's threads form roles of equal size,
@@ -778,7 +786,8 @@ template <int max_slots> KVPRIM_NCCL_DEVICE void kvpn_clear_slots(char *first, u
 
 /* >>impl_pack ------------------------------------------------------------------------------------------------------ */
 
-/* Sends all ones as the NaN 0x7fffffff. In halves that is two NaNs: 0x7fff, and 0xffff below it. */
+/* Sends all ones as 0x7fffffff, whose elements are NaNs too: one of fp32; 0x7fff and 0xffff of fp16 and bf16; 0x7f and
+   three times 0xff of e4m3 and e5m2. */
 KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
 {
     v.x = v.x == kvpn_empty_word ? kvpn_empty_word >> 1 : v.x;
@@ -788,7 +797,7 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
     return v;
 }
 
-/* Element types of sums: split a word into fp32 elements, and join them again. */
+/* Element types of reductions: split a word into fp32 elements, and join them again. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -843,6 +852,77 @@ struct kvpn_f16 {
 };
 #endif
 
+/* fp8 joins as kvprim_format converts: what is beyond the largest finite value, an infinity of e5m2 too, becomes that
+   value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
+#define KVPRIM_NCCL_PTX_F8
+#endif
+struct kvpn_e4m3 {
+    enum { per_word = 4 };
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e4m3x2 l, a; "
+            "cvt.rn.f16x2.e4m3x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
+            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
+            : "r"(word));
+#else
+        for (uint32_t k = 0; k < 4; k++)
+            f[k] = kvpi_of_e4m3(word >> 8 * k & 0xff);
+#endif
+    }
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        uint32_t word;
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
+        return word;
+#else
+        return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
+#endif
+    }
+};
+
+struct kvpn_e5m2 {
+    enum { per_word = 4 };
+    KVPRIM_NCCL_DEVICE void split(uint32_t word, float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        asm("{.reg .b16 a, b, c, d; .reg .b32 l, h; mov.b32 {a, b}, %4; cvt.rn.f16x2.e5m2x2 l, a; "
+            "cvt.rn.f16x2.e5m2x2 h, b; mov.b32 {a, b}, l; mov.b32 {c, d}, h; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b; "
+            "cvt.f32.f16 %2, c; cvt.f32.f16 %3, d;}"
+            : "=f"(f[0]), "=f"(f[1]), "=f"(f[2]), "=f"(f[3])
+            : "r"(word));
+#else
+        for (uint32_t k = 0; k < 4; k++)
+            f[k] = kvpi_of_e5m2(word >> 8 * k & 0xff);
+#endif
+    }
+    KVPRIM_NCCL_DEVICE uint32_t join(const float *f)
+    {
+#ifdef KVPRIM_NCCL_PTX_F8
+        uint32_t word;
+        asm("{.reg .b16 a, b; cvt.rn.satfinite.e5m2x2.f32 a, %2, %1; cvt.rn.satfinite.e5m2x2.f32 b, %4, %3; "
+            "mov.b32 %0, {a, b};}"
+            : "=r"(word)
+            : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
+        return word;
+#else
+        return kvpi_to_e5m2(f[0]) | kvpi_to_e5m2(f[1]) << 8 | kvpi_to_e5m2(f[2]) << 16 | kvpi_to_e5m2(f[3]) << 24;
+#endif
+    }
+};
+
+/* The kernel's parameters say which of these types it is, and what to do with it. Counts are bytes. */
+struct kvpn_any {
+    enum { per_word = 4 };
+    typedef unsigned char bits;
+};
+
 /* Loads the first `left` units at `from` as `words` words, with zeros after them. */
 template <class U, int words> KVPRIM_NCCL_DEVICE void kvpn_load_units(const void *from, uint64_t left, uint32_t *w)
 {
@@ -887,15 +967,35 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
+/* The sign bits of a word; also a word of -0.0. */
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(const kvpn_params &p)
+{
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : p.signs;
+}
+
 /* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
 {
-    const uint32_t none = T::per_word == 1 ? 0x80000000u : 0x80008000u;
+    const uint32_t none = kvpn_signs<T>(p);
     own = kvpn_replace_empty(own);
     KVPRIM_NCCL_UNROLL
     for (uint32_t r = 0; r < max_ranks; r++)
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
+}
+
+/* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
+KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+#else /* negative floats order as their bits do if all but the sign is inverted */
+    const int32_t x = (int32_t)kvpi_bits_of(a), y = (int32_t)kvpi_bits_of(b);
+    const bool larger = (x ^ (x >> 31 & 0x7fffffff)) > (y ^ (y >> 31 & 0x7fffffff));
+    return kvpi_is_nan(a) || (larger && !kvpi_is_nan(b)) ? a : b;
+#endif
 }
 
 /* Adds in the order of the ranks, so that every rank gets the same bits. */
@@ -917,6 +1017,82 @@ template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const 
     return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
                                     T::join(sum + 3 * T::per_word)});
 }
+
+/* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
+   3 to 8. */
+template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
+{
+    return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
+}
+
+/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
+   stands for rank 0. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+{
+    const bool selects = p.op >= kvpn_takes_largest;
+    const uint32_t flip = p.op == kvpn_takes_least ? p.signs : 0;
+    float x[T::per_word], next[T::per_word];
+    T::split(w[0] ^ flip, x);
+    KVPRIM_NCCL_UNROLL
+    for (int r = 1; r < max_ranks; r++) {
+        T::split((selects && r > 1 && (uint32_t)r >= p.world ? w[0] : w[r]) ^ flip, next);
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < T::per_word; e++)
+            x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
+    }
+    if (p.op == kvpn_averages) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < T::per_word; e++)
+            x[e] = kvpn_average<max_ranks>(p, x[e]);
+    }
+    return T::join(x) ^ flip;
+}
+
+template <int max_ranks>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+{
+    switch (p.dtype) {
+    case KVPRIM_F32:
+        return kvpn_reduce_words<kvpn_f32, max_ranks>(p, w);
+    case KVPRIM_BF16:
+        return kvpn_reduce_words<kvpn_bf16, max_ranks>(p, w);
+#ifndef KVPRIM_NCCL_EMULATE
+    case KVPRIM_F16:
+        return kvpn_reduce_words<kvpn_f16, max_ranks>(p, w);
+#endif
+    case KVPRIM_F8E4M3:
+        return kvpn_reduce_words<kvpn_e4m3, max_ranks>(p, w);
+    default:
+        return kvpn_reduce_words<kvpn_e5m2, max_ranks>(p, w);
+    }
+}
+
+/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
+   else is for one kernel, whose loop is not unrolled, so that it is small. */
+template <class T, int max_ranks> struct kvpn_reduction {
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
+    {
+        return kvpn_sum_packs<T, max_ranks>(v);
+    }
+};
+template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint4 (&v)[max_ranks])
+    {
+        uint4 all = {0, 0, 0, 0};
+        KVPRIM_NCCL_UNROLL_BY(1)
+        for (int k = 0; k < 4; k++) {
+            uint32_t w[max_ranks];
+            KVPRIM_NCCL_UNROLL
+            for (int r = 0; r < max_ranks; r++) {
+                w[r] = v[r].x;
+                v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
+            }
+            all = uint4{all.y, all.z, all.w, kvpn_reduce_any<max_ranks>(p, w)};
+        }
+        return kvpn_replace_empty(all);
+    }
+};
 
 /* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
@@ -1028,7 +1204,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_sum_packs<T, max_ranks>(v);
+    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -1828,6 +2004,7 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
     float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
     kvpn_norm_token<packs> t;
     uint32_t meetings = 0;
+    bool told = false;
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
@@ -1839,6 +2016,10 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
         for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
             if (!Way::take(p, me, step, visit, t))
                 continue;
+            if (me.stop_reason != 0 && !told) { /* now: the row's other threads, and other rows, may wait for long */
+                kvpn_stop_rank(p, me);
+                told = true;
+            }
             kvpn_norm_add<T>(p, me, t);
             const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
             uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
@@ -1847,8 +2028,6 @@ static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max
             if (p.quantised)
                 kvpn_norm_quantise<T>(p, me, most, t);
         }
-    if (me.stop_reason != 0)
-        kvpn_stop_rank(p, me);
 }
 #endif
 
@@ -2347,7 +2526,7 @@ static const char *const kvpn_setting_names[kvpn_setting_count] = {
 typedef struct kvpn_rank_info {
     uint64_t layout; /* version and protocol */
     uint64_t settings[kvpn_setting_count], machine, nonce, peer_bytes;
-    int32_t ok, has_kernels, max_sms, device, mappable, window;
+    int32_t ok, has_kernels, max_sms, device, mappable, window, reduces_f8;
     cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_rank_info;
 
@@ -2476,12 +2655,14 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
     const uint64_t settings[kvpn_setting_count] = {d->buffer_bytes,          (uint64_t)d->deterministic,
                                                    (uint64_t)d->nccl_window, d->all_reduce_limit,
                                                    d->reduce_scatter_limit,  d->all_gather_limit};
-    int sms = 0;
+    int sms = 0, capability = 0;
     memcpy(task->mine.settings, settings, sizeof settings);
     task->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
     task->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers */
     task->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), task->mine.device = comm->device;
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
+    KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, comm->device));
+    task->mine.reduces_f8 = comm->nccl_version >= NCCL_VERSION(2, 24, 0) && capability >= 9;
     /* Half of them, as a multiple of 8 (64 of 132). Beside a sum that waits, a matrix product of 4096^3 takes twice as
        long; beside one that holds three quarters of the multiprocessors 3.3 times, and beside one on all of them 25
        times. */
@@ -2509,6 +2690,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
     int32_t blocks = kvpn_max_blocks;
     uint64_t bytes = kvpn_max_peer_bytes;
+    task->comm.nccl_reduces_f8 = 1;
     for (int r = 0; r < task->comm.world; r++) {
         const kvpn_rank_info *const info = &task->all[r];
         if (info->layout != task->mine.layout)
@@ -2520,6 +2702,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
                                    kvpn_setting_names[k], (unsigned long long)task->mine.settings[k],
                                    (unsigned long long)info->settings[k], r);
         blocks = info->max_sms < blocks ? info->max_sms : blocks;
+        task->comm.nccl_reduces_f8 = task->comm.nccl_reduces_f8 && info->reduces_f8;
         bytes = info->has_kernels && info->peer_bytes < bytes ? info->peer_bytes : bytes;
     }
     task->comm.blocks = (uint32_t)blocks;
@@ -2623,6 +2806,9 @@ typedef enum kvpn_way {
 
 typedef void (*kvpn_kernel_function)(kvpn_params);
 
+/* What kvpn_pick takes for kernels of kvpn_any. */
+static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
+
 template <template <class, int, bool> class Way, class T, int max_ranks>
 static kvpn_kernel_function kvpn_pick(bool whole)
 {
@@ -2641,7 +2827,10 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
 {
     return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
            : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
-                                  : kvpn_pick<Way, kvpn_f16>(world, whole);
+           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
+           : world == 2           ? kvpn_kernel<Way, kvpn_any, 2, false>
+           : world <= 4           ? kvpn_kernel<Way, kvpn_any, 4, false>
+                                  : kvpn_kernel<Way, kvpn_any, 8, false>;
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -2693,12 +2882,12 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
    of them are loaded here. */
 static void kvpn_load_kernels(kvpn_init_task *task)
 {
-    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
+    static const kvprim_dtype types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, kvpn_any_dtype};
     const int world = task->comm.world;
     bool loaded = true;
     task->kernels_wait = true;
     for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
-        for (int k = 0; k < 6; k++)
+        for (int k = 0; k < 8; k++)
             loaded = loaded &&
                      kvpn_load_kernel(task, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1));
     for (int way = kvpn_by_nccl; way <= kvpn_by_two_shot; way++)
@@ -2800,7 +2989,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
-            (void)snprintf(text + used, size - used, "sums of any size");
+            (void)snprintf(text + used, size - used, "reductions of any size");
         else
             (void)snprintf(text + used, size - used, "all_reduce and reduce_scatter up to %llu and %llu sent",
                            (unsigned long long)limits.two_shot, (unsigned long long)limits.scatter);
@@ -3379,9 +3568,6 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     if (!type.name)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: dtype is %d, which is not an element type", c->function,
                            (int)c->dtype);
-    if (c->dtype >= KVPRIM_F8E4M3 && c->comm->nccl_version < NCCL_VERSION(2, 24, 0))
-        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "%s: dtype is %s, which needs NCCL 2.24; this is %d", c->function,
-                           type.name, (int)c->comm->nccl_version);
     if (c->kind <= kvpn_reduce_scatter && (c->op_or_peer < KVPRIM_SUM || c->op_or_peer > KVPRIM_AVG))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: op is %d, which is not a kvprim_op", c->function, c->op_or_peer);
     if (c->kind >= kvpn_broadcast && (c->op_or_peer < 0 || c->op_or_peer >= c->comm->world))
@@ -3394,7 +3580,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
                     : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
                                                                         : c->count;
-    c->type = (ncclDataType_t)type.nccl;
+    c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
     KVPRIM_NCCL_TRY(kvpn_check_device(c));
     KVPRIM_NCCL_TRY(kvpn_check_pointer(c, "recv", c->recv, c->recv_count));
@@ -3451,10 +3637,18 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     }
 }
 
+/* Whether the kernel is of this type. If not, it is of kvpn_any. */
+static bool kvpn_has_sum_kernel(kvprim_dtype dtype, int op)
+{
+    return op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+}
+
 /* The same on every rank: nothing here may differ between ranks. */
 static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op)
 {
-    return comm->peer[0] && op == KVPRIM_SUM && (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32);
+    return comm->peer[0] && op != KVPRIM_PROD &&
+           (dtype == KVPRIM_F16 || dtype == KVPRIM_BF16 || dtype == KVPRIM_F32 || dtype == KVPRIM_F8E4M3 ||
+            dtype == KVPRIM_F8E5M2);
 }
 
 static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
@@ -3551,27 +3745,40 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
+static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
+{
+    const size_t element = c->element;
+    p->op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
+            : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
+            : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
+                                          : kvpn_sums;
+    p->dtype = (uint32_t)c->dtype;
+    p->signs = element == 1 ? 0x80808080u : element == 2 ? 0x80008000u : 0x80000000u;
+    p->share = 1.0 / c->comm->world;
+}
+
 /* `pitch`, of gathers and scatters: elements from one rank's part to the next one's. */
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
     const uint32_t group = kvpn_group_of(way), roles = group ? (uint32_t)comm->world : 1;
-    const bool gathers = way == kvpn_by_gather || group;
+    const bool gathers = way == kvpn_by_gather || group, sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
     p.send = c->send, p.recv = c->recv;
     kvpn_set_ranks(comm, &p);
-    p.count = gathers ? bytes : c->count;
+    p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
+    kvpn_set_op(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
     kvpn_set_grid(comm, &p, group, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    return kvpn_launch_kernel(c, (const void *)kvpn_pick(way, c->dtype, comm->world, whole), blocks,
-                              dim3(threads, roles), &p);
+    const kvpn_kernel_function kernel = kvpn_pick(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
+    return kvpn_launch_kernel(c, (const void *)kernel, blocks, dim3(threads, roles), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
@@ -3627,7 +3834,8 @@ static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvp
     const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
     const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
     uint32_t packs;
-    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs), in_block = most / threads;
+    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs);
+    const uint32_t in_block = (packs == 1 ? most : (uint32_t)kvpn_max_threads_of_8) / threads;
     p->slice_rows = (p->tokens + slices - 1) / slices;
     p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
     p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
@@ -3744,6 +3952,11 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                                         "ncclBroadcast", "ncclSend",          "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
+    if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "%s: dtype is %s, which NCCL reduces from 2.24 on, if all GPUs have compute capability 9.0; "
+                           "this is %d",
+                           f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
     comm->after_nccl = 1;

@@ -31,6 +31,7 @@ static struct {
     kvprim_comm *checked;                     /* if set, cudaEventRecord checks it half way */
     kvprim_status check;                      /* what that returned */
     int gathers, copies;                      /* how many so far */
+    ncclDataType_t type;                      /* of the last all-reduce or broadcast */
     enum cudaStreamCaptureMode mode_at_end;   /* the mode in which ncclCommAbort or ncclCommDestroy was called */
     /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events do not finish */
     int32_t gate, hanging, stuck, work_hangs;
@@ -370,10 +371,10 @@ NCCL(ncclCommCount, (const ncclComm_t comm, int *to), (*to = comm->world, touch(
 NCCL(ncclCommCuDevice, (const ncclComm_t comm, int *to), (*to = comm->device, touch(comm, ncclSuccess)))
 NCCL(ncclMemAlloc, (void **to, size_t bytes), (record_call(__func__), *to = fake_alloc(bytes), ncclSuccess))
 NCCL(ncclMemFree, (void *memory), (record_call(__func__), fake_free(memory), ncclSuccess))
-NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
+NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), (fake.type = type, enqueue(comm, __func__)))
 NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
 NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
-NCCL(ncclBroadcast, (MOVES, int root, BY), enqueue(comm, __func__))
+NCCL(ncclBroadcast, (MOVES, int root, BY), (fake.type = type, enqueue(comm, __func__)))
 NCCL(ncclSend, (SENDS, int peer, BY), enqueue(comm, __func__))
 NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY), enqueue(comm, __func__))
 NCCL(ncclGroupStart, (void), (record_call(__func__), in_group++, ncclSuccess))

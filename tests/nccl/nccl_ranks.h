@@ -289,7 +289,7 @@ static size_t own_limit_of(const kvprim_comm *comm, bool scatters)
     const char *const text = kvprim_comm_describe(comm), *const limits =
                                                              strstr(text, "all_reduce and reduce_scatter up to ");
     unsigned long long reduce = 0, scatter = 0;
-    if (strstr(text, "sums of any size"))
+    if (strstr(text, "reductions of any size"))
         return SIZE_MAX;
     if (comm->peer[0])
         CHECK(limits &&

@@ -8,22 +8,12 @@
 #include <algorithm>
 #include <vector>
 #include "../harness.h"
+#include "reductions.h"
 
 static bool quick;
 
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16 };
-enum kind {
-    one_shot_f32,
-    one_shot_bf16,
-    two_shot_f32,
-    two_shot_bf16,
-    scatter_f32,
-    scatter_bf16,
-    gather,
-    gather_many,
-    gather_most,
-    kinds
-};
+enum kind { one_shot, two_shot, scatter, gather, gather_many, gather_most, kinds };
 
 /* A call. Every rank derives it from its number alone; only places differ by rank. */
 struct call {
@@ -31,11 +21,14 @@ struct call {
     uint64_t number;
     size_t element, count, pitch; /* pitch: bytes from a rank's part to the next one's */
     uint32_t threads, roles, block_packs, used_blocks;
+    kvprim_dtype type; /* of a reduction, as op is */
+    kvprim_op op;
 };
 
-static bool scatters(kind what)
+/* Whether its kernel is of kvpn_any. */
+static bool is_any(const call &c)
 {
-    return what == scatter_f32 || what == scatter_bf16;
+    return c.op != KVPRIM_SUM || (c.type != KVPRIM_F32 && c.type != KVPRIM_BF16);
 }
 
 static bool gathers(kind what)
@@ -49,10 +42,14 @@ static call call_of(uint64_t number, uint32_t world)
     const uint64_t h = hash_u64(number);
     c.number = number;
     c.what = static_cast<kind>(h % kinds);
-    const bool halves = c.what == one_shot_bf16 || c.what == two_shot_bf16 || c.what == scatter_bf16;
-    c.element = gathers(c.what) ? 1 : halves ? 2 : 4;
-    const bool two = c.what == two_shot_f32 || c.what == two_shot_bf16;
-    const size_t most = (two ? most_bytes * world : c.what == gather ? most_bytes / 2 : most_bytes) / c.element;
+    static const kvprim_dtype types[] = {KVPRIM_F32, KVPRIM_BF16, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
+    static const kvprim_op ops[] = {KVPRIM_SUM, KVPRIM_SUM, KVPRIM_AVG, KVPRIM_MAX, KVPRIM_MIN};
+    c.type = types[hash_u64(h) % 4], c.op = ops[hash_u64(h) / 4 % 5];
+    c.element = gathers(c.what) ? 1 : static_cast<size_t>(format_of(c.type).bytes);
+    const size_t most = (c.what == two_shot ? most_bytes * world
+                         : c.what == gather ? most_bytes / 2
+                                            : most_bytes) /
+                        c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
     const bool groups = c.what == gather_many || c.what == gather_most;
     if (groups || h >> 41 & 1) /* only whole packs */
@@ -60,7 +57,7 @@ static call call_of(uint64_t number, uint32_t world)
     c.pitch = c.count * c.element + (h >> 42) % 3 * (groups ? 16 : 4);
     const size_t unit = c.what == gather ? 8 : 16;
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
-    const uint32_t slice = two ? (words + world - 1) / world : words;
+    const uint32_t slice = c.what == two_shot ? (words + world - 1) / world : words;
     const uint32_t least = (slice + blocks - 1) / blocks;
     c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
@@ -69,22 +66,24 @@ static call call_of(uint64_t number, uint32_t world)
     return c;
 }
 
-/* Byte b of what a rank passes to a call. Many bytes are ones, so that words are all ones, or give -0. */
+/* Byte b of what a rank passes to a call. Many words are all ones, zeros of either sign, or subnormal. */
 static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
 {
     const uint64_t h = hash_u64(c.number * 1000003 + (b / 4) * 17 + rank);
-    return h % 8 == 0   ? 0xff
-           : h % 8 == 1 ? (b % c.element == c.element - 1 ? 0x80 : 0)
-                        : static_cast<unsigned char>(hash_u64(h + b));
-}
-
-static float element_of(const unsigned char *at, size_t element)
-{
-    float f;
-    uint32_t bits = 0;
-    memcpy(element == 2 ? reinterpret_cast<char *>(&bits) + 2 : reinterpret_cast<char *>(&bits), at, element);
-    memcpy(&f, &bits, 4);
-    return f;
+    const unsigned char any = static_cast<unsigned char>(hash_u64(h + b));
+    const bool last = b % c.element == c.element - 1; /* the sign and, except in fp8, seven bits of the exponent */
+    switch (h % 16) {
+    case 0:
+    case 1:
+        return 0xff;
+    case 2:
+    case 3:
+        return last ? any & 0x80 : 0;
+    case 4:
+        return last ? any & 0x80 : any;
+    default:
+        return any;
+    }
 }
 
 static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
@@ -97,20 +96,16 @@ static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigne
                     return false;
         return true;
     }
-    const size_t first = scatters(c.what) ? rank * c.pitch : 0;
+    const float_format f = format_of(c.type);
     for (size_t e = 0; e < c.count; e++) {
-        float sum = 0;
-        for (uint32_t r = 0; r < world; r++) {
-            unsigned char in[4];
+        uint32_t in[8] = {}, is = 0;
+        const size_t at = e * c.element, first = (c.what == scatter ? rank * c.pitch : 0) + at;
+        for (uint32_t r = 0; r < world; r++)
             for (size_t b = 0; b < c.element; b++)
-                in[b] = input_byte(c, r, first + e * c.element + b);
-            sum = r ? sum + element_of(in, c.element) : element_of(in, c.element);
-        }
-        unsigned char expected[4];
-        const uint32_t rounded = kvprim_emulate_bf16(sum);
-        memcpy(expected, c.element == 2 ? static_cast<const void *>(&rounded) : &sum, c.element);
-        const float is = element_of(got + e * c.element, c.element);
-        if (sum != sum ? is == is : memcmp(expected, got + e * c.element, c.element) != 0)
+                in[r] |= static_cast<uint32_t>(input_byte(c, r, first + b)) << 8 * b;
+        memcpy(&is, got + at, c.element);
+        const uint32_t expected = reduced_bits(f, c.op, in, static_cast<int>(world));
+        if (is != expected && !(float_is_nan(f, is) && float_is_nan(f, expected)))
             return false;
     }
     return true;
@@ -147,28 +142,30 @@ template <class Way> static void run_kernel(const kvpn_params &p, const call &c)
         end_turns(p, threads);
 }
 
+template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
+{
+    if (c.what == one_shot)
+        run_kernel<kvpn_one_shot<T, max_ranks, whole>>(p, c);
+    else if (c.what == two_shot)
+        run_kernel<kvpn_two_shot<T, max_ranks, whole>>(p, c);
+    else
+        run_kernel<kvpn_scatter<T, max_ranks, whole>>(p, c);
+}
+
 template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, const call &c)
 {
-    switch (c.what) {
-    case one_shot_f32:
-        return run_kernel<kvpn_one_shot<kvpn_f32, max_ranks, whole>>(p, c);
-    case one_shot_bf16:
-        return run_kernel<kvpn_one_shot<kvpn_bf16, max_ranks, whole>>(p, c);
-    case two_shot_f32:
-        return run_kernel<kvpn_two_shot<kvpn_f32, max_ranks, whole>>(p, c);
-    case two_shot_bf16:
-        return run_kernel<kvpn_two_shot<kvpn_bf16, max_ranks, whole>>(p, c);
-    case scatter_f32:
-        return run_kernel<kvpn_scatter<kvpn_f32, max_ranks, whole>>(p, c);
-    case scatter_bf16:
-        return run_kernel<kvpn_scatter<kvpn_bf16, max_ranks, whole>>(p, c);
-    case gather:
-        return run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
-    case gather_many:
-        return run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
-    default:
-        return run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
-    }
+    if (c.what == gather)
+        run_kernel<kvpn_gather_all<kvpn_f32, max_ranks, whole>>(p, c);
+    else if (c.what == gather_many)
+        run_kernel<kvpn_gather_many<kvpn_f32, max_ranks, whole>>(p, c);
+    else if (c.what == gather_most)
+        run_kernel<kvpn_gather_most<kvpn_f32, max_ranks, whole>>(p, c);
+    else if (c.type == KVPRIM_F32 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_f32, max_ranks, whole>(p, c);
+    else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
+        run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
+    else
+        run_reduction<kvpn_any, max_ranks, false>(p, c);
 }
 
 /* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
@@ -205,11 +202,11 @@ static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned c
     const uint64_t h = hash_u64(c.number * 31 + rank);
     const size_t bytes = c.count * c.element, parts = (world - 1) * c.pitch + bytes;
     places p = {a + (h & 2 ? h / 8 % 8 * c.element : 0), b + (h & 4 ? h / 64 % 8 * c.element : 0),
-                scatters(c.what) ? parts : bytes, gathers(c.what) ? parts : bytes};
+                c.what == scatter ? parts : bytes, gathers(c.what) ? parts : bytes};
     if (h & 1 && gathers(c.what))
         p.send = p.recv + rank * c.pitch;
     else if (h & 1)
-        p.recv = p.send + (scatters(c.what) ? rank * c.pitch : 0);
+        p.recv = p.send + (c.what == scatter ? rank * c.pitch : 0);
     return p;
 }
 
@@ -235,12 +232,18 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     for (uint32_t r = 0; r < j.world; r++)
         p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
-    p.count = c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
+    p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.slice_packs = c.what == two_shot_f32 || c.what == two_shot_bf16 ? (p.packs + j.world - 1) / j.world : p.packs;
+    p.op = c.op == KVPRIM_SUM   ? kvpn_sums
+           : c.op == KVPRIM_AVG ? kvpn_averages
+           : c.op == KVPRIM_MAX ? kvpn_takes_largest
+                                : kvpn_takes_least;
+    p.share = 1.0 / j.world, p.dtype = c.type;
+    p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
+    p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
-    p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
+    p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (c.what != scatter || c.pitch % unit == 0);
     p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
     if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
         run_call<max_ranks, true>(p, c);
@@ -266,8 +269,9 @@ static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
         if (!right)
             may_sleep.store(false, std::memory_order_relaxed);
         if (!right && all_take_part)
-            fail("world %u, rank %u: call %llu, kind %d of %zu elements: wrong result, or wrong bytes after it",
-                 j.world, rank, static_cast<unsigned long long>(n), c.what, c.count);
+            fail("world %u, rank %u: call %llu, kind %d of %zu elements, type %d, op %d: wrong result, or wrong bytes "
+                 "after it",
+                 j.world, rank, static_cast<unsigned long long>(n), c.what, c.count, c.type, c.op);
         if (all_take_part && j.stop[rank] != 0) /* a wait took all its time, and no later call is right */
             return;
         if (hash_u64(n * 7 + rank) % 32 == 0)

@@ -796,23 +796,39 @@ static void test_checks(void)
     free(comm);
 }
 
+/* The other rank's GPU is older. */
+static void info_without_fp8(kvpn_rank_info *info)
+{
+    info->reduces_f8 = 0;
+}
+
+/* NCCL moves fp8 as bytes, in any version, but does not reduce it everywhere. */
 static void test_fp8(void)
 {
-    char x = 0;
-    for (int newer = 0; newer < 2; newer++) {
-        const kvprim_comm_desc d = desc_of(1);
-        fake.version = newer ? 22403 : 22304;
+    char x[2] = {0, 0};
+    for (int k = 0; k < 3; k++) { /* NCCL is too old; a GPU is too old; neither */
+        const kvprim_comm_desc d = desc_of(2);
+        fake.version = k == 0 ? 22304 : 22403;
+        fake.other_rank = k == 1 ? info_without_fp8 : NULL;
         kvprim_comm *const comm = open_comm(&d, OPENED);
         for (int e5m2 = 0; e5m2 < 2; e5m2++) {
             const kvprim_dtype dtype = e5m2 ? KVPRIM_F8E5M2 : KVPRIM_F8E4M3;
-            if (newer)
-                CHECK(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
-            else
-                CHECK_ERROR(kvprim_broadcast(comm, &x, 1, dtype, 0, NULL), KVPRIM_ERROR_UNSUPPORTED,
-                            "NCCL 2.24; this is 22304");
+            const char *const refused = e5m2 ? "dtype is F8E5M2, which NCCL reduces" : "dtype is F8E4M3, which NCCL";
+            CHECK(kvprim_broadcast(comm, x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+            CHECK(fake.type == ncclUint8);
+            if (k == 2) {
+                CHECK(kvprim_all_reduce(comm, x, x, 1, dtype, KVPRIM_MAX, NULL) == KVPRIM_OK && called("AllReduce"));
+                CHECK((int)fake.type == kvpn_type_of(dtype).nccl);
+                continue;
+            }
+            CHECK_ERROR(kvprim_all_reduce(comm, x, x, 1, dtype, KVPRIM_MAX, NULL), KVPRIM_ERROR_UNSUPPORTED, refused);
+            CHECK_ERROR(kvprim_reduce_scatter(comm, x, x, 1, dtype, KVPRIM_SUM, NULL), KVPRIM_ERROR_UNSUPPORTED,
+                        refused);
+            CHECK(called(""));
         }
         close_comm(comm, "CommDestroy");
     }
+    fake.other_rank = NULL;
 }
 
 /* What callers pass as a dtype by mistake: 0, which was never set, and index types. Every collective refuses these
