@@ -151,7 +151,9 @@ typedef struct kvprim_comm_desc {
        which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
        a programmatic edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
+       enough */
+    int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each */
