@@ -42,7 +42,7 @@
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_sum         sums and other reductions, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
@@ -111,8 +111,8 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
-   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, rounded once.
+   e4m3 and e5m2 saturate as in kvprim_format: also an infinity becomes the largest finite value. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
@@ -281,8 +281,8 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
-   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (where NCCL reduces KVPRIM_F8E4M3 and _F8E5M2, it must be 2.24
+   or newer, on GPUs of compute capability 9.0 or newer), TIMEOUT (an earlier call's), CUDA, NCCL.
 
    all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
    collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
@@ -579,7 +579,7 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
-/* What a reduction does: the order of this enum tells sums from selections. */
+/* What a reduction does. Those that select one of the elements come last. */
 enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
@@ -593,7 +593,7 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather: bytes */
+    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
@@ -984,20 +984,6 @@ KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v
         v[r] = r == p.rank ? own : uint4{none, none, none, none};
 }
 
-/* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
-KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    float larger;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
-    return larger;
-#else /* negative floats order as their bits do if all but the sign is inverted */
-    const int32_t x = (int32_t)kvpi_bits_of(a), y = (int32_t)kvpi_bits_of(b);
-    const bool larger = (x ^ (x >> 31 & 0x7fffffff)) > (y ^ (y >> 31 & 0x7fffffff));
-    return kvpi_is_nan(a) || (larger && !kvpi_is_nan(b)) ? a : b;
-#endif
-}
-
 /* Adds in the order of the ranks, so that every rank gets the same bits. */
 template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
@@ -1018,6 +1004,20 @@ template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const 
                                     T::join(sum + 3 * T::per_word)});
 }
 
+/* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
+KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+    return larger;
+#else /* negative floats order as their bits do if all but the sign is inverted */
+    const int32_t x = (int32_t)kvpi_bits_of(a), y = (int32_t)kvpi_bits_of(b);
+    const bool larger = (x ^ (x >> 31 & 0x7fffffff)) > (y ^ (y >> 31 & 0x7fffffff));
+    return kvpi_is_nan(a) || (larger && !kvpi_is_nan(b)) ? a : b;
+#endif
+}
+
 /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
@@ -1025,8 +1025,8 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params
     return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
 }
 
-/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
-   stands for rank 0. */
+/* Reduces a word of each rank with any op, in the order of the ranks. MIN is MAX between two changes of sign. For both,
+   a rank beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
 KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
 {
@@ -1068,8 +1068,8 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t
     }
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
-   else is for one kernel, whose loop is not unrolled, so that it is small. */
+/* Sums of fp16, bf16 and fp32 have kernels of their own: with the op as a parameter, a small one takes 2 % longer. All
+   other reductions share kernels, which loop over words so that they stay small. */
 template <class T, int max_ranks> struct kvpn_reduction {
     KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
     {
