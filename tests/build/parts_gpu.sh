@@ -163,7 +163,7 @@ nccl_cuda()
     sass "$build/test_nccl.o" "$build/kept/test_nccl.ptx"
     cu="$cu $quickly" # what follows is only compiled
     cell 'test_nccl linked' $NVCC "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
-    for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu; do
+    for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
     done
     # As if this unit had implemented the headers already.
@@ -174,9 +174,9 @@ nccl_cuda()
         -o "$build/program"
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
         $nccl_link -o "$build/program"
-    for source in tests/bench/bench_nccl.cu tests/profile/profile.cu; do # these use more than the API
-        cell "$source, nvcc" $cu -DPROFILE_NCCL $source $nccl_link -o "$build/program"
-    done
+    cell 'bench_decode, nvcc' $cu $strict -c tests/bench/bench_decode.cu -o "$build/unit.o"
+    # uses more than the API
+    cell 'tests/profile/profile.cu, nvcc' $cu -DPROFILE_NCCL tests/profile/profile.cu $nccl_link -o "$build/program"
     group "test_nccl and what runs on GPUs compiled, $NVCC"
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }

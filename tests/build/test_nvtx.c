@@ -113,6 +113,8 @@ static void collectives(void)
     CALL(kvprim_send, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
     CALL(kvprim_recv, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
     CALL(kvprim_group_end, NULL);
+    CALL(kvprim_all_reduce_norm, NULL, NULL, NULL);
+    CALL(kvprim_all_reduce_norm_host, NULL, NULL, 0);
 }
 #endif
 

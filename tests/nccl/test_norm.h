@@ -101,6 +101,12 @@ static void test_norms(rank_state &r)
                 if (count < 128 || (seed & 1) == (dtype == KVPRIM_F16))
                     norm_once(r, &r.comm, norm_call_of(r, dtype, count, hidden, seed, !r.comm.peer[0]), "norm");
         }
+    /* every kernel, in quick tests too: more than 2 MB take two shots */
+    static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},
+                                        {1, 16384}, {300, 4096}, {140, 8192}, {70, 16384}};
+    for (const auto &shape : shapes)
+        for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
+            norm_once(r, &r.comm, norm_call_of(r, dtype, shape[0], shape[1], ++seed, !r.comm.peer[0]), "norm");
     /* every choice of outputs and places */
     for (int n = 0; n < (quick ? 20 : 300); n++)
         norm_once(r, &r.comm,
@@ -281,12 +287,16 @@ static void test_norm_without_kernels(rank_state &r)
     desc.no_kernels = r.rank == 0;
     OK(kvprim_comm_init(&comm, &desc));
     CHECK(!comm.peer[0] && strstr(kvprim_comm_describe(&comm), "8 MB for sums that a norm follows") != nullptr);
-    for (int n = 0; n < (quick ? 6 : 40); n++)
+    for (int n = 0; n < (quick ? 6 : 30); n++)
         norm_once(r, &comm,
                   norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 2048),
                                uint64_t(n), true),
                   "norm by NCCL");
-    for (int n = 0; n < 4; n++) /* in two parts: 8 MB are 512 or 256 tokens */
+    for (int n = 0; n < 4; n++)
+        norm_once(r, &comm,
+                  norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 3, n < 2 ? 4096 : 16384, 60 + uint64_t(n), true),
+                  "norm by NCCL");
+    for (int n = 0; n < (quick ? 1 : 4); n++) /* in two parts: 8 MB are 512 or 256 tokens */
         norm_once(r, &comm,
                   norm_call_of(r, KVPRIM_BF16, n < 2 ? 513 : 300, n < 2 ? 8192 : 16384, 70 + uint64_t(n), true),
                   "norm by NCCL, in parts");
@@ -311,7 +321,7 @@ static void test_norm_without_kernels(rank_state &r)
     desc.world = 1;
     OK(kvprim_comm_new_id(&desc.id));
     OK(kvprim_comm_init(&comm, &desc));
-    for (int n = 0; n < (quick ? 6 : 60); n++) {
+    for (int n = 0; n < (quick ? 6 : 30); n++) {
         const norm_case c = norm_draw(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 2048), 1,
                                       uint64_t(n), uint64_t(n + r.rank));
         norm_once(r, &comm, norm_call_of(c, 0, 1), "norm of one rank");
