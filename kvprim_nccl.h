@@ -111,8 +111,8 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, rounded once.
-   e4m3 and e5m2 saturate as in kvprim_format: also an infinity becomes the largest finite value. NCCL does the rest. */
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, not to products: in fp32, in rank order, rounded once. e4m3 and
+   e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
