@@ -89,6 +89,17 @@ static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
     return {static_cast<uint16_t>(kvprim_emulate_bf16(low)), static_cast<uint16_t>(kvprim_emulate_bf16(high))};
 }
 
+static __nv_bfloat162 __hadd2_rn(__nv_bfloat162 a, __nv_bfloat162 b)
+{
+    const auto sum = [](uint16_t x, uint16_t y) {
+        const uint32_t words[2] = {static_cast<uint32_t>(x) << 16, static_cast<uint32_t>(y) << 16};
+        float f[2];
+        memcpy(f, words, sizeof f);
+        return static_cast<uint16_t>(kvprim_emulate_bf16(f[0] + f[1]));
+    };
+    return {sum(a.low, b.low), sum(a.high, b.high)};
+}
+
 static float __fadd_rn(float a, float b)
 {
     return a + b;
@@ -99,14 +110,20 @@ static float __fmul_rn(float a, float b)
     return a * b;
 }
 
+static float __fmaf_rn(float a, float b, float c)
+{
+    return std::fma(a, b, c);
+}
+
 static float __fdiv_rn(float a, float b)
 {
     return a / b;
 }
 
-static float __fsqrt_rn(float a)
+/* No fp64 result is so near to the middle of two floats that it could be rounded to the wrong one. */
+static float __frsqrt_rn(float a)
 {
-    return std::sqrt(a);
+    return static_cast<float>(1 / std::sqrt(static_cast<double>(a)));
 }
 
 #define KVPRIM_NCCL_EMULATE
