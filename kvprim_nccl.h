@@ -42,8 +42,9 @@
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_sum         sums and other reductions, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
 
@@ -111,8 +112,8 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
-   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, not to products: in fp32, in rank order, rounded once. e4m3 and
+   e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
@@ -172,9 +173,10 @@ typedef struct kvprim_comm_desc {
     struct ncclComm *nccl;
     size_t all_reduce_limit;     /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
     size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
-    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. All
-       three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2 to 4
-       ranks, and estimated for more */
+    /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
+       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another.
+       All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2
+       to 4 ranks (all_to_all: for 2), and estimated for more */
     size_t all_gather_limit;
     /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
        collective; on every rank or on none */
@@ -281,8 +283,8 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
-   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (where NCCL reduces KVPRIM_F8E4M3 and _F8E5M2, it must be 2.24
+   or newer, on GPUs of compute capability 9.0 or newer), TIMEOUT (an earlier call's), CUDA, NCCL.
 
    all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
    collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
@@ -314,7 +316,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, voi
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
    another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. */
+   free to reuse when the call returns. A side without elements may be NULL. Of any type with every NCCL, as all_to_all
+   and all_gatherv: they move bytes. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -489,10 +492,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_few)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
-       area    half of a set: one for tensors, one for sums (two shots); gather_many alternates between the two
+       area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
        page    4,096 bytes before the slots: turns, why the rank stopped, nonces
        part    the piece of a tensor that one rank sends or receives
        slice   what one rank sums: of the tensor, in two shots; otherwise all of it
@@ -503,7 +506,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (all_gather) go 8 to a slot, and each
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
    4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
    Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
 
@@ -512,6 +515,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
    (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
    that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+
+   Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
+   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
+   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
    other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
@@ -580,8 +589,19 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
-/* What a reduction does: the order of this enum tells sums from selections. */
-enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
+/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
+enum {
+    kvpn_sums,
+    kvpn_averages,
+    kvpn_takes_largest,
+    kvpn_takes_least,
+    kvpn_op_mask = 3,
+    kvpn_is_f32 = 4,
+    kvpn_is_bf16 = 8,
+    kvpn_is_f16 = 16,
+    kvpn_is_e4m3 = 32,
+    kvpn_is_e5m2 = 64
+};
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
@@ -594,14 +614,14 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather: bytes */
+    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    /* with kvpn_any: a kvpn_op, a kvprim_dtype, the sign bits of a word, 1 / world */
-    uint32_t op, dtype, signs;
+    /* with kvpn_any: the op and the type, see above; a word of -0.0; 1 / world */
+    uint32_t what, signs;
     double share;
 } kvpn_params;
 
@@ -798,7 +818,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
     return v;
 }
 
-/* Element types of reductions: split a word into fp32 elements, and join them again. */
+/* Element types of reductions: split a word into fp32 elements, and join them again. add: in the type itself, which
+   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -811,6 +832,14 @@ struct kvpn_f32 {
         uint32_t word;
         memcpy(&word, f, 4);
         return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        float x, y;
+        split(a, &x);
+        split(b, &y);
+        x += y;
+        return join(&x);
     }
 };
 
@@ -830,12 +859,12 @@ struct kvpn_bf16 {
         memcpy(&word, &pair, 4);
         return word;
     }
-    /* As in fp32, then rounded: fp32 has more than twice the bits. NaN becomes 0x7fff, so no word is all ones. */
     KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
     {
         __nv_bfloat162 x, y;
-        memcpy(&x, &a, 4), memcpy(&y, &b, 4);
-        x = __hadd2_rn(x, y);
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
         memcpy(&a, &x, 4);
         return a;
     }
@@ -862,8 +891,9 @@ struct kvpn_f16 {
     KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
     {
         __half2 x, y;
-        memcpy(&x, &a, 4), memcpy(&y, &b, 4);
-        x = __hadd2_rn(x, y);
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
         memcpy(&a, &x, 4);
         return a;
     }
@@ -874,6 +904,9 @@ struct kvpn_f16 {
    value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
 #define KVPRIM_NCCL_PTX_F8
+enum { kvpn_f8_at_once = 4 };
+#else
+enum { kvpn_f8_at_once = 1 };
 #endif
 struct kvpn_e4m3 {
     enum { per_word = 4 };
@@ -986,20 +1019,36 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
 /* The sign bits of a word; also a word of -0.0. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(const kvpn_params &p)
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
 {
-    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : p.signs;
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
-/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+/* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
+   words of fp32 may be empty. */
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
-    const uint32_t none = kvpn_signs<T>(p);
-    own = kvpn_replace_empty(own);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < max_ranks; r++)
-        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+    float sum[4 * T::per_word];
+    uint4 all;
+    if (max_ranks == 2) {
+        all = uint4{T::add(v[0].x, v[1].x), T::add(v[0].y, v[1].y), T::add(v[0].z, v[1].z), T::add(v[0].w, v[1].w)};
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
+            KVPRIM_NCCL_UNROLL
+            for (int k = 0; k < 4; k++) {
+                float f[T::per_word];
+                T::split(w[k], f);
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < T::per_word; e++)
+                    sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
+            }
+        }
+        all = uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
+                    T::join(sum + 3 * T::per_word)};
+    }
+    return T::per_word == 2 ? all : kvpn_replace_empty(all);
 }
 
 /* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
@@ -1016,26 +1065,6 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. */
-template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
-{
-    float sum[4 * T::per_word];
-    KVPRIM_NCCL_UNROLL
-    for (int r = 0; r < max_ranks; r++) {
-        const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++) {
-            float f[T::per_word];
-            T::split(w[k], f);
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < T::per_word; e++)
-                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
-        }
-    }
-    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                                    T::join(sum + 3 * T::per_word)});
-}
-
 /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
@@ -1043,13 +1072,13 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params
     return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
 }
 
-/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
-   stands for rank 0. */
+/* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
+   beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op, const uint32_t (&w)[max_ranks])
 {
-    const bool selects = p.op >= kvpn_takes_largest;
-    const uint32_t flip = p.op == kvpn_takes_least ? p.signs : 0;
+    const bool selects = op >= kvpn_takes_largest;
+    const uint32_t flip = op == kvpn_takes_least ? kvpn_signs<T>() : 0;
     float x[T::per_word], next[T::per_word];
     T::split(w[0] ^ flip, x);
     KVPRIM_NCCL_UNROLL
@@ -1059,7 +1088,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    if (p.op == kvpn_averages) {
+    if (op == kvpn_averages) {
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < T::per_word; e++)
             x[e] = kvpn_average<max_ranks>(p, x[e]);
@@ -1067,50 +1096,88 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
     return T::join(x) ^ flip;
 }
 
-template <int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+/* Reduces a pack of each rank, at_once words at a time. */
+template <class T, int max_ranks, int at_once>
+KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, uint4 (&v)[max_ranks])
 {
-    switch (p.dtype) {
-    case KVPRIM_F32:
-        return kvpn_reduce_words<kvpn_f32, max_ranks>(p, w);
-    case KVPRIM_BF16:
-        return kvpn_reduce_words<kvpn_bf16, max_ranks>(p, w);
-#ifndef KVPRIM_NCCL_EMULATE
-    case KVPRIM_F16:
-        return kvpn_reduce_words<kvpn_f16, max_ranks>(p, w);
-#endif
-    case KVPRIM_F8E4M3:
-        return kvpn_reduce_words<kvpn_e4m3, max_ranks>(p, w);
-    default:
-        return kvpn_reduce_words<kvpn_e5m2, max_ranks>(p, w);
+    uint4 all = {0, 0, 0, 0};
+    KVPRIM_NCCL_UNROLL_BY(at_once)
+    for (int k = 0; k < 4; k++) {
+        uint32_t w[max_ranks];
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            w[r] = v[r].x;
+            v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
+        }
+        all = uint4{all.y, all.z, all.w, kvpn_reduce_words<T, max_ranks>(p, op, w)};
     }
+    return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
-   else is for one kernel, whose loop is not unrolled, so that it is small. */
+/* Sums of fp16, bf16 and fp32 have kernels of their own: if they take the op from their parameters, a small sum takes
+   2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
+    {
+        return kvpn_signs<T>();
+    }
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &, const kvpn_thread &)
+    {
+        return kvpn_sums;
+    }
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, uint32_t, const uint4 (&v)[max_ranks])
     {
         return kvpn_sum_packs<T, max_ranks>(v);
     }
 };
+
 template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint4 (&v)[max_ranks])
+    /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
-        uint4 all = {0, 0, 0, 0};
-        KVPRIM_NCCL_UNROLL_BY(1)
-        for (int k = 0; k < 4; k++) {
-            uint32_t w[max_ranks];
-            KVPRIM_NCCL_UNROLL
-            for (int r = 0; r < max_ranks; r++) {
-                w[r] = v[r].x;
-                v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
-            }
-            all = uint4{all.y, all.z, all.w, kvpn_reduce_any<max_ranks>(p, w)};
-        }
-        return kvpn_replace_empty(all);
+        return p.signs;
+    }
+
+    /* What to do. The compiler would load a parameter after the wait, where that takes 50 ns, so this seems to depend
+       on the turn, which is 0 or 1. */
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
+    {
+        uint32_t what = p.what | (me.turn & 0x80000000u);
+#ifndef KVPRIM_NCCL_EMULATE
+        asm volatile("" : "+r"(what));
+#endif
+        return what;
+    }
+
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint32_t what, uint4 (&v)[max_ranks])
+    {
+        const uint32_t op = what & kvpn_op_mask;
+        if (what & kvpn_is_bf16)
+            return kvpn_reduce_packs<kvpn_bf16, max_ranks, at_once>(p, op, v);
+#ifndef KVPRIM_NCCL_EMULATE
+        if (what & kvpn_is_f16)
+            return kvpn_reduce_packs<kvpn_f16, max_ranks, at_once>(p, op, v);
+#endif
+        if (what & kvpn_is_e4m3)
+            return kvpn_reduce_packs<kvpn_e4m3, max_ranks, at_once_f8>(p, op, v);
+        if (what & kvpn_is_e5m2)
+            return kvpn_reduce_packs<kvpn_e5m2, max_ranks, at_once_f8>(p, op, v);
+        return kvpn_reduce_packs<kvpn_f32, max_ranks, at_once>(p, op, v);
     }
 };
+
+/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+{
+    const uint32_t none = kvpn_reduction<T, max_ranks>::none(p);
+    own = kvpn_replace_empty(own);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_ranks; r++)
+        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+}
 
 /* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
@@ -1220,9 +1287,10 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     if (shares && at >= p.packs)
         return true;
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, v);
+    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -1297,30 +1365,88 @@ struct kvpn_scatter : kvpn_pack_by_pack<kvpn_scatter<T, max_ranks, whole>> {
     }
 };
 
+/* Bytes of any value: pack i of `bytes` bytes, 8 or 16 to a pack, with zeros after the last one. `whole`: aligned, and
+   ending with a pack. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint2 kvpn_load_8(const void *from, uint64_t bytes, uint32_t i)
+{
+    uint32_t w[2];
+    if (whole)
+        return ((const uint2 *)from)[i];
+    kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+    return uint2{w[0], w[1]};
+}
+
+template <bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_store_8(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
+{
+    const uint32_t w[2] = {low, high};
+    if (whole)
+        ((uint2 *)to)[i] = uint2{low, high};
+    else
+        kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
+}
+
+/* The four bytes that begin `bits` bits after the begin of `low`; bits < 32. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_shift_words(uint32_t low, uint32_t high, uint32_t bits)
+{
+    return (uint32_t)(((uint64_t)high << 32 | low) >> bits);
+}
+
+/* Reads the words around it where all of their bytes are the tensor's. Single bytes take three times as long. */
+template <bool whole> KVPRIM_NCCL_DEVICE uint4 kvpn_load_16(const void *from, uint32_t bytes, uint32_t i)
+{
+    const char *const at = (const char *)from + (size_t)i * 16;
+    const uint32_t left = bytes - i * 16;
+    const uint32_t past = (uint32_t)((uintptr_t)at % 4);
+    uint32_t w[5];
+    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
+        return *(const uint4 *)at;
+    if (left >= 16 && past == 0) {
+        kvpn_load_units<uint32_t, 4>(at, 4, w);
+    } else if (left >= 20 && i > 0) {
+        kvpn_load_units<uint32_t, 5>(at - past, 5, w);
+        KVPRIM_NCCL_UNROLL
+        for (int k = 0; k < 4; k++)
+            w[k] = kvpn_shift_words(w[k], w[k + 1], 8 * past);
+    } else {
+        kvpn_load_units<unsigned char, 4>(at, left, w);
+    }
+    return uint4{w[0], w[1], w[2], w[3]};
+}
+
+/* Writes three words and, before and after them, four bytes. */
+KVPRIM_NCCL_DEVICE void kvpn_store_shifted(char *at, uint32_t past, const uint32_t *w)
+{
+    uint32_t *const words = (uint32_t *)(at + 4 - past);
+    KVPRIM_NCCL_UNROLL
+    for (int k = 0; k < 3; k++)
+        words[k] = kvpn_shift_words(w[k], w[k + 1], 32 - 8 * past);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t e = 0; e < 4; e++)
+        at[e + (e < 4 - past ? 0 : 12)] = (char)((e < 4 - past ? w[0] : w[3]) >> 8 * e);
+}
+
+template <bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_16(char *to, uint32_t bytes, uint32_t i, uint4 v)
+{
+    char *const at = to + (size_t)i * 16;
+    const uint32_t left = bytes - i * 16;
+    const uint32_t w[4] = {v.x, v.y, v.z, v.w}, past = (uint32_t)((uintptr_t)at % 4);
+    if (whole || (left >= 16 && (uintptr_t)at % 16 == 0))
+        *(uint4 *)at = v;
+    else if (left >= 16 && past == 0)
+        kvpn_store_units<uint32_t, 4>(at, 4, w);
+    else if (left >= 16)
+        kvpn_store_shifted(at, past, w);
+    else
+        kvpn_store_units<unsigned char, 4>(at, left, w);
+}
+
 /* all_gather of few bytes. Every rank sends its `count` bytes to every other rank, 8 to a slot. */
 template <class T, int max_ranks, bool whole>
 struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>> {
-    KVPRIM_NCCL_DEVICE uint2 load(const void *from, uint64_t bytes, uint32_t i)
-    {
-        uint32_t w[2];
-        if (whole)
-            return ((const uint2 *)from)[i];
-        kvpn_load_units<unsigned char, 2>((const char *)from + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-        return uint2{w[0], w[1]};
-    }
-
-    KVPRIM_NCCL_DEVICE void store(char *to, uint64_t bytes, uint32_t i, uint32_t low, uint32_t high)
-    {
-        const uint32_t w[2] = {low, high};
-        if (whole)
-            ((uint2 *)to)[i] = uint2{low, high};
-        else
-            kvpn_store_units<unsigned char, 2>(to + (size_t)i * 8, bytes - (uint64_t)i * 8, w);
-    }
-
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, kvpn_thread &me, uint32_t j)
     {
-        const uint2 v = load(p.send, p.count, me.block * p.block_packs + j);
+        const uint2 v = kvpn_load_8<whole>(p.send, p.count, me.block * p.block_packs + j);
         kvpn_take_turn(p, me, j);
         kvpn_store_to_peers<max_ranks>(p, kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
     }
@@ -1330,18 +1456,46 @@ struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>>
         const uint32_t at = me.block * p.block_packs + j, others = kvpn_other_ranks(p);
         char *const to = (char *)p.recv, *const slots = p.peer[0] + kvpn_slot_offset(p, me, 0, 0, j);
         uint4 v[max_ranks] = {};
-        const uint2 own = load(p.send, p.count, at);
-        store(to + p.rank * p.pitch, p.count, at, own.x, own.y);
+        const uint2 own = kvpn_load_8<whole>(p.send, p.count, at);
+        kvpn_store_8<whole>(to + p.rank * p.pitch, p.count, at, own.x, own.y);
         if (!kvpn_wait_for_slots<max_ranks, true>(p, me, slots, p.sender_bytes, others, -1, v))
             return false;
         KVPRIM_NCCL_UNROLL
         for (uint32_t r = 0; r < max_ranks; r++)
             if (others >> r & 1)
-                store(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
+                kvpn_store_8<whole>(to + r * p.pitch, p.count, at, v[r].x, v[r].z);
         kvpn_clear_slots<max_ranks>(slots, p.sender_bytes, others);
         return true;
     }
 };
+
+/* Groups of slots: where slot k of the thread's group number `round` lies that rank `from` fills, each group having
+   `slots` of them; where this rank sends it, as kvpn_send_offset says; and the words of a pack that are all ones. */
+template <int slots>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from,
+                                              uint32_t round, uint32_t k)
+{
+    return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
+}
+
+template <int slots>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_group_send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round,
+                                                   uint32_t k)
+{
+    return me.stop_reason ? 2 * p.turn_bytes : kvpn_group_offset<slots>(p, me, p.rank, round, k);
+}
+
+KVPRIM_NCCL_DEVICE uint32_t kvpn_ones_of(uint4 v)
+{
+    return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
+           (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
+}
+
+KVPRIM_NCCL_DEVICE uint4 kvpn_with_ones(uint4 v, uint32_t ones)
+{
+    return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y, ones & 4 ? kvpn_empty_word : v.z,
+                 ones & 8 ? kvpn_empty_word : v.w};
+}
 
 /* all_gather of many bytes, a multiple of 16. A slot carries 16 bytes, as in sums. One more slot after each group of a
    thread's slots says which words of the group were all ones.
@@ -1352,55 +1506,6 @@ struct kvpn_gather_all : kvpn_pack_by_pack<kvpn_gather_all<T, max_ranks, whole>>
 enum { kvpn_group = 4, kvpn_large_group = 6 };
 template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
     enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
-
-    KVPRIM_NCCL_DEVICE uint4 load(const void *from, uint32_t i)
-    {
-        const char *const at = (const char *)from + (size_t)i * 16;
-        uint32_t w[4];
-        if (whole)
-            return ((const uint4 *)from)[i];
-        if ((uintptr_t)at % 4 == 0)
-            kvpn_load_units<uint32_t, 4>(at, 4, w);
-        else
-            kvpn_load_units<unsigned char, 4>(at, 16, w);
-        return uint4{w[0], w[1], w[2], w[3]};
-    }
-
-    KVPRIM_NCCL_DEVICE void store(char *to, uint32_t i, uint4 v)
-    {
-        char *const at = to + (size_t)i * 16;
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-        if (whole)
-            ((uint4 *)to)[i] = v;
-        else if ((uintptr_t)at % 4 == 0)
-            kvpn_store_units<uint32_t, 4>(at, 4, w);
-        else
-            kvpn_store_units<unsigned char, 4>(at, 16, w);
-    }
-
-    /* Of slot k of the thread's group number `round`, filled by rank `from`. */
-    KVPRIM_NCCL_DEVICE uint32_t group_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t from, uint32_t round,
-                                             uint32_t k)
-    {
-        return kvpn_slot_offset(p, me, round & 1, from, (round / 2 * slots + k) * me.threads + me.thread);
-    }
-
-    KVPRIM_NCCL_DEVICE uint32_t send_offset(const kvpn_params &p, const kvpn_thread &me, uint32_t round, uint32_t k)
-    {
-        return me.stop_reason ? 2 * p.turn_bytes : group_offset(p, me, p.rank, round, k); /* as kvpn_send_offset */
-    }
-
-    KVPRIM_NCCL_DEVICE uint32_t ones_of(uint4 v)
-    {
-        return (uint32_t)(v.x == kvpn_empty_word) | (uint32_t)(v.y == kvpn_empty_word) << 1 |
-               (uint32_t)(v.z == kvpn_empty_word) << 2 | (uint32_t)(v.w == kvpn_empty_word) << 3;
-    }
-
-    KVPRIM_NCCL_DEVICE uint4 with_ones(uint4 v, uint32_t ones)
-    {
-        return uint4{ones & 1 ? kvpn_empty_word : v.x, ones & 2 ? kvpn_empty_word : v.y,
-                     ones & 4 ? kvpn_empty_word : v.z, ones & 8 ? kvpn_empty_word : v.w};
-    }
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
     {
@@ -1414,16 +1519,17 @@ template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs)
-                    v[k] = load(p.send, first + j + k * me.threads);
+                    v[k] = kvpn_load_16<whole>(p.send, (uint32_t)p.count, first + j + k * me.threads);
             kvpn_take_turn(p, me, j);
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < group; k++)
                 if (j + k * me.threads < packs) {
-                    kvpn_store_to_peers<max_ranks>(p, send_offset(p, me, round, k), kvpn_replace_empty(v[k]));
-                    store(own, first + j + k * me.threads, v[k]);
-                    ones |= ones_of(v[k]) << 4 * k;
+                    kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, k),
+                                                   kvpn_replace_empty(v[k]));
+                    kvpn_store_16<whole>(own, (uint32_t)p.count, first + j + k * me.threads, v[k]);
+                    ones |= kvpn_ones_of(v[k]) << 4 * k;
                 }
-            kvpn_store_to_peers<max_ranks>(p, send_offset(p, me, round, group), uint4{ones, 0, 0, 0});
+            kvpn_store_to_peers<max_ranks>(p, kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
         }
     }
 
@@ -1436,7 +1542,7 @@ template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
              j += group * me.threads, round++) {
             uint4 v[slots] = {};
             uint32_t which = 1u << group;
-            char *const at = p.peer[0] + group_offset(p, me, from, round, 0);
+            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 which |= (uint32_t)(j + i * me.threads < packs) << i;
@@ -1446,7 +1552,8 @@ template <int group, int max_ranks, bool whole> struct kvpn_gather_groups {
             KVPRIM_NCCL_UNROLL
             for (uint32_t i = 0; i < group; i++)
                 if (which >> i & 1)
-                    store(to, first + j + i * me.threads, with_ones(v[i], ones >> 4 * i));
+                    kvpn_store_16<whole>(to, (uint32_t)p.count, first + j + i * me.threads,
+                                         kvpn_with_ones(v[i], ones >> 4 * i));
             kvpn_clear_slots<slots>(at, 16 * me.threads, which);
         }
     }
@@ -1457,6 +1564,167 @@ struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
 };
 template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
+};
+
+/* >>impl_parts -----------------------------------------------------------------------------------------------------
+
+   Ways of all_to_all, all_to_allv and all_gatherv: a part from each rank to each other one, of any size and place.
+   Every pair of ranks has roles of its own in each block, so a thread needs one peer alone. Every rank uses the same
+   blocks, as many as the largest of all parts takes, and in each of them thread 0 sends every other rank a slot, and
+   waits for one, even where the part has no bytes: see >>impl_protocol. */
+typedef struct kvpn_part {
+    char *at;
+    uint32_t bytes;
+} kvpn_part;
+
+/* [k]: this rank's part for the rank k further on, and that rank's part for this one. [0]: the part that stays. */
+typedef struct kvpn_both_parts {
+    kvpn_part to, from;
+} kvpn_both_parts;
+
+struct kvpn_parts_params : kvpn_params {
+    uint32_t blocks;
+    kvpn_both_parts parts[kvpn_max_world];
+};
+
+/* Whether pack `at` of a part, of 8 bytes, has a slot. It is pack j of its block. */
+KVPRIM_NCCL_DEVICE bool kvpn_has_slot(const kvpn_part &part, uint32_t at, uint32_t j)
+{
+    return j == 0 || at * 8 < part.bytes;
+}
+
+/* Copies the part that stays on this rank. All threads of all blocks share it: this is number `index` of `step`. */
+template <bool whole>
+KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t index, uint32_t step)
+{
+    enum { at_once = whole ? 4 : 1 };
+    const uint32_t bytes = p.parts[0].to.bytes;
+    const uint32_t packs = p.parts[0].from.at == p.parts[0].to.at ? 0 : (bytes + 15) / 16;
+    for (uint32_t i = index; i < packs; i += at_once * step) {
+        uint4 v[at_once];
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < at_once; k++)
+            if (i + k * step < packs)
+                v[k] = kvpn_load_16<whole>(p.parts[0].to.at, bytes, i + k * step);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < at_once; k++)
+            if (i + k * step < packs)
+                kvpn_store_16<whole>(p.parts[0].from.at, bytes, i + k * step, v[k]);
+    }
+}
+
+/* Few bytes, 8 to a slot. Role k sends to and receives from the rank k + 1 further on. A thread sends all its packs
+   before it waits: send and recv do not overlap. */
+template <bool whole> struct kvpn_parts_few {
+    enum { turn_last = 0 };
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
+    {
+        const kvpn_part &part = p.parts[me.role + 1].to;
+        const uint32_t packs = kvpn_packs_of_block(p, me);
+        for (uint32_t j = me.thread; j < packs; j += me.threads) {
+            const uint32_t at = me.block * p.block_packs + j;
+            uint2 v = {0, 0};
+            if (at * 8 < part.bytes)
+                v = kvpn_load_8<whole>(part.at, part.bytes, at);
+            kvpn_take_turn(p, me, j);
+            if (kvpn_has_slot(part, at, j))
+                kvpn_store_slot(p.peer[me.role + 1] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_parts_params &p, kvpn_thread &me)
+    {
+        const kvpn_part &part = p.parts[me.role + 1].from;
+        const uint32_t packs = kvpn_packs_of_block(p, me), from = kvpn_peer_rank(p, me.role + 1), roles = p.world - 1;
+        kvpn_copy_own_part<whole>(p, (me.block * roles + me.role) * me.threads + me.thread,
+                                  p.blocks * roles * me.threads);
+        for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs; j += me.threads) {
+            const uint32_t at = me.block * p.block_packs + j;
+            char *const slot = p.peer[0] + kvpn_slot_offset(p, me, 0, from, j);
+            uint4 v[1];
+            if (!kvpn_has_slot(part, at, j))
+                continue;
+            if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
+                return;
+            if (at * 8 < part.bytes)
+                kvpn_store_8<whole>(part.at, part.bytes, at, v[0].x, v[0].z);
+            kvpn_clear_slots<1>(slot, 0, 1);
+        }
+    }
+};
+
+/* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
+   role 2k + 1 receives from it. */
+template <int group, bool whole> struct kvpn_parts_groups {
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
+
+    /* The packs of a part from `first` on that are this block's. */
+    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
+    {
+        const uint32_t all = (part.bytes + 15) / 16;
+        return all <= first ? 0 : all - first < most ? all - first : most;
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_parts_params &p, kvpn_thread &me, const kvpn_part &part, char *to)
+    {
+        const uint32_t first = me.block * p.block_packs, packs = packs_of(part, first, kvpn_packs_of_block(p, me));
+        for (uint32_t j = me.thread, round = 0; j < packs || j == 0; j += group * me.threads, round++) {
+            uint4 v[group];
+            uint32_t ones = 0;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < group; k++)
+                if (j + k * me.threads < packs)
+                    v[k] = kvpn_load_16<whole>(part.at, part.bytes, first + j + k * me.threads);
+            kvpn_take_turn(p, me, j);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t k = 0; k < group; k++)
+                if (j + k * me.threads < packs) {
+                    kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, k), kvpn_replace_empty(v[k]));
+                    ones |= kvpn_ones_of(v[k]) << 4 * k;
+                }
+            kvpn_store_slot(to + kvpn_group_send_offset<slots>(p, me, round, group), uint4{ones, 0, 0, 0});
+        }
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
+    {
+        const uint32_t roles = p.world - 1, k = me.role / 2;
+        if (me.role % 2 != 0)
+            return kvpn_take_turn(p, me, me.thread);
+        send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        kvpn_copy_own_part<whole>(p, (me.block * roles + k) * me.threads + me.thread, p.blocks * roles * me.threads);
+    }
+
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_parts_params &p, kvpn_thread &me)
+    {
+        const kvpn_part &part = p.parts[me.role / 2 + 1].from;
+        const uint32_t first = me.block * p.block_packs, packs = packs_of(part, first, kvpn_packs_of_block(p, me));
+        const uint32_t from = kvpn_peer_rank(p, me.role / 2 + 1);
+        for (uint32_t j = me.thread, round = 0; me.role % 2 && me.stop_reason == 0 && (j < packs || j == 0);
+             j += group * me.threads, round++) {
+            uint4 v[slots] = {};
+            uint32_t which = 1u << group;
+            char *const at = p.peer[0] + kvpn_group_offset<slots>(p, me, from, round, 0);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t i = 0; i < group; i++)
+                which |= (uint32_t)(j + i * me.threads < packs) << i;
+            if (!kvpn_wait_for_slots<slots, false>(p, me, at, 16 * me.threads, which, (int32_t)from, v))
+                return;
+            const uint32_t ones = v[group].x;
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t i = 0; i < group; i++)
+                if (which >> i & 1)
+                    kvpn_store_16<whole>(part.at, part.bytes, first + j + i * me.threads,
+                                         kvpn_with_ones(v[i], ones >> 4 * i));
+            kvpn_clear_slots<slots>(at, 16 * me.threads, which);
+        }
+    }
+};
+
+template <bool whole> struct kvpn_parts_many : kvpn_parts_groups<kvpn_group, whole> {
+};
+template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_group, whole> {
 };
 
 /* >>impl_norm ------------------------------------------------------------------------------------------------------
@@ -2029,12 +2297,8 @@ KVPRIM_NCCL_DEVICE void kvpn_end_turn(const kvpn_params &p, const kvpn_thread &m
    Each thread sends, waits for the other ranks' packs and writes the results: see the way's begin and complete.
    If the thread's rank stopped meanwhile, the thread says so to the host and to the other ranks.
    Thread 0 sets the block's turn for the next call. */
-template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
-static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
-                                                   : (int)Way<T, max_ranks, whole>::threads_of_8,
-                                    1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
+template <class way, class Params> KVPRIM_NCCL_DEVICE void kvpn_run_way(const Params &p)
 {
-    typedef Way<T, max_ranks, whole> way;
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
     kvpn_wait_for_predecessor();
     way::begin(p, me);
@@ -2045,6 +2309,21 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whol
         kvpn_stop_rank(p, me);
     if (way::turn_last)
         kvpn_end_turn(p, me);
+}
+
+template <template <class, int, bool> class Way, class T, int max_ranks, bool whole>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)Way<T, max_ranks, whole>::threads
+                                                   : (int)Way<T, max_ranks, whole>::threads_of_8,
+                                    1) void kvpn_kernel(const KVPRIM_GRID_CONSTANT kvpn_params p)
+{
+    kvpn_run_way<Way<T, max_ranks, whole>>(p);
+}
+
+template <template <bool> class Way, bool whole>
+static __global__ __launch_bounds__(kvpn_max_threads,
+                                    1) void kvpn_parts_kernel(const KVPRIM_GRID_CONSTANT kvpn_parts_params p)
+{
+    kvpn_run_way<Way<whole>>(p);
 }
 
 /* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to one
@@ -2935,10 +3214,14 @@ typedef enum kvpn_way {
     kvpn_by_scatter,
     kvpn_by_gather,
     kvpn_by_gather_many,
-    kvpn_by_gather_most
+    kvpn_by_gather_most,
+    kvpn_by_parts, /* these last */
+    kvpn_by_parts_many,
+    kvpn_by_parts_most
 } kvpn_way;
 
 typedef void (*kvpn_kernel_function)(kvpn_params);
+typedef void (*kvpn_parts_function)(kvpn_parts_params);
 
 /* What kvpn_pick takes for kernels of kvpn_any. */
 static const kvprim_dtype kvpn_any_dtype = KVPRIM_U8;
@@ -2962,9 +3245,7 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
     return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
            : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
            : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
-           : world == 2           ? kvpn_kernel<Way, kvpn_any, 2, false>
-           : world <= 4           ? kvpn_kernel<Way, kvpn_any, 4, false>
-                                  : kvpn_kernel<Way, kvpn_any, 8, false>;
+                                  : kvpn_pick<Way, kvpn_any>(world, whole);
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -2975,6 +3256,21 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
            : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
            : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+}
+
+static kvpn_parts_function kvpn_pick_parts(kvpn_way way, bool whole)
+{
+    return way == kvpn_by_parts
+               ? (whole ? kvpn_parts_kernel<kvpn_parts_few, true> : kvpn_parts_kernel<kvpn_parts_few, false>)
+           : way == kvpn_by_parts_many
+               ? (whole ? kvpn_parts_kernel<kvpn_parts_many, true> : kvpn_parts_kernel<kvpn_parts_many, false>)
+               : (whole ? kvpn_parts_kernel<kvpn_parts_most, true> : kvpn_parts_kernel<kvpn_parts_most, false>);
+}
+
+static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
+{
+    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, whole)
+                                : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
 /* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says. */
@@ -3034,10 +3330,9 @@ static void kvpn_load_kernels(kvpn_init_task *task)
     const int world = task->comm.world;
     bool loaded = true;
     task->kernels_wait = true;
-    for (int way = kvpn_by_one_shot; way <= kvpn_by_gather_most; way++)
+    for (int way = kvpn_by_one_shot; way <= kvpn_by_parts_most; way++)
         for (int k = 0; k < 8; k++)
-            loaded = loaded &&
-                     kvpn_load_kernel(task, (const void *)kvpn_pick((kvpn_way)way, types[k / 2], world, k % 2 == 1));
+            loaded = loaded && kvpn_load_kernel(task, kvpn_kernel_of((kvpn_way)way, types[k / 2], world, k % 2 == 1));
     for (int way = kvpn_by_nccl; way <= kvpn_by_two_shot; way++)
         for (int k = 0; k < 4; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
@@ -3057,16 +3352,20 @@ static bool kvpn_can_capture_pdl(void)
    another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
-    size_t scatter;                  /* what each rank sends */
-    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
-    size_t gather_many, gather_most; /* the second begins where the first ends */
+    size_t scatter;                       /* what each rank sends */
+    size_t gather, gather_odd;            /* what each rank receives; odd: a rank's part is not a multiple of 16 */
+    size_t gather_many, gather_most;      /* the second begins where the first ends */
+    size_t parts, parts_many, parts_most; /* world times the largest part that one rank sends to another */
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20, 256 << 10, 4 << 20, 8 << 20, 64 << 20},
-                      four = {128 << 10, 32 << 20, 64 << 20, 256 << 10, 1 << 20, 8 << 20, 8 << 20},
-                      eight = {32 << 10, 8 << 20, 16 << 20, 256 << 10, 512 << 10, 4 << 20, 4 << 20};
+    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20,  256 << 10, 4 << 20,
+                             8 << 20, 64 << 20, 256 << 10, 8 << 20,   32 << 20},
+                      four = {128 << 10, 32 << 20, 64 << 20,  256 << 10, 1 << 20,
+                              8 << 20,   8 << 20,  256 << 10, 8 << 20,   8 << 20},
+                      eight = {32 << 10, 8 << 20, 16 << 20,  256 << 10, 512 << 10,
+                               4 << 20,  4 << 20, 256 << 10, 4 << 20,   4 << 20};
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
@@ -3074,7 +3373,7 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
     if (gather)
-        l.gather_odd = l.gather_most = gather, l.gather = gather < l.gather ? gather : l.gather;
+        l.gather_odd = l.gather_most = l.parts_most = gather, l.gather = gather < l.gather ? gather : l.gather;
     return l;
 }
 #endif
@@ -3130,11 +3429,13 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, all_gather up to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, %d parts of up to %llu bytes, all_gather up "
+                                 "to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
+                                 (int)comm->world, (unsigned long long)limits.parts_most / (unsigned)comm->world,
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
@@ -3604,11 +3905,14 @@ static kvpn_type kvpn_type_of(kvprim_dtype dtype)
 
 static const ncclRedOp_t kvpn_ops[] = {ncclSum, ncclMax, ncclProd, ncclMin, ncclAvg};
 
-/* In this order: reductions, the gather, then those with a root or a peer. */
+/* In this order: reductions, the gather, those that exchange parts, then those with a root or a peer. */
 typedef enum kvpn_kind {
     kvpn_all_reduce,
     kvpn_reduce_scatter,
     kvpn_all_gather,
+    kvpn_all_gatherv,
+    kvpn_all_to_all,
+    kvpn_all_to_allv,
     kvpn_broadcast,
     kvpn_send,
     kvpn_recv
@@ -3622,6 +3926,7 @@ typedef struct kvpn_call {
     void *recv;
     const void *send;
     size_t count, recv_count, send_count; /* recv_count or send_count 0: there is no such side */
+    const size_t *counts;                 /* of all_gatherv and all_to_allv; count is then the largest of them */
     kvprim_dtype dtype;
     int op_or_peer;
     cudaStream_t stream;
@@ -3645,6 +3950,55 @@ static kvpn_call kvpn_make_call(kvpn_kind kind, const char *function, kvprim_com
     c.dtype = dtype, c.op_or_peer = op_or_peer;
     c.stream = kvpn_stream(stream);
     return c;
+}
+
+static bool kvpn_exchanges_parts(kvpn_kind kind)
+{
+    return kind >= kvpn_all_gatherv && kind <= kvpn_all_to_allv;
+}
+
+/* The byte of a tensor, which may be NULL if it has none. */
+static char *kvpn_byte_at(const void *tensor, size_t at)
+{
+    return (char *)((uintptr_t)tensor + at);
+}
+
+/* How many elements rank `from` sends to rank `to`. */
+static size_t kvpn_part_count(const kvpn_call *c, int from, int to)
+{
+    return c->kind == kvpn_all_to_allv   ? c->counts[(size_t)from * (size_t)c->comm->world + (size_t)to]
+           : c->kind == kvpn_all_gatherv ? c->counts[from]
+                                         : c->count;
+}
+
+/* Where the part begins in this rank's send for rank r, or in its recv from rank r. With r = world: where the last one
+   ends. */
+static size_t kvpn_part_begin(const kvpn_call *c, int r, bool sends)
+{
+    size_t begin = 0;
+    if (sends && c->kind == kvpn_all_gatherv)
+        return r < c->comm->world ? 0 : c->counts[c->comm->rank];
+    for (int k = 0; k < r; k++)
+        begin += sends ? kvpn_part_count(c, c->comm->rank, k) : kvpn_part_count(c, k, c->comm->rank);
+    return begin;
+}
+
+/* Sets the count to the largest of counts. Their sum must be a number of bytes, so that no later sum overflows. */
+static kvprim_status kvpn_check_counts(kvpn_call *c)
+{
+    const size_t world = (size_t)c->comm->world, many = c->kind == kvpn_all_to_allv ? world * world : world;
+    const size_t most = SIZE_MAX / sizeof(double);
+    size_t sum = 0;
+    if (!c->counts)
+        return kvprim_fail(KVPRIM_ERROR_NULL, "%s: counts is NULL", c->function);
+    for (size_t k = 0; k < many; k++) {
+        if (c->counts[k] > most - sum)
+            return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: counts[%llu] is %llu: all together are too many bytes",
+                               c->function, (unsigned long long)k, (unsigned long long)c->counts[k]);
+        sum += c->counts[k];
+        c->count = c->counts[k] > c->count ? c->counts[k] : c->count;
+    }
+    return KVPRIM_OK;
 }
 
 /* CUDA cannot be asked for the device of a stream that is captured; it then refuses by itself what does not fit. */
@@ -3693,14 +4047,16 @@ static kvprim_status kvpn_check_aliasing(const kvpn_call *c)
 {
     const uintptr_t recv = (uintptr_t)c->recv, send = (uintptr_t)c->send;
     const size_t recv_bytes = c->recv_count * c->element, send_bytes = c->send_count * c->element;
-    const size_t part = (size_t)c->comm->rank * c->count * c->element;
-    const uintptr_t recv_part = recv + (c->kind == kvpn_all_gather ? part : 0),
+    const size_t part = c->kind == kvpn_all_gatherv ? kvpn_part_begin(c, c->comm->rank, false) * c->element
+                                                    : (size_t)c->comm->rank * c->count * c->element;
+    const uintptr_t recv_part = recv + (c->kind == kvpn_all_gather || c->kind == kvpn_all_gatherv ? part : 0),
                     send_part = send + (c->kind == kvpn_reduce_scatter ? part : 0);
-    if (recv + recv_bytes <= send || send + send_bytes <= recv || recv_part == send_part)
+    const bool exchanges = c->kind == kvpn_all_to_all || c->kind == kvpn_all_to_allv;
+    if (recv + recv_bytes <= send || send + send_bytes <= recv || (recv_part == send_part && !exchanges))
         return KVPRIM_OK;
-    return kvprim_fail(KVPRIM_ERROR_OVERLAP,
-                       "%s: recv %p, %llu bytes, and send %p, %llu bytes, overlap and are not in place", c->function,
-                       c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes);
+    return kvprim_fail(KVPRIM_ERROR_OVERLAP, "%s: recv %p, %llu bytes, and send %p, %llu bytes, overlap%s", c->function,
+                       c->recv, (unsigned long long)recv_bytes, (void *)send, (unsigned long long)send_bytes,
+                       exchanges ? "" : " and are not in place");
 }
 
 /* Fills in what follows from the arguments: both sides' counts, type, element, captured. */
@@ -3724,10 +4080,15 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
     if (c->count > SIZE_MAX / type.bytes / world)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: the count is %llu, which is too many bytes", c->function,
                            (unsigned long long)c->count);
-    c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
-    c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
-                    : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
-                                                                        : c->count;
+    if (kvpn_exchanges_parts(c->kind)) {
+        c->recv_count = kvpn_part_begin(c, c->comm->world, false);
+        c->send_count = kvpn_part_begin(c, c->comm->world, true);
+    } else {
+        c->recv_count = c->kind == kvpn_all_gather ? world * c->count : c->kind == kvpn_send ? 0 : c->count;
+        c->send_count = c->kind == kvpn_reduce_scatter                      ? world * c->count
+                        : c->kind == kvpn_broadcast || c->kind == kvpn_recv ? 0
+                                                                            : c->count;
+    }
     c->type = c->kind > kvpn_reduce_scatter && type.bytes == 1 ? ncclUint8 : (ncclDataType_t)type.nccl;
     c->element = type.bytes;
     KVPRIM_NCCL_TRY(kvpn_check_device(c));
@@ -3756,29 +4117,40 @@ static uint32_t kvpn_max_threads_for(int world)
 /* Packs in a group of this way; 0: it has no groups. */
 static uint32_t kvpn_group_of(kvpn_way way)
 {
-    return way == kvpn_by_gather_many ? kvpn_group : way == kvpn_by_gather_most ? kvpn_large_group : 0;
+    return way == kvpn_by_gather_many || way == kvpn_by_parts_many   ? kvpn_group
+           : way == kvpn_by_gather_most || way == kvpn_by_parts_most ? kvpn_large_group
+                                                                     : 0;
 }
 
-/* Per role of a block, which has slots in each area for all of them. */
-static uint32_t kvpn_max_threads_of_group(const kvprim_comm *comm, uint32_t group)
+static uint32_t kvpn_roles_of(kvpn_way way, int world)
 {
-    const uint32_t with_slots = comm->block_slots / (group + 1) / 32 * 32,
-                   in_block = (uint32_t)kvpn_max_threads / (uint32_t)comm->world / 32 * 32;
-    return with_slots < in_block ? with_slots : in_block;
+    const uint32_t others = (uint32_t)world - 1;
+    return way == kvpn_by_parts ? others : way > kvpn_by_parts ? 2 * others : kvpn_group_of(way) ? (uint32_t)world : 1;
+}
+
+/* Per role of a block, which has slots in each area for all of a group's packs. */
+static uint32_t kvpn_max_threads_of_role(const kvprim_comm *comm, kvpn_way way)
+{
+    const uint32_t in_block = (uint32_t)kvpn_max_threads / kvpn_roles_of(way, comm->world) / 32 * 32,
+                   with_slots = comm->block_slots / (kvpn_group_of(way) + 1) / 32 * 32;
+    return with_slots < in_block && kvpn_group_of(way) ? with_slots : in_block;
 }
 
 /* How many bytes of a tensor the slots hold in this way, whether or not it is the fastest for them. */
 static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
 {
     const size_t slots = (size_t)16 * comm->blocks * comm->block_slots;
-    const uint32_t group = kvpn_group_of(way), threads = kvpn_max_threads_of_group(comm, group);
+    const uint32_t group = kvpn_group_of(way), threads = kvpn_max_threads_of_role(comm, way);
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
     case kvpn_by_gather:
+    case kvpn_by_parts:
         return slots / 2;
     case kvpn_by_gather_many: /* 2: both areas */
     case kvpn_by_gather_most:
+    case kvpn_by_parts_many:
+    case kvpn_by_parts_most:
         return (size_t)16 * comm->blocks * 2 * (comm->block_slots / ((group + 1) * threads)) * (group * threads);
     default:
         return slots;
@@ -3833,9 +4205,34 @@ static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
     return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
 }
 
+/* `bytes`: of the largest part that one rank sends to another. */
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, size_t bytes)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t most = bytes > SIZE_MAX / (size_t)comm->world ? SIZE_MAX : bytes * (size_t)comm->world;
+    return !comm->peer[0] || most > limits.parts_most                                  ? kvpn_by_nccl
+           : most <= limits.parts && bytes <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
+           : most <= limits.parts_many                                                 ? kvpn_by_parts_many
+                                                                                       : kvpn_by_parts_most;
+}
+
+/* The largest part that one rank sends to another, or keeps, in bytes. The same on every rank. */
+static size_t kvpn_largest_part(const kvpn_call *c, bool stays)
+{
+    size_t largest = 0;
+    for (int from = 0; from < c->comm->world; from++)
+        for (int to = 0; to < c->comm->world; to++) {
+            const size_t count = kvpn_part_count(c, from, to);
+            largest = (from == to) == stays && count > largest ? count : largest;
+        }
+    return largest * c->element;
+}
+
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
+    if (kvpn_exchanges_parts(c->kind))
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_largest_part(c, false)) : kvpn_by_nccl;
     return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
@@ -3845,17 +4242,19 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
    the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
    which is 128 bytes. */
-static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t group, uint32_t *blocks, uint32_t *threads)
+static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
-    const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots;
-    for (*threads = 128; *threads < kvpn_max_threads_for(comm->world) && p->slice_packs > comm->blocks * *threads;)
+    const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
+    const uint32_t most =
+        way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
+    for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
         *threads *= 2;
     *blocks = (p->slice_packs + *threads - 1) / *threads;
     *blocks = group || *blocks > comm->blocks ? comm->blocks : *blocks < least ? least : *blocks;
     p->block_packs = ((p->slice_packs + *blocks - 1) / *blocks + 7) / 8 * 8;
     *blocks = (p->slice_packs + p->block_packs - 1) / p->block_packs;
     if (group)
-        for (*threads = 32; *threads < kvpn_max_threads_of_group(comm, group) && group * *threads < p->block_packs;)
+        for (*threads = 32; *threads < kvpn_max_threads_of_role(comm, way) && group * *threads < p->block_packs;)
             *threads += 32;
 }
 
@@ -3893,15 +4292,16 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
-static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
+static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 {
-    const size_t element = c->element;
-    p->op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
-            : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
-            : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
-                                          : kvpn_sums;
-    p->dtype = (uint32_t)c->dtype;
-    p->signs = element == 1 ? 0x80808080u : element == 2 ? 0x80008000u : 0x80000000u;
+    static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
+    const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
+                          : c->dtype == KVPRIM_BF16   ? kvpn_is_bf16
+                          : c->dtype == KVPRIM_F16    ? kvpn_is_f16
+                          : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                                      : kvpn_is_e5m2;
+    p->what = c->kind <= kvpn_reduce_scatter ? ops[c->op_or_peer] | type : 0;
+    p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
 
@@ -3909,24 +4309,24 @@ static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
 static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t pitch)
 {
     const kvprim_comm *const comm = c->comm;
-    const uint32_t group = kvpn_group_of(way), roles = group ? (uint32_t)comm->world : 1;
-    const bool gathers = way == kvpn_by_gather || group, sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
+    const bool gathers = way == kvpn_by_gather || kvpn_group_of(way),
+               sums = kvpn_has_sum_kernel(c->dtype, c->op_or_peer);
     const size_t bytes = c->count * c->element, unit = way == kvpn_by_gather ? 8 : 16;
     kvpn_params p = {};
     uint32_t blocks, threads;
-    p.send = c->send, p.recv = c->recv;
     kvpn_set_ranks(comm, &p);
+    p.send = c->send, p.recv = c->recv;
     p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
-    kvpn_set_op(&p, c);
+    kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    kvpn_set_grid(comm, &p, group, &blocks, &threads);
+    kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
-    const kvpn_kernel_function kernel = kvpn_pick(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
-    return kvpn_launch_kernel(c, (const void *)kernel, blocks, dim3(threads, roles), &p);
+    const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
+    return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);
 }
 
 /* Splits a tensor that is larger than the slots into chunks of what they hold. */
@@ -3939,6 +4339,64 @@ static kvprim_status kvpn_launch_chunks(const kvpn_call *c, kvpn_way way)
         chunk.send = (const char *)c->send + at * c->element;
         chunk.count = c->count - at < max_count ? c->count - at : max_count;
         KVPRIM_NCCL_TRY(kvpn_launch_chunk(&chunk, way, c->count));
+    }
+    return KVPRIM_OK;
+}
+
+/* At most `most` bytes of a part, from byte `at` on. */
+static kvpn_part kvpn_piece_of(char *begin, size_t bytes, size_t at, size_t most)
+{
+    kvpn_part piece;
+    piece.at = begin + (at < bytes ? at : bytes);
+    piece.bytes = (uint32_t)(at >= bytes ? 0 : bytes - at < most ? bytes - at : most);
+    return piece;
+}
+
+/* The pieces of all parts from byte `at` on, of so many bytes; of the part that stays on the rank, from own_at on.
+   Returns whether they take whole packs. */
+static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t own_at, size_t own_most,
+                           kvpn_parts_params *p)
+{
+    const int world = c->comm->world, rank = c->comm->rank;
+    const size_t element = c->element;
+    uint64_t all = 0;
+    for (int k = 0; k < world; k++) {
+        const int peer = (rank + k) % world;
+        kvpn_both_parts *const both = &p->parts[k];
+        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, peer, true) * element),
+                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, peer, false) * element);
+        both->to = kvpn_piece_of(send, kvpn_part_count(c, rank, peer) * element, k ? at : own_at, k ? most : own_most);
+        both->from =
+            kvpn_piece_of(recv, kvpn_part_count(c, peer, rank) * element, k ? at : own_at, k ? most : own_most);
+        all |= both->to.bytes | both->from.bytes;
+        all |= (both->to.bytes ? (uintptr_t)both->to.at : 0) | (both->from.bytes ? (uintptr_t)both->from.at : 0);
+    }
+    return all % 16 == 0;
+}
+
+enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
+
+/* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
+   copied by all chunks alike. */
+static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
+{
+    const kvprim_comm *const comm = c->comm;
+    const size_t unit = way == kvpn_by_parts ? 8 : 16, capacity = kvpn_capacity_bytes(comm, way);
+    const size_t largest = kvpn_largest_part(c, false), own = kvpn_largest_part(c, true);
+    const size_t of_slots = largest <= capacity ? 1 : (largest + capacity - 1) / capacity,
+                 of_own = own / kvpn_most_of_own + 1;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own;
+    const size_t own_step = (own / chunks / 128 + 1) * 128;
+    kvpn_parts_params p = {};
+    kvpn_set_ranks(comm, &p);
+    for (size_t n = 0; n < chunks; n++) {
+        const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
+        const size_t left = n < of_slots ? largest - n * capacity : 0, most = left > own_step ? left : own_step;
+        uint32_t threads;
+        p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
+        kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
+        KVPRIM_NCCL_TRY(kvpn_launch_kernel(c, kvpn_kernel_of(way, c->dtype, comm->world, whole), p.blocks,
+                                           dim3(threads, kvpn_roles_of(way, comm->world)), &p));
     }
     return KVPRIM_OK;
 }
@@ -4079,6 +4537,28 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
     return ncclBroadcast(c->recv, c->recv, c->count, c->type, 0, nccl, c->stream);
 }
 
+/* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
+   1.2 to 1.7 times as long (2 H200s). */
+static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
+{
+    const ncclComm_t nccl = c->comm->nccl;
+    ncclResult_t result = ncclGroupStart();
+    for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
+        const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
+                     received = kvpn_part_count(c, r, c->comm->rank) * c->element;
+        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, r, true) * c->element),
+                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, r, false) * c->element);
+        if (r == c->comm->rank && send == recv) /* an all_gatherv in place */
+            continue;
+        if (sent > 0)
+            result = ncclSend(send, sent, ncclUint8, r, nccl, c->stream);
+        if (received > 0 && result == ncclSuccess)
+            result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
+    }
+    const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    return result == ncclSuccess ? ended : result;
+}
+
 static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
@@ -4086,6 +4566,8 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
                     parts = c->kind == kvpn_reduce_scatter ? c->count * c->element : 0;
     if (c->kind <= kvpn_reduce_scatter && (places | parts) % 16 != 0 && kvpn_may_use_window(c))
         return kvpn_reduce_misaligned(c);
+    if (kvpn_exchanges_parts(c->kind))
+        return kvpn_exchange_parts(c);
     switch (c->kind) {
     case kvpn_all_reduce:
         return ncclAllReduce(c->send, c->recv, c->count, c->type, kvpn_ops[c->op_or_peer], nccl, c->stream);
@@ -4115,8 +4597,15 @@ static void kvpn_watch_call(const kvpn_call *c)
    successor start early. */
 static kvprim_status kvpn_run_nccl(const kvpn_call *c)
 {
-    static const char *const names[] = {"ncclAllReduce", "ncclReduceScatter", "ncclAllGather",
-                                        "ncclBroadcast", "ncclSend",          "ncclRecv"};
+    static const char *const names[] = {"ncclAllReduce",
+                                        "ncclReduceScatter",
+                                        "ncclAllGather",
+                                        "ncclSend and ncclRecv in a group",
+                                        "ncclSend and ncclRecv in a group",
+                                        "ncclSend and ncclRecv in a group",
+                                        "ncclBroadcast",
+                                        "ncclSend",
+                                        "ncclRecv"};
     const char *const f = c->function;
     kvprim_comm *const comm = c->comm;
     if (c->dtype >= KVPRIM_F8E4M3 && c->kind <= kvpn_reduce_scatter && !comm->nccl_reduces_f8)
@@ -4221,13 +4710,28 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
 
 /* >>impl_collective ------------------------------------------------------------------------------------------------ */
 
+/* An all_gatherv of equal parts is an all_gather of bytes. */
+static void kvpn_simplify_counts(kvpn_call *c)
+{
+    bool equal = c->kind == kvpn_all_gatherv;
+    for (int r = 0; r < c->comm->world && equal; r++)
+        equal = c->counts[r] == c->count;
+    if (equal)
+        c->kind = kvpn_all_gather, c->type = ncclUint8, c->count *= c->element, c->element = 1;
+}
+
 static kvprim_status kvpn_run_call(kvpn_call *c)
 {
+    if (c->kind == kvpn_all_gatherv || c->kind == kvpn_all_to_allv)
+        KVPRIM_NCCL_TRY(kvpn_check_counts(c));
+    if (c->count == 0)
+        return KVPRIM_OK;
     KVPRIM_NCCL_TRY(kvpn_check_call(c));
+    kvpn_simplify_counts(c);
 #ifdef KVPRIM_NCCL_KERNELS
     const kvpn_way way = kvpn_way_of(c);
     if (way != kvpn_by_nccl)
-        return kvpn_launch_chunks(c, way);
+        return way >= kvpn_by_parts ? kvpn_launch_parts(c, way) : kvpn_launch_chunks(c, way);
 #endif
     return kvpn_run_nccl(c);
 }
@@ -4238,7 +4742,7 @@ static kvprim_status kvpn_collective(kvpn_call c)
     if (!kvpn_enter(c.comm, kvpn_alive, kvpn_alive))
         return kvpn_fail_not_alive(c.function, c.comm);
     kvpn_open_group *const group = &c.comm->teardown->group;
-    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : c.count != 0 ? kvpn_run_call(&c) : KVPRIM_OK;
+    const kvprim_status s = group->open ? kvpn_add_to_group(group, &c) : kvpn_run_call(&c);
     group->failed = group->open && group->failed == KVPRIM_OK ? s : group->failed;
     kvpn_leave(c.comm);
     return s;
@@ -4256,6 +4760,33 @@ KVPRIM_API kvprim_status kvprim_all_gather(kvprim_comm *comm, void *recv, const 
 {
     return kvpn_collective(
         kvpn_make_call(kvpn_all_gather, "kvprim_all_gather", comm, recv, send, send_count, dtype, 0, stream));
+}
+
+static kvprim_status kvpn_collective_with(kvpn_call c, const size_t *counts)
+{
+    c.counts = counts;
+    return kvpn_collective(c);
+}
+
+KVPRIM_API kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
+                                            kvprim_dtype dtype, struct CUstream_st *stream)
+{
+    return kvpn_collective_with(
+        kvpn_make_call(kvpn_all_gatherv, "kvprim_all_gatherv", comm, recv, send, 0, dtype, 0, stream), counts);
+}
+
+KVPRIM_API kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send, size_t part_count,
+                                           kvprim_dtype dtype, struct CUstream_st *stream)
+{
+    return kvpn_collective(
+        kvpn_make_call(kvpn_all_to_all, "kvprim_all_to_all", comm, recv, send, part_count, dtype, 0, stream));
+}
+
+KVPRIM_API kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send, const size_t *counts,
+                                            kvprim_dtype dtype, struct CUstream_st *stream)
+{
+    return kvpn_collective_with(
+        kvpn_make_call(kvpn_all_to_allv, "kvprim_all_to_allv", comm, recv, send, 0, dtype, 0, stream), counts);
 }
 
 KVPRIM_API kvprim_status kvprim_reduce_scatter(kvprim_comm *comm, void *recv, const void *send, size_t recv_count,

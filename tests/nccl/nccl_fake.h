@@ -67,6 +67,26 @@ static void record_call(const char *function)
         __atomic_store_n(&calls[at], function + strlen("nccl"), __ATOMIC_RELAXED);
 }
 
+/* What the last calls of ncclSend and ncclRecv were given. A test that looks at them sets part_count to 0 before. */
+static struct {
+    const void *memory;
+    size_t count;
+    ncclDataType_t type;
+    int peer;
+} given_parts[16];
+static int32_t part_count;
+
+static void record_part(const void *memory, size_t count, ncclDataType_t type, int peer)
+{
+    const int32_t at = __atomic_fetch_add(&part_count, 1, __ATOMIC_RELAXED);
+    if (at < 0 || at >= 16)
+        return;
+    __atomic_store_n(&given_parts[at].memory, memory, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].count, count, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].type, type, __ATOMIC_RELAXED);
+    __atomic_store_n(&given_parts[at].peer, peer, __ATOMIC_RELAXED);
+}
+
 /* Whether these were the calls since the last call of this, by their names without nccl and cuda. */
 static bool called(const char *expected)
 {
@@ -375,8 +395,9 @@ NCCL(ncclAllReduce, (MOVES, ncclRedOp_t op, BY), (fake.type = type, enqueue(comm
 NCCL(ncclReduce, (MOVES, ncclRedOp_t op, int root, BY), enqueue(comm, __func__))
 NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t op, BY), enqueue(comm, __func__))
 NCCL(ncclBroadcast, (MOVES, int root, BY), (fake.type = type, enqueue(comm, __func__)))
-NCCL(ncclSend, (SENDS, int peer, BY), enqueue(comm, __func__))
-NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY), enqueue(comm, __func__))
+NCCL(ncclSend, (SENDS, int peer, BY), (record_part(send, count, type, peer), enqueue(comm, __func__)))
+NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t type, int peer, BY),
+     (record_part(recv, count, type, peer), enqueue(comm, __func__)))
 NCCL(ncclGroupStart, (void), (record_call(__func__), in_group++, ncclSuccess))
 // clang-format on
 

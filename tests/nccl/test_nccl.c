@@ -92,6 +92,9 @@ static void refuses(kvprim_comm *comm, kvprim_status status, const char *word)
     CHECK_ERROR(kvprim_all_reduce(comm, &x, &x, 1, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
     CHECK_ERROR(kvprim_all_reduce(comm, NULL, NULL, 0, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
     CHECK_ERROR(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_F32, NULL), status, word);
+    CHECK_ERROR(kvprim_all_gatherv(comm, &x, &x, NULL, KVPRIM_F32, NULL), status, word);
+    CHECK_ERROR(kvprim_all_to_all(comm, &x, &x, 1, KVPRIM_F32, NULL), status, word);
+    CHECK_ERROR(kvprim_all_to_allv(comm, &x, &x, NULL, KVPRIM_F32, NULL), status, word);
     CHECK_ERROR(kvprim_reduce_scatter(comm, &x, &x, 1, KVPRIM_F32, KVPRIM_SUM, NULL), status, word);
     CHECK_ERROR(kvprim_broadcast(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
     CHECK_ERROR(kvprim_send(comm, &x, 1, KVPRIM_F32, 0, NULL), status, word);
@@ -560,16 +563,16 @@ static void check_grid(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     uint32_t blocks = 0, threads = 0;
     memset(&p, 0, sizeof p);
     p.slice_packs = way == kvpn_by_two_shot ? (words + (uint32_t)comm->world - 1) / (uint32_t)comm->world : words;
-    const uint32_t group = kvpn_group_of(way);
-    kvpn_set_grid(comm, &p, group, &blocks, &threads);
+    const uint32_t group = kvpn_group_of(way), roles = kvpn_roles_of(way, comm->world);
+    kvpn_set_grid(comm, &p, way, &blocks, &threads);
     CHECK(blocks >= 1 && blocks <= comm->blocks);
     CHECK(threads >= 32 && threads <= kvpn_max_threads && threads % 32 == 0);
     CHECK(comm->world <= 4 || threads <= (uint32_t)(group ? kvpn_max_threads : kvpn_max_threads_of_8));
+    CHECK(threads * roles <= kvpn_max_threads);
     CHECK(p.block_packs % 8 == 0);
     if (group) { /* a group has one slot more than packs, and every second group lies in the other area */
         const uint32_t rounds = (p.block_packs + group * threads - 1) / (group * threads);
         CHECK((rounds + 1) / 2 * (group + 1) * threads <= comm->block_slots);
-        CHECK(threads * (uint32_t)comm->world <= kvpn_max_threads);
     } else {
         CHECK(p.block_packs <= comm->block_slots);
     }
@@ -582,8 +585,10 @@ static void check_grids(const kvprim_comm *comm)
     const size_t most[] = {
         kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
         kvpn_capacity_bytes(comm, kvpn_by_scatter),     2 * kvpn_capacity_bytes(comm, kvpn_by_gather),
-        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most)};
-    for (int way = 0; way < 6; way++) {
+        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most),
+        2 * kvpn_capacity_bytes(comm, kvpn_by_parts),   kvpn_capacity_bytes(comm, kvpn_by_parts_many),
+        kvpn_capacity_bytes(comm, kvpn_by_parts_most)};
+    for (int way = 0; way < 9; way++) {
         for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
             check_grid(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
         check_grid(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
@@ -620,6 +625,13 @@ static void test_choices(void)
             if (kvpn_choose(&comm, bytes, KVPRIM_BF16, KVPRIM_SUM) == kvpn_by_one_shot)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
+        for (size_t bytes = 0; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
+            CHECK(kvpn_choose_parts(&comm, bytes) != kvpn_by_parts ||
+                  bytes <= kvpn_capacity_bytes(&comm, kvpn_by_parts));
+        CHECK(kvpn_choose_parts(&comm, 0) == kvpn_by_parts && kvpn_choose_parts(&comm, 1) == kvpn_by_parts);
+        CHECK(kvpn_choose_parts(&comm, ((size_t)1 << 18) + 1) == kvpn_by_parts_many);
+        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 30) == kvpn_by_nccl);
+        CHECK(kvpn_choose_parts(&comm, SIZE_MAX / 2) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
@@ -641,10 +653,13 @@ static void test_choices(void)
         CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
+        CHECK(kvpn_choose_parts(&comm, 1024 / (size_t)world) == kvpn_by_parts);
+        CHECK(kvpn_choose_parts(&comm, 1024) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
         CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
+        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
         CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);

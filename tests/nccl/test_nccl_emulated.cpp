@@ -13,7 +13,11 @@
 static bool quick;
 
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16 };
-enum kind { one_shot, two_shot, scatter, gather, gather_many, gather_most, kinds };
+enum kind { one_shot, two_shot, scatter, gather, gather_many, gather_most, parts, parts_many, parts_most, kinds };
+
+/* Which parts an exchange has: the same of all; the same from a rank to all others, as all_gatherv has them; different
+   ones, half of them whole packs; none from and none to one rank; none except those that stay. */
+enum shape { equal, to_all, different, whole_packs, one_silent, only_own, shapes };
 
 /* A call. Every rank derives it from its number alone; only places differ by rank. */
 struct call {
@@ -21,6 +25,7 @@ struct call {
     uint64_t number;
     size_t element, count, pitch; /* pitch: bytes from a rank's part to the next one's */
     uint32_t threads, roles, block_packs, used_blocks;
+    shape parts_shape; /* of an exchange, whose count is the most bytes of a part */
     kvprim_dtype type; /* of a reduction, as op is */
     kvprim_op op;
 };
@@ -36,12 +41,58 @@ static bool gathers(kind what)
     return what == gather || what == gather_many || what == gather_most;
 }
 
+static bool exchanges(kind what)
+{
+    return what == parts || what == parts_many || what == parts_most;
+}
+
+/* How many bytes rank `from` sends to rank `to`. A part that stays may be larger than the slots. */
+static size_t part_of(const call &c, uint32_t from, uint32_t to)
+{
+    const uint64_t h = hash_u64(c.number * 97 + from * 8 + (c.parts_shape == to_all ? 0 : to));
+    const uint32_t silent = c.number % 3;
+    if (c.parts_shape == equal)
+        return c.count;
+    if (c.parts_shape == only_own && from != to)
+        return 0;
+    if (c.parts_shape == one_silent && (from == silent || to == silent))
+        return 0;
+    const size_t most = from == to && c.parts_shape != to_all && h >> 60 == 0 ? 3 * most_bytes : c.count;
+    const size_t bytes = h % 4 == 0 ? 0 : h % 4 == 1 ? most : h / 4 % (most + 1);
+    return c.parts_shape == whole_packs ? bytes / 16 * 16 : bytes;
+}
+
+static call exchange_of(call c, uint64_t h, uint32_t world)
+{
+    const size_t unit = c.what == parts ? 8 : 16, most = c.what == parts ? most_bytes / 2 : most_bytes;
+    size_t largest = 0;
+    c.element = 1, c.parts_shape = static_cast<shape>(h / 16 % shapes);
+    c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
+    if (h >> 41 & 1)
+        c.count = std::min(most, c.count + 15) / 16 * 16;
+    for (uint32_t from = 0; from < world; from++)
+        for (uint32_t to = 0; to < world; to++)
+            largest = std::max(largest, from == to ? 0 : part_of(c, from, to));
+    const uint32_t slots = blocks * block_slots;
+    uint32_t slice = std::max(1u, static_cast<uint32_t>((largest + unit - 1) / unit));
+    slice += h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots - slice + 1) : 0; /* a large part that stays */
+    const uint32_t least = (slice + blocks - 1) / blocks;
+    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
+    c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
+    c.threads = 1 + static_cast<uint32_t>(h >> 56) % (c.what == parts ? 8 : 4);
+    c.roles = c.what == parts ? world - 1 : 2 * (world - 1);
+    c.pitch = slice;
+    return c;
+}
+
 static call call_of(uint64_t number, uint32_t world)
 {
     call c = {};
     const uint64_t h = hash_u64(number);
     c.number = number;
     c.what = static_cast<kind>(h % kinds);
+    if (exchanges(c.what))
+        return exchange_of(c, h, world);
     static const kvprim_dtype types[] = {KVPRIM_F32, KVPRIM_BF16, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
     static const kvprim_op ops[] = {KVPRIM_SUM, KVPRIM_SUM, KVPRIM_AVG, KVPRIM_MAX, KVPRIM_MIN};
     c.type = types[hash_u64(h) % 4], c.op = ops[hash_u64(h) / 4 % 5];
@@ -86,9 +137,34 @@ static unsigned char input_byte(const call &c, uint32_t rank, size_t b)
     }
 }
 
+/* Where a rank's part for, or from, each rank begins; [world]: where the last one ends. */
+static std::vector<size_t> begins_of(const call &c, uint32_t world, uint32_t rank, bool sends)
+{
+    std::vector<size_t> begins(world + 1);
+    for (uint32_t r = 0; r < world; r++)
+        begins[r + 1] = begins[r] + (sends ? part_of(c, rank, r) : part_of(c, r, rank));
+    if (sends && c.parts_shape == to_all)
+        begins.assign(world, 0), begins.push_back(part_of(c, rank, 0));
+    return begins;
+}
+
+static bool has_all_parts(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
+{
+    const std::vector<size_t> at = begins_of(c, world, rank, false);
+    for (uint32_t from = 0; from < world; from++) {
+        const size_t first = begins_of(c, world, from, true)[rank];
+        for (size_t b = 0; b < at[from + 1] - at[from]; b++)
+            if (got[at[from] + b] != input_byte(c, from, first + b))
+                return false;
+    }
+    return true;
+}
+
 static bool is_right(const call &c, uint32_t world, uint32_t rank, const unsigned char *got)
 {
     const size_t bytes = c.count * c.element;
+    if (exchanges(c.what))
+        return has_all_parts(c, world, rank, got);
     if (gathers(c.what)) {
         for (uint32_t r = 0; r < world; r++)
             for (size_t b = 0; b < bytes; b++)
@@ -123,23 +199,24 @@ static void end_turns(const kvpn_params &p, const std::vector<kvpn_thread> &thre
         }
 }
 
-template <class Way> static void run_kernel(const kvpn_params &p, const call &c)
+template <class Way, class Params> static void run_kernel(const Params &p, const call &c)
 {
     std::vector<kvpn_thread> threads;
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_thread &me : threads)
-        Way::begin(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::begin(p, threads[running]);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_thread &me : threads)
-        Way::complete(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::complete(p, threads[running]);
     for (const kvpn_thread &me : threads)
         if (me.stop_reason != 0)
             kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
+    end_kernel();
 }
 
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
@@ -165,7 +242,17 @@ template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, 
     else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
         run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks, false>(p, c);
+        run_reduction<kvpn_any, max_ranks, whole>(p, c);
+}
+
+template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
+{
+    if (c.what == parts)
+        run_kernel<kvpn_parts_few<whole>>(p, c);
+    else if (c.what == parts_many)
+        run_kernel<kvpn_parts_many<whole>>(p, c);
+    else
+        run_kernel<kvpn_parts_most<whole>>(p, c);
 }
 
 /* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
@@ -200,6 +287,13 @@ struct places {
 static places places_of(const call &c, uint32_t world, uint32_t rank, unsigned char *a, unsigned char *b)
 {
     const uint64_t h = hash_u64(c.number * 31 + rank);
+    if (exchanges(c.what)) {
+        const std::vector<size_t> sent = begins_of(c, world, rank, true), received = begins_of(c, world, rank, false);
+        places p = {a + (h & 2 ? h / 8 % 16 : 0), b + (h & 4 ? h / 128 % 16 : 0), sent[world], received[world]};
+        if (h & 1 && c.parts_shape == to_all)
+            p.send = p.recv + received[rank];
+        return p;
+    }
     const size_t bytes = c.count * c.element, parts = (world - 1) * c.pitch + bytes;
     places p = {a + (h & 2 ? h / 8 % 8 * c.element : 0), b + (h & 4 ? h / 64 % 8 * c.element : 0),
                 c.what == scatter ? parts : bytes, gathers(c.what) ? parts : bytes};
@@ -216,10 +310,31 @@ static bool is_result(const call &c, const places &at, size_t b)
     return b < at.recv_bytes && (!gathers(c.what) || b % c.pitch < c.count * c.element);
 }
 
+static void run_parts(job &j, uint32_t rank, const call &c, const places &at, const kvpn_params &shared)
+{
+    const std::vector<size_t> to = begins_of(c, j.world, rank, true), from = begins_of(c, j.world, rank, false);
+    kvpn_parts_params p = {};
+    static_cast<kvpn_params &>(p) = shared;
+    p.slice_packs = static_cast<uint32_t>(c.pitch), p.blocks = c.used_blocks;
+    bool whole = true;
+    for (uint32_t k = 0; k < j.world; k++) {
+        const uint32_t peer = (rank + k) % j.world;
+        p.parts[k].to = {reinterpret_cast<char *>(at.send) + to[peer], static_cast<uint32_t>(part_of(c, rank, peer))};
+        p.parts[k].from = {reinterpret_cast<char *>(at.recv) + from[peer],
+                           static_cast<uint32_t>(part_of(c, peer, rank))};
+        for (const kvpn_part &part : {p.parts[k].to, p.parts[k].from})
+            whole = whole && (part.bytes == 0 || (reinterpret_cast<uintptr_t>(part.at) | part.bytes) % 16 == 0);
+    }
+    if (whole)
+        run_exchange<true>(p, c);
+    else
+        run_exchange<false>(p, c);
+}
+
 /* The host's part of a call, with this rank's places. Returns whether the result is right. */
 template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call &c)
 {
-    enum { room = (most_bytes + 32) * 8 + 96, guard_bytes = 16 };
+    enum { room = (most_bytes + 32) * 12 + 96, guard_bytes = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
     const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
     const places at = places_of(c, j.world, rank, memory[0], memory[1]);
@@ -234,18 +349,24 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.op = c.op == KVPRIM_SUM   ? kvpn_sums
-           : c.op == KVPRIM_AVG ? kvpn_averages
-           : c.op == KVPRIM_MAX ? kvpn_takes_largest
-                                : kvpn_takes_least;
-    p.share = 1.0 / j.world, p.dtype = c.type;
+    p.what = c.op == KVPRIM_SUM   ? kvpn_sums
+             : c.op == KVPRIM_AVG ? kvpn_averages
+             : c.op == KVPRIM_MAX ? kvpn_takes_largest
+                                  : kvpn_takes_least;
+    p.what |= c.type == KVPRIM_F32      ? kvpn_is_f32
+              : c.type == KVPRIM_BF16   ? kvpn_is_bf16
+              : c.type == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                        : kvpn_is_e5m2;
+    p.share = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (c.what != scatter || c.pitch % unit == 0);
     p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
-    if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
+    if (exchanges(c.what))
+        run_parts(j, rank, c, at, p);
+    else if (p.send_aligned && p.recv_aligned && bytes % unit == 0)
         run_call<max_ranks, true>(p, c);
     else
         run_call<max_ranks, false>(p, c);
@@ -293,6 +414,7 @@ static void test_world(uint32_t world, uint64_t calls)
         for (size_t k = page_words; k < memory.size(); k++)
             CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
                   kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
+    CHECK(overwritten == 0);
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
     finish_test(name);

@@ -75,6 +75,49 @@ static void enqueue_norm(rank_state &r, kvprim_comm *comm, size_t count)
     CUDA(cudaGetLastError());
 }
 
+typedef kvprim_status collective(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype);
+
+static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
+}
+
+static kvprim_status average_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_AVG, r.stream);
+}
+
+static kvprim_status gather_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_gather(comm, r.device[1], r.device[0], count, dtype, r.stream);
+}
+
+static kvprim_status scatter_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_reduce_scatter(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
+}
+
+static kvprim_status to_all_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_to_all(comm, r.device[1], r.device[0], count, dtype, r.stream);
+}
+
+/* The last rank has nothing to send or receive. The others learn of its absence all the same. */
+static kvprim_status parts_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    std::vector<size_t> counts(size_t(world * world), count);
+    for (int k = 0; k < world; k++)
+        counts[size_t(k * world + world - 1)] = counts[size_t((world - 1) * world + k)] = 0;
+    return kvprim_all_to_allv(comm, r.device[1], r.device[0], counts.data(), dtype, r.stream);
+}
+
+static kvprim_status gatherv_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    std::vector<size_t> counts(size_t(world), count);
+    counts.back() = 0;
+    return kvprim_all_gatherv(comm, r.device[1], r.device[0], counts.data(), dtype, r.stream);
+}
+
 static void test_late(rank_state &r)
 {
     for (const size_t count : {size_t(4096), size_t(1000000)}) {
@@ -82,6 +125,9 @@ static void test_late(rank_state &r)
         if (r.rank == world - 1)
             sleep_ms(1000);
         enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_BF16, 3);
+        OK(to_all_of_device(r, &r.comm, count, KVPRIM_BF16));
+        OK(parts_of_device(r, &r.comm, count, KVPRIM_BF16));
+        enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_BF16, 4);
         expect_none_wrong(r, "one rank late, count", count);
         OK(kvprim_comm_check(&r.comm));
     }
@@ -95,23 +141,6 @@ static void test_late(rank_state &r)
     }
 }
 
-typedef kvprim_status collective(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype);
-
-static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
-}
-
-static kvprim_status gather_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_all_gather(comm, r.device[1], r.device[0], count, dtype, r.stream);
-}
-
-static kvprim_status scatter_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
-{
-    return kvprim_reduce_scatter(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
-}
-
 /* In the communicator's buffer, where NCCL would use its symmetric kernels, which no abort ends. */
 static kvprim_status sum_in_buffer(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
 {
@@ -119,13 +148,14 @@ static kvprim_status sum_in_buffer(rank_state &r, kvprim_comm *comm, size_t coun
     return kvprim_all_reduce(comm, buffer, buffer, count, dtype, KVPRIM_SUM, r.stream);
 }
 
-/* One rank stays away. The others learn of it in time, whoever sums, and abort ends the wait. `named`: they say which
-   rank it is. */
+/* One rank stays away. The others learn of it in time, whoever sums, and abort ends the wait. `named`: own kernels sum,
+   and say which rank it is. */
 static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dtype dtype, bool named)
 {
     kvprim_comm comm = {};
-    const kvprim_comm_desc desc = desc_of(r, size_t(4) << 20, 500);
+    kvprim_comm_desc desc = desc_of(r, size_t(4) << 20, 500);
     double took = 0;
+    desc.all_reduce_limit = !named;
     OK(kvprim_comm_init(&comm, &desc));
     OK(call(r, &comm, count, dtype));
     CUDA(cudaStreamSynchronize(r.stream));
@@ -152,12 +182,31 @@ static void test_missing(rank_state &r)
     one_missing(r, sum_of_device, 1024, KVPRIM_BF16, true);
     one_missing(r, sum_of_device, 700000, KVPRIM_F32, true);
     one_missing(r, scatter_of_device, 100000, KVPRIM_F16, true);
+    one_missing(r, scatter_of_device, 1000, KVPRIM_F8E4M3, true);
+    one_missing(r, average_of_device, 3 << 20, KVPRIM_F8E5M2, true);
     one_missing(r, gather_of_device, 500, KVPRIM_F32, true);
     one_missing(r, gather_of_device, 100000, KVPRIM_F32, true);
+    one_missing(r, to_all_of_device, 500, KVPRIM_F32, true);
+    one_missing(r, to_all_of_device, 500001, KVPRIM_U8, true);
+    one_missing(r, parts_of_device, 300, KVPRIM_F8E5M2, true);
+    one_missing(r, parts_of_device, 100000, KVPRIM_F64, true);
+    one_missing(r, gatherv_of_device, 100000, KVPRIM_F64, true);
+    one_missing(r, to_all_of_device, (size_t(36) << 20) / size_t(world), KVPRIM_U8, false);
     one_missing(r, norm_of_device, 4096, KVPRIM_BF16, true);
     one_missing(r, norm_of_device, 2 << 20, KVPRIM_F16, true);
     one_missing(r, sum_of_device, 1000, KVPRIM_INT32, false);
     one_missing(r, sum_in_buffer, 100000, KVPRIM_F8E4M3, false);
+}
+
+/* Every rank sends its number to all, and count_unlike counts what is not that. */
+static void enqueue_numbers(rank_state &r, kvprim_comm *comm, size_t count, float seed)
+{
+    float *const send = reinterpret_cast<float *>(r.device[2]), *const recv = reinterpret_cast<float *>(r.device[1]);
+    fill_late<<<16, 256, 0, r.stream>>>(send, count * size_t(world), seed + float(r.rank), 1);
+    OK(kvprim_all_to_all(comm, recv, send, count, KVPRIM_F32, r.stream));
+    for (int from = 0; from < world; from++)
+        count_unlike<<<16, 256, 0, r.stream>>>(recv + size_t(from) * count, count, seed + float(from), r.wrong);
+    CUDA(cudaGetLastError());
 }
 
 /* The late rank comes after the others have given up and have run what was queued. Each of its results is right, or its
@@ -175,6 +224,8 @@ static void one_too_late(rank_state &r, bool replays)
     const cudaGraphExec_t exec = captured(r, [&] {
         advance<<<1, 1, 0, r.stream>>>(r.iteration);
         enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 2);
+        enqueue_numbers(r, &comm, 3000, 1);
+        enqueue_numbers(r, &comm, 100000, 2);
         enqueue_norm(r, &comm, 3 << 12);
     });
     meet();
@@ -186,7 +237,9 @@ static void one_too_late(rank_state &r, bool replays)
         else if (kvprim_comm_check(&comm) == KVPRIM_OK && n % 2)
             enqueue_norm(r, &comm, size_t(n) << 12);
         else if (kvprim_comm_check(&comm) == KVPRIM_OK)
-            enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 1000 + size_t(n) * 999, KVPRIM_BF16, uint64_t(n));
+            n % 2 ? enqueue_numbers(r, &comm, size_t(10) << 2 * n, float(n))
+                  : enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 1000 + size_t(n) * 999, KVPRIM_BF16,
+                                uint64_t(n));
         if (r.rank == 0 && wrong_so_far(r) && kvprim_comm_check(&comm) == KVPRIM_OK) {
             fail("call %d of the late rank is wrong, and it was told nothing", n);
             break;
@@ -288,6 +341,8 @@ static void test_abort_beside_replays(rank_state &r)
         for (int n = 0; n < 5; n++)
             OK(sum_of_device(r, &comm, size_t(1000) << 2 * n, KVPRIM_BF16));
         OK(gather_of_device(r, &comm, 100000, KVPRIM_F32));
+        OK(to_all_of_device(r, &comm, 1000, KVPRIM_F32));
+        OK(parts_of_device(r, &comm, 100000, KVPRIM_F32));
         OK(norm_of_device(r, &comm, 32 << 12, KVPRIM_BF16));
         OK(norm_of_device(r, &comm, 600 << 12, KVPRIM_BF16));
     });
@@ -575,13 +630,14 @@ static void sum_after_early(rank_state &r, kvprim_comm *comm, kvprim_dtype dtype
     expect_none_wrong(r, "a sum after a kernel that triggers early, elements", count);
 }
 
-/* Both tensors lie in the buffer, with sizes and types that go through NCCL. */
+/* Both tensors lie in the buffer, and go through NCCL. */
 static void test_early_triggers(rank_state &r)
 {
     for (int window = 0; window < 2; window++) {
         kvprim_comm comm = {};
         kvprim_comm_desc desc = desc_of(r, size_t(160) << 20);
         desc.nccl_window = window;
+        desc.all_reduce_limit = 1;
         OK(kvprim_comm_init(&comm, &desc));
         if (r.rank == 0 && window)
             printf("  %s\n", kvprim_comm_describe(&comm));
@@ -630,9 +686,9 @@ static int dead_context(kvprim_comm *comm, cudaStream_t stream)
     return 0;
 }
 
-/* The last rank kills itself during sums, or norms that follow sums. `big`: these sums are NCCL's, and the host waits
-   for the stream. */
-static int killed(kvprim_comm *comm, cudaStream_t stream, void *data, bool big, bool norms)
+/* The last rank kills itself during sums, norms that follow sums, or exchanges. `big`: these sums are NCCL's, and the
+   host waits for the stream. */
+static int killed(kvprim_comm *comm, cudaStream_t stream, char *data, bool big, bool norms, bool exchanges)
 {
     const size_t count = big ? 20 << 20 : 1000;
     const kvprim_dtype dtype = big ? KVPRIM_INT32 : KVPRIM_BF16;
@@ -651,8 +707,9 @@ static int killed(kvprim_comm *comm, cudaStream_t stream, void *data, bool big, 
     });
     kvprim_status called = KVPRIM_OK;
     for (int n = 0; n < 100 && called == KVPRIM_OK; n++)
-        called = norms ? kvprim_all_reduce_norm(comm, &norm, stream)
-                       : kvprim_all_reduce(comm, data, data, count, dtype, KVPRIM_SUM, stream);
+        called = norms       ? kvprim_all_reduce_norm(comm, &norm, stream)
+                 : exchanges ? kvprim_all_to_all(comm, data + (size_t(40) << 20), data, count, dtype, stream)
+                             : kvprim_all_reduce(comm, data, data, count, dtype, KVPRIM_SUM, stream);
     const cudaError_t waited = cudaStreamSynchronize(stream);
     watchdog.join();
     printf("  rank %d heard after %.2f s: %s; abort: %s, stream: %s\n", only_rank, took, said.c_str(),
@@ -670,10 +727,10 @@ static int role(const char *what)
     kvprim_comm comm = {};
     kvprim_comm_desc desc = {};
     cudaStream_t stream;
-    void *data;
+    char *data;
     take_device(only_rank);
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    CUDA(cudaMalloc(&data, size_t(80) << 20));
+    CUDA(cudaMalloc(reinterpret_cast<void **>(&data), size_t(80) << 20));
     CUDA(cudaMemset(data, 0, size_t(80) << 20));
     rank_state r = {};
     r.rank = only_rank;
@@ -686,9 +743,10 @@ static int role(const char *what)
     }
     CUDA(cudaStreamSynchronize(stream));
     meet();
-    const int code = strcmp(what, "dead") == 0 ? dead_context(&comm, stream)
-                                               : killed(&comm, stream, data, strcmp(what, "killed_big") == 0,
-                                                        strcmp(what, "killed_norm") == 0);
+    const int code = strcmp(what, "dead") == 0
+                         ? dead_context(&comm, stream)
+                         : killed(&comm, stream, data, strcmp(what, "killed_big") == 0,
+                                  strcmp(what, "killed_norm") == 0, strcmp(what, "killed_exchange") == 0);
     return code || counts->faults;
 }
 
@@ -714,6 +772,7 @@ static void run_roles()
     run_role("nccl: a process per GPU, one killed", "killed");
     run_role("nccl: a process per GPU, one killed, norms", "killed_norm");
     run_role("nccl: a process per GPU, one killed, sums of 80 MB", "killed_big");
+    run_role("nccl: a process per GPU, one killed, exchanges", "killed_exchange");
     run_role("nccl: a process per GPU, a context dies", "dead");
 }
 

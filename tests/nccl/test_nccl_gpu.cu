@@ -15,6 +15,7 @@ __global__ void digest(const uint32_t *words, size_t count, unsigned long long *
 }
 
 #include "test_norm.h"
+#include "test_reductions.h"
 
 /* Each rank receives `count` elements; send holds `world` times as many. */
 template <class T>
@@ -82,6 +83,8 @@ static size_t size_of(kvprim_dtype t)
 {
     return with_type(t, [](auto x) { return sizeof x; });
 }
+
+#include "test_exchange.h"
 
 /* Own kernels sum up to this size in any world. */
 static const size_t own_limit = size_t(8) << 20;
@@ -825,10 +828,18 @@ int main(int argc, char **argv)
             run("the same bits on all ranks, again and again", test_same_bits);
             run("a graph replayed", test_graph);
             run("gathers of any bytes", test_gathers);
+            run("exchanges of parts, kinds x types x sizes x places", test_exchanges);
+            run("exchanges in chunks, on few blocks, by NCCL", test_exchanges_elsewhere);
+            run("exchanges in turn without synchronisation", test_exchanges_in_turn);
+            run("exchanges in a graph", test_exchanges_in_graphs);
+            run("exchanges after kernels that end late", test_exchanges_after_late_kernels);
+            run("bad exchanges", test_bad_exchanges);
             run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
             run("groups: all ranks send to all at once", test_groups);
+            run("reductions, bit by bit: types x ops x sizes x places, in graphs", test_reductions);
             run("deterministic at every size", test_deterministic);
+            run("reductions, deterministic at every size", test_deterministic_reductions);
             run("two communicators at once", test_two_communicators);
             run_norm_tests();
             run("options of a descriptor", test_choices);

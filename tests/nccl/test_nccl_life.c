@@ -831,6 +831,94 @@ static void test_fp8(void)
     fake.other_rank = NULL;
 }
 
+/* Whether part k of those that NCCL was given is these bytes, for or from this rank. */
+static bool given(int k, const void *memory, size_t bytes, int peer)
+{
+    return k < part_count && given_parts[k].memory == memory && given_parts[k].count == bytes &&
+           given_parts[k].type == ncclUint8 && given_parts[k].peer == peer;
+}
+
+#define SEND_RECV "Send Recv"
+#define IN_GROUP(calls) "GroupStart " calls " GroupEnd"
+
+/* Parts go to NCCL as bytes, at their places, and only those that have any. fp8 needs no version of NCCL's. */
+static void test_parts(void)
+{
+    static char send[64], recv[64];
+    static const size_t counts[] = {1, 3, 2, 0}, row[] = {3, 0}, none[] = {0, 0, 0, 0}, equal_row[] = {2, 2};
+    for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
+        kvprim_comm_desc d = desc_of(2);
+        d.rank = 1, fake.version = 22304;
+        kvprim_comm *const comm = open_comm(&d, OPENED);
+        part_count = 0;
+        CHECK(kvprim_all_to_all(comm, recv, send, 3, KVPRIM_F64, NULL) == KVPRIM_OK &&
+              called(IN_GROUP(SEND_RECV " " SEND_RECV)));
+        CHECK(given(0, send, 24, 0) && given(1, recv, 24, 0) && given(2, send + 24, 24, 1) &&
+              given(3, recv + 24, 24, 1));
+        part_count = 0;
+        CHECK(kvprim_all_to_allv(comm, recv, send, counts, KVPRIM_F8E4M3, NULL) == KVPRIM_OK &&
+              called(IN_GROUP(SEND_RECV)));
+        CHECK(given(0, send, 2, 0) && given(1, recv, 3, 0) && part_count == 2);
+        part_count = 0;
+        CHECK(kvprim_all_gatherv(comm, recv, NULL, row, KVPRIM_BF16, NULL) == KVPRIM_OK && called(IN_GROUP("Recv")));
+        CHECK(given(0, recv, 6, 0) && part_count == 1);
+        CHECK(kvprim_all_gatherv(comm, recv, recv + 2, equal_row, KVPRIM_F8E5M2, NULL) == KVPRIM_OK &&
+              called("AllGather"));
+        CHECK(kvprim_all_gatherv(comm, NULL, NULL, none, KVPRIM_F32, NULL) == KVPRIM_OK);
+        CHECK(kvprim_all_to_allv(comm, NULL, NULL, none, KVPRIM_F32, NULL) == KVPRIM_OK);
+        CHECK(kvprim_all_to_all(comm, NULL, NULL, 0, KVPRIM_F32, NULL) == KVPRIM_OK && called(""));
+        fake.refuses = 2;
+        CHECK_ERROR(kvprim_all_to_all(comm, recv, send, 1, KVPRIM_U8, NULL), KVPRIM_ERROR_NCCL,
+                    "ncclSend and ncclRecv in a group");
+        CHECK(called(IN_GROUP(SEND_RECV)) && in_group == 0);
+        close_comm(comm, "CommDestroy");
+        current_device = home;
+    }
+}
+
+static void test_parts_arguments(void)
+{
+    static double m[8];
+    static const size_t row[] = {1, 2}, many[] = {1, SIZE_MAX / 8}, two[] = {1, 1, 1, SIZE_MAX / 16 + 1};
+    char *const bytes = (char *)m;
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    CHECK_ERROR(kvprim_all_gatherv(comm, m, m, NULL, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "counts is NULL");
+    CHECK_ERROR(kvprim_all_to_allv(comm, m, m, NULL, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "counts is NULL");
+    CHECK_ERROR(kvprim_all_gatherv(comm, m, m, many, KVPRIM_F64, NULL), KVPRIM_ERROR_SIZE, "counts[1] is");
+    CHECK_ERROR(kvprim_all_to_allv(comm, m, m, two, KVPRIM_F64, NULL), KVPRIM_ERROR_SIZE, "too many bytes");
+    CHECK_ERROR(kvprim_all_to_all(comm, m, m, SIZE_MAX / 8, KVPRIM_F64, NULL), KVPRIM_ERROR_SIZE, "too many bytes");
+    CHECK_ERROR(kvprim_all_gatherv(comm, NULL, m, row, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "recv is NULL");
+    CHECK_ERROR(kvprim_all_gatherv(comm, m, NULL, row, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "send is NULL");
+    CHECK_ERROR(kvprim_all_to_all(comm, m, bytes + 34, 1, KVPRIM_F32, NULL), KVPRIM_ERROR_ARGUMENT, "not aligned");
+    CHECK_ERROR(kvprim_all_to_all(comm, m, m, 1, KVPRIM_F32, NULL), KVPRIM_ERROR_OVERLAP, "overlap");
+    CHECK_ERROR(kvprim_all_to_all(comm, m, m + 1, 2, KVPRIM_F32, NULL), KVPRIM_ERROR_OVERLAP, "overlap");
+    CHECK_ERROR(kvprim_all_gatherv(comm, m, bytes + 4, row, KVPRIM_F32, NULL), KVPRIM_ERROR_OVERLAP, "not in place");
+    CHECK(called(""));
+    CHECK(kvprim_all_gatherv(comm, m, m, row, KVPRIM_F32, NULL) == KVPRIM_OK);
+    CHECK(called(IN_GROUP(SEND_RECV))); /* the other rank's: this rank's part is in place */
+    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    CHECK_ERROR(kvprim_all_to_all(comm, m, m + 4, 1, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
+    CHECK_ERROR(kvprim_all_to_allv(comm, m, m + 4, NULL, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
+    CHECK_ERROR(kvprim_all_gatherv(comm, m, m, row, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
+    CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "a call of the group failed");
+    CHECK(called(""));
+    close_comm(comm, "CommDestroy");
+}
+
+/* One rank alone exchanges with itself. */
+static void test_parts_alone(void)
+{
+    static char m[8];
+    static const size_t counts[] = {3};
+    const kvprim_comm_desc d = desc_of(1);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    CHECK(kvprim_all_to_all(comm, m, m + 4, 3, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
+    CHECK(kvprim_all_to_allv(comm, m, m + 4, counts, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
+    CHECK(kvprim_all_gatherv(comm, m, m, counts, KVPRIM_U8, NULL) == KVPRIM_OK && called("AllGather"));
+    close_comm(comm, "CommDestroy");
+}
+
 /* What callers pass as a dtype by mistake: 0, which was never set, and index types. Every collective refuses these
    values. */
 static void test_no_dtypes(void)
@@ -844,6 +932,7 @@ static void test_no_dtypes(void)
         CHECK_ERROR(kvprim_all_reduce(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "KVPRIM_I64 are index types");
         CHECK_ERROR(kvprim_reduce_scatter(comm, m, m, 1, t, KVPRIM_SUM, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_all_gather(comm, m, m, 1, t, NULL), status, "which is not an element type");
+        CHECK_ERROR(kvprim_all_to_all(comm, m, m, 1, t, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_broadcast(comm, m, 1, t, 0, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_send(comm, m, 1, t, 0, NULL), status, "which is not an element type");
         CHECK_ERROR(kvprim_recv(comm, m, 1, t, 0, NULL), status, "which is not an element type");
@@ -945,6 +1034,9 @@ int main(void)
     live("life: a ring's arguments", test_ring_arguments);
     live("life: a ring after its peer died", test_ring_again);
     live("life: fp8", test_fp8);
+    live("life: parts", test_parts);
+    live("life: arguments of parts", test_parts_arguments);
+    live("life: parts of one rank", test_parts_alone);
     live("life: index types are not element types", test_no_dtypes);
     live("life: a norm without a kernel", test_norm);
     live("life: the other rank reports an error", test_other_rank);

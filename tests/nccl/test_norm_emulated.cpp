@@ -343,6 +343,7 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
             for (std::vector<kvpn_thread> &row : rows)
                 if (at + row[0].role < Way::end(p, row[0]))
                     visit_token<Way, packs>(p, row, at + row[0].role, visit);
+    end_kernel();
 }
 
 template <int max_ranks> static void run_way(const kvpn_norm_params &p, const call &c)

@@ -142,7 +142,8 @@ MAIN_PATHS = [(r'kvpc_gather_kernelI(Lj\d+E)+L8kvpc_fit[0134]E', 'gather'),
               (r'kvpc_unpack_kernelI[^E]*ELb1E', 'unpack'),
               (r'kvpn_kernelI13kvpn_(one|two)_shot[^E]*ELb1E', 'all_reduce'),
               (r'kvpn_kernelI12kvpn_scatter[^E]*ELb1E', 'scatter'),
-              (r'kvpn_kernelI16kvpn_gather_many[^E]*ELb1E', 'gather_many')]
+              (r'kvpn_kernelI16kvpn_gather_many[^E]*ELb1E', 'gather_many'),
+              (r'kvpn_parts_kernelI15kvpn_parts_m(any|ost)Lb1E', 'parts')]
 # The benchmark's opponents. Nothing but their order of loads and stores is checked, and that nothing spills.
 OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
              (r'mini_store_kernelI', 'mini store'),
@@ -154,7 +155,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 # into a thread's 255 registers; ptxas begins with 28 to 33.
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
-WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_kernelI'
+WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_((parts|norm)_)?kernelI'
 MAY_WAIT = r'kvpc_(bytes|convert\w*|lines|listed\w*|move\w*|meta|slots|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence0EEv'
 LEAST_WAITING = 50  # kernels of kvprim_cuda.cuh of the first two kinds; it has 60
@@ -236,7 +237,7 @@ class Kernel:
         stores, narrow_stores = self.widths('STG')
         if not self.widths('LDG')[0] or not stores:
             return 'no 128-bit accesses'
-        if narrow_stores > ('kvpn_kernel' in self.name) * COLLECTIVE_NARROW_STORES:
+        if narrow_stores > (self.path == 'parts' or 'kvpn_kernel' in self.name) * COLLECTIVE_NARROW_STORES:
             return 'narrow stores'
         return 'narrow loads' if self.count(r'LDG\.(.*\.)?[US](8|16)') else ''
 
@@ -755,7 +756,7 @@ def sanitize_collectives():
     NCCL's own kernels are left out: their barriers are not those that synccheck expects. Errors of the API are not
     reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
     print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
-    kernels = kernels_in('build/kvprim_nccl_counted.o', 'kvpn_kernel.*Li2E')
+    kernels = kernels_in('build/kvprim_nccl_counted.o', 'kvpn_(kernel.*Li2E|parts_kernel)')
     return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
                           ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
                           'kernel_substring=kvpn_')
