@@ -153,7 +153,7 @@ static inline void norm_fill_tensor(const norm_case *c, int rank, char *to, int6
     }
 }
 
-/* The image as it is before the call; what is no input is 0xa5. */
+/* The image as it is before the call; what is no input is 0xa5. Some weights have any bits: NaN, infinity. */
 static inline void norm_fill(const norm_case *c, int rank, char *image)
 {
     memset(image, 0xa5, c->bytes);
@@ -161,11 +161,13 @@ static inline void norm_fill(const norm_case *c, int rank, char *image)
     if (c->at[norm_residual] != norm_absent)
         norm_fill_tensor(c, -1, image + c->at[norm_residual], c->d.residual_stride);
     for (int64_t i = 0; i < c->d.hidden; i++) {
-        const uint16_t w = norm_number(c->d.dtype, hash_u64(c->seed * 3 + (uint64_t)i), -1);
+        const uint64_t h = hash_u64(c->seed * 3 + (uint64_t)i);
+        const uint16_t w = c->seed % 8 == 0 && i % 97 == 3 ? (uint16_t)h : norm_number(c->d.dtype, h, -1);
         memcpy(image + c->at[norm_weight] + i * 2, &w, 2);
     }
     if (c->at[norm_scale] != norm_absent && !c->d.scale_per_token) {
-        const float scale = 0.003f * (float)(1 + c->seed % 11);
+        static const float scales[] = {0.003f, 0.25f, 0.0477f, 1e-6f, 1e-25f, 3e30f}; /* the last ones: see kvpc_over */
+        const float scale = scales[c->seed / 8 % 6];
         memcpy(image + c->at[norm_scale], &scale, 4);
     }
 }
