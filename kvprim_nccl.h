@@ -1937,7 +1937,7 @@ template <class T, int max_ranks, int packs, bool shares>
 KVPRIM_NCCL_DEVICE void kvpn_norm_sum_all(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
                                           kvpn_norm_token<packs> &t)
 {
-    enum { at_once = packs * max_ranks <= 8 ? packs : max_ranks < 8 ? 8 / max_ranks : 1 };
+    enum { at_once = packs == 4 && max_ranks == 4 ? 2 : 1 }; /* as many as there are registers for */
     const uint32_t others = kvpn_other_ranks(p);
     KVPRIM_NCCL_UNROLL
     for (uint32_t first = 0; first < packs; first += at_once) {
