@@ -17,11 +17,11 @@
            return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
        }
 
-   What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
-   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of floats
-   (not of fp64, and no products) and gathers between GPUs of one machine that write to each other's memory. A caller
-   needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct
-   ncclComm *.
+   What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
+   them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
+   floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
+   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a
+   struct ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -301,7 +301,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               size_t recv_count, kvprim_dtype dtype, kvprim_op op,
                                                               struct CUstream_st *stream);
 
-/* The same with parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
+/* all_gather of parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
    ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
    NULL if this rank's count is 0. In place: send is this rank's part of recv. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
@@ -309,15 +309,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, vo
                                                            struct CUstream_st *stream);
 
 /* Part r of send goes to rank r, and part r of recv comes from rank r. Both have `world` parts of part_count elements,
-   and must not overlap: NCCL cannot exchange in place. */
+   and must not overlap: NCCL cannot exchange in place. Where NCCL serves an exchange or an all_gatherv, the first call
+   returns when every rank has made its own, as a group of sends and receives does. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send,
                                                           size_t part_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
    another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. Of any type with every NCCL, as all_to_all
-   and all_gatherv: they move bytes. */
+   free to reuse when the call returns. A side without elements may be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -1613,9 +1613,9 @@ template <int group, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
         const uint32_t roles = p.world - 1, k = me.role / 2;
-        if (me.role % 2 != 0)
-            return kvpn_take_turn(p, me, me.thread);
-        send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        if (me.role % 2 == 0)
+            return send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        kvpn_take_turn(p, me, me.thread);
         kvpn_copy_own_part<whole>(p, (me.block * roles + k) * me.threads + me.thread, p.blocks * roles * me.threads);
     }
 
