@@ -4317,18 +4317,17 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
+    char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
                      received = kvpn_part_count(c, r, c->comm->rank) * c->element;
-        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, r, true) * c->element),
-                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, r, false) * c->element);
-        if (r == c->comm->rank && send == recv) /* an all_gatherv in place */
-            continue;
-        if (sent > 0)
+        const bool stays = r == c->comm->rank && send == recv; /* an all_gatherv in place */
+        if (sent > 0 && !stays)
             result = ncclSend(send, sent, ncclUint8, r, nccl, c->stream);
-        if (received > 0 && result == ncclSuccess)
+        if (received > 0 && !stays && result == ncclSuccess)
             result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
+        send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
     return result == ncclSuccess ? ended : result;
