@@ -42,7 +42,7 @@
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_sum         sums and other reductions, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
@@ -112,8 +112,8 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
-   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, not to products: in fp32, in rank order, rounded once. e4m3 and
+   e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
@@ -283,8 +283,8 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
-   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (where NCCL reduces KVPRIM_F8E4M3 and _F8E5M2, it must be 2.24
+   or newer, on GPUs of compute capability 9.0 or newer), TIMEOUT (an earlier call's), CUDA, NCCL.
 
    all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
    collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
@@ -588,8 +588,19 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
-/* What a reduction does: the order of this enum tells sums from selections. */
-enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
+/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
+enum {
+    kvpn_sums,
+    kvpn_averages,
+    kvpn_takes_largest,
+    kvpn_takes_least,
+    kvpn_op_mask = 3,
+    kvpn_is_f32 = 4,
+    kvpn_is_bf16 = 8,
+    kvpn_is_f16 = 16,
+    kvpn_is_e4m3 = 32,
+    kvpn_is_e5m2 = 64
+};
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
@@ -602,14 +613,14 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather: bytes */
+    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    /* with kvpn_any: a kvpn_op, a kvprim_dtype, the sign bits of a word, 1 / world */
-    uint32_t op, dtype, signs;
+    /* with kvpn_any: the op and the type, see above; a word of -0.0; 1 / world */
+    uint32_t what, signs;
     double share;
 } kvpn_params;
 
@@ -806,7 +817,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
     return v;
 }
 
-/* Element types of reductions: split a word into fp32 elements, and join them again. */
+/* Element types of reductions: split a word into fp32 elements, and join them again. add: in the type itself, which
+   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -819,6 +831,14 @@ struct kvpn_f32 {
         uint32_t word;
         memcpy(&word, f, 4);
         return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        float x, y;
+        split(a, &x);
+        split(b, &y);
+        x += y;
+        return join(&x);
     }
 };
 
@@ -837,6 +857,15 @@ struct kvpn_bf16 {
         uint32_t word;
         memcpy(&word, &pair, 4);
         return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        __nv_bfloat162 x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
+        memcpy(&a, &x, 4);
+        return a;
     }
 };
 
@@ -858,6 +887,15 @@ struct kvpn_f16 {
         memcpy(&word, &pair, 4);
         return word;
     }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        __half2 x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
+        memcpy(&a, &x, 4);
+        return a;
+    }
 };
 #endif
 
@@ -865,6 +903,9 @@ struct kvpn_f16 {
    value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
 #define KVPRIM_NCCL_PTX_F8
+enum { kvpn_f8_at_once = 4 };
+#else
+enum { kvpn_f8_at_once = 1 };
 #endif
 struct kvpn_e4m3 {
     enum { per_word = 4 };
@@ -977,20 +1018,36 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
 /* The sign bits of a word; also a word of -0.0. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(const kvpn_params &p)
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
 {
-    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : p.signs;
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
-/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+/* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
+   words of fp32 may be empty. */
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
-    const uint32_t none = kvpn_signs<T>(p);
-    own = kvpn_replace_empty(own);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < max_ranks; r++)
-        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+    float sum[4 * T::per_word];
+    uint4 all;
+    if (max_ranks == 2) {
+        all = uint4{T::add(v[0].x, v[1].x), T::add(v[0].y, v[1].y), T::add(v[0].z, v[1].z), T::add(v[0].w, v[1].w)};
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
+            KVPRIM_NCCL_UNROLL
+            for (int k = 0; k < 4; k++) {
+                float f[T::per_word];
+                T::split(w[k], f);
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < T::per_word; e++)
+                    sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
+            }
+        }
+        all = uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
+                    T::join(sum + 3 * T::per_word)};
+    }
+    return T::per_word == 2 ? all : kvpn_replace_empty(all);
 }
 
 /* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
@@ -1007,26 +1064,6 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. */
-template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
-{
-    float sum[4 * T::per_word];
-    KVPRIM_NCCL_UNROLL
-    for (int r = 0; r < max_ranks; r++) {
-        const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++) {
-            float f[T::per_word];
-            T::split(w[k], f);
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < T::per_word; e++)
-                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
-        }
-    }
-    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                                    T::join(sum + 3 * T::per_word)});
-}
-
 /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
@@ -1034,13 +1071,13 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params
     return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
 }
 
-/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
-   stands for rank 0. */
+/* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
+   beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op, const uint32_t (&w)[max_ranks])
 {
-    const bool selects = p.op >= kvpn_takes_largest;
-    const uint32_t flip = p.op == kvpn_takes_least ? p.signs : 0;
+    const bool selects = op >= kvpn_takes_largest;
+    const uint32_t flip = op == kvpn_takes_least ? kvpn_signs<T>() : 0;
     float x[T::per_word], next[T::per_word];
     T::split(w[0] ^ flip, x);
     KVPRIM_NCCL_UNROLL
@@ -1050,7 +1087,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    if (p.op == kvpn_averages) {
+    if (op == kvpn_averages) {
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < T::per_word; e++)
             x[e] = kvpn_average<max_ranks>(p, x[e]);
@@ -1058,50 +1095,88 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
     return T::join(x) ^ flip;
 }
 
-template <int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+/* Reduces a pack of each rank, at_once words at a time. */
+template <class T, int max_ranks, int at_once>
+KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, uint4 (&v)[max_ranks])
 {
-    switch (p.dtype) {
-    case KVPRIM_F32:
-        return kvpn_reduce_words<kvpn_f32, max_ranks>(p, w);
-    case KVPRIM_BF16:
-        return kvpn_reduce_words<kvpn_bf16, max_ranks>(p, w);
-#ifndef KVPRIM_NCCL_EMULATE
-    case KVPRIM_F16:
-        return kvpn_reduce_words<kvpn_f16, max_ranks>(p, w);
-#endif
-    case KVPRIM_F8E4M3:
-        return kvpn_reduce_words<kvpn_e4m3, max_ranks>(p, w);
-    default:
-        return kvpn_reduce_words<kvpn_e5m2, max_ranks>(p, w);
+    uint4 all = {0, 0, 0, 0};
+    KVPRIM_NCCL_UNROLL_BY(at_once)
+    for (int k = 0; k < 4; k++) {
+        uint32_t w[max_ranks];
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            w[r] = v[r].x;
+            v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
+        }
+        all = uint4{all.y, all.z, all.w, kvpn_reduce_words<T, max_ranks>(p, op, w)};
     }
+    return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
-   else is for one kernel, whose loop is not unrolled, so that it is small. */
+/* Sums of fp16, bf16 and fp32 have kernels of their own: if they take the op from their parameters, a small sum takes
+   2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
+    {
+        return kvpn_signs<T>();
+    }
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &, const kvpn_thread &)
+    {
+        return kvpn_sums;
+    }
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, uint32_t, const uint4 (&v)[max_ranks])
     {
         return kvpn_sum_packs<T, max_ranks>(v);
     }
 };
+
 template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint4 (&v)[max_ranks])
+    /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
-        uint4 all = {0, 0, 0, 0};
-        KVPRIM_NCCL_UNROLL_BY(1)
-        for (int k = 0; k < 4; k++) {
-            uint32_t w[max_ranks];
-            KVPRIM_NCCL_UNROLL
-            for (int r = 0; r < max_ranks; r++) {
-                w[r] = v[r].x;
-                v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
-            }
-            all = uint4{all.y, all.z, all.w, kvpn_reduce_any<max_ranks>(p, w)};
-        }
-        return kvpn_replace_empty(all);
+        return p.signs;
+    }
+
+    /* What to do. The compiler would load a parameter after the wait, where that takes 50 ns, so this seems to depend
+       on the turn, which is 0 or 1. */
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
+    {
+        uint32_t what = p.what | (me.turn & 0x80000000u);
+#ifndef KVPRIM_NCCL_EMULATE
+        asm volatile("" : "+r"(what));
+#endif
+        return what;
+    }
+
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint32_t what, uint4 (&v)[max_ranks])
+    {
+        const uint32_t op = what & kvpn_op_mask;
+        if (what & kvpn_is_bf16)
+            return kvpn_reduce_packs<kvpn_bf16, max_ranks, at_once>(p, op, v);
+#ifndef KVPRIM_NCCL_EMULATE
+        if (what & kvpn_is_f16)
+            return kvpn_reduce_packs<kvpn_f16, max_ranks, at_once>(p, op, v);
+#endif
+        if (what & kvpn_is_e4m3)
+            return kvpn_reduce_packs<kvpn_e4m3, max_ranks, at_once_f8>(p, op, v);
+        if (what & kvpn_is_e5m2)
+            return kvpn_reduce_packs<kvpn_e5m2, max_ranks, at_once_f8>(p, op, v);
+        return kvpn_reduce_packs<kvpn_f32, max_ranks, at_once>(p, op, v);
     }
 };
+
+/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+{
+    const uint32_t none = kvpn_reduction<T, max_ranks>::none(p);
+    own = kvpn_replace_empty(own);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_ranks; r++)
+        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+}
 
 /* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
@@ -1211,9 +1286,10 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     if (shares && at >= p.packs)
         return true;
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, v);
+    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -3060,9 +3136,7 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
     return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
            : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
            : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
-           : world == 2           ? kvpn_kernel<Way, kvpn_any, 2, false>
-           : world <= 4           ? kvpn_kernel<Way, kvpn_any, 4, false>
-                                  : kvpn_kernel<Way, kvpn_any, 8, false>;
+                                  : kvpn_pick<Way, kvpn_any>(world, whole);
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -4108,15 +4182,16 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
-static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
+static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 {
-    const size_t element = c->element;
-    p->op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
-            : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
-            : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
-                                          : kvpn_sums;
-    p->dtype = (uint32_t)c->dtype;
-    p->signs = element == 1 ? 0x80808080u : element == 2 ? 0x80008000u : 0x80000000u;
+    static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
+    const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
+                          : c->dtype == KVPRIM_BF16   ? kvpn_is_bf16
+                          : c->dtype == KVPRIM_F16    ? kvpn_is_f16
+                          : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                                      : kvpn_is_e5m2;
+    p->what = c->kind <= kvpn_reduce_scatter ? ops[c->op_or_peer] | type : 0;
+    p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
 
@@ -4133,7 +4208,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.send = c->send, p.recv = c->recv;
     p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
-    kvpn_set_op(&p, c);
+    kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);

@@ -89,6 +89,20 @@ static __nv_bfloat162 __floats2bfloat162_rn(float low, float high)
     return {static_cast<uint16_t>(kvprim_emulate_bf16(low)), static_cast<uint16_t>(kvprim_emulate_bf16(high))};
 }
 
+static float kvprim_emulate_float(uint16_t bf16)
+{
+    const uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+[[maybe_unused]] static __nv_bfloat162 __hadd2(__nv_bfloat162 a, __nv_bfloat162 b)
+{
+    return __floats2bfloat162_rn(kvprim_emulate_float(a.low) + kvprim_emulate_float(b.low),
+                                 kvprim_emulate_float(a.high) + kvprim_emulate_float(b.high));
+}
+
 static float __fadd_rn(float a, float b)
 {
     return a + b;

@@ -242,7 +242,7 @@ template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, 
     else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
         run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks, false>(p, c);
+        run_reduction<kvpn_any, max_ranks, whole>(p, c);
 }
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
@@ -351,11 +351,15 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.op = c.op == KVPRIM_SUM   ? kvpn_sums
-           : c.op == KVPRIM_AVG ? kvpn_averages
-           : c.op == KVPRIM_MAX ? kvpn_takes_largest
-                                : kvpn_takes_least;
-    p.share = 1.0 / j.world, p.dtype = c.type;
+    p.what = c.op == KVPRIM_SUM   ? kvpn_sums
+             : c.op == KVPRIM_AVG ? kvpn_averages
+             : c.op == KVPRIM_MAX ? kvpn_takes_largest
+                                  : kvpn_takes_least;
+    p.what |= c.type == KVPRIM_F32      ? kvpn_is_f32
+              : c.type == KVPRIM_BF16   ? kvpn_is_bf16
+              : c.type == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                        : kvpn_is_e5m2;
+    p.share = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;

@@ -15,6 +15,7 @@ __global__ void digest(const uint32_t *words, size_t count, unsigned long long *
 }
 
 #include "test_norm.h"
+#include "test_reductions.h"
 
 /* Each rank receives `count` elements; send holds `world` times as many. */
 template <class T>
@@ -836,7 +837,9 @@ int main(int argc, char **argv)
             run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
             run("groups: all ranks send to all at once", test_groups);
+            run("reductions, bit by bit: types x ops x sizes x places, in graphs", test_reductions);
             run("deterministic at every size", test_deterministic);
+            run("reductions, deterministic at every size", test_deterministic_reductions);
             run("two communicators at once", test_two_communicators);
             run_norm_tests();
             run("options of a descriptor", test_choices);
