@@ -206,17 +206,18 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_thread &me : threads)
-        Way::begin(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::begin(p, threads[running]);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_thread &me : threads)
-        Way::complete(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::complete(p, threads[running]);
     for (const kvpn_thread &me : threads)
         if (me.stop_reason != 0)
             kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
+    end_kernel();
 }
 
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
@@ -416,6 +417,7 @@ static void test_world(uint32_t world, uint64_t calls)
         for (size_t k = page_words; k < memory.size(); k++)
             CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
                   kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
+    CHECK(overwritten == 0);
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
     finish_test(name);
