@@ -506,9 +506,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
-   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
-   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and
+   each 4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a
+   whole. Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all
+   ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
@@ -517,10 +518,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
-   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
-   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
-   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
-   no slot is awaited that is not sent, and none stays full.
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
+   In each of its blocks it sends every other rank a slot, and waits for one, whether it carries bytes or not: that of
+   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so no
+   slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
    other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
