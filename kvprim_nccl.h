@@ -520,8 +520,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
    no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
    In each of its blocks it sends every other rank a slot, and waits for one, whether it carries bytes or not: that of
-   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so no
-   slot is awaited that is not sent, and none stays full.
+   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
    other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
@@ -1665,7 +1665,7 @@ template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
 /* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
    role 2k + 1 receives from it. */
 template <int group, bool whole> struct kvpn_parts_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
+    enum { turn_last = 1, slots = group + 1 };
 
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
