@@ -152,7 +152,9 @@ typedef struct kvprim_comm_desc {
        which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
        a programmatic edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
+       enough */
+    int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each */
@@ -340,12 +342,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
        s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
        r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
-       y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
+       y = r * (1 / sqrt(mean(r * r) + eps)) * weight    in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
-   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
-   of tokens.
+   1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
+   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
@@ -391,9 +392,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm
 /* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
    their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
    kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
-   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
-   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
-   what `hidden` lacks to a power of two counts as 0. */
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on, each as
+   fmaf(r, r, sum); then these sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so
+   on up to one), in which what `hidden` lacks to a power of two counts as 0. The mean is the result times
+   1.0f / hidden. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -5145,17 +5147,30 @@ static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, 
     return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
 }
 
-/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
-   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
-static float kvpn_host_sqrt(float x)
+/* Whether a * a * x > 1, without rounding. a has 25 bits, so fp64 holds its square; that is split into 27 bits and the
+   rest, whose products with x fp64 holds as well. */
+static bool kvpn_host_exceeds_one(double a, double x)
+{
+    const double square = a * a;
+    double high;
+    uint64_t bits;
+    memcpy(&bits, &square, sizeof bits);
+    bits &= ~(((uint64_t)1 << 26) - 1);
+    memcpy(&high, &bits, sizeof high);
+    return (high * x - 1) + (square - high) * x > 0;
+}
+
+/* 1 / sqrt(x), rounded to nearest, without a library that the caller would have to link: the least float of which the
+   middle between it and the next one is more than that. */
+static float kvpn_host_rsqrt(float x)
 {
     uint32_t low = 0, high = 0x7f800000;
-    if (!(x > 0) || kvpi_bits_of(x) >= high)
-        return x; /* 0, infinity, NaN */
+    if (!(x > 0) || kvpi_bits_of(x) >= high) /* 0, infinity, NaN */
+        return kvpi_quotient(1, x);
     while (low < high) {
         const uint32_t at = low + (high - low) / 2;
         const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
-        if (middle * middle > (double)x)
+        if (kvpn_host_exceeds_one(middle, (double)x))
             high = at;
         else
             low = at + 1;
@@ -5181,9 +5196,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
-            sum = kvpi_rounded(sum + square);
+            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
@@ -5191,7 +5205,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
 }
 
 static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,
