@@ -2407,9 +2407,9 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_t
    read for the first time would take as long as a load from memory. There is always an address to send from. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_touch(const kvpn_norm_params &p)
 {
-    if (((uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual | (uintptr_t)p.out |
-         p.scale_per_token) == 0)
-        asm volatile("trap;");
+    const uint64_t any = (uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual |
+                         (uintptr_t)p.out | p.scale_per_token;
+    asm volatile("{.reg .pred none; setp.eq.u64 none, %0, 0; @none exit;}" ::"l"(any));
 }
 
 /* At once: the row's other threads, and other rows, may wait for long. */
