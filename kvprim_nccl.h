@@ -17,11 +17,11 @@
            return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
        }
 
-   What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
-   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of floats
-   (not of fp64, and no products) and gathers between GPUs of one machine that write to each other's memory. A caller
-   needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct
-   ncclComm *.
+   What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
+   them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
+   floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
+   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a
+   struct ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -42,7 +42,7 @@
        >>impl_turn        which slots a block uses in this call (why two sets do: >>impl_protocol)
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
-       >>impl_sum         sums, and which packs and ranks they take
+       >>impl_sum         sums and other reductions, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
@@ -112,8 +112,8 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, except products: in fp32, in the order of the ranks, and they round
-   once, as kvprim_format does: e4m3 and e5m2 saturate at the largest finite value, infinities too. NCCL does the rest. */
+/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, not to products: in fp32, in rank order, rounded once. e4m3 and
+   e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value. NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
@@ -152,7 +152,9 @@ typedef struct kvprim_comm_desc {
        which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
        a programmatic edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
+       enough */
+    int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each */
@@ -283,8 +285,8 @@ KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
    place) or must not overlap. all_gather in place: send = recv + rank * send_count elements; reduce_scatter in place:
    recv = send + rank * recv_count elements.
    Errors: NULL, SIZE (bytes beyond size_t), ARGUMENT (comm not alive, dtype, op, rank, alignment, another device's
-   stream, another current device), OVERLAP, UNSUPPORTED (NCCL is to reduce KVPRIM_F8E4M3 or _F8E5M2, which takes NCCL 2.24
-   and compute capability 9.0 on all ranks), TIMEOUT (an earlier call's), CUDA, NCCL.
+   stream, another current device), OVERLAP, UNSUPPORTED (where NCCL reduces KVPRIM_F8E4M3 and _F8E5M2, it must be 2.24
+   or newer, on GPUs of compute capability 9.0 or newer), TIMEOUT (an earlier call's), CUDA, NCCL.
 
    all_reduce and reduce_scatter: where own kernels reduce (>>op), the bits are the same on all ranks and in both
    collectives. kvprim_comm_describe says up to which size. A NaN stays a NaN, but its other bits are not kept. */
@@ -301,7 +303,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               size_t recv_count, kvprim_dtype dtype, kvprim_op op,
                                                               struct CUstream_st *stream);
 
-/* The same with parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
+/* all_gather of parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
    ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
    NULL if this rank's count is 0. In place: send is this rank's part of recv. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
@@ -309,15 +311,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, vo
                                                            struct CUstream_st *stream);
 
 /* Part r of send goes to rank r, and part r of recv comes from rank r. Both have `world` parts of part_count elements,
-   and must not overlap: NCCL cannot exchange in place. */
+   and must not overlap: NCCL cannot exchange in place. Where NCCL serves an exchange or an all_gatherv, the first call
+   returns when every rank has made its own, as a group of sends and receives does. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send,
                                                           size_t part_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
    another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. Of any type with every NCCL, as all_to_all
-   and all_gatherv: they move bytes. */
+   free to reuse when the call returns. A side without elements may be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -340,12 +342,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
        s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
        r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
-       y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
+       y = r * (1 / sqrt(mean(r * r) + eps)) * weight    in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
-   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
-   of tokens.
+   1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
+   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
@@ -391,9 +392,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm
 /* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
    their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
    kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
-   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
-   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
-   what `hidden` lacks to a power of two counts as 0. */
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on, each as
+   fmaf(r, r, sum); then these sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so
+   on up to one), in which what `hidden` lacks to a power of two counts as 0. The mean is the result times
+   1.0f / hidden. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -492,7 +494,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_few)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -506,9 +508,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
-   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
-   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and
+   each 4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a
+   whole. Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all
+   ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
@@ -517,9 +520,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
-   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
-   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
-   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
+   In each of its blocks it sends every other rank a slot, and waits for one, whether it carries bytes or not: that of
+   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
    no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
@@ -576,6 +579,7 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
+#define KVPRIM_NCCL_LIKELY(condition) __builtin_expect(!!(condition), 1)
 
 enum {
     /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
@@ -588,8 +592,19 @@ enum {
 };
 static const uint32_t kvpn_empty_word = 0xffffffffu;
 
-/* What a reduction does: the order of this enum tells sums from selections. */
-enum kvpn_op { kvpn_sums, kvpn_averages, kvpn_takes_largest, kvpn_takes_least };
+/* What a kernel of kvpn_any does, and with which type: a bit each, because a switch would load a table of addresses. */
+enum {
+    kvpn_sums,
+    kvpn_averages,
+    kvpn_takes_largest,
+    kvpn_takes_least,
+    kvpn_op_mask = 3,
+    kvpn_is_f32 = 4,
+    kvpn_is_bf16 = 8,
+    kvpn_is_f16 = 16,
+    kvpn_is_e4m3 = 32,
+    kvpn_is_e5m2 = 64
+};
 
 /* The kernels' parameters. A slot's address is turn * turn_bytes + area * area_bytes + sender * sender_bytes + block *
    block_bytes + 16 * j. The fields are in the order of use, so that one line of the constant cache brings what is
@@ -602,14 +617,14 @@ typedef struct kvpn_params {
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
     void *recv;
-    uint64_t count; /* elements; all_gather: bytes */
+    uint64_t count; /* elements; all_gather, and with kvpn_any: bytes */
     uint64_t pitch; /* bytes from one rank's part to the next one's: all_gather: in recv; reduce_scatter: in send */
     uint32_t packs; /* of the tensor */
     uint32_t send_aligned, recv_aligned;
     uint32_t *stop; /* in host memory: why all waits end; 0: they do not */
     uint64_t timeout_ns;
-    /* with kvpn_any: a kvpn_op, a kvprim_dtype, the sign bits of a word, 1 / world */
-    uint32_t op, dtype, signs;
+    /* with kvpn_any: the op and the type, see above; a word of -0.0; 1 / world */
+    uint32_t what, signs;
     double share;
 } kvpn_params;
 
@@ -806,7 +821,8 @@ KVPRIM_NCCL_DEVICE uint4 kvpn_replace_empty(uint4 v)
     return v;
 }
 
-/* Element types of reductions: split a word into fp32 elements, and join them again. */
+/* Element types of reductions: split a word into fp32 elements, and join them again. add: in the type itself, which
+   gives the bits of a sum in fp32 that is rounded, as fp32 has more than twice the digits. */
 struct kvpn_f32 {
     enum { per_word = 1 };
     typedef uint32_t bits;
@@ -819,6 +835,14 @@ struct kvpn_f32 {
         uint32_t word;
         memcpy(&word, f, 4);
         return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        float x, y;
+        split(a, &x);
+        split(b, &y);
+        x += y;
+        return join(&x);
     }
 };
 
@@ -837,6 +861,15 @@ struct kvpn_bf16 {
         uint32_t word;
         memcpy(&word, &pair, 4);
         return word;
+    }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        __nv_bfloat162 x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
+        memcpy(&a, &x, 4);
+        return a;
     }
 };
 
@@ -858,6 +891,15 @@ struct kvpn_f16 {
         memcpy(&word, &pair, 4);
         return word;
     }
+    KVPRIM_NCCL_DEVICE uint32_t add(uint32_t a, uint32_t b)
+    {
+        __half2 x, y;
+        memcpy(&x, &a, 4);
+        memcpy(&y, &b, 4);
+        x = __hadd2(x, y);
+        memcpy(&a, &x, 4);
+        return a;
+    }
 };
 #endif
 
@@ -865,6 +907,9 @@ struct kvpn_f16 {
    value. PTX has these conversions from sm_89 on (by CUDA 12.1). */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ >= 900 || (__CUDA_ARCH__ >= 890 && CUDART_VERSION >= 12010))
 #define KVPRIM_NCCL_PTX_F8
+enum { kvpn_f8_at_once = 4 };
+#else
+enum { kvpn_f8_at_once = 1 };
 #endif
 struct kvpn_e4m3 {
     enum { per_word = 4 };
@@ -977,20 +1022,36 @@ template <class T, bool whole> KVPRIM_NCCL_DEVICE void kvpn_store_pack(const kvp
 /* >>impl_sum ------------------------------------------------------------------------------------------------------- */
 
 /* The sign bits of a word; also a word of -0.0. */
-template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(const kvpn_params &p)
+template <class T> KVPRIM_NCCL_DEVICE uint32_t kvpn_signs(void)
 {
-    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : p.signs;
+    return T::per_word == 1 ? 0x80000000u : T::per_word == 2 ? 0x80008000u : 0x80808080u;
 }
 
-/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+/* Adds in the order of the ranks, so that every rank gets the same bits. A NaN of 16 bits comes out as 0x7fff, so only
+   words of fp32 may be empty. */
+template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
 {
-    const uint32_t none = kvpn_signs<T>(p);
-    own = kvpn_replace_empty(own);
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t r = 0; r < max_ranks; r++)
-        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+    float sum[4 * T::per_word];
+    uint4 all;
+    if (max_ranks == 2) {
+        all = uint4{T::add(v[0].x, v[1].x), T::add(v[0].y, v[1].y), T::add(v[0].z, v[1].z), T::add(v[0].w, v[1].w)};
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
+            KVPRIM_NCCL_UNROLL
+            for (int k = 0; k < 4; k++) {
+                float f[T::per_word];
+                T::split(w[k], f);
+                KVPRIM_NCCL_UNROLL
+                for (int e = 0; e < T::per_word; e++)
+                    sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
+            }
+        }
+        all = uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
+                    T::join(sum + 3 * T::per_word)};
+    }
+    return T::per_word == 2 ? all : kvpn_replace_empty(all);
 }
 
 /* The larger one, as IEEE 754-2019's maximum: a NaN wins, and +0 is larger than -0. */
@@ -1007,26 +1068,6 @@ KVPRIM_NCCL_DEVICE float kvpn_maximum(float a, float b)
 #endif
 }
 
-/* Adds in the order of the ranks, so that every rank gets the same bits. */
-template <class T, int max_ranks> KVPRIM_NCCL_DEVICE uint4 kvpn_sum_packs(const uint4 (&v)[max_ranks])
-{
-    float sum[4 * T::per_word];
-    KVPRIM_NCCL_UNROLL
-    for (int r = 0; r < max_ranks; r++) {
-        const uint32_t w[4] = {v[r].x, v[r].y, v[r].z, v[r].w};
-        KVPRIM_NCCL_UNROLL
-        for (int k = 0; k < 4; k++) {
-            float f[T::per_word];
-            T::split(w[k], f);
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < T::per_word; e++)
-                sum[k * T::per_word + e] = r == 0 ? f[e] : sum[k * T::per_word + e] + f[e];
-        }
-    }
-    return kvpn_replace_empty(uint4{T::join(sum), T::join(sum + T::per_word), T::join(sum + 2 * T::per_word),
-                                    T::join(sum + 3 * T::per_word)});
-}
-
 /* x / world, correctly rounded: the product in fp64 has been compared with the quotient for every x and for a world of
    3 to 8. */
 template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params &p, float x)
@@ -1034,13 +1075,13 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE float kvpn_average(const kvpn_params
     return max_ranks == 2 ? x * 0.5f : (float)((double)x * p.share);
 }
 
-/* The same for any op and a word of each rank. MIN is MAX between two changes of sign; there, a rank beyond `world`
-   stands for rank 0. */
+/* Reduces a word of each rank, in the order of the ranks. MIN is MAX between two changes of sign. For both, a rank
+   beyond `world` stands for rank 0. */
 template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, uint32_t op, const uint32_t (&w)[max_ranks])
 {
-    const bool selects = p.op >= kvpn_takes_largest;
-    const uint32_t flip = p.op == kvpn_takes_least ? p.signs : 0;
+    const bool selects = op >= kvpn_takes_largest;
+    const uint32_t flip = op == kvpn_takes_least ? kvpn_signs<T>() : 0;
     float x[T::per_word], next[T::per_word];
     T::split(w[0] ^ flip, x);
     KVPRIM_NCCL_UNROLL
@@ -1050,7 +1091,7 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
         for (int e = 0; e < T::per_word; e++)
             x[e] = selects ? kvpn_maximum(x[e], next[e]) : x[e] + next[e];
     }
-    if (p.op == kvpn_averages) {
+    if (op == kvpn_averages) {
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < T::per_word; e++)
             x[e] = kvpn_average<max_ranks>(p, x[e]);
@@ -1058,50 +1099,88 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_words(const kvpn_params &p, const uint32
     return T::join(x) ^ flip;
 }
 
-template <int max_ranks>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_reduce_any(const kvpn_params &p, const uint32_t (&w)[max_ranks])
+/* Reduces a pack of each rank, at_once words at a time. */
+template <class T, int max_ranks, int at_once>
+KVPRIM_NCCL_DEVICE uint4 kvpn_reduce_packs(const kvpn_params &p, uint32_t op, uint4 (&v)[max_ranks])
 {
-    switch (p.dtype) {
-    case KVPRIM_F32:
-        return kvpn_reduce_words<kvpn_f32, max_ranks>(p, w);
-    case KVPRIM_BF16:
-        return kvpn_reduce_words<kvpn_bf16, max_ranks>(p, w);
-#ifndef KVPRIM_NCCL_EMULATE
-    case KVPRIM_F16:
-        return kvpn_reduce_words<kvpn_f16, max_ranks>(p, w);
-#endif
-    case KVPRIM_F8E4M3:
-        return kvpn_reduce_words<kvpn_e4m3, max_ranks>(p, w);
-    default:
-        return kvpn_reduce_words<kvpn_e5m2, max_ranks>(p, w);
+    uint4 all = {0, 0, 0, 0};
+    KVPRIM_NCCL_UNROLL_BY(at_once)
+    for (int k = 0; k < 4; k++) {
+        uint32_t w[max_ranks];
+        KVPRIM_NCCL_UNROLL
+        for (int r = 0; r < max_ranks; r++) {
+            w[r] = v[r].x;
+            v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
+        }
+        all = uint4{all.y, all.z, all.w, kvpn_reduce_words<T, max_ranks>(p, op, w)};
     }
+    return kvpn_replace_empty(all);
 }
 
-/* Sums of fp16, bf16 and fp32 have kernels of their own; with the op as a parameter, a small one takes 2 % longer. All
-   else is for one kernel, whose loop is not unrolled, so that it is small. */
+/* Sums of fp16, bf16 and fp32 have kernels of their own: if they take the op from their parameters, a small sum takes
+   2 % longer. The other reductions share the kernels of kvpn_any. */
 template <class T, int max_ranks> struct kvpn_reduction {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, const uint4 (&v)[max_ranks])
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &)
+    {
+        return kvpn_signs<T>();
+    }
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &, const kvpn_thread &)
+    {
+        return kvpn_sums;
+    }
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &, uint32_t, const uint4 (&v)[max_ranks])
     {
         return kvpn_sum_packs<T, max_ranks>(v);
     }
 };
+
 template <int max_ranks> struct kvpn_reduction<kvpn_any, max_ranks> {
-    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint4 (&v)[max_ranks])
+    /* Rolled, where unrolled words would need too many registers (fp8 without conversions in PTX) or instructions. */
+    enum { at_once = max_ranks == 2 ? 4 : 1, at_once_f8 = max_ranks == 2 ? (int)kvpn_f8_at_once : 1 };
+
+    KVPRIM_NCCL_DEVICE uint32_t none(const kvpn_params &p)
     {
-        uint4 all = {0, 0, 0, 0};
-        KVPRIM_NCCL_UNROLL_BY(1)
-        for (int k = 0; k < 4; k++) {
-            uint32_t w[max_ranks];
-            KVPRIM_NCCL_UNROLL
-            for (int r = 0; r < max_ranks; r++) {
-                w[r] = v[r].x;
-                v[r] = uint4{v[r].y, v[r].z, v[r].w, v[r].x};
-            }
-            all = uint4{all.y, all.z, all.w, kvpn_reduce_any<max_ranks>(p, w)};
-        }
-        return kvpn_replace_empty(all);
+        return p.signs;
+    }
+
+    /* What to do. The compiler would load a parameter after the wait, where that takes 50 ns, so this seems to depend
+       on the turn, which is 0 or 1. */
+    KVPRIM_NCCL_DEVICE uint32_t before_wait(const kvpn_params &p, const kvpn_thread &me)
+    {
+        uint32_t what = p.what | (me.turn & 0x80000000u);
+#ifndef KVPRIM_NCCL_EMULATE
+        asm volatile("" : "+r"(what));
+#endif
+        return what;
+    }
+
+    KVPRIM_NCCL_DEVICE uint4 of(const kvpn_params &p, uint32_t what, uint4 (&v)[max_ranks])
+    {
+        const uint32_t op = what & kvpn_op_mask;
+        if (what & kvpn_is_bf16)
+            return kvpn_reduce_packs<kvpn_bf16, max_ranks, at_once>(p, op, v);
+#ifndef KVPRIM_NCCL_EMULATE
+        if (what & kvpn_is_f16)
+            return kvpn_reduce_packs<kvpn_f16, max_ranks, at_once>(p, op, v);
+#endif
+        if (what & kvpn_is_e4m3)
+            return kvpn_reduce_packs<kvpn_e4m3, max_ranks, at_once_f8>(p, op, v);
+        if (what & kvpn_is_e5m2)
+            return kvpn_reduce_packs<kvpn_e5m2, max_ranks, at_once_f8>(p, op, v);
+        return kvpn_reduce_packs<kvpn_f32, max_ranks, at_once>(p, op, v);
     }
 };
+
+/* Initial operands: this rank's pack, and -0.0 for ranks beyond `world`, which leaves any sum unchanged. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_init_sum(const kvpn_params &p, uint4 own, uint4 (&v)[max_ranks])
+{
+    const uint32_t none = kvpn_reduction<T, max_ranks>::none(p);
+    own = kvpn_replace_empty(own);
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t r = 0; r < max_ranks; r++)
+        v[r] = r == p.rank ? own : uint4{none, none, none, none};
+}
 
 /* A bit for each rank that this one hears from. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_other_ranks(const kvpn_params &p)
@@ -1211,9 +1290,10 @@ KVPRIM_NCCL_DEVICE bool kvpn_sum_part(const kvpn_params &p, kvpn_thread &me, uin
     if (shares && at >= p.packs)
         return true;
     kvpn_init_sum<T, max_ranks>(p, kvpn_load_pack<T, whole>(p, (const char *)p.send + p.rank * pitch, at), v);
+    const uint32_t what = kvpn_reduction<T, max_ranks>::before_wait(p, me);
     if (!kvpn_wait_for_slots<max_ranks, false>(p, me, slots, p.sender_bytes, others, -1, v))
         return false;
-    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, v);
+    const uint4 sum = kvpn_reduction<T, max_ranks>::of(p, what, v);
     if (shares)
         kvpn_store_to_peers<max_ranks>(p, kvpn_slot_offset(p, me, 1, p.rank, j), sum);
     kvpn_store_pack<T, whole>(p, at, sum);
@@ -1536,15 +1616,15 @@ KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t 
     }
 }
 
-/* Few bytes, 8 to a slot. Role k sends to and receives from the rank k + 1 further on. A thread sends all its packs
-   before it waits: send and recv do not overlap. */
-template <bool whole> struct kvpn_parts_few {
+/* Few bytes, 8 to a slot. Role k sends to and receives from the rank k + 1 further on. `pair`: there are two ranks, and
+   the compiler knows the role. A thread sends all its packs before it waits: send and recv do not overlap. */
+template <bool pair, bool whole> struct kvpn_parts_slots {
     enum { turn_last = 0 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const kvpn_part &part = p.parts[me.role + 1].to;
-        const uint32_t packs = kvpn_packs_of_block(p, me);
+        const uint32_t packs = kvpn_packs_of_block(p, me), k = pair ? 1 : me.role + 1;
+        const kvpn_part &part = p.parts[k].to;
         for (uint32_t j = me.thread; j < packs; j += me.threads) {
             const uint32_t at = me.block * p.block_packs + j;
             uint2 v = {0, 0};
@@ -1552,20 +1632,23 @@ template <bool whole> struct kvpn_parts_few {
                 v = kvpn_load_8<whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
-                kvpn_store_slot(p.peer[me.role + 1] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
         }
     }
 
+    /* The first role copies the part that stays. */
     KVPRIM_NCCL_DEVICE void complete(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const kvpn_part &part = p.parts[me.role + 1].from;
-        const uint32_t packs = kvpn_packs_of_block(p, me), from = kvpn_peer_rank(p, me.role + 1), roles = p.world - 1;
-        kvpn_copy_own_part<whole>(p, (me.block * roles + me.role) * me.threads + me.thread,
-                                  p.blocks * roles * me.threads);
+        const uint32_t packs = kvpn_packs_of_block(p, me), k = pair ? 1 : me.role + 1, from = kvpn_peer_rank(p, k);
+        const kvpn_part &part = p.parts[k].from, &own = p.parts[0].to;
         for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs; j += me.threads) {
             const uint32_t at = me.block * p.block_packs + j;
             char *const slot = p.peer[0] + kvpn_slot_offset(p, me, 0, from, j);
             uint4 v[1];
+            if (k == 1 && at * 8 < own.bytes) {
+                const uint2 pack = kvpn_load_8<whole>(own.at, own.bytes, at);
+                kvpn_store_8<whole>(p.parts[0].from.at, own.bytes, at, pack.x, pack.y);
+            }
             if (!kvpn_has_slot(part, at, j))
                 continue;
             if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
@@ -1577,10 +1660,15 @@ template <bool whole> struct kvpn_parts_few {
     }
 };
 
+template <bool whole> struct kvpn_parts_few : kvpn_parts_slots<false, whole> {
+};
+template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
+};
+
 /* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
    role 2k + 1 receives from it. */
 template <int group, bool whole> struct kvpn_parts_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
+    enum { turn_last = 1, slots = group + 1 };
 
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
@@ -1613,9 +1701,9 @@ template <int group, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
         const uint32_t roles = p.world - 1, k = me.role / 2;
-        if (me.role % 2 != 0)
-            return kvpn_take_turn(p, me, me.thread);
-        send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        if (me.role % 2 == 0)
+            return send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        kvpn_take_turn(p, me, me.thread);
         kvpn_copy_own_part<whole>(p, (me.block * roles + k) * me.threads + me.thread, p.blocks * roles * me.threads);
     }
 
@@ -1659,18 +1747,19 @@ template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_grou
    because the others would wait for them.
 
    A token's packs lie one after another in the slots of its block. If it has more packs than a block has slots
-   (8 ranks, large tokens), a block takes the slots and the turns of `parts` neighbours. */
-struct kvpn_norm_params : kvpn_params {
-    uint32_t tokens, row_packs;
-    uint32_t rows;                   /* side by side in a block */
-    uint32_t block_rows, slice_rows; /* tokens of a block, and of a rank, in its slice */
-    uint32_t parts, part_packs;      /* whose slots a block has; slots in each of them */
+   (8 ranks, large tokens), a row takes the slots and the turns of `parts` neighbours.
+
+   Few tokens take as long as the instructions of a thread: loops over tokens cost 0.8 us, as much as the norm itself.
+   So one shot has none, and a row for each token. Clusters of blocks that share a token are slower. */
+struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a rank, in its slice, and of a block */
+    uint32_t row_packs, rows, tokens, parts, part_packs; /* parts: whose slots a row has; part_packs: slots of each */
+    int64_t send_stride;                                 /* bytes from one token to the next, as all strides here */
     const char *residual, *weight;
-    char *sum, *residual_out, *out, *quantised;
+    int64_t residual_stride;
     float *scale;
-    /* bytes from one token to the next */
-    int64_t send_stride, residual_stride, sum_stride, residual_out_stride, out_stride, quantised_stride;
-    float hidden, eps, least_scale;
+    char *sum, *residual_out, *out, *quantised;
+    int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
+    float part_of_hidden, eps, least_scale; /* part_of_hidden: 1 / hidden */
     uint32_t weight_plus_one, scale_per_token;
 };
 
@@ -1700,12 +1789,22 @@ template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float (&f)[8])
     return uint4{T::join(f), T::join(f + 2), T::join(f + 4), T::join(f + 6)};
 }
 
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
+{
+    return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
+}
+
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
 {
     return k * me.threads + me.thread;
 }
 
-/* The thread's pack k of a token, which it has if kvpn_norm_pack(me, k) < p.row_packs. */
+/* Whether the thread has a pack k. */
+KVPRIM_NCCL_DEVICE bool kvpn_norm_has(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t k)
+{
+    return kvpn_norm_pack(me, k) < p.row_packs;
+}
+
 KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_thread &me, const void *from, uint32_t token, int64_t stride,
                                         uint32_t k)
 {
@@ -1718,35 +1817,47 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_thread &me, void *to, uint32_
     ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
 }
 
-/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. */
-template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
+/* Whose slots hold the pack. No division: there is hardly ever more than one part. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_part_of(const kvpn_norm_params &p, uint32_t pack)
+{
+    uint32_t part = 0;
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t end = p.part_packs; end <= pack; end += p.part_packs)
+        part++;
+    return part;
+}
+
+/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. `one`: it is
+   one block. */
+template <int packs, bool one> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
 {
     uint32_t turn[packs] = {};
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
-        if (pack < p.row_packs)
-            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + part);
-    }
+    for (uint32_t k = 0; k < (one ? 1 : packs); k++)
+        if (one)
+            turn[k] = kvpn_load_turn(p.turn + me.block);
+        else if (kvpn_norm_has(p, me, k))
+            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + kvpn_norm_part_of(p, kvpn_norm_pack(me, k)));
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
-    me.turn = 0;
+    me.turn = turn[0];
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++)
-        me.turn |= turn[k] << k;
+    for (uint32_t k = 1; k < packs; k++)
+        me.turn |= turn[one ? 0 : k] << k;
 }
 
 /* Passes each turn on by the thread that has the first pack in its slots, after all threads have taken theirs. */
-template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
+template <int packs, bool one>
+KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
 {
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+    for (uint32_t k = 0; k < (one ? 1 : packs); k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = one ? 0 : kvpn_norm_part_of(p, pack);
         if (me.role == 0 && pack < p.row_packs && pack == part * p.part_packs)
             p.turn[me.block * p.parts + part] = (me.turn >> k & 1) ^ 1;
     }
 }
 
-/* As kvpn_slot_offset, of pack k of the block's token `row`. */
+/* As kvpn_slot_offset, of pack k of the row's token number `row`. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t area,
                                              uint32_t from, uint32_t row, uint32_t k)
 {
@@ -1767,6 +1878,7 @@ template <int packs, int ranks>
 KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &me, char *const (&at)[packs],
                                        uint32_t which, int32_t sender, uint4 (&v)[packs][ranks])
 {
+    me.polls = 0;
     for (;;) {
         uint32_t largest = 0, late = 0;
         KVPRIM_NCCL_UNROLL
@@ -1776,9 +1888,11 @@ KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &m
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < packs * ranks; i++)
             largest = kvpn_max_u32(largest, kvpn_largest_word<false>(v[i / ranks][i % ranks]));
-        if (largest != kvpn_empty_word) {
-            me.polls = 0;
+        if (largest != kvpn_empty_word)
             return true;
+        if (KVPRIM_NCCL_LIKELY(me.polls < kvpn_polls_per_page_check - 1)) {
+            me.polls++;
+            continue;
         }
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < packs * ranks; i++)
@@ -1794,22 +1908,47 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        const bool has = kvpn_norm_pack(me, k) < p.row_packs;
         t.r[k] = t.residual[k] = t.weight[k] = uint4{0, 0, 0, 0};
-        if (has && p.residual)
+        if (kvpn_norm_has(p, me, k) && p.residual)
             t.residual[k] = kvpn_norm_load(me, p.residual, t.token, p.residual_stride, k);
-        if (has && packs == 1)
+        if (kvpn_norm_has(p, me, k) && packs <= 2)
             t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
     }
     t.scale = p.quantised && !p.scale_per_token ? *p.scale : 0;
 }
 
-/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
-template <class T, int max_ranks, int packs, bool shares>
-KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
-                                      kvpn_norm_token<packs> &t)
+/* Two ranks: the order of two addends does not matter. */
+template <class T, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum_two(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                          kvpn_norm_token<packs> &t)
 {
-    enum { at_once = packs * max_ranks <= 8 ? packs : max_ranks < 8 ? 8 / max_ranks : 1 };
+    uint4 own[packs], v[packs][1] = {};
+    char *at[packs];
+    uint32_t which = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const bool has = kvpn_norm_has(p, me, k);
+        own[k] = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, k) : uint4{0, 0, 0, 0};
+        at[k] = p.peer[0] + kvpn_norm_offset(p, me, 0, p.rank ^ 1, row, k);
+        which |= (uint32_t)has << k;
+    }
+    if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)(p.rank ^ 1), v))
+        return;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        t.r[k] = kvpn_add_packs<T>(own[k], v[k][0]);
+        kvpn_clear_slots<1>(at[k], 0, which >> k & 1);
+        if (shares && which >> k & 1)
+            kvpn_store_slot(p.peer[1] + kvpn_norm_offset(p, me, 1, p.rank, row, k), t.r[k]);
+    }
+}
+
+/* More ranks, in their order. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum_all(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                          kvpn_norm_token<packs> &t)
+{
+    enum { at_once = packs == 4 && max_ranks == 4 ? 2 : 1 }; /* as many as there are registers for */
     const uint32_t others = kvpn_other_ranks(p);
     KVPRIM_NCCL_UNROLL
     for (uint32_t first = 0; first < packs; first += at_once) {
@@ -1818,7 +1957,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me
         uint32_t which = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < at_once; i++) {
-            const bool has = kvpn_norm_pack(me, first + i) < p.row_packs;
+            const bool has = kvpn_norm_has(p, me, first + i);
             const uint4 own = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, first + i) : uint4{0, 0, 0, 0};
             kvpn_init_sum<T, max_ranks>(p, own, v[i]);
             at[i] = p.peer[0] + kvpn_norm_offset(p, me, 0, 0, row, first + i);
@@ -1836,77 +1975,88 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me
     }
 }
 
+/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                      kvpn_norm_token<packs> &t)
+{
+    if (max_ranks == 2)
+        kvpn_norm_sum_two<T, packs, shares>(p, me, row, t);
+    else
+        kvpn_norm_sum_all<T, max_ranks, packs, shares>(p, me, row, t);
+}
+
 /* r from s in t.r, which it writes, and the squares. */
 template <class T, int packs>
 KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        float f[8], g[8];
+        float f[8];
         t.squares[k] = 0;
-        if (kvpn_norm_pack(me, k) >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
-        if (packs > 1) /* not before: fewer registers */
+        if (packs > 2) /* not before: fewer registers */
             t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
         if (p.sum)
             kvpn_norm_store(me, p.sum, t.token, p.sum_stride, k, t.r[k]);
-        if (p.residual) {
-            kvpn_split_pack<T>(t.r[k], f);
-            kvpn_split_pack<T>(t.residual[k], g);
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                f[e] = f[e] + g[e];
-            t.r[k] = kvpn_join_pack<T>(f);
-        }
+        if (p.residual)
+            t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
         if (p.residual_out)
             kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
         kvpn_split_pack<T>(t.r[k], f);
-        t.squares[k] = __fmul_rn(f[0], f[0]);
         KVPRIM_NCCL_UNROLL
-        for (int e = 1; e < 8; e++)
-            t.squares[k] = __fadd_rn(t.squares[k], __fmul_rn(f[e], f[e]));
+        for (int e = 0; e < 8; e++)
+            t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
     }
 }
 
-/* The sum of a token's squares, from those of its groups: a balanced binary tree. */
-template <int packs> KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, const float *groups)
+/* Four groups of a row's squares, for a lane: lane i takes them from 4 * i on, and shuffles add those of neighbouring
+   lanes. */
+KVPRIM_NCCL_DEVICE float kvpn_norm_four_groups(const float *groups, uint32_t count, uint32_t lane)
 {
-    enum { most = packs == 1 ? kvpn_norm_max_groups / 8 : kvpn_norm_max_groups / 4 };
-    const uint32_t count = packs * me.threads / kvpn_norm_lanes;
-    float sum[most];
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t i = 0; i < most; i++) {
-        const float *const g = groups + 4 * i;
-        sum[i] = 4 * i < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
-    }
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t n = most / 2; n > 0; n /= 2)
-        KVPRIM_NCCL_UNROLL
-    for (uint32_t i = 0; i < most / 2; i++)
-        sum[i] = i < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[i];
-    return sum[0];
+    const float *const g = groups + 4 * lane;
+    return 4 * lane < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
 }
 
-/* y from r, which it writes. Returns the bits of the largest |y|. */
+/* y from r, which it writes. */
 template <class T, int packs>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
-                                               kvpn_norm_token<packs> &t)
+KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                           kvpn_norm_token<packs> &t)
 {
-    const float mean = __fdiv_rn(total, p.hidden), by = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, p.eps)));
-    uint32_t most = 0;
+    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
         float f[8], w[8];
-        if (kvpn_norm_pack(me, k) >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
         kvpn_split_pack<T>(t.r[k], f);
         kvpn_split_pack<T>(t.weight[k], w);
+        if (p.weight_plus_one) {
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                w[e] = __fadd_rn(w[e], 1.0f);
+        }
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
-            f[e] = __fmul_rn(__fmul_rn(f[e], by), p.weight_plus_one ? __fadd_rn(w[e], 1.0f) : w[e]);
+            f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
         t.r[k] = kvpn_join_pack<T>(f);
         if (p.out)
             kvpn_norm_store(me, p.out, t.token, p.out_stride, k, t.r[k]);
+    }
+}
+
+/* The bits of the thread's largest |y|. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
+                                           const kvpn_norm_token<packs> &t)
+{
+    uint32_t most = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8];
+        if (!kvpn_norm_has(p, me, k))
+            continue;
         kvpn_split_pack<T>(t.r[k], f);
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
@@ -1915,14 +2065,37 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const 
     return most;
 }
 
-/* A word of four elements. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f, float scale)
+/* A word of four elements: bits of e4m3. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f)
 {
-    uint32_t word = 0;
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 4; e++)
-        word |= kvpi_to_e4m3(__fdiv_rn(f[e], scale)) << 8 * e;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t word;
+    asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+        "mov.b32 %0, {a, b};}"
+        : "=r"(word)
+        : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
     return word;
+#else
+    return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
+#endif
+}
+
+/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
+   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
+{
+    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
+    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
+    if (usual) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fdiv_rn(f[e], scale);
+    }
 }
 
 /* q from y. most: of the whole token, if it has a scale of its own. */
@@ -1930,61 +2103,58 @@ template <class T, int packs>
 KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t most,
                                            const kvpn_norm_token<packs> &t)
 {
-    const float quotient = __fdiv_rn(kvpi_tile_largest(most), 448.0f);
-    const float scale = p.scale_per_token ? kvpi_tile_scale(quotient, p.least_scale, 0) : t.scale;
+    float scale = t.scale;
+    if (p.scale_per_token)
+        scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most), 448.0f), p.least_scale, 0);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k);
         float f[8];
-        if (pack >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
         kvpn_split_pack<T>(t.r[k], f);
-        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
-            uint2{kvpn_norm_to_e4m3(f, scale), kvpn_norm_to_e4m3(f + 4, scale)};
+        kvpn_norm_divide(f, scale);
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[kvpn_norm_pack(me, k)] =
+            uint2{kvpn_norm_to_e4m3(f), kvpn_norm_to_e4m3(f + 4)};
     }
     if (p.scale_per_token && me.thread == 0)
         p.scale[t.token] = scale;
 }
 
 /* How many tokens of its slice this block has. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_block_rows(const kvpn_norm_params &p, const kvpn_thread &me)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_tokens(const kvpn_norm_params &p, const kvpn_thread &me)
 {
-    const uint32_t left = p.slice_rows - me.block * p.block_rows;
-    return left < p.block_rows ? left : p.block_rows;
+    return kvpn_packs_of_block(p, me);
 }
 
-/* Ways of the norm. begin sends a row's first token. A row then takes steps, each with the same number of visits. take
-   gets s of the visit's token, and returns false if there is none, which is so for all threads of the row. */
+/* Ways of the norm. begin sends a row's first token. The row then takes steps, from number me.role to `end`, each
+   p.rows further on, and makes the same number of visits in each. take gets s of the visit's token, and returns false
+   if there is none, which is so for all threads of the row. It empties slots at once: stores are free while the row
+   meets, and took 0.1 us when they were the last. */
 
-/* One shot. Every rank sends all tokens to every other rank, and sums by itself. */
+/* One shot. Every rank sends all tokens to every other rank, and sums by itself. A row has one token. */
 template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
-    enum { exchanges = 1 };
-
-    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
-    {
-        const uint32_t token = me.block * p.block_rows + row;
-        uint4 v[packs];
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
-                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
-        if (row == me.role) /* the first one: see kvpn_take_turn */
-            kvpn_norm_take_turns<packs>(p, me);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
-                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, row, k), kvpn_replace_empty(v[k]));
-    }
+    enum { exchanges = 1, one_token = 1 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
     {
-        if (me.role < kvpn_norm_block_rows(p, me))
-            send(p, me, me.role);
+        const uint32_t token = me.block * p.block_packs + me.role;
+        uint4 v[packs];
+        if (me.role >= kvpn_norm_tokens(p, me))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_has(p, me, k))
+                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
+        kvpn_norm_take_turns<packs, true>(p, me); /* after the loads: see kvpn_take_turn */
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_has(p, me, k))
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, me.role, k), kvpn_replace_empty(v[k]));
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+        return kvpn_norm_tokens(p, me);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
@@ -1992,17 +2162,12 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
         return 1;
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t, uint32_t,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role, rows = kvpn_norm_block_rows(p, me);
-        if (row + p.rows < rows)
-            send(p, me, row + p.rows);
-        if (row >= rows)
-            return false;
-        t.token = me.block * p.block_rows + row;
+        t.token = me.block * p.block_packs + me.role;
         kvpn_norm_prepare(p, me, t);
-        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, row, t);
+        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, me.role, t);
         return true;
     }
 };
@@ -2010,22 +2175,23 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
 /* Two shots. The tokens are `world` slices. Each rank receives those of its slice from every other rank, sums them, and
    sends the sums to all. In a step a row sums its next token, and then takes the others' sums of the one before. */
 template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
-    enum { exchanges = 1 };
+    enum { exchanges = 1, one_token = 0 };
 
     /* The block's token `row` of a rank's slice; p.tokens or more if that slice has none. */
     KVPRIM_NCCL_DEVICE uint32_t token_of(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t rank, uint32_t row)
     {
-        return row < kvpn_norm_block_rows(p, me) ? rank * p.slice_rows + me.block * p.block_rows + row : p.tokens;
+        return row < kvpn_norm_tokens(p, me) ? rank * p.slice_packs + me.block * p.block_packs + row : p.tokens;
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
     {
-        KVPRIM_NCCL_UNROLL
+        enum { at_once = packs == 1 ? max_ranks : 1 }; /* otherwise sm_75 spills registers */
+        KVPRIM_NCCL_UNROLL_BY(at_once)
         for (uint32_t i = 1; i < max_ranks; i++) {
             const uint32_t token = i < p.world ? token_of(p, me, kvpn_peer_rank(p, i), row) : p.tokens;
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < packs; k++)
-                if (token < p.tokens && kvpn_norm_pack(me, k) < p.row_packs)
+                if (token < p.tokens && kvpn_norm_has(p, me, k))
                     kvpn_store_slot(p.peer[i] + kvpn_norm_send_offset(p, me, row, k),
                                     kvpn_replace_empty(kvpn_norm_load(me, p.send, token, p.send_stride, k)));
         }
@@ -2033,13 +2199,13 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
     {
-        kvpn_norm_take_turns<packs>(p, me);
+        kvpn_norm_take_turns<packs, false>(p, me);
         send(p, me, me.role);
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows + 1;
+        return kvpn_norm_tokens(p, me) + p.rows;
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &p)
@@ -2056,7 +2222,7 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             at[k] = p.peer[0] + kvpn_norm_offset(p, me, 1, from, row, k);
-            which |= (uint32_t)(kvpn_norm_pack(me, k) < p.row_packs) << k;
+            which |= (uint32_t)kvpn_norm_has(p, me, k) << k;
         }
         if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)from, v))
             return;
@@ -2067,13 +2233,13 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
         }
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t visit,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row, uint32_t visit,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role, from = kvpn_peer_rank(p, visit);
+        const uint32_t from = kvpn_peer_rank(p, visit);
         if (visit == 0)
             send(p, me, row + p.rows);
-        if (visit != 0 && step == 0)
+        if (visit != 0 && row < p.rows)
             return false;
         t.token = token_of(p, me, from, visit == 0 ? row : row - p.rows);
         if (t.token >= p.tokens)
@@ -2089,15 +2255,15 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
 
 /* The norm alone: s lies in memory, at p.send. */
 template <class T, int packs> struct kvpn_norm_of_memory {
-    enum { exchanges = 0 };
+    enum { exchanges = 0, one_token = 0 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &, kvpn_thread &)
     {
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+        return kvpn_norm_tokens(p, me);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
@@ -2105,17 +2271,14 @@ template <class T, int packs> struct kvpn_norm_of_memory {
         return 1;
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row, uint32_t,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role;
-        if (row >= kvpn_norm_block_rows(p, me))
-            return false;
-        t.token = me.block * p.block_rows + row;
+        t.token = me.block * p.block_packs + row;
         kvpn_norm_prepare(p, me, t);
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
+            if (kvpn_norm_has(p, me, k))
                 t.r[k] = kvpn_norm_load(me, p.send, t.token, p.send_stride, k);
         return true;
     }
@@ -2174,18 +2337,23 @@ static __global__ __launch_bounds__(kvpn_max_threads,
     kvpn_run_way<Way<whole>>(p);
 }
 
-/* Meetings of the threads of a row. */
+/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to one
+   again has met all others after they read it. */
+struct alignas(16) kvpn_norm_meeting {
+    float groups[2][kvpn_norm_max_groups];
+};
 
-/* Only for threads of one row. */
+/* For all threads of a row. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_thread &me)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
 }
 
-/* Adds each pack's squares to those of its group. */
+/* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
 template <int packs>
-KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *groups, const float (&squares)[packs])
+KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, float *groups, const float (&squares)[packs])
 {
+    enum { lanes = packs == 1 ? 8 : 16 }; /* which add four groups each */
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
         float sum = squares[k];
@@ -2196,58 +2364,94 @@ KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *gro
             groups[kvpn_norm_pack(me, k) / kvpn_norm_lanes] = sum;
     }
     kvpn_norm_meet(me);
-    return kvpn_norm_total<packs>(me, groups);
+    float total = kvpn_norm_four_groups(groups, packs * me.threads / kvpn_norm_lanes, me.thread % lanes);
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < lanes; lane *= 2)
+        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
+    return total;
 }
 
 /* The largest of all threads' bits. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest(const kvpn_thread &me, float *groups, uint32_t most)
 {
+    const uint32_t warps = me.threads / kvpn_norm_lanes, lane = me.thread % kvpn_norm_lanes; /* at most 32 warps */
     KVPRIM_NCCL_UNROLL
-    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, lane));
-    if (me.thread % kvpn_norm_lanes == 0)
+    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
+    if (lane == 0)
         groups[me.thread / kvpn_norm_lanes] = __uint_as_float(most);
     kvpn_norm_meet(me);
-    for (uint32_t w = 0; w < me.threads / kvpn_norm_lanes; w++)
-        most = kvpn_max_u32(most, __float_as_uint(groups[w]));
+    most = lane < warps ? __float_as_uint(groups[lane]) : 0;
+    KVPRIM_NCCL_UNROLL
+    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
     return most;
 }
 
-/* A row's threads meet in two arrays by turns: one that writes to an array again has met all others after they read
-   it. */
+/* What follows s in t.r. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_meeting &meeting,
+                                         uint32_t &meetings, kvpn_norm_token<packs> &t)
+{
+    uint32_t most = 0;
+    kvpn_norm_add<T>(p, me, t);
+    kvpn_norm_multiply<T>(p, me, kvpn_norm_total<packs>(me, meeting.groups[meetings++ % 2], t.squares), t);
+    if (KVPRIM_NCCL_LIKELY(!p.quantised))
+        return;
+    if (p.scale_per_token)
+        most = kvpn_norm_largest(me, meeting.groups[meetings++ % 2], kvpn_norm_most<T>(p, me, t));
+    kvpn_norm_quantise<T>(p, me, most, t);
+}
+
+/* Brings all parameters into the constant cache at once, before the wait for the predecessor: later, each line that is
+   read for the first time would take as long as a load from memory. There is always an address to send from. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_touch(const kvpn_norm_params &p)
+{
+    const uint64_t any = (uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual |
+                         (uintptr_t)p.out | p.scale_per_token;
+    asm volatile("{.reg .pred none; setp.eq.u64 none, %0, 0; @none exit;}" ::"l"(any));
+}
+
+/* At once: the row's other threads, and other rows, may wait for long. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_tell(const kvpn_norm_params &p, const kvpn_thread &me, bool &told)
+{
+    if (KVPRIM_NCCL_LIKELY(me.stop_reason == 0 || told))
+        return;
+    kvpn_stop_rank(p, me);
+    told = true;
+}
+
 template <class Way, class T, int max_ranks, int packs>
-static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ alignas(16) float arrays[kvpn_norm_max_rows][2][kvpn_norm_max_groups];
+    __shared__ kvpn_norm_meeting meetings_of[kvpn_norm_max_rows];
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
+    kvpn_norm_meeting &meeting = meetings_of[me.role];
     kvpn_norm_token<packs> t;
+    const uint32_t count = packs * me.threads / kvpn_norm_lanes; /* of groups */
     uint32_t meetings = 0;
     bool told = false;
+    kvpn_norm_touch(p);
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
-    for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
-        groups[0][i] = 0;
-    __syncthreads();
-    if (Way::exchanges)
-        kvpn_norm_end_turns<packs>(p, me);
-    for (uint32_t step = 0; step < Way::steps(p, me); step++)
-        for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
-            if (!Way::take(p, me, step, visit, t))
-                continue;
-            if (me.stop_reason != 0 && !told) { /* now: the row's other threads, and other rows, may wait for long */
-                kvpn_stop_rank(p, me);
-                told = true;
+    if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */
+        meeting.groups[me.thread / 4][count / 4 * 4 + me.thread % 4] = 0;
+    if (!Way::one_token || p.rows > 1)
+        __syncthreads();
+    if (Way::exchanges && !Way::one_token)
+        kvpn_norm_end_turns<packs, false>(p, me);
+    for (uint32_t row = me.role; row < Way::end(p, me); row += p.rows) {
+        for (uint32_t visit = 0; visit < Way::visits(p); visit++)
+            if (Way::take(p, me, row, visit, t)) {
+                kvpn_norm_tell(p, me, told);
+                kvpn_norm_finish<T>(p, me, meeting, meetings, t);
             }
-            kvpn_norm_add<T>(p, me, t);
-            const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
-            uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
-            if (p.quantised && p.scale_per_token)
-                most = kvpn_norm_largest(me, groups[meetings++ % 2], most);
-            if (p.quantised)
-                kvpn_norm_quantise<T>(p, me, most, t);
-        }
+        if (Way::one_token)
+            break;
+    }
+    if (Way::one_token) /* the block's threads, or its rows, have met */
+        kvpn_norm_end_turns<packs, true>(p, me);
 }
 #endif
 
@@ -3052,9 +3256,7 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
     return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32>(world, whole)
            : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16>(world, whole)
            : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16>(world, whole)
-           : world == 2           ? kvpn_kernel<Way, kvpn_any, 2, false>
-           : world <= 4           ? kvpn_kernel<Way, kvpn_any, 4, false>
-                                  : kvpn_kernel<Way, kvpn_any, 8, false>;
+                                  : kvpn_pick<Way, kvpn_any>(world, whole);
 }
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
@@ -3067,43 +3269,61 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
                                         : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-static kvpn_parts_function kvpn_pick_parts(kvpn_way way, bool whole)
+template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
 {
-    return way == kvpn_by_parts
-               ? (whole ? kvpn_parts_kernel<kvpn_parts_few, true> : kvpn_parts_kernel<kvpn_parts_few, false>)
-           : way == kvpn_by_parts_many
-               ? (whole ? kvpn_parts_kernel<kvpn_parts_many, true> : kvpn_parts_kernel<kvpn_parts_many, false>)
-               : (whole ? kvpn_parts_kernel<kvpn_parts_most, true> : kvpn_parts_kernel<kvpn_parts_most, false>);
+    return whole ? kvpn_parts_kernel<Way, true> : kvpn_parts_kernel<Way, false>;
+}
+
+static kvpn_parts_function kvpn_pick_parts(kvpn_way way, int world, bool whole)
+{
+    return way == kvpn_by_parts_many   ? kvpn_pick_parts<kvpn_parts_many>(whole)
+           : way == kvpn_by_parts_most ? kvpn_pick_parts<kvpn_parts_most>(whole)
+           : world == 2                ? kvpn_pick_parts<kvpn_parts_pair>(whole)
+                                       : kvpn_pick_parts<kvpn_parts_few>(whole);
 }
 
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, whole)
+    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, world, whole)
                                 : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
-template <class T, int max_ranks, int packs> static const void *kvpn_pick_norm(kvpn_way way)
+/* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says. */
+template <class T, int max_ranks> static const void *kvpn_pick_norm(kvpn_way way, uint32_t packs)
 {
-    return way == kvpn_by_one_shot
-               ? (const void *)kvpn_norm_kernel<kvpn_norm_one_shot<T, max_ranks, packs>, T, max_ranks, packs>
-               : (const void *)kvpn_norm_kernel<kvpn_norm_two_shot<T, max_ranks, packs>, T, max_ranks, packs>;
+    enum { many = kvpn_norm_packs, few = max_ranks <= 4 ? kvpn_norm_packs / 2 : kvpn_norm_packs };
+    typedef kvpn_norm_one_shot<T, max_ranks, 1> one;
+    typedef kvpn_norm_one_shot<T, max_ranks, few> one_of_more;
+    typedef kvpn_norm_two_shot<T, max_ranks, 1> two;
+    typedef kvpn_norm_two_shot<T, max_ranks, many> two_of_more;
+    if (way == kvpn_by_one_shot)
+        return packs == 1 ? (const void *)kvpn_norm_kernel<one, T, max_ranks, 1>
+                          : (const void *)kvpn_norm_kernel<one_of_more, T, max_ranks, few>;
+    return packs == 1 ? (const void *)kvpn_norm_kernel<two, T, max_ranks, 1>
+                      : (const void *)kvpn_norm_kernel<two_of_more, T, max_ranks, many>;
 }
 
-template <class T, int packs> static const void *kvpn_pick_norm(kvpn_way way, int world)
+template <class T> static const void *kvpn_pick_norm(kvpn_way way, int world, uint32_t packs)
 {
-    return way == kvpn_by_nccl ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, packs>, T, 2, packs>
-           : world == 2        ? kvpn_pick_norm<T, 2, packs>(way)
-           : world <= 4        ? kvpn_pick_norm<T, 4, packs>(way)
-                               : kvpn_pick_norm<T, 8, packs>(way);
+    if (way == kvpn_by_nccl)
+        return packs == 1
+                   ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, 1>, T, 2, 1>
+                   : (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, kvpn_norm_packs>, T, 2, kvpn_norm_packs>;
+    return world == 2   ? kvpn_pick_norm<T, 2>(way, packs)
+           : world <= 4 ? kvpn_pick_norm<T, 4>(way, packs)
+                        : kvpn_pick_norm<T, 8>(way, packs);
 }
 
-/* packs: of a thread, 1 or kvpn_norm_packs. kvpn_by_nccl: the norm alone. */
 static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, uint32_t packs)
 {
-    return dtype == KVPRIM_BF16 ? (packs == 1 ? kvpn_pick_norm<kvpn_bf16, 1>(way, world)
-                                              : kvpn_pick_norm<kvpn_bf16, kvpn_norm_packs>(way, world))
-           : packs == 1         ? kvpn_pick_norm<kvpn_f16, 1>(way, world)
-                                : kvpn_pick_norm<kvpn_f16, kvpn_norm_packs>(way, world);
+    return dtype == KVPRIM_BF16 ? kvpn_pick_norm<kvpn_bf16>(way, world, packs)
+                                : kvpn_pick_norm<kvpn_f16>(way, world, packs);
+}
+
+/* How many packs a thread has that has more than one. */
+static uint32_t kvpn_norm_packs_of(kvpn_way way, int world)
+{
+    return way == kvpn_by_one_shot && world <= 4 ? kvpn_norm_packs / 2 : kvpn_norm_packs;
 }
 
 static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
@@ -3147,20 +3367,21 @@ static bool kvpn_can_capture_pdl(void)
    another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
-    size_t scatter;                       /* what each rank sends */
-    size_t gather, gather_odd;            /* what each rank receives; odd: a rank's part is not a multiple of 16 */
-    size_t gather_many, gather_most;      /* the second begins where the first ends */
-    size_t parts, parts_many, parts_most; /* world times the largest part that one rank sends to another */
+    size_t scatter;                  /* what each rank sends */
+    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
+    size_t gather_many, gather_most; /* the second begins where the first ends */
+    /* world times the largest part that one rank sends to another; even: all of these are equal */
+    size_t parts, parts_many, parts_uneven, parts_even;
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20,  256 << 10, 4 << 20,
-                             8 << 20, 64 << 20, 256 << 10, 8 << 20,   32 << 20},
-                      four = {128 << 10, 32 << 20, 64 << 20,  256 << 10, 1 << 20,
-                              8 << 20,   8 << 20,  256 << 10, 8 << 20,   8 << 20},
-                      eight = {32 << 10, 8 << 20, 16 << 20,  256 << 10, 512 << 10,
-                               4 << 20,  4 << 20, 256 << 10, 4 << 20,   4 << 20};
+    const kvpn_limits two = {2 << 20,  64 << 20,  64 << 20, 256 << 10, 4 << 20, 8 << 20,
+                             64 << 20, 384 << 10, 8 << 20,  16 << 20,  32 << 20},
+                      four = {128 << 10, 32 << 20,  64 << 20, 256 << 10, 1 << 20, 8 << 20,
+                              8 << 20,   256 << 10, 8 << 20,  8 << 20,   8 << 20},
+                      eight = {32 << 10, 8 << 20,   16 << 20, 256 << 10, 512 << 10, 4 << 20,
+                               4 << 20,  256 << 10, 4 << 20,  4 << 20,   4 << 20};
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
@@ -3168,7 +3389,8 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
     if (gather)
-        l.gather_odd = l.gather_most = l.parts_most = gather, l.gather = gather < l.gather ? gather : l.gather;
+        l.gather_odd = l.gather_most = l.parts_uneven = l.parts_even = gather,
+        l.gather = gather < l.gather ? gather : l.gather;
     return l;
 }
 #endif
@@ -3230,7 +3452,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (int)comm->world, (unsigned long long)limits.parts_most / (unsigned)comm->world,
+                                 (int)comm->world, (unsigned long long)limits.parts_even / (unsigned)comm->world,
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
@@ -4000,34 +4222,41 @@ static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
     return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
 }
 
-/* `bytes`: of the largest part that one rank sends to another. */
-static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, size_t bytes)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t most = bytes > SIZE_MAX / (size_t)comm->world ? SIZE_MAX : bytes * (size_t)comm->world;
-    return !comm->peer[0] || most > limits.parts_most                                  ? kvpn_by_nccl
-           : most <= limits.parts && bytes <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
-           : most <= limits.parts_many                                                 ? kvpn_by_parts_many
-                                                                                       : kvpn_by_parts_most;
-}
+/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
+   The same on every rank. */
+typedef struct kvpn_extent {
+    size_t largest, smallest, own;
+} kvpn_extent;
 
-/* The largest part that one rank sends to another, or keeps, in bytes. The same on every rank. */
-static size_t kvpn_largest_part(const kvpn_call *c, bool stays)
+static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
-    size_t largest = 0;
+    kvpn_extent e = {0, SIZE_MAX, 0};
     for (int from = 0; from < c->comm->world; from++)
         for (int to = 0; to < c->comm->world; to++) {
-            const size_t count = kvpn_part_count(c, from, to);
-            largest = (from == to) == stays && count > largest ? count : largest;
+            const size_t bytes = kvpn_part_count(c, from, to) * c->element;
+            size_t *const most = from == to ? &e.own : &e.largest;
+            *most = bytes > *most ? bytes : *most;
+            e.smallest = from != to && bytes < e.smallest ? bytes : e.smallest;
         }
-    return largest * c->element;
+    return e;
+}
+
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_extent e)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
+    if (!comm->peer[0] || e.largest > (e.largest == e.smallest ? limits.parts_even : limits.parts_uneven) / world)
+        return kvpn_by_nccl;
+    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
+           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
+                                                                                          : kvpn_by_parts_most;
 }
 
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
     if (kvpn_exchanges_parts(c->kind))
-        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_largest_part(c, false)) : kvpn_by_nccl;
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_extent_of(c)) : kvpn_by_nccl;
     return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
@@ -4087,15 +4316,16 @@ static void kvpn_set_ranks(const kvprim_comm *comm, kvpn_params *p)
     p->turn_bytes = 2 * p->area_bytes;
 }
 
-static void kvpn_set_op(kvpn_params *p, const kvpn_call *c)
+static void kvpn_set_what(kvpn_params *p, const kvpn_call *c)
 {
-    const size_t element = c->element;
-    p->op = c->op_or_peer == KVPRIM_MAX   ? kvpn_takes_largest
-            : c->op_or_peer == KVPRIM_MIN ? kvpn_takes_least
-            : c->op_or_peer == KVPRIM_AVG ? kvpn_averages
-                                          : kvpn_sums;
-    p->dtype = (uint32_t)c->dtype;
-    p->signs = element == 1 ? 0x80808080u : element == 2 ? 0x80008000u : 0x80000000u;
+    static const uint32_t ops[] = {kvpn_sums, kvpn_takes_largest, 0, kvpn_takes_least, kvpn_averages};
+    const uint32_t type = c->dtype == KVPRIM_F32      ? kvpn_is_f32
+                          : c->dtype == KVPRIM_BF16   ? kvpn_is_bf16
+                          : c->dtype == KVPRIM_F16    ? kvpn_is_f16
+                          : c->dtype == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                                      : kvpn_is_e5m2;
+    p->what = c->kind <= kvpn_reduce_scatter ? ops[c->op_or_peer] | type : 0;
+    p->signs = c->element == 1 ? 0x80808080u : c->element == 2 ? 0x80008000u : 0x80000000u;
     p->share = 1.0 / c->comm->world;
 }
 
@@ -4112,7 +4342,7 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.send = c->send, p.recv = c->recv;
     p.count = gathers || !sums ? bytes : c->count;
     p.pitch = pitch * c->element;
-    kvpn_set_op(&p, c);
+    kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
@@ -4176,16 +4406,15 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t unit = way == kvpn_by_parts ? 8 : 16, capacity = kvpn_capacity_bytes(comm, way);
-    const size_t largest = kvpn_largest_part(c, false), own = kvpn_largest_part(c, true);
-    const size_t of_slots = largest <= capacity ? 1 : (largest + capacity - 1) / capacity,
-                 of_own = own / kvpn_most_of_own + 1;
-    const size_t chunks = of_slots > of_own ? of_slots : of_own;
-    const size_t own_step = (own / chunks / 128 + 1) * 128;
+    const kvpn_extent e = kvpn_extent_of(c);
+    const size_t of_slots = e.largest <= capacity ? 1 : (e.largest + capacity - 1) / capacity,
+                 of_own = e.own / kvpn_most_of_own + 1;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own, own_step = (e.own / chunks / 128 + 1) * 128;
     kvpn_parts_params p = {};
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
-        const size_t left = n < of_slots ? largest - n * capacity : 0, most = left > own_step ? left : own_step;
+        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own_step ? left : own_step;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
@@ -4204,7 +4433,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
 {
     kvpn_norm_params p = {};
-    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1;
+    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1, p.part_packs = p.row_packs;
     p.send_stride = 2 * d->send_stride, p.residual_stride = 2 * d->residual_stride, p.sum_stride = 2 * d->sum_stride;
     p.residual_out_stride = 2 * d->residual_out_stride, p.out_stride = 2 * d->out_stride;
     p.quantised_stride = d->quantised_stride;
@@ -4217,31 +4446,50 @@ static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t
     p.quantised = d->quantised ? (char *)d->quantised + first * p.quantised_stride : NULL;
     p.scale = d->scale && d->scale_per_token ? d->scale + first : d->scale;
     p.scale_per_token = (uint32_t)d->scale_per_token, p.least_scale = d->least_scale;
-    p.hidden = (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
+    p.part_of_hidden = 1.0f / (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
     return p;
 }
 
-/* Threads of a row, and how many packs each of them has. */
-static uint32_t kvpn_norm_threads(uint32_t row_packs, uint32_t most, uint32_t *packs)
+/* How many threads a row has, and how many rows a block has room for. */
+static uint32_t kvpn_norm_threads(const kvprim_comm *comm, kvpn_way way, uint32_t row_packs, uint32_t packs,
+                                  uint32_t *rows)
 {
-    *packs = row_packs <= most ? 1 : kvpn_norm_packs;
-    return ((row_packs + *packs - 1) / *packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+    const uint32_t most = packs > 2             ? (uint32_t)kvpn_max_threads_of_8
+                          : way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads
+                                                : kvpn_max_threads_for(comm->world);
+    const uint32_t threads =
+        ((row_packs + packs - 1) / packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+    *rows = most / threads < kvpn_norm_max_rows ? most / threads : (uint32_t)kvpn_norm_max_rows;
+    return threads;
 }
 
+/* Fills in the grid and launches. max_blocks: those that have slots. */
 static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvprim_dtype dtype, uint32_t max_blocks,
                                            kvpn_norm_params *p)
 {
-    const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
-    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
-    uint32_t packs;
-    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs);
-    const uint32_t in_block = (packs == 1 ? most : (uint32_t)kvpn_max_threads_of_8) / threads;
-    p->slice_rows = (p->tokens + slices - 1) / slices;
-    p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
-    p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
-    p->rows = p->block_rows < p->rows ? p->block_rows : p->rows;
+    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1, more = kvpn_norm_packs_of(way, c->comm->world);
+    uint32_t packs = 1;
+    p->slice_packs = (p->tokens + slices - 1) / slices;
+    p->block_packs = (p->slice_packs + max_blocks - 1) / max_blocks;
+    uint32_t threads = kvpn_norm_threads(c->comm, way, p->row_packs, packs, &p->rows);
+    if (p->rows == 0 || (way == kvpn_by_one_shot && p->rows < p->block_packs))
+        threads = kvpn_norm_threads(c->comm, way, p->row_packs, packs = more, &p->rows);
+    p->rows = p->block_packs < p->rows ? p->block_packs : p->rows;
     return kvpn_launch_kernel(c, kvpn_pick_norm(way, dtype, c->comm->world, packs),
-                              (p->slice_rows + p->block_rows - 1) / p->block_rows, dim3(threads, p->rows), p);
+                              (p->slice_packs + p->block_packs - 1) / p->block_packs, dim3(threads, p->rows), p);
+}
+
+/* Up to how many tokens one shot takes: up to its limit, if a block has slots, and a row of threads for each. */
+static int64_t kvpn_norm_one_shot_tokens(const kvprim_comm *comm, uint32_t row_packs)
+{
+    const kvpn_way way = kvpn_by_one_shot;
+    const int64_t limit = (int64_t)(kvpn_limits_of(comm).one_shot / 16 / row_packs);
+    uint32_t rows;
+    (void)kvpn_norm_threads(comm, way, row_packs, kvpn_norm_packs_of(way, comm->world), &rows);
+    const uint32_t with_slots = comm->block_slots / row_packs;
+    const int64_t most = (int64_t)comm->blocks * (rows < with_slots ? rows : with_slots);
+    const int64_t wanted = limit > 1 ? limit : 1; /* one token is never two slices */
+    return wanted < most ? wanted : most;
 }
 
 /* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
@@ -4251,9 +4499,9 @@ static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc
     const kvprim_comm *const comm = c->comm;
     const uint32_t row_packs = (uint32_t)(d->hidden / 8);
     const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
-    const int64_t slots_tokens = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
-    const bool two = (uint64_t)d->tokens * row_packs * 16 > kvpn_limits_of(comm).one_shot || d->tokens > slots_tokens;
-    const int64_t most = two ? slots_tokens * comm->world : slots_tokens;
+    const int64_t in_slots = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
+    const bool two = d->tokens > kvpn_norm_one_shot_tokens(comm, row_packs);
+    const int64_t most = two ? in_slots * comm->world : d->tokens;
     for (int64_t first = 0; first < d->tokens; first += most) {
         kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
         kvpn_set_ranks(comm, &p);
@@ -4317,18 +4565,17 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
+    char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
                      received = kvpn_part_count(c, r, c->comm->rank) * c->element;
-        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, r, true) * c->element),
-                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, r, false) * c->element);
-        if (r == c->comm->rank && send == recv) /* an all_gatherv in place */
-            continue;
-        if (sent > 0)
+        const bool stays = r == c->comm->rank && send == recv; /* an all_gatherv in place */
+        if (sent > 0 && !stays)
             result = ncclSend(send, sent, ncclUint8, r, nccl, c->stream);
-        if (received > 0 && result == ncclSuccess)
+        if (received > 0 && !stays && result == ncclSuccess)
             result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
+        send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
     return result == ncclSuccess ? ended : result;
@@ -4901,17 +5148,30 @@ static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, 
     return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
 }
 
-/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
-   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
-static float kvpn_host_sqrt(float x)
+/* Whether a * a * x > 1, without rounding. a has 25 bits, so fp64 holds its square; that is split into 27 bits and the
+   rest, whose products with x fp64 holds as well. */
+static bool kvpn_host_exceeds_one(double a, double x)
+{
+    const double square = a * a;
+    double high;
+    uint64_t bits;
+    memcpy(&bits, &square, sizeof bits);
+    bits &= ~(((uint64_t)1 << 26) - 1);
+    memcpy(&high, &bits, sizeof high);
+    return (high * x - 1) + (square - high) * x > 0;
+}
+
+/* 1 / sqrt(x), rounded to nearest, without a library that the caller would have to link: the least float of which the
+   middle between it and the next one is more than that. */
+static float kvpn_host_rsqrt(float x)
 {
     uint32_t low = 0, high = 0x7f800000;
-    if (!(x > 0) || kvpi_bits_of(x) >= high)
-        return x; /* 0, infinity, NaN */
+    if (!(x > 0) || kvpi_bits_of(x) >= high) /* 0, infinity, NaN */
+        return kvpi_quotient(1, x);
     while (low < high) {
         const uint32_t at = low + (high - low) / 2;
         const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
-        if (middle * middle > (double)x)
+        if (kvpn_host_exceeds_one(middle, (double)x))
             high = at;
         else
             low = at + 1;
@@ -4937,9 +5197,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
-            sum = kvpi_rounded(sum + square);
+            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
@@ -4947,7 +5206,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
 }
 
 static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,

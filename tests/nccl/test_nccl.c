@@ -370,17 +370,17 @@ static void test_norm_on_host(void)
                              n % 8 == 7, (uint64_t)(n * 1000 + k * 10 + world));
 }
 
-/* The squares of bf16 and fp16 go from denormals to infinity, and roots of all sizes are right. */
+/* Of numbers from denormals to infinity. */
 static void test_roots(void)
 {
-    for (int n = 0; n < 20000; n++) {
-        const float x = kvpi_float_of((uint32_t)hash_u64((uint64_t)n) & 0x7fffffff);
+    for (uint64_t n = 0; n < 20000; n++) {
+        const float x = kvpi_float_of((uint32_t)hash_u64(n) & 0x7fffffff);
         if (!isnan(x))
-            CHECK(kvpn_host_sqrt(x) == (float)sqrt((double)x));
+            CHECK(kvpn_host_rsqrt(x) == (float)(1 / sqrt((double)x)));
     }
-    CHECK(kvpn_host_sqrt(0) == 0 && isinf(kvpn_host_sqrt(INFINITY)) && isnan(kvpn_host_sqrt(NAN)));
-    CHECK(kvpn_host_sqrt(FLT_MAX) == (float)sqrt((double)FLT_MAX));
-    CHECK(kvpn_host_sqrt(kvpi_float_of(1)) == (float)sqrt((double)kvpi_float_of(1)));
+    CHECK(isinf(kvpn_host_rsqrt(0)) && kvpn_host_rsqrt(INFINITY) == 0 && isnan(kvpn_host_rsqrt(NAN)));
+    CHECK(kvpn_host_rsqrt(FLT_MAX) == (float)(1 / sqrt((double)FLT_MAX)));
+    CHECK(kvpn_host_rsqrt(kvpi_float_of(1)) == (float)(1 / sqrt((double)kvpi_float_of(1))));
 }
 
 /* A description that has every tensor, each in 64 KB of its own: 4 tokens x 64. */
@@ -612,6 +612,15 @@ static void test_grids(void)
             }
 }
 
+/* For parts of so many bytes, equal or not, and one that stays. Equal parts may have a higher limit. */
+static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
+{
+    const kvpn_extent even = {bytes, bytes, own}, uneven = {bytes, bytes / 2, own};
+    const kvpn_way way = kvpn_choose_parts(comm, even), other = kvpn_choose_parts(comm, uneven);
+    CHECK(way == other || other == kvpn_by_nccl);
+    return way;
+}
+
 /* Which way a call takes: by size and kind, and by the caller's limits. */
 static void test_choices(void)
 {
@@ -626,12 +635,14 @@ static void test_choices(void)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         for (size_t bytes = 0; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
-            CHECK(kvpn_choose_parts(&comm, bytes) != kvpn_by_parts ||
+            CHECK(choose_parts(&comm, bytes, bytes / 2) != kvpn_by_parts ||
                   bytes <= kvpn_capacity_bytes(&comm, kvpn_by_parts));
-        CHECK(kvpn_choose_parts(&comm, 0) == kvpn_by_parts && kvpn_choose_parts(&comm, 1) == kvpn_by_parts);
-        CHECK(kvpn_choose_parts(&comm, ((size_t)1 << 18) + 1) == kvpn_by_parts_many);
-        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 30) == kvpn_by_nccl);
-        CHECK(kvpn_choose_parts(&comm, SIZE_MAX / 2) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, 0, 0) == kvpn_by_parts && choose_parts(&comm, 1, 0) == kvpn_by_parts);
+        CHECK(choose_parts(&comm, 1, (size_t)1 << 18) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, ((size_t)1 << 18) + 1, 5) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, 5, (size_t)1 << 40) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, (size_t)1 << 30, 0) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, SIZE_MAX / 2, 0) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
@@ -653,13 +664,13 @@ static void test_choices(void)
         CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
-        CHECK(kvpn_choose_parts(&comm, 1024 / (size_t)world) == kvpn_by_parts);
-        CHECK(kvpn_choose_parts(&comm, 1024) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
+        CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
         CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
-        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
+        CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
         CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);

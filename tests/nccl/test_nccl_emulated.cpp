@@ -46,7 +46,7 @@ static bool exchanges(kind what)
     return what == parts || what == parts_many || what == parts_most;
 }
 
-/* How many bytes rank `from` sends to rank `to`. A part that stays may be larger than the slots. */
+/* How many bytes rank `from` sends to rank `to`. With groups, a part that stays may be larger than the slots. */
 static size_t part_of(const call &c, uint32_t from, uint32_t to)
 {
     const uint64_t h = hash_u64(c.number * 97 + from * 8 + (c.parts_shape == to_all ? 0 : to));
@@ -57,7 +57,8 @@ static size_t part_of(const call &c, uint32_t from, uint32_t to)
         return 0;
     if (c.parts_shape == one_silent && (from == silent || to == silent))
         return 0;
-    const size_t most = from == to && c.parts_shape != to_all && h >> 60 == 0 ? 3 * most_bytes : c.count;
+    const bool own = from == to && c.parts_shape != to_all && c.what != parts;
+    const size_t most = own && h >> 60 == 0 ? 3 * most_bytes : c.count;
     const size_t bytes = h % 4 == 0 ? 0 : h % 4 == 1 ? most : h / 4 % (most + 1);
     return c.parts_shape == whole_packs ? bytes / 16 * 16 : bytes;
 }
@@ -72,7 +73,7 @@ static call exchange_of(call c, uint64_t h, uint32_t world)
         c.count = std::min(most, c.count + 15) / 16 * 16;
     for (uint32_t from = 0; from < world; from++)
         for (uint32_t to = 0; to < world; to++)
-            largest = std::max(largest, from == to ? 0 : part_of(c, from, to));
+            largest = std::max(largest, from == to && c.what != parts ? 0 : part_of(c, from, to));
     const uint32_t slots = blocks * block_slots;
     uint32_t slice = std::max(1u, static_cast<uint32_t>((largest + unit - 1) / unit));
     slice += h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots - slice + 1) : 0; /* a large part that stays */
@@ -205,17 +206,18 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_thread &me : threads)
-        Way::begin(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::begin(p, threads[running]);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_thread &me : threads)
-        Way::complete(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::complete(p, threads[running]);
     for (const kvpn_thread &me : threads)
         if (me.stop_reason != 0)
             kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
+    end_kernel();
 }
 
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
@@ -241,12 +243,14 @@ template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, 
     else if (c.type == KVPRIM_BF16 && c.op == KVPRIM_SUM)
         run_reduction<kvpn_bf16, max_ranks, whole>(p, c);
     else
-        run_reduction<kvpn_any, max_ranks, false>(p, c);
+        run_reduction<kvpn_any, max_ranks, whole>(p, c);
 }
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
 {
-    if (c.what == parts)
+    if (c.what == parts && p.world == 2)
+        run_kernel<kvpn_parts_pair<whole>>(p, c);
+    else if (c.what == parts)
         run_kernel<kvpn_parts_few<whole>>(p, c);
     else if (c.what == parts_many)
         run_kernel<kvpn_parts_many<whole>>(p, c);
@@ -348,11 +352,15 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
     p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
-    p.op = c.op == KVPRIM_SUM   ? kvpn_sums
-           : c.op == KVPRIM_AVG ? kvpn_averages
-           : c.op == KVPRIM_MAX ? kvpn_takes_largest
-                                : kvpn_takes_least;
-    p.share = 1.0 / j.world, p.dtype = c.type;
+    p.what = c.op == KVPRIM_SUM   ? kvpn_sums
+             : c.op == KVPRIM_AVG ? kvpn_averages
+             : c.op == KVPRIM_MAX ? kvpn_takes_largest
+                                  : kvpn_takes_least;
+    p.what |= c.type == KVPRIM_F32      ? kvpn_is_f32
+              : c.type == KVPRIM_BF16   ? kvpn_is_bf16
+              : c.type == KVPRIM_F8E4M3 ? kvpn_is_e4m3
+                                        : kvpn_is_e5m2;
+    p.share = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
     p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
@@ -409,6 +417,7 @@ static void test_world(uint32_t world, uint64_t calls)
         for (size_t k = page_words; k < memory.size(); k++)
             CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
                   kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
+    CHECK(overwritten == 0);
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
     finish_test(name);

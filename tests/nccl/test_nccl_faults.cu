@@ -82,6 +82,11 @@ static kvprim_status sum_of_device(rank_state &r, kvprim_comm *comm, size_t coun
     return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_SUM, r.stream);
 }
 
+static kvprim_status average_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
+{
+    return kvprim_all_reduce(comm, r.device[1], r.device[0], count, dtype, KVPRIM_AVG, r.stream);
+}
+
 static kvprim_status gather_of_device(rank_state &r, kvprim_comm *comm, size_t count, kvprim_dtype dtype)
 {
     return kvprim_all_gather(comm, r.device[1], r.device[0], count, dtype, r.stream);
@@ -143,13 +148,14 @@ static kvprim_status sum_in_buffer(rank_state &r, kvprim_comm *comm, size_t coun
     return kvprim_all_reduce(comm, buffer, buffer, count, dtype, KVPRIM_SUM, r.stream);
 }
 
-/* One rank stays away. The others learn of it in time, whoever sums, and abort ends the wait. `named`: they say which
-   rank it is. */
+/* One rank stays away. The others learn of it in time, whoever sums, and abort ends the wait. `named`: own kernels sum,
+   and say which rank it is. */
 static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dtype dtype, bool named)
 {
     kvprim_comm comm = {};
-    const kvprim_comm_desc desc = desc_of(r, size_t(4) << 20, 500);
+    kvprim_comm_desc desc = desc_of(r, size_t(4) << 20, 500);
     double took = 0;
+    desc.all_reduce_limit = !named;
     OK(kvprim_comm_init(&comm, &desc));
     OK(call(r, &comm, count, dtype));
     CUDA(cudaStreamSynchronize(r.stream));
@@ -176,6 +182,8 @@ static void test_missing(rank_state &r)
     one_missing(r, sum_of_device, 1024, KVPRIM_BF16, true);
     one_missing(r, sum_of_device, 700000, KVPRIM_F32, true);
     one_missing(r, scatter_of_device, 100000, KVPRIM_F16, true);
+    one_missing(r, scatter_of_device, 1000, KVPRIM_F8E4M3, true);
+    one_missing(r, average_of_device, 3 << 20, KVPRIM_F8E5M2, true);
     one_missing(r, gather_of_device, 500, KVPRIM_F32, true);
     one_missing(r, gather_of_device, 100000, KVPRIM_F32, true);
     one_missing(r, to_all_of_device, 500, KVPRIM_F32, true);
@@ -622,13 +630,14 @@ static void sum_after_early(rank_state &r, kvprim_comm *comm, kvprim_dtype dtype
     expect_none_wrong(r, "a sum after a kernel that triggers early, elements", count);
 }
 
-/* Both tensors lie in the buffer, with sizes and types that go through NCCL. */
+/* Both tensors lie in the buffer, and go through NCCL. */
 static void test_early_triggers(rank_state &r)
 {
     for (int window = 0; window < 2; window++) {
         kvprim_comm comm = {};
         kvprim_comm_desc desc = desc_of(r, size_t(160) << 20);
         desc.nccl_window = window;
+        desc.all_reduce_limit = 1;
         OK(kvprim_comm_init(&comm, &desc));
         if (r.rank == 0 && window)
             printf("  %s\n", kvprim_comm_describe(&comm));

@@ -15,6 +15,7 @@ __global__ void digest(const uint32_t *words, size_t count, unsigned long long *
 }
 
 #include "test_norm.h"
+#include "test_reductions.h"
 
 /* Each rank receives `count` elements; send holds `world` times as many. */
 template <class T>
@@ -598,6 +599,10 @@ static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
             enqueue_scatter(r, &comm, r.device[2], r.device[1], count / 4 + 1, sum_types[n], count);
         }
     expect_none_wrong(r, says, 0);
+    for (const int64_t tokens : {1, 40, 200}) /* also where a token has more packs than a block has slots */
+        norm_once(r, &comm,
+                  norm_call_of(r, KVPRIM_BF16, tokens, tokens == 200 ? 4096 : 16384, uint64_t(tokens), !comm.peer[0]),
+                  says);
     OK(kvprim_comm_check(&comm));
     OK(kvprim_comm_destroy(&comm));
 }
@@ -836,7 +841,9 @@ int main(int argc, char **argv)
             run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
             run("groups: all ranks send to all at once", test_groups);
+            run("reductions, bit by bit: types x ops x sizes x places, in graphs", test_reductions);
             run("deterministic at every size", test_deterministic);
+            run("reductions, deterministic at every size", test_deterministic_reductions);
             run("two communicators at once", test_two_communicators);
             run_norm_tests();
             run("options of a descriptor", test_choices);
