@@ -39,6 +39,7 @@ warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wund
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 only_ptx='-arch=compute_90 -Xcicc -O0'    # the same, without ptxas
+no_kernels='-DKVPRIM_NO_CONVERT -DKVPRIM_NO_KERNELS' # of those that take long to compile
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all'
 thread='-O1 -g1 -fsanitize=thread'

@@ -30,6 +30,12 @@ kernels_for()
     done
 }
 
+# newest_asked ARCH HEADER: it asks for this value of __CUDA_ARCH__, and for no larger one.
+newest_asked()
+{
+    [ "$(grep -o '__CUDA_ARCH__ [<>=]* [0-9]*' "$2" | awk '{ print $3 }' | sort -n | tail -n 1)" -eq "$1" ]
+}
+
 # sass CUBIN [PTX]: checks it as `make sass` does. Without cuobjdump, only whether the kernels in PTX for sm_90 or newer
 # wait for the one before.
 sass()
@@ -127,7 +133,7 @@ nccl_versions()
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
-    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 -arch=compute_90 -Xcicc -O0 $strict \
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 $only_ptx -DKVPRIM_NO_KERNELS $strict \
         -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
 }
@@ -158,10 +164,20 @@ nccl_cuda()
     cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    kernels_for 75 80 100 120
+    kernels_for 75 80
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
         -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"
+    # Nothing in them depends on whether an architecture is newer than that, so its PTX is assembled for those.
+    cell 'kernels of kvprim_nccl.h ask for no architecture after sm_90' newest_asked 900 kvprim_nccl.h
+    for arch in 100 120; do
+        if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -arch=sm_$arch -cubin \
+                "$build/kept/test_nccl.ptx" -o "$build/kernels_sm_$arch.cubin"
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
+    done
     group 'kernels of kvprim_nccl.h'
     cell 'PTX of kvprim_nccl.h' grep -x '[.]target sm_90' "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
@@ -180,8 +196,8 @@ nccl_cuda()
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
         $nccl_link -o "$build/program"
     cell 'bench_decode, nvcc' $cu $strict -c tests/bench/bench_decode.cu -o "$build/unit.o"
-    # It uses more than the API, but no instructions that ptxas would have to check.
-    cell 'tests/profile/profile.cu, nvcc' $NVCC -std=c++17 $only_ptx -I. $nccl_flags -DPROFILE_NCCL \
+    # It uses more than the API.
+    cell 'tests/profile/profile.cu, nvcc' $NVCC -std=c++17 $only_ptx $no_kernels -I. $nccl_flags -DPROFILE_NCCL \
         tests/profile/profile.cu $nccl_link -o "$build/program"
     group "test_nccl and what runs on GPUs compiled, $NVCC"
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
@@ -366,8 +382,8 @@ gpu_programs()
     cell 'test_cuda' $cu -arch=sm_90 -Xcicc -O1 -Xptxas -O0 -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
     # KVPRIM_DEBUG changes no kernel, so they are not assembled again.
     cell 'test_cuda with KVPRIM_DEBUG' $cu $only_ptx -O0 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
-    # It has no kernels of its own.
-    cell 'test_nvtx' $cu $only_ptx -DKVPRIM_NO_CONVERT -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
+    # It has no kernels of its own, and waits for none.
+    cell 'test_nvtx' $cu $only_ptx $no_kernels -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
         tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
@@ -418,7 +434,7 @@ found_at_home()
 # assemble the kernels.
 engine_built()
 {
-    home= less="$NVCC -Xcicc -O0 -DKVPRIM_NO_CONVERT"
+    home= less="$NVCC -Xcicc -O0 $no_kernels"
     cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$less" NCCL=no CUDA_ARCH=compute_90 \
         BUILD="../../$build/engine_alone"
     if [ -n "$NCCL_LIBRARY" ]; then
@@ -432,7 +448,7 @@ engine_built()
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
         cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" \
-            CUDAFLAGS='-Xcicc -O0 -DKVPRIM_NO_CONVERT' cmake -S examples/07_engine -B "$build/cmake" \
+            CUDAFLAGS="-Xcicc -O0 $no_kernels" cmake -S examples/07_engine -B "$build/cmake" \
             -DCMAKE_CUDA_ARCHITECTURES=90-virtual
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
         [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"
