@@ -2403,15 +2403,6 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_t
     kvpn_norm_quantise<T>(p, me, most, t);
 }
 
-/* Brings all parameters into the constant cache at once, before the wait for the predecessor: later, each line that is
-   read for the first time would take as long as a load from memory. There is always an address to send from. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_touch(const kvpn_norm_params &p)
-{
-    const uint64_t any = (uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual |
-                         (uintptr_t)p.out | p.scale_per_token;
-    asm volatile("{.reg .pred none; setp.eq.u64 none, %0, 0; @none exit;}" ::"l"(any));
-}
-
 /* At once: the row's other threads, and other rows, may wait for long. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_tell(const kvpn_norm_params &p, const kvpn_thread &me, bool &told)
 {
@@ -2432,7 +2423,6 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     const uint32_t count = packs * me.threads / kvpn_norm_lanes; /* of groups */
     uint32_t meetings = 0;
     bool told = false;
-    kvpn_norm_touch(p);
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */
