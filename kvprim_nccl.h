@@ -509,9 +509,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
-   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
-   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and
+   each 4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a
+   whole. Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all
+   ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
@@ -520,9 +521,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
-   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
-   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
-   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
+   In each of its blocks it sends every other rank a slot, and waits for one, whether it carries bytes or not: that of
+   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
    no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
@@ -1668,7 +1669,7 @@ template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
 /* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
    role 2k + 1 receives from it. */
 template <int group, bool whole> struct kvpn_parts_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
+    enum { turn_last = 1, slots = group + 1 };
 
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
@@ -2503,15 +2504,6 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_t
     kvpn_norm_quantise<T>(p, me, most, t);
 }
 
-/* Brings all parameters into the constant cache at once, before the wait for the predecessor: later, each line that is
-   read for the first time would take as long as a load from memory. There is always an address to send from. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_touch(const kvpn_norm_params &p)
-{
-    if (((uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual | (uintptr_t)p.out |
-         p.scale_per_token) == 0)
-        asm volatile("trap;");
-}
-
 /* At once: the row's other threads, and other rows, may wait for long. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_tell(const kvpn_norm_params &p, const kvpn_thread &me, bool &told)
 {
@@ -2532,7 +2524,6 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     const uint32_t count = packs * me.threads / kvpn_norm_lanes; /* of groups */
     uint32_t meetings = 0;
     bool told = false;
-    kvpn_norm_touch(p);
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */

@@ -756,7 +756,8 @@ def sanitize_collectives():
     NCCL's own kernels are left out: their barriers are not those that synccheck expects. Errors of the API are not
     reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
     print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
-    kernels = kernels_in('build/kvprim_nccl_counted.o', 'kvpn_(kernel.*Li2E|parts_kernel)')
+    kernels = kernels_in('build/kvprim_nccl_counted.o',
+                         r'kvpn_(kernel.*Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
     return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
                           ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
                           'kernel_substring=kvpn_')
