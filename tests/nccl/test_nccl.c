@@ -612,7 +612,7 @@ static void test_grids(void)
             }
 }
 
-/* For parts of so many bytes, whether they are equal or not, and one that stays. Equal parts may have a higher limit. */
+/* For parts of so many bytes, equal or not, and one that stays. Equal parts may have a higher limit. */
 static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
 {
     const kvpn_extent even = {bytes, bytes, own}, uneven = {bytes, bytes / 2, own};
