@@ -12,13 +12,13 @@
 #include <map>
 #include <thread>
 
-/* Under ThreadSanitizer calls take four times as long, so one in three runs: any call of a kind shows its races. */
+/* Waits that poll take ten times as long under ThreadSanitizer. */
 #if defined(__SANITIZE_THREAD__)
-enum { emulated_share = 3 };
+enum { under_threads = 1 };
 #elif defined(__has_feature)
-enum { emulated_share = __has_feature(thread_sanitizer) ? 3 : 1 };
+enum { under_threads = __has_feature(thread_sanitizer) };
 #else
-enum { emulated_share = 1 };
+enum { under_threads = 0 };
 #endif
 
 /* While every rank takes part, a wait may sleep: polling would take the processor from the rank that it waits for. If a

@@ -574,7 +574,7 @@ static void come_late(uint32_t world, uint64_t first, bool told, bool few)
 static void test_late_after_the_end()
 {
     for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < (quick ? 2 : 6); first++)
+        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
             come_late(world, 100 * first, first % 2 == 0, first % 3 == 1);
 }
 
@@ -598,7 +598,7 @@ int main(int argc, char **argv)
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     run("norm emulated: calls have every way, place and output", test_variety);
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, quick ? 20 : 120 / emulated_share);
+        test_world(world, quick ? 20 : 120);
     run("norm emulated: a rank that stays away is named", test_missing);
     run("norm emulated: a rank that comes after the others have stopped", test_late_after_the_end);
     return finish();
