@@ -133,8 +133,8 @@ nccl_versions()
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
-    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 $only_ptx -DKVPRIM_NO_KERNELS $strict \
-        -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 $only_ptx -DKVPRIM_NO_KERNELS \
+        $strict -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
 }
 
