@@ -137,14 +137,21 @@ PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx5
 HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
                         'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
 NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
+DECODE_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_decode, GPUs ([\d,]+)')}
 BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
-COLLECTIVES = {  # "to raw" is the sixth number of each
+COLLECTIVES = {
     name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
     for name, title, columns, count in (
         ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)'
-         ' % of link', 9),
+         ' % of push % of copy floors', 11),
         ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
         ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
+COLLECTIVES['all-to-all'] = {
+    gpus: part.table('all_to_all, us, by bytes that each rank sends', 'grouped alltoall kvprim / best of NCCL',
+                     r'\d+ [KM]B', 4) for gpus, part in DECODE_BY_GPUS.items()}
+TO_NCCL = {'all-reduce': 5, 'reduce-scatter': 5, 'all-gather': 5, 'all-to-all': 3}  # to the faster of its two ways
+NORM = DECODE_BY_GPUS[2].table('all_reduce, residual and RMSNorm of bf16, tokens x hidden, us',
+                               'kvprim + norm NCCL + window + one shot the sum / sum / best', r'\d+ x \d+', 8)
 ALL_REDUCE = COLLECTIVES['all-reduce']
 TORCH = {name: torch.table(f'{name}: us per launch', f'row B rows {theirs} kvprim kvprim+PDL kvprim / best of torch',
                            SIZES, 5)
@@ -343,7 +350,7 @@ def overview():
                 ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
             ('Unpack 128 fragments of 4 KB', name, 1 / float(gpu.find(CHUNK % name))) for name in CHUNK_OPPONENTS]),
         ('Two GPUs with NVLink', [
-            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][5])
+            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][TO_NCCL[name]])
             for name in COLLECTIVES for size in ('8 KB', '1 MB')]),
         ('Near the limit: scattered rows against one contiguous copy', [
             ('Gather 2,097,152 rows of 1 KB', 'one cudaMemcpyAsync', LARGE['gather 1024 2097152'][3]),
@@ -502,8 +509,13 @@ def times_as_fast():
         ('transfer of 4 KB rows, pinned host memory to GPU / back; from the call to the end', '`cudaMemcpyBatchAsync`',
          f"{each(v[0] / v[6] for v in offload)}; {each(v[9] for v in offload)}")] + [
         (f'{"; ".join(names)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
-         '; '.join(each(1 / COLLECTIVES[name][gpus][n][5] for n in sizes) for name in names))
-        for gpus in NCCL_BY_GPUS for names in (('all-reduce',), [name for name in COLLECTIVES if name != 'all-reduce'])]
+         '; '.join(each(1 / COLLECTIVES[name][gpus][n][TO_NCCL[name]] for n in sizes) for name in names))
+        for gpus in NCCL_BY_GPUS
+        for names in (('all-reduce',), [name for name in COLLECTIVES if name != 'all-reduce'])] + [
+        ('all-reduce with residual and RMSNorm, 4,096 elements, 1 / 8 / 32 / 128 tokens, 2 GPUs',
+         "kvprim's sum and a norm kernel / a fused kernel as FlashInfer's",
+         '; '.join(each(NORM[f'{tokens} x 4096'][at] / NORM[f'{tokens} x 4096'][0] for tokens in (1, 8, 32, 128))
+                   for at in (1, 4)))]
 
 
 def shares():
