@@ -672,6 +672,12 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_load_turn(const uint32_t *at)
     return turn;
 }
 
+/* All that this thread has loaded and stored so far comes before what it stores later, as every rank sees it. */
+KVPRIM_NCCL_DEVICE void kvpn_fence(void)
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+}
+
 KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
 {
     uint64_t ns;
@@ -1563,6 +1569,117 @@ struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
 };
 template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
+};
+
+/* Streams: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more than
+   two shots do, and no second half waits for the first.) So is reduce_scatter.
+
+   A thread has kvpn_stream_packs packs in each step. In turn k it sends its packs of step k, and reduces those of step
+   k - lag. The thread that writes a result is the one that has sent what it may overwrite. The slots of this launch's
+   set, those of both areas and of both senders, are places for steps, which are used again and again.
+
+   Why the place of step k is empty when step k is sent there: this thread's last fence was in a turn g > k - period.
+   Before that fence it had received step g - 1 - lag, which the other rank sent after its own fence in turn g - period,
+   or a later one, because period > lag. Before that fence, the other rank had emptied the places of all steps before
+   g - period - lag, which is more than k - 2 * period - lag; and places >= 2 * period + lag. */
+enum { kvpn_stream_packs = 2, kvpn_stream_places = 8, kvpn_stream_lag = 2, kvpn_stream_period = 3 };
+static_assert(kvpn_stream_period > (int)kvpn_stream_lag && kvpn_stream_places % 4 == 0 &&
+                  kvpn_stream_places >= 2 * (int)kvpn_stream_period + (int)kvpn_stream_lag,
+              "a place is empty before it is used again");
+
+template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams {
+    enum { packs = kvpn_stream_packs, places = kvpn_stream_places, lag = kvpn_stream_lag };
+    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 0 };
+
+    /* The thread's first pack of a step, in its block; the next ones are me.threads further on. */
+    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_thread &me, uint32_t step)
+    {
+        return step * packs * me.threads + me.thread;
+    }
+
+    /* A bit for each pack of the step that the thread has. */
+    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++)
+            which |= (uint32_t)(first_pack(me, step) + u * me.threads < kvpn_packs_of_block(p, me)) << u;
+        return which;
+    }
+
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        const uint32_t place = step % places, row = place / (places / 4);
+        return kvpn_slot_offset(p, me, row / 2, row % 2, first_pack(me, place % (places / 4)));
+    }
+
+    /* Of the part for rank `part`, if there are parts. */
+    KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, const kvpn_thread &me, uint32_t step, uint32_t part,
+                                 uint4 (&v)[packs])
+    {
+        const uint32_t which = packs_of(p, me, step), first = me.block * p.block_packs + first_pack(me, step);
+        const char *const from = (const char *)p.send + (scatters ? part * p.pitch : 0);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++)
+            if (which >> u & 1)
+                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * me.threads);
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
+    {
+        const uint32_t which = packs_of(p, me, step);
+        char *const to = p.peer[1] + offset(p, me, step);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++)
+            if (which >> u & 1)
+                kvpn_store_slot(to + 16 * u * me.threads, kvpn_replace_empty(v[u]));
+    }
+
+    /* Returns false if this rank stopped. */
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t step, uint32_t what)
+    {
+        const uint32_t which = packs_of(p, me, step), first = me.block * p.block_packs + first_pack(me, step);
+        char *const slots = p.peer[0] + offset(p, me, step);
+        uint4 own[packs] = {}, v[packs] = {};
+        load(p, me, step, p.rank, own);
+        if (!kvpn_wait_for_slots<packs, false>(p, me, slots, 16 * me.threads, which, (int32_t)(p.rank ^ 1), v))
+            return false;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++) {
+            const uint4 mine = kvpn_replace_empty(own[u]);
+            uint4 both[2] = {p.rank ? v[u] : mine, p.rank ? mine : v[u]};
+            if (which >> u & 1)
+                kvpn_store_pack<T, whole>(p, first + u * me.threads, kvpn_reduction<T, 2>::of(p, what, both));
+        }
+        kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
+        return true;
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
+    {
+        kvpn_take_turn(p, me, me.thread);
+    }
+
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
+    {
+        const uint32_t of_step = packs * me.threads, steps = (kvpn_packs_of_block(p, me) + of_step - 1) / of_step;
+        const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me);
+        uint4 v[packs] = {};
+        load(p, me, 0, p.rank ^ 1, v);
+        for (uint32_t k = 0; k < steps + lag && me.stop_reason == 0; k++) {
+            if (k != 0 && k < steps && k % kvpn_stream_period == 0)
+                kvpn_fence();
+            send(p, me, k, v);
+            load(p, me, k + 1, p.rank ^ 1, v); /* before the wait */
+            if (k >= lag && !receive(p, me, k - lag, what))
+                return;
+        }
+    }
+};
+
+template <class T, int max_ranks, bool whole> struct kvpn_stream : kvpn_streams<T, max_ranks, whole, false> {
+};
+template <class T, int max_ranks, bool whole> struct kvpn_stream_scatter : kvpn_streams<T, max_ranks, whole, true> {
 };
 
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
@@ -3098,6 +3215,8 @@ typedef enum kvpn_way {
     kvpn_by_gather,
     kvpn_by_gather_many,
     kvpn_by_gather_most,
+    kvpn_by_stream,
+    kvpn_by_stream_scatter,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
     kvpn_by_parts_most
@@ -3131,14 +3250,26 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
                                   : kvpn_pick<Way, kvpn_any>(world, whole);
 }
 
+/* Of two ranks. */
+template <template <class, int, bool> class Way>
+static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
+{
+    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32, 2>(whole)
+           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16, 2>(whole)
+           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16, 2>(whole)
+                                  : kvpn_pick<Way, kvpn_any, 2>(whole);
+}
+
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_gather        ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                        : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_stream           ? kvpn_pick_of_two<kvpn_stream>(dtype, whole)
+           : way == kvpn_by_stream_scatter ? kvpn_pick_of_two<kvpn_stream_scatter>(dtype, whole)
+           : way == kvpn_by_gather         ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many    ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most    ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
+           : way == kvpn_by_scatter        ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot       ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                           : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 static kvpn_parts_function kvpn_pick_parts(kvpn_way way, bool whole)
@@ -3225,16 +3356,17 @@ typedef struct kvpn_limits {
     size_t gather, gather_odd;            /* what each rank receives; odd: a rank's part is not a multiple of 16 */
     size_t gather_many, gather_most;      /* the second begins where the first ends */
     size_t parts, parts_many, parts_most; /* world times the largest part that one rank sends to another */
+    size_t stream; /* what each rank gives to a reduction: between two ranks, more than this goes in a stream */
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20, 64 << 20, 64 << 20,  256 << 10, 4 << 20,
-                             8 << 20, 64 << 20, 256 << 10, 8 << 20,   32 << 20},
-                      four = {128 << 10, 32 << 20, 64 << 20,  256 << 10, 1 << 20,
-                              8 << 20,   8 << 20,  256 << 10, 8 << 20,   8 << 20},
-                      eight = {32 << 10, 8 << 20, 16 << 20,  256 << 10, 512 << 10,
-                               4 << 20,  4 << 20, 256 << 10, 4 << 20,   4 << 20};
+    const kvpn_limits two = {2 << 20,  64 << 20,  64 << 20, 256 << 10, 4 << 20, 8 << 20,
+                             64 << 20, 256 << 10, 8 << 20,  32 << 20,  12 << 20},
+                      four = {128 << 10, 32 << 20,  64 << 20, 256 << 10, 1 << 20, 8 << 20,
+                              8 << 20,   256 << 10, 8 << 20,  8 << 20,   SIZE_MAX},
+                      eight = {32 << 10, 8 << 20,   16 << 20, 256 << 10, 512 << 10, 4 << 20,
+                               4 << 20,  256 << 10, 4 << 20,  4 << 20,   SIZE_MAX};
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
@@ -3971,6 +4103,9 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 #ifdef KVPRIM_NCCL_KERNELS
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
+static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
+                  32 * (int)kvpn_stream_places / 4 * (int)kvpn_stream_packs,
+              "a block has slots for a stream of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
@@ -4013,6 +4148,9 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
+    case kvpn_by_stream: /* so that packs have numbers of 32 bits */
+    case kvpn_by_stream_scatter:
+        return (size_t)1 << 34;
     case kvpn_by_gather:
     case kvpn_by_parts:
         return slots / 2;
@@ -4047,16 +4185,18 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
         return kvpn_by_nccl;
     if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
         return kvpn_by_one_shot;
-    return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
+    if (bytes > limits.two_shot && !comm->deterministic)
+        return kvpn_by_nccl;
+    return bytes > limits.stream ? kvpn_by_stream : kvpn_by_two_shot;
 }
 
 /* `bytes`: of the result. */
 static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
 {
-    if (!kvpn_has_kernels(comm, dtype, op))
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
         return kvpn_by_nccl;
-    return bytes <= kvpn_limits_of(comm).scatter / (size_t)comm->world || comm->deterministic ? kvpn_by_scatter
-                                                                                              : kvpn_by_nccl;
+    return bytes > limits.stream / (size_t)comm->world ? kvpn_by_stream_scatter : kvpn_by_scatter;
 }
 
 /* `bytes`: of each rank's part. */
@@ -4108,12 +4248,21 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
                                             : kvpn_by_nccl;
 }
 
+/* A block has slots for kvpn_stream_places steps of all its threads. */
+static uint32_t kvpn_stream_threads(const kvprim_comm *comm)
+{
+    const uint32_t with_slots = comm->block_slots / (kvpn_stream_places / 4 * kvpn_stream_packs) / 32 * 32;
+    return with_slots < (uint32_t)kvpn_max_threads ? with_slots : (uint32_t)kvpn_max_threads;
+}
+
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
    the slots. With groups, a block has threads for one group of packs each. A block's packs begin at a multiple of 8,
    which is 128 bytes. */
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
-    const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
+    const bool streams = way == kvpn_by_stream || way == kvpn_by_stream_scatter;
+    const uint32_t least = streams ? 1 : (p->slice_packs + comm->block_slots - 1) / comm->block_slots,
+                   group = kvpn_group_of(way);
     const uint32_t most =
         way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
     for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
@@ -4125,6 +4274,8 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
     if (group)
         for (*threads = 32; *threads < kvpn_max_threads_of_role(comm, way) && group * *threads < p->block_packs;)
             *threads += 32;
+    if (streams)
+        *threads = kvpn_stream_threads(comm);
 }
 
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
@@ -4190,7 +4341,8 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
+    p.send_aligned = (uintptr_t)c->send % unit == 0 &&
+                     ((way != kvpn_by_scatter && way != kvpn_by_stream_scatter) || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
     kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
