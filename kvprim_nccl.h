@@ -17,11 +17,11 @@
            return kvprim_all_reduce(comm, hidden, hidden, count, KVPRIM_BF16, KVPRIM_SUM, stream);
        }
 
-   What it does: it reduces and gathers tensors across the GPUs of one job, on one machine or many, and sends them from
-   one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of floats
-   (not of fp64, and no products) and gathers between GPUs of one machine that write to each other's memory. A caller
-   needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a struct
-   ncclComm *.
+   What it does: it reduces, gathers and exchanges tensors across the GPUs of one job, on one machine or many, and sends
+   them from one GPU to another. Everything goes through NCCL 2.19 or newer, except what NCCL is slow at: reductions of
+   floats (not of fp64, and no products), gathers and all-to-alls between GPUs of one machine that write to each other's
+   memory. A caller needs neither CUDA's nor NCCL's headers: cudaStream_t is a struct CUstream_st *, and ncclComm_t is a
+   struct ncclComm *.
 
    What it does NOT do: it does not start processes, carry the id from rank 0 to the others, choose the device, or keep
    threads. (init, abort and destroy run NCCL's part, which may hang, on a thread that ends with it.)
@@ -301,7 +301,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_reduce_scatter(kvprim_comm *comm,
                                                               size_t recv_count, kvprim_dtype dtype, kvprim_op op,
                                                               struct CUstream_st *stream);
 
-/* The same with parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
+/* all_gather of parts of different sizes: rank r sends counts[r] elements, and its part begins where that of rank r - 1
    ends. counts: host array of `world` numbers, the same on every rank, free to reuse when the call returns. send may be
    NULL if this rank's count is 0. In place: send is this rank's part of recv. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, void *recv, const void *send,
@@ -309,15 +309,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_gatherv(kvprim_comm *comm, vo
                                                            struct CUstream_st *stream);
 
 /* Part r of send goes to rank r, and part r of recv comes from rank r. Both have `world` parts of part_count elements,
-   and must not overlap: NCCL cannot exchange in place. */
+   and must not overlap: NCCL cannot exchange in place. Where NCCL serves an exchange or an all_gatherv, the first call
+   returns when every rank has made its own, as a group of sends and receives does. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_all(kvprim_comm *comm, void *recv, const void *send,
                                                           size_t part_count, kvprim_dtype dtype,
                                                           struct CUstream_st *stream);
 
 /* The same with parts of different sizes: rank a sends counts[a * world + b] elements to rank b. Parts lie one after
    another, in the order of the other side's ranks. counts: host array of world * world numbers, the same on every rank,
-   free to reuse when the call returns. A side without elements may be NULL. Of any type with every NCCL, as all_to_all
-   and all_gatherv: they move bytes. */
+   free to reuse when the call returns. A side without elements may be NULL. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_to_allv(kvprim_comm *comm, void *recv, const void *send,
                                                            const size_t *counts, kvprim_dtype dtype,
                                                            struct CUstream_st *stream);
@@ -492,7 +492,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* Names that begin with kvpn_ are internal: static, and free to change. Terms:
 
        word    32 bits
-       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_few)
+       pack    what one slot carries: 16 bytes of a tensor (8 in kvpn_gather_all and kvpn_parts_slots)
        slot    16 bytes of a rank's memory, which one other rank writes and this rank reads
        turn    which of its two sets of slots a block uses in this call: 0 or 1
        area    half of a set: one for tensors, one for sums (two shots); groups alternate between the two
@@ -1729,15 +1729,15 @@ KVPRIM_NCCL_DEVICE void kvpn_copy_own_part(const kvpn_parts_params &p, uint32_t 
     }
 }
 
-/* Few bytes, 8 to a slot. Role k sends to and receives from the rank k + 1 further on. A thread sends all its packs
-   before it waits: send and recv do not overlap. */
-template <bool whole> struct kvpn_parts_few {
+/* Few bytes, 8 to a slot. Role k sends to and receives from the rank k + 1 further on. `pair`: there are two ranks, and
+   the compiler knows the role. A thread sends all its packs before it waits: send and recv do not overlap. */
+template <bool pair, bool whole> struct kvpn_parts_slots {
     enum { turn_last = 0 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const kvpn_part &part = p.parts[me.role + 1].to;
-        const uint32_t packs = kvpn_packs_of_block(p, me);
+        const uint32_t packs = kvpn_packs_of_block(p, me), k = pair ? 1 : me.role + 1;
+        const kvpn_part &part = p.parts[k].to;
         for (uint32_t j = me.thread; j < packs; j += me.threads) {
             const uint32_t at = me.block * p.block_packs + j;
             uint2 v = {0, 0};
@@ -1745,20 +1745,23 @@ template <bool whole> struct kvpn_parts_few {
                 v = kvpn_load_8<whole>(part.at, part.bytes, at);
             kvpn_take_turn(p, me, j);
             if (kvpn_has_slot(part, at, j))
-                kvpn_store_slot(p.peer[me.role + 1] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
+                kvpn_store_slot(p.peer[k] + kvpn_send_offset(p, me, j), uint4{v.x, 0, v.y, 0});
         }
     }
 
+    /* The first role copies the part that stays. */
     KVPRIM_NCCL_DEVICE void complete(const kvpn_parts_params &p, kvpn_thread &me)
     {
-        const kvpn_part &part = p.parts[me.role + 1].from;
-        const uint32_t packs = kvpn_packs_of_block(p, me), from = kvpn_peer_rank(p, me.role + 1), roles = p.world - 1;
-        kvpn_copy_own_part<whole>(p, (me.block * roles + me.role) * me.threads + me.thread,
-                                  p.blocks * roles * me.threads);
+        const uint32_t packs = kvpn_packs_of_block(p, me), k = pair ? 1 : me.role + 1, from = kvpn_peer_rank(p, k);
+        const kvpn_part &part = p.parts[k].from, &own = p.parts[0].to;
         for (uint32_t j = me.thread; me.stop_reason == 0 && j < packs; j += me.threads) {
             const uint32_t at = me.block * p.block_packs + j;
             char *const slot = p.peer[0] + kvpn_slot_offset(p, me, 0, from, j);
             uint4 v[1];
+            if (k == 1 && at * 8 < own.bytes) {
+                const uint2 pack = kvpn_load_8<whole>(own.at, own.bytes, at);
+                kvpn_store_8<whole>(p.parts[0].from.at, own.bytes, at, pack.x, pack.y);
+            }
             if (!kvpn_has_slot(part, at, j))
                 continue;
             if (!kvpn_wait_for_slots<1, true>(p, me, slot, 0, 1, (int32_t)from, v))
@@ -1768,6 +1771,11 @@ template <bool whole> struct kvpn_parts_few {
             kvpn_clear_slots<1>(slot, 0, 1);
         }
     }
+};
+
+template <bool whole> struct kvpn_parts_few : kvpn_parts_slots<false, whole> {
+};
+template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
 };
 
 /* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
@@ -1806,9 +1814,9 @@ template <int group, bool whole> struct kvpn_parts_groups {
     KVPRIM_NCCL_DEVICE void begin(const kvpn_parts_params &p, kvpn_thread &me)
     {
         const uint32_t roles = p.world - 1, k = me.role / 2;
-        if (me.role % 2 != 0)
-            return kvpn_take_turn(p, me, me.thread);
-        send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        if (me.role % 2 == 0)
+            return send(p, me, p.parts[k + 1].to, p.peer[k + 1]);
+        kvpn_take_turn(p, me, me.thread);
         kvpn_copy_own_part<whole>(p, (me.block * roles + k) * me.threads + me.thread, p.blocks * roles * me.threads);
     }
 
@@ -3272,18 +3280,22 @@ static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int worl
                                            : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
-static kvpn_parts_function kvpn_pick_parts(kvpn_way way, bool whole)
+template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
 {
-    return way == kvpn_by_parts
-               ? (whole ? kvpn_parts_kernel<kvpn_parts_few, true> : kvpn_parts_kernel<kvpn_parts_few, false>)
-           : way == kvpn_by_parts_many
-               ? (whole ? kvpn_parts_kernel<kvpn_parts_many, true> : kvpn_parts_kernel<kvpn_parts_many, false>)
-               : (whole ? kvpn_parts_kernel<kvpn_parts_most, true> : kvpn_parts_kernel<kvpn_parts_most, false>);
+    return whole ? kvpn_parts_kernel<Way, true> : kvpn_parts_kernel<Way, false>;
+}
+
+static kvpn_parts_function kvpn_pick_parts(kvpn_way way, int world, bool whole)
+{
+    return way == kvpn_by_parts_many   ? kvpn_pick_parts<kvpn_parts_many>(whole)
+           : way == kvpn_by_parts_most ? kvpn_pick_parts<kvpn_parts_most>(whole)
+           : world == 2                ? kvpn_pick_parts<kvpn_parts_pair>(whole)
+                                       : kvpn_pick_parts<kvpn_parts_few>(whole);
 }
 
 static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, whole)
+    return way >= kvpn_by_parts ? (const void *)kvpn_pick_parts(way, world, whole)
                                 : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
@@ -3352,21 +3364,22 @@ static bool kvpn_can_capture_pdl(void)
    another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
-    size_t scatter;                       /* what each rank sends */
-    size_t gather, gather_odd;            /* what each rank receives; odd: a rank's part is not a multiple of 16 */
-    size_t gather_many, gather_most;      /* the second begins where the first ends */
-    size_t parts, parts_many, parts_most; /* world times the largest part that one rank sends to another */
-    size_t stream; /* what each rank gives to a reduction: between two ranks, more than this goes in a stream */
+    size_t scatter;                  /* what each rank sends */
+    size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
+    size_t gather_many, gather_most; /* the second begins where the first ends */
+    /* world times the largest part that one rank sends to another; even: all of these are equal */
+    size_t parts, parts_many, parts_uneven, parts_even;
+    size_t stream; /* what each rank gives to a reduction: more than this goes in a stream, if there are two ranks */
 } kvpn_limits;
 
 static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
 {
-    const kvpn_limits two = {2 << 20,  64 << 20,  64 << 20, 256 << 10, 4 << 20, 8 << 20,
-                             64 << 20, 256 << 10, 8 << 20,  32 << 20,  12 << 20},
+    const kvpn_limits two = {2 << 20,  64 << 20,  64 << 20, 256 << 10, 4 << 20,  8 << 20,
+                             64 << 20, 384 << 10, 8 << 20,  16 << 20,  32 << 20, 12 << 20},
                       four = {128 << 10, 32 << 20,  64 << 20, 256 << 10, 1 << 20, 8 << 20,
-                              8 << 20,   256 << 10, 8 << 20,  8 << 20,   SIZE_MAX},
+                              8 << 20,   256 << 10, 8 << 20,  8 << 20,   8 << 20, SIZE_MAX},
                       eight = {32 << 10, 8 << 20,   16 << 20, 256 << 10, 512 << 10, 4 << 20,
-                               4 << 20,  256 << 10, 4 << 20,  4 << 20,   SIZE_MAX};
+                               4 << 20,  256 << 10, 4 << 20,  4 << 20,   4 << 20,   SIZE_MAX};
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
@@ -3374,7 +3387,8 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
     if (gather)
-        l.gather_odd = l.gather_most = l.parts_most = gather, l.gather = gather < l.gather ? gather : l.gather;
+        l.gather_odd = l.gather_most = l.parts_uneven = l.parts_even = gather,
+        l.gather = gather < l.gather ? gather : l.gather;
     return l;
 }
 #endif
@@ -3436,7 +3450,7 @@ static void kvpn_describe(kvpn_init_task *task)
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (int)comm->world, (unsigned long long)limits.parts_most / (unsigned)comm->world,
+                                 (int)comm->world, (unsigned long long)limits.parts_even / (unsigned)comm->world,
                                  (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
@@ -4214,34 +4228,41 @@ static kvpn_way kvpn_choose_gather(const kvprim_comm *comm, size_t bytes)
     return all <= limits.gather_many ? kvpn_by_gather_many : kvpn_by_gather_most;
 }
 
-/* `bytes`: of the largest part that one rank sends to another. */
-static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, size_t bytes)
-{
-    const kvpn_limits limits = kvpn_limits_of(comm);
-    const size_t most = bytes > SIZE_MAX / (size_t)comm->world ? SIZE_MAX : bytes * (size_t)comm->world;
-    return !comm->peer[0] || most > limits.parts_most                                  ? kvpn_by_nccl
-           : most <= limits.parts && bytes <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
-           : most <= limits.parts_many                                                 ? kvpn_by_parts_many
-                                                                                       : kvpn_by_parts_most;
-}
+/* Of all parts that ranks send to each other, the largest and the smallest, and the largest of those that stay: bytes.
+   The same on every rank. */
+typedef struct kvpn_extent {
+    size_t largest, smallest, own;
+} kvpn_extent;
 
-/* The largest part that one rank sends to another, or keeps, in bytes. The same on every rank. */
-static size_t kvpn_largest_part(const kvpn_call *c, bool stays)
+static kvpn_extent kvpn_extent_of(const kvpn_call *c)
 {
-    size_t largest = 0;
+    kvpn_extent e = {0, SIZE_MAX, 0};
     for (int from = 0; from < c->comm->world; from++)
         for (int to = 0; to < c->comm->world; to++) {
-            const size_t count = kvpn_part_count(c, from, to);
-            largest = (from == to) == stays && count > largest ? count : largest;
+            const size_t bytes = kvpn_part_count(c, from, to) * c->element;
+            size_t *const most = from == to ? &e.own : &e.largest;
+            *most = bytes > *most ? bytes : *most;
+            e.smallest = from != to && bytes < e.smallest ? bytes : e.smallest;
         }
-    return largest * c->element;
+    return e;
+}
+
+static kvpn_way kvpn_choose_parts(const kvprim_comm *comm, kvpn_extent e)
+{
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    const size_t world = (size_t)comm->world, few = e.own > e.largest ? e.own : e.largest;
+    if (!comm->peer[0] || e.largest > (e.largest == e.smallest ? limits.parts_even : limits.parts_uneven) / world)
+        return kvpn_by_nccl;
+    return few <= limits.parts / world && few <= kvpn_capacity_bytes(comm, kvpn_by_parts) ? kvpn_by_parts
+           : e.largest <= limits.parts_many / world                                       ? kvpn_by_parts_many
+                                                                                          : kvpn_by_parts_most;
 }
 
 static kvpn_way kvpn_way_of(const kvpn_call *c)
 {
     const size_t bytes = c->count * c->element;
     if (kvpn_exchanges_parts(c->kind))
-        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_largest_part(c, false)) : kvpn_by_nccl;
+        return c->comm->peer[0] ? kvpn_choose_parts(c->comm, kvpn_extent_of(c)) : kvpn_by_nccl;
     return c->kind == kvpn_all_reduce       ? kvpn_choose(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
@@ -4403,16 +4424,15 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const size_t unit = way == kvpn_by_parts ? 8 : 16, capacity = kvpn_capacity_bytes(comm, way);
-    const size_t largest = kvpn_largest_part(c, false), own = kvpn_largest_part(c, true);
-    const size_t of_slots = largest <= capacity ? 1 : (largest + capacity - 1) / capacity,
-                 of_own = own / kvpn_most_of_own + 1;
-    const size_t chunks = of_slots > of_own ? of_slots : of_own;
-    const size_t own_step = (own / chunks / 128 + 1) * 128;
+    const kvpn_extent e = kvpn_extent_of(c);
+    const size_t of_slots = e.largest <= capacity ? 1 : (e.largest + capacity - 1) / capacity,
+                 of_own = e.own / kvpn_most_of_own + 1;
+    const size_t chunks = of_slots > of_own ? of_slots : of_own, own_step = (e.own / chunks / 128 + 1) * 128;
     kvpn_parts_params p = {};
     kvpn_set_ranks(comm, &p);
     for (size_t n = 0; n < chunks; n++) {
         const bool whole = kvpn_set_parts(c, n * capacity, capacity, n * own_step, own_step, &p);
-        const size_t left = n < of_slots ? largest - n * capacity : 0, most = left > own_step ? left : own_step;
+        const size_t left = n < of_slots ? e.largest - n * capacity : 0, most = left > own_step ? left : own_step;
         uint32_t threads;
         p.slice_packs = (uint32_t)(((most < capacity ? most : capacity) + unit - 1) / unit);
         kvpn_set_grid(comm, &p, way, &p.blocks, &threads);
@@ -4544,18 +4564,17 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
+    char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
                      received = kvpn_part_count(c, r, c->comm->rank) * c->element;
-        char *const send = kvpn_byte_at(c->send, kvpn_part_begin(c, r, true) * c->element),
-                    *const recv = kvpn_byte_at(c->recv, kvpn_part_begin(c, r, false) * c->element);
-        if (r == c->comm->rank && send == recv) /* an all_gatherv in place */
-            continue;
-        if (sent > 0)
+        const bool stays = r == c->comm->rank && send == recv; /* an all_gatherv in place */
+        if (sent > 0 && !stays)
             result = ncclSend(send, sent, ncclUint8, r, nccl, c->stream);
-        if (received > 0 && result == ncclSuccess)
+        if (received > 0 && !stays && result == ncclSuccess)
             result = ncclRecv(recv, received, ncclUint8, r, nccl, c->stream);
+        send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
     return result == ncclSuccess ? ended : result;

@@ -108,6 +108,9 @@ static void collectives(void)
     CALL(kvprim_comm_abort, NULL);
     CALL(kvprim_all_reduce, NULL, NULL, NULL, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
     CALL(kvprim_all_gather, NULL, NULL, NULL, 1, KVPRIM_F32, NULL);
+    CALL(kvprim_all_gatherv, NULL, NULL, NULL, NULL, KVPRIM_F32, NULL);
+    CALL(kvprim_all_to_all, NULL, NULL, NULL, 1, KVPRIM_F32, NULL);
+    CALL(kvprim_all_to_allv, NULL, NULL, NULL, NULL, KVPRIM_F32, NULL);
     CALL(kvprim_reduce_scatter, NULL, NULL, NULL, 1, KVPRIM_F32, KVPRIM_SUM, NULL);
     CALL(kvprim_broadcast, NULL, NULL, 1, KVPRIM_F32, 0, NULL);
     CALL(kvprim_send, NULL, NULL, 1, KVPRIM_F32, 0, NULL);

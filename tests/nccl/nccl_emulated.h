@@ -9,12 +9,47 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <map>
 #include <thread>
 
 /* While every rank takes part, a wait may sleep: polling would take the processor from the rank that it waits for. If a
    rank stays away or a result is wrong, the others poll, as their deadline comes after so many polls. */
 static bool all_take_part;
 static std::atomic<bool> may_sleep;
+
+/* What a rank's kernel stores to empty slots stays here until the same GPU thread comes to a fence or the kernel ends:
+   other ranks need not see it earlier. `running`: the GPU thread that runs. */
+static thread_local std::map<const char *, unsigned> emptied; /* slots, and which thread emptied them */
+static thread_local unsigned running;
+
+static void store_words(char *slot, uint4 v)
+{
+    uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
+    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
+    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
+}
+
+/* all: of every thread. */
+static void show_emptied(bool all)
+{
+    for (auto slot = emptied.begin(); slot != emptied.end();)
+        if (all || slot->second == running) {
+            store_words(const_cast<char *>(slot->first), {~0u, ~0u, ~0u, ~0u});
+            slot = emptied.erase(slot);
+        } else {
+            ++slot;
+        }
+}
+
+[[maybe_unused]] static void kvpn_fence()
+{
+    show_emptied(false);
+}
+
+static void end_kernel()
+{
+    show_emptied(true);
+}
 
 /* The kernels' memory accesses. Slots are accessed 4 bytes at a time, and y and w, which may be flags, never before the
    words beside them. */
@@ -24,17 +59,27 @@ static uint4 kvpn_load_slot(const char *slot)
     uint4 v;
     v.y = __atomic_load_n(w + 1, __ATOMIC_ACQUIRE), v.w = __atomic_load_n(w + 3, __ATOMIC_ACQUIRE);
     v.x = __atomic_load_n(w, __ATOMIC_RELAXED), v.z = __atomic_load_n(w + 2, __ATOMIC_RELAXED);
+    if (emptied.count(slot))
+        v = {~0u, ~0u, ~0u, ~0u};
     static thread_local unsigned empty;
     if (may_sleep.load(std::memory_order_relaxed) && (v.y & v.w) == 0xffffffff && ++empty % 16 == 0)
         std::this_thread::sleep_for(std::chrono::microseconds(20));
     return v;
 }
 
+/* Stores of a pack to a slot that another rank may still have to read or to empty, while all ranks take part. */
+static std::atomic<unsigned> overwritten;
+
 static void kvpn_store_slot(char *slot, uint4 v)
 {
-    uint32_t *const w = reinterpret_cast<uint32_t *>(slot);
-    __atomic_store_n(w, v.x, __ATOMIC_RELAXED), __atomic_store_n(w + 2, v.z, __ATOMIC_RELAXED);
-    __atomic_store_n(w + 1, v.y, __ATOMIC_RELEASE), __atomic_store_n(w + 3, v.w, __ATOMIC_RELEASE);
+    const uint32_t *const w = reinterpret_cast<const uint32_t *>(slot);
+    if ((v.x & v.y & v.z & v.w) == 0xffffffff) {
+        emptied[slot] = running;
+        return;
+    }
+    for (int k = 0; k < 4 && all_take_part; k++)
+        overwritten += __atomic_load_n(w + k, __ATOMIC_RELAXED) != 0xffffffff;
+    store_words(slot, v);
 }
 
 static uint32_t *counted; /* reads of this address are counted in `reads` */

@@ -612,6 +612,15 @@ static void test_grids(void)
             }
 }
 
+/* For parts of so many bytes, whether they are equal or not, and one that stays. Equal parts may have a higher limit. */
+static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
+{
+    const kvpn_extent even = {bytes, bytes, own}, uneven = {bytes, bytes / 2, own};
+    const kvpn_way way = kvpn_choose_parts(comm, even), other = kvpn_choose_parts(comm, uneven);
+    CHECK(way == other || other == kvpn_by_nccl);
+    return way;
+}
+
 /* Which way a call takes: by size and kind, and by the caller's limits. */
 static void test_choices(void)
 {
@@ -626,12 +635,14 @@ static void test_choices(void)
                 CHECK(bytes <= kvpn_capacity_bytes(&comm, kvpn_by_one_shot));
         }
         for (size_t bytes = 0; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1)
-            CHECK(kvpn_choose_parts(&comm, bytes) != kvpn_by_parts ||
+            CHECK(choose_parts(&comm, bytes, bytes / 2) != kvpn_by_parts ||
                   bytes <= kvpn_capacity_bytes(&comm, kvpn_by_parts));
-        CHECK(kvpn_choose_parts(&comm, 0) == kvpn_by_parts && kvpn_choose_parts(&comm, 1) == kvpn_by_parts);
-        CHECK(kvpn_choose_parts(&comm, ((size_t)1 << 18) + 1) == kvpn_by_parts_many);
-        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 30) == kvpn_by_nccl);
-        CHECK(kvpn_choose_parts(&comm, SIZE_MAX / 2) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, 0, 0) == kvpn_by_parts && choose_parts(&comm, 1, 0) == kvpn_by_parts);
+        CHECK(choose_parts(&comm, 1, (size_t)1 << 18) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, ((size_t)1 << 18) + 1, 5) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, 5, (size_t)1 << 40) == kvpn_by_parts_many);
+        CHECK(choose_parts(&comm, (size_t)1 << 30, 0) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, SIZE_MAX / 2, 0) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 19) == kvpn_by_gather_many);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 30) == kvpn_by_nccl);
@@ -653,13 +664,13 @@ static void test_choices(void)
         CHECK(kvpn_choose_scatter(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(kvpn_choose_gather(&comm, 1024 / (size_t)world) == kvpn_by_gather);
         CHECK(kvpn_choose_gather(&comm, 1024) == kvpn_by_nccl);
-        CHECK(kvpn_choose_parts(&comm, 1024 / (size_t)world) == kvpn_by_parts);
-        CHECK(kvpn_choose_parts(&comm, 1024) == kvpn_by_nccl);
+        CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
+        CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
         CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
-        CHECK(kvpn_choose_parts(&comm, (size_t)1 << 40) == kvpn_by_parts_most);
+        CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
         CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);

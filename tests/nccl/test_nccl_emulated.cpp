@@ -69,7 +69,7 @@ static bool exchanges(kind what)
     return what == parts || what == parts_many || what == parts_most;
 }
 
-/* How many bytes rank `from` sends to rank `to`. A part that stays may be larger than the slots. */
+/* How many bytes rank `from` sends to rank `to`. With groups, a part that stays may be larger than the slots. */
 static size_t part_of(const call &c, uint32_t from, uint32_t to)
 {
     const uint64_t h = hash_u64(c.number * 97 + from * 8 + (c.parts_shape == to_all ? 0 : to));
@@ -80,7 +80,8 @@ static size_t part_of(const call &c, uint32_t from, uint32_t to)
         return 0;
     if (c.parts_shape == one_silent && (from == silent || to == silent))
         return 0;
-    const size_t most = from == to && c.parts_shape != to_all && h >> 60 == 0 ? 3 * most_bytes : c.count;
+    const bool own = from == to && c.parts_shape != to_all && c.what != parts;
+    const size_t most = own && h >> 60 == 0 ? 3 * most_bytes : c.count;
     const size_t bytes = h % 4 == 0 ? 0 : h % 4 == 1 ? most : h / 4 % (most + 1);
     return c.parts_shape == whole_packs ? bytes / 16 * 16 : bytes;
 }
@@ -95,7 +96,7 @@ static call exchange_of(call c, uint64_t h, uint32_t world)
         c.count = std::min(most, c.count + 15) / 16 * 16;
     for (uint32_t from = 0; from < world; from++)
         for (uint32_t to = 0; to < world; to++)
-            largest = std::max(largest, from == to ? 0 : part_of(c, from, to));
+            largest = std::max(largest, from == to && c.what != parts ? 0 : part_of(c, from, to));
     const uint32_t slots = blocks * block_slots;
     uint32_t slice = std::max(1u, static_cast<uint32_t>((largest + unit - 1) / unit));
     slice += h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots - slice + 1) : 0; /* a large part that stays */
@@ -231,17 +232,18 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
     for (uint32_t b = 0; b < c.used_blocks; b++)
         for (uint32_t t = 0; t < c.threads * c.roles; t++)
             threads.push_back({b, t / c.threads, t % c.threads, c.threads, no_turn, 0, 0, 0, 0});
-    for (kvpn_thread &me : threads)
-        Way::begin(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::begin(p, threads[running]);
     if (!Way::turn_last)
         end_turns(p, threads);
-    for (kvpn_thread &me : threads)
-        Way::complete(p, me);
+    for (running = 0; running < threads.size(); running++)
+        Way::complete(p, threads[running]);
     for (const kvpn_thread &me : threads)
         if (me.stop_reason != 0)
             kvpn_stop_rank(p, me);
     if (Way::turn_last)
         end_turns(p, threads);
+    end_kernel();
 }
 
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
@@ -278,7 +280,9 @@ template <int max_ranks, bool whole> static void run_call(const kvpn_params &p, 
 
 template <bool whole> static void run_exchange(const kvpn_parts_params &p, const call &c)
 {
-    if (c.what == parts)
+    if (c.what == parts && p.world == 2)
+        run_kernel<kvpn_parts_pair<whole>>(p, c);
+    else if (c.what == parts)
         run_kernel<kvpn_parts_few<whole>>(p, c);
     else if (c.what == parts_many)
         run_kernel<kvpn_parts_many<whole>>(p, c);
@@ -445,6 +449,7 @@ static void test_world(uint32_t world, uint64_t calls)
         for (size_t k = page_words; k < memory.size(); k++)
             CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
                   kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
+    CHECK(overwritten == 0);
     char name[64];
     snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
     finish_test(name);

@@ -336,6 +336,7 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
             for (std::vector<kvpn_thread> &row : rows)
                 if (step < Way::steps(p, row[0]))
                     visit_token<Way, packs>(p, row, step, visit);
+    end_kernel();
 }
 
 template <int max_ranks, int packs> static void run_way(const kvpn_norm_params &p, const call &c)
