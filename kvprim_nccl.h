@@ -43,7 +43,7 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, streams
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_kernel      the kernel, and programmatic dependent launch
@@ -514,7 +514,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
    after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
    (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
-   that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   that set. So sizes may change from call to call, and no call waits for more than the words that it needs. (Streams
+   write to the slots of a set several times in one call; see kvpn_streams.)
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
    no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
@@ -608,7 +609,7 @@ enum {
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
-    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's */
+    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's; see kvpn_streams */
     uint32_t rank, world;
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
@@ -1574,55 +1575,58 @@ struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole>
 /* Streams: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more than
    two shots do, and no second half waits for the first.) So is reduce_scatter.
 
-   A thread has kvpn_stream_packs packs in each step. In turn k it sends its packs of step k, and reduces those of step
-   k - lag. The thread that writes a result is the one that has sent what it may overwrite. The slots of this launch's
-   set, those of both areas and of both senders, are places for steps, which are used again and again.
+   Each thread has kvpn_stream_packs packs in each step. In turn k it sends its packs of step k, and reduces those of
+   step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this launch's
+   set, those of both areas and of both senders, are 4 or 8 places for steps, which are used again and again.
 
-   Why the place of step k is empty when step k is sent there: this thread's last fence was in a turn g > k - period.
-   Before that fence it had received step g - 1 - lag, which the other rank sent after its own fence in turn g - period,
-   or a later one, because period > lag. Before that fence, the other rank had emptied the places of all steps before
-   g - period - lag, which is more than k - 2 * period - lag; and places >= 2 * period + lag. */
-enum { kvpn_stream_packs = 2, kvpn_stream_places = 8, kvpn_stream_lag = 2, kvpn_stream_period = 3 };
-static_assert(kvpn_stream_period > (int)kvpn_stream_lag && kvpn_stream_places % 4 == 0 &&
-                  kvpn_stream_places >= 2 * (int)kvpn_stream_period + (int)kvpn_stream_lag,
-              "a place is empty before it is used again");
-
+   Why the place of step k is empty when step k is sent there: a thread has a fence in each turn if there are 4 places,
+   and in every third one if there are 8. Its last fence was in turn g, which is k, or is at least k - 2. Before that
+   fence it had received step g - 2. The other rank sent that after a fence in turn g - 2, or g - 3. Before its fence, the
+   other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
+enum { kvpn_stream_packs = 8, kvpn_stream_threads = 512 };
 template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams {
-    enum { packs = kvpn_stream_packs, places = kvpn_stream_places, lag = kvpn_stream_lag };
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 0 };
+    enum { threads = kvpn_stream_threads, threads_of_8 = kvpn_stream_threads, turn_last = 0 };
+    enum { packs = kvpn_stream_packs };
 
-    /* The thread's first pack of a step, in its block; the next ones are me.threads further on. */
-    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_thread &me, uint32_t step)
+    /* Places in each row of slots: of an area, from a sender. */
+    KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
     {
-        return step * packs * me.threads + me.thread;
+        return p.block_bytes >= 2 * 16 * packs * me.threads ? 2 : 1;
+    }
+
+    /* The thread's first pack of a step. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
+    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        return step * packs * p.block_packs + me.block * me.threads + me.thread;
     }
 
     /* A bit for each pack of the step that the thread has. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
     {
+        const uint32_t first = first_pack(p, me, step);
         uint32_t which = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t u = 0; u < packs; u++)
-            which |= (uint32_t)(first_pack(me, step) + u * me.threads < kvpn_packs_of_block(p, me)) << u;
+            which |= (uint32_t)(first + u * p.block_packs < p.packs) << u;
         return which;
     }
 
+    /* Of the thread's first slot; the next ones are me.threads further on. */
     KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
     {
-        const uint32_t place = step % places, row = place / (places / 4);
-        return kvpn_slot_offset(p, me, row / 2, row % 2, first_pack(me, place % (places / 4)));
+        const uint32_t of_row = places_of_row(p, me), row = step / of_row % 4;
+        return kvpn_slot_offset(p, me, row / 2, row % 2, step % of_row * packs * me.threads + me.thread);
     }
 
-    /* Of the part for rank `part`, if there are parts. */
-    KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, const kvpn_thread &me, uint32_t step, uint32_t part,
-                                 uint4 (&v)[packs])
+    /* Of the part for rank `part`, if there are parts: those packs from pack `first` on whose bits are set. */
+    template <int count>
+    KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, uint32_t part, uint32_t first, uint32_t which, uint4 (&v)[count])
     {
-        const uint32_t which = packs_of(p, me, step), first = me.block * p.block_packs + first_pack(me, step);
         const char *const from = (const char *)p.send + (scatters ? part * p.pitch : 0);
         KVPRIM_NCCL_UNROLL
-        for (uint32_t u = 0; u < packs; u++)
+        for (uint32_t u = 0; u < count; u++)
             if (which >> u & 1)
-                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * me.threads);
+                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * p.block_packs);
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
@@ -1638,18 +1642,23 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams
     /* Returns false if this rank stopped. */
     KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t step, uint32_t what)
     {
-        const uint32_t which = packs_of(p, me, step), first = me.block * p.block_packs + first_pack(me, step);
+        const uint32_t which = packs_of(p, me, step), first = first_pack(p, me, step);
         char *const slots = p.peer[0] + offset(p, me, step);
-        uint4 own[packs] = {}, v[packs] = {};
-        load(p, me, step, p.rank, own);
+        uint4 v[packs] = {};
         if (!kvpn_wait_for_slots<packs, false>(p, me, slots, 16 * me.threads, which, (int32_t)(p.rank ^ 1), v))
             return false;
         KVPRIM_NCCL_UNROLL
-        for (uint32_t u = 0; u < packs; u++) {
-            const uint4 mine = kvpn_replace_empty(own[u]);
-            uint4 both[2] = {p.rank ? v[u] : mine, p.rank ? mine : v[u]};
-            if (which >> u & 1)
-                kvpn_store_pack<T, whole>(p, first + u * me.threads, kvpn_reduction<T, 2>::of(p, what, both));
+        for (uint32_t half = 0; half < packs; half += packs / 2) { /* all together would need too many registers */
+            uint4 own[packs / 2] = {};
+            load(p, p.rank, first + half * p.block_packs, which >> half, own);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t u = 0; u < packs / 2; u++) {
+                const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
+                uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
+                if (which >> (half + u) & 1)
+                    kvpn_store_pack<T, whole>(p, first + (half + u) * p.block_packs,
+                                              kvpn_reduction<T, 2>::of(p, what, both));
+            }
         }
         kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
         return true;
@@ -1662,22 +1671,22 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams
 
     KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
     {
-        const uint32_t of_step = packs * me.threads, steps = (kvpn_packs_of_block(p, me) + of_step - 1) / of_step;
-        const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me);
+        const uint32_t steps = (p.packs + packs * p.block_packs - 1) / (packs * p.block_packs);
+        const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me), period = places_of_row(p, me) == 2 ? 3 : 1;
         uint4 v[packs] = {};
-        load(p, me, 0, p.rank ^ 1, v);
-        for (uint32_t k = 0; k < steps + lag && me.stop_reason == 0; k++) {
-            if (k != 0 && k < steps && k % kvpn_stream_period == 0)
+        load(p, p.rank ^ 1, first_pack(p, me, 0), packs_of(p, me, 0), v);
+        for (uint32_t k = 0; k <= steps && me.stop_reason == 0; k++) {
+            if (k != 0 && k < steps && k % period == 0)
                 kvpn_fence();
             send(p, me, k, v);
-            load(p, me, k + 1, p.rank ^ 1, v); /* before the wait */
-            if (k >= lag && !receive(p, me, k - lag, what))
+            load(p, p.rank ^ 1, first_pack(p, me, k + 1), packs_of(p, me, k + 1), v); /* before the wait */
+            if (k != 0 && !receive(p, me, k - 1, what))
                 return;
         }
     }
 };
 
-template <class T, int max_ranks, bool whole> struct kvpn_stream : kvpn_streams<T, max_ranks, whole, false> {
+template <class T, int max_ranks, bool whole> struct kvpn_stream_sum : kvpn_streams<T, max_ranks, whole, false> {
 };
 template <class T, int max_ranks, bool whole> struct kvpn_stream_scatter : kvpn_streams<T, max_ranks, whole, true> {
 };
@@ -3270,7 +3279,7 @@ static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_stream           ? kvpn_pick_of_two<kvpn_stream>(dtype, whole)
+    return way == kvpn_by_stream           ? kvpn_pick_of_two<kvpn_stream_sum>(dtype, whole)
            : way == kvpn_by_stream_scatter ? kvpn_pick_of_two<kvpn_stream_scatter>(dtype, whole)
            : way == kvpn_by_gather         ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
            : way == kvpn_by_gather_many    ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
@@ -3381,6 +3390,8 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
                       eight = {32 << 10, 8 << 20,   16 << 20, 256 << 10, 512 << 10, 4 << 20,
                                4 << 20,  256 << 10, 4 << 20,  4 << 20,   4 << 20,   SIZE_MAX};
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
+    if (comm->blocks > 40)
+        l.stream = comm->world == 2 && comm->blocks <= 64 ? 28 << 20 : SIZE_MAX;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
         l.two_shot = reduce, l.one_shot = reduce < l.one_shot ? reduce : l.one_shot;
@@ -4118,8 +4129,8 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
 static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
-                  32 * (int)kvpn_stream_places / 4 * (int)kvpn_stream_packs,
-              "a block has slots for a stream of a warp");
+                  32 * (int)kvpn_stream_packs,
+              "a block has slots for a step of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
@@ -4269,11 +4280,25 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
                                             : kvpn_by_nccl;
 }
 
-/* A block has slots for kvpn_stream_places steps of all its threads. */
-static uint32_t kvpn_stream_threads(const kvprim_comm *comm)
+static bool kvpn_streams_packs(kvpn_way way)
 {
-    const uint32_t with_slots = comm->block_slots / (kvpn_stream_places / 4 * kvpn_stream_packs) / 32 * 32;
-    return with_slots < (uint32_t)kvpn_max_threads ? with_slots : (uint32_t)kvpn_max_threads;
+    return way == kvpn_by_stream || way == kvpn_by_stream_scatter;
+}
+
+/* A block has slots for 4 or 8 steps of all its threads. */
+static uint32_t kvpn_stream_threads_of(const kvprim_comm *comm)
+{
+    const uint32_t with_slots = comm->block_slots / kvpn_stream_packs / 32 * 32;
+    return with_slots < (uint32_t)kvpn_stream_threads ? with_slots : (uint32_t)kvpn_stream_threads;
+}
+
+/* Each block has a pack of each thread in turn. */
+static void kvpn_set_stream_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
+{
+    *threads = kvpn_stream_threads_of(comm);
+    *blocks = (p->packs + *threads - 1) / *threads;
+    *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
+    p->block_packs = *blocks * *threads;
 }
 
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
@@ -4281,9 +4306,7 @@ static uint32_t kvpn_stream_threads(const kvprim_comm *comm)
    which is 128 bytes. */
 static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way, uint32_t *blocks, uint32_t *threads)
 {
-    const bool streams = way == kvpn_by_stream || way == kvpn_by_stream_scatter;
-    const uint32_t least = streams ? 1 : (p->slice_packs + comm->block_slots - 1) / comm->block_slots,
-                   group = kvpn_group_of(way);
+    const uint32_t least = (p->slice_packs + comm->block_slots - 1) / comm->block_slots, group = kvpn_group_of(way);
     const uint32_t most =
         way == kvpn_by_parts ? kvpn_max_threads_of_role(comm, way) : kvpn_max_threads_for(comm->world);
     for (*threads = 128; 2 * *threads <= most && p->slice_packs > comm->blocks * *threads;)
@@ -4295,8 +4318,6 @@ static void kvpn_set_grid(const kvprim_comm *comm, kvpn_params *p, kvpn_way way,
     if (group)
         for (*threads = 32; *threads < kvpn_max_threads_of_role(comm, way) && group * *threads < p->block_packs;)
             *threads += 32;
-    if (streams)
-        *threads = kvpn_stream_threads(comm);
 }
 
 /* After a kernel of NCCL's, launches without programmatic dependent launch: that kernel may not have waited for what
@@ -4365,7 +4386,10 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.send_aligned = (uintptr_t)c->send % unit == 0 &&
                      ((way != kvpn_by_scatter && way != kvpn_by_stream_scatter) || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    kvpn_set_grid(comm, &p, way, &blocks, &threads);
+    if (kvpn_streams_packs(way))
+        kvpn_set_stream_grid(comm, &p, &blocks, &threads);
+    else
+        kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
     return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);

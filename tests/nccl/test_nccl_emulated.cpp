@@ -123,10 +123,10 @@ static call call_of(uint64_t number, uint32_t world)
     static const kvprim_op ops[] = {KVPRIM_SUM, KVPRIM_SUM, KVPRIM_AVG, KVPRIM_MAX, KVPRIM_MIN};
     c.type = types[hash_u64(h) % 4], c.op = ops[hash_u64(h) / 4 % 5];
     c.element = gathers(c.what) ? 1 : static_cast<size_t>(format_of(c.type).bytes);
-    const size_t most = (c.what == two_shot ? most_bytes * world
-                         : c.what == gather ? most_bytes / 2
-                         : streams(c.what)  ? most_stream_bytes
-                                            : most_bytes) /
+    const size_t most = static_cast<size_t>(c.what == two_shot ? most_bytes * static_cast<int>(world)
+                                            : c.what == gather ? most_bytes / 2
+                                            : streams(c.what)  ? static_cast<int>(most_stream_bytes)
+                                                               : static_cast<int>(most_bytes)) /
                         c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
     const bool groups = c.what == gather_many || c.what == gather_most;
@@ -136,10 +136,16 @@ static call call_of(uint64_t number, uint32_t world)
     const size_t unit = c.what == gather ? 8 : 16;
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
     const uint32_t slice = c.what == two_shot ? (words + world - 1) / world : words;
-    const uint32_t least = (slice + blocks - 1) / blocks;
-    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (streams(c.what) ? block_slots : block_slots - least + 1);
+    const uint32_t least =
+        std::min((slice + blocks - 1) / blocks, static_cast<uint32_t>(block_slots)); /* a stream's is more */
+    c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
     c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* with groups, there are slots for 4 */
+    if (streams(c.what)) { /* blocks take packs in turn, and there are slots for 6 threads, or twice for 3 */
+        c.threads = 1 + static_cast<uint32_t>(h >> 56) % 6;
+        c.used_blocks = std::min(1 + static_cast<uint32_t>(h >> 48) % blocks, (slice + c.threads - 1) / c.threads);
+        c.block_packs = c.used_blocks * c.threads;
+    }
     c.roles = groups ? world : 1;
     return c;
 }
@@ -250,7 +256,7 @@ template <class T, int max_ranks, bool whole> static void run_reduction(const kv
 {
     if constexpr (max_ranks == 2) {
         if (c.what == stream)
-            return run_kernel<kvpn_stream<T, 2, whole>>(p, c);
+            return run_kernel<kvpn_stream_sum<T, 2, whole>>(p, c);
         if (c.what == stream_scatter)
             return run_kernel<kvpn_stream_scatter<T, 2, whole>>(p, c);
     }
@@ -554,7 +560,7 @@ int main(int argc, char **argv)
 {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, quick ? 20 : 300);
+        test_world(world, (quick ? 20 : 300) * (world == 2 ? 5 : 1)); /* more kinds of calls */
     run("nccl emulated: a rank that stays away is named", test_missing);
     run("nccl emulated: a rank that stays away from a stream is named", test_missing_from_stream);
     run("nccl emulated: a rank that comes after the others have stopped", test_late_after_the_end);
