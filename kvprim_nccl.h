@@ -46,6 +46,7 @@
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, streams
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
+       >>impl_norm_few    the norm of few tokens, as fast as it goes
        >>impl_kernel      the kernel, and programmatic dependent launch
 
        Host
@@ -152,7 +153,9 @@ typedef struct kvprim_comm_desc {
        which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
        a programmatic edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
+       enough */
+    int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each */
@@ -340,12 +343,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
        s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
        r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
-       y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
+       y = r * (1 / sqrt(mean(r * r) + eps)) * weight    in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
-   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
-   of tokens.
+   1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
+   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
@@ -391,9 +393,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm
 /* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
    their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
    kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
-   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
-   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
-   what `hidden` lacks to a power of two counts as 0. */
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on, each as
+   fmaf(r, r, sum); then these sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so
+   on up to one), in which what `hidden` lacks to a power of two counts as 0. The mean is the result times
+   1.0f / hidden. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -506,9 +509,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
    is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
    a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and each
-   4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a whole.
-   Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all ones.
+   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and
+   each 4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a
+   whole. Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all
+   ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
@@ -518,9 +522,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    write to the slots of a set several times in one call; see kvpn_streams.)
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
-   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes,
-   and in each of its blocks sends every other rank a slot, and waits for one, whether it carries bytes or not: the slot
-   of the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
+   no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
+   In each of its blocks it sends every other rank a slot, and waits for one, whether it carries bytes or not: that of
+   the first thread's first pack, or group. The argument above then holds for each block. All ranks know all sizes, so
    no slot is awaited that is not sent, and none stays full.
 
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
@@ -577,6 +581,7 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #define KVPRIM_NCCL_UNROLL_BY(n)
 #endif
 #define KVPRIM_NCCL_DEVICE static __device__ __forceinline__
+#define KVPRIM_NCCL_LIKELY(condition) __builtin_expect(!!(condition), 1)
 
 enum {
     /* per block: as fast as twice the blocks of half the size, and a wait leaves half of the multiprocessors to
@@ -1790,7 +1795,7 @@ template <bool whole> struct kvpn_parts_pair : kvpn_parts_slots<true, whole> {
 /* Many bytes, 16 to a slot, in groups as kvpn_gather_groups sends them. Role 2k sends to the rank k + 1 further on, and
    role 2k + 1 receives from it. */
 template <int group, bool whole> struct kvpn_parts_groups {
-    enum { threads = kvpn_max_threads, threads_of_8 = kvpn_max_threads, turn_last = 1, slots = group + 1 };
+    enum { turn_last = 1, slots = group + 1 };
 
     /* The packs of a part from `first` on that are this block's. */
     KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_part &part, uint32_t first, uint32_t most)
@@ -1869,18 +1874,19 @@ template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_grou
    because the others would wait for them.
 
    A token's packs lie one after another in the slots of its block. If it has more packs than a block has slots
-   (8 ranks, large tokens), a block takes the slots and the turns of `parts` neighbours. */
-struct kvpn_norm_params : kvpn_params {
-    uint32_t tokens, row_packs;
-    uint32_t rows;                   /* side by side in a block */
-    uint32_t block_rows, slice_rows; /* tokens of a block, and of a rank, in its slice */
-    uint32_t parts, part_packs;      /* whose slots a block has; slots in each of them */
+   (8 ranks, large tokens), a row takes the slots and the turns of `parts` neighbours.
+
+   Few tokens take as long as the instructions of a thread: loops over tokens cost 0.8 us, as much as the norm itself.
+   So one shot has none, and a row for each token. Clusters of blocks that share a token are slower. */
+struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a rank, in its slice, and of a block */
+    uint32_t row_packs, rows, tokens, parts, part_packs; /* parts: whose slots a row has; part_packs: slots of each */
+    int64_t send_stride;                                 /* bytes from one token to the next, as all strides here */
     const char *residual, *weight;
-    char *sum, *residual_out, *out, *quantised;
+    int64_t residual_stride;
     float *scale;
-    /* bytes from one token to the next */
-    int64_t send_stride, residual_stride, sum_stride, residual_out_stride, out_stride, quantised_stride;
-    float hidden, eps, least_scale;
+    char *sum, *residual_out, *out, *quantised;
+    int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
+    float part_of_hidden, eps, least_scale; /* part_of_hidden: 1 / hidden */
     uint32_t weight_plus_one, scale_per_token;
 };
 
@@ -1910,12 +1916,22 @@ template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_join_pack(const float (&f)[8])
     return uint4{T::join(f), T::join(f + 2), T::join(f + 4), T::join(f + 6)};
 }
 
+template <class T> KVPRIM_NCCL_DEVICE uint4 kvpn_add_packs(uint4 a, uint4 b)
+{
+    return uint4{T::add(a.x, b.x), T::add(a.y, b.y), T::add(a.z, b.z), T::add(a.w, b.w)};
+}
+
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_pack(const kvpn_thread &me, uint32_t k)
 {
     return k * me.threads + me.thread;
 }
 
-/* The thread's pack k of a token, which it has if kvpn_norm_pack(me, k) < p.row_packs. */
+/* Whether the thread has a pack k. */
+KVPRIM_NCCL_DEVICE bool kvpn_norm_has(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t k)
+{
+    return kvpn_norm_pack(me, k) < p.row_packs;
+}
+
 KVPRIM_NCCL_DEVICE uint4 kvpn_norm_load(const kvpn_thread &me, const void *from, uint32_t token, int64_t stride,
                                         uint32_t k)
 {
@@ -1928,35 +1944,47 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_store(const kvpn_thread &me, void *to, uint32_
     ((uint4 *)((char *)to + (int64_t)token * stride))[kvpn_norm_pack(me, k)] = v;
 }
 
-/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. */
-template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
+/* Whose slots hold the pack. No division: there is hardly ever more than one part. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_part_of(const kvpn_norm_params &p, uint32_t pack)
+{
+    uint32_t part = 0;
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t end = p.part_packs; end <= pack; end += p.part_packs)
+        part++;
+    return part;
+}
+
+/* Takes the turns of the blocks whose slots hold the thread's packs: bit k of me.turn is that of pack k. `one`: it is
+   one block. */
+template <int packs, bool one> KVPRIM_NCCL_DEVICE void kvpn_norm_take_turns(const kvpn_norm_params &p, kvpn_thread &me)
 {
     uint32_t turn[packs] = {};
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
-        if (pack < p.row_packs)
-            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + part);
-    }
+    for (uint32_t k = 0; k < (one ? 1 : packs); k++)
+        if (one)
+            turn[k] = kvpn_load_turn(p.turn + me.block);
+        else if (kvpn_norm_has(p, me, k))
+            turn[k] = kvpn_load_turn(p.turn + me.block * p.parts + kvpn_norm_part_of(p, kvpn_norm_pack(me, k)));
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
-    me.turn = 0;
+    me.turn = turn[0];
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++)
-        me.turn |= turn[k] << k;
+    for (uint32_t k = 1; k < packs; k++)
+        me.turn |= turn[one ? 0 : k] << k;
 }
 
 /* Passes each turn on by the thread that has the first pack in its slots, after all threads have taken theirs. */
-template <int packs> KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
+template <int packs, bool one>
+KVPRIM_NCCL_DEVICE void kvpn_norm_end_turns(const kvpn_norm_params &p, const kvpn_thread &me)
 {
     KVPRIM_NCCL_UNROLL
-    for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k), part = p.parts > 1 ? pack / p.part_packs : 0;
+    for (uint32_t k = 0; k < (one ? 1 : packs); k++) {
+        const uint32_t pack = kvpn_norm_pack(me, k), part = one ? 0 : kvpn_norm_part_of(p, pack);
         if (me.role == 0 && pack < p.row_packs && pack == part * p.part_packs)
             p.turn[me.block * p.parts + part] = (me.turn >> k & 1) ^ 1;
     }
 }
 
-/* As kvpn_slot_offset, of pack k of the block's token `row`. */
+/* As kvpn_slot_offset, of pack k of the row's token number `row`. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t area,
                                              uint32_t from, uint32_t row, uint32_t k)
 {
@@ -1977,6 +2005,7 @@ template <int packs, int ranks>
 KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &me, char *const (&at)[packs],
                                        uint32_t which, int32_t sender, uint4 (&v)[packs][ranks])
 {
+    me.polls = 0;
     for (;;) {
         uint32_t largest = 0, late = 0;
         KVPRIM_NCCL_UNROLL
@@ -1986,9 +2015,11 @@ KVPRIM_NCCL_DEVICE bool kvpn_norm_wait(const kvpn_norm_params &p, kvpn_thread &m
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < packs * ranks; i++)
             largest = kvpn_max_u32(largest, kvpn_largest_word<false>(v[i / ranks][i % ranks]));
-        if (largest != kvpn_empty_word) {
-            me.polls = 0;
+        if (largest != kvpn_empty_word)
             return true;
+        if (KVPRIM_NCCL_LIKELY(me.polls < kvpn_polls_per_page_check - 1)) {
+            me.polls++;
+            continue;
         }
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < packs * ranks; i++)
@@ -2004,22 +2035,47 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_prepare(const kvpn_norm_params &p, const kvpn_
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        const bool has = kvpn_norm_pack(me, k) < p.row_packs;
         t.r[k] = t.residual[k] = t.weight[k] = uint4{0, 0, 0, 0};
-        if (has && p.residual)
+        if (kvpn_norm_has(p, me, k) && p.residual)
             t.residual[k] = kvpn_norm_load(me, p.residual, t.token, p.residual_stride, k);
-        if (has && packs == 1)
+        if (kvpn_norm_has(p, me, k) && packs <= 2)
             t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
     }
     t.scale = p.quantised && !p.scale_per_token ? *p.scale : 0;
 }
 
-/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
-template <class T, int max_ranks, int packs, bool shares>
-KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
-                                      kvpn_norm_token<packs> &t)
+/* Two ranks: the order of two addends does not matter. */
+template <class T, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum_two(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                          kvpn_norm_token<packs> &t)
 {
-    enum { at_once = packs * max_ranks <= 8 ? packs : max_ranks < 8 ? 8 / max_ranks : 1 };
+    uint4 own[packs], v[packs][1] = {};
+    char *at[packs];
+    uint32_t which = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        const bool has = kvpn_norm_has(p, me, k);
+        own[k] = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, k) : uint4{0, 0, 0, 0};
+        at[k] = p.peer[0] + kvpn_norm_offset(p, me, 0, p.rank ^ 1, row, k);
+        which |= (uint32_t)has << k;
+    }
+    if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)(p.rank ^ 1), v))
+        return;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        t.r[k] = kvpn_add_packs<T>(own[k], v[k][0]);
+        kvpn_clear_slots<1>(at[k], 0, which >> k & 1);
+        if (shares && which >> k & 1)
+            kvpn_store_slot(p.peer[1] + kvpn_norm_offset(p, me, 1, p.rank, row, k), t.r[k]);
+    }
+}
+
+/* More ranks, in their order. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum_all(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                          kvpn_norm_token<packs> &t)
+{
+    enum { at_once = packs == 4 && max_ranks == 4 ? 2 : 1 }; /* as many as there are registers for */
     const uint32_t others = kvpn_other_ranks(p);
     KVPRIM_NCCL_UNROLL
     for (uint32_t first = 0; first < packs; first += at_once) {
@@ -2028,7 +2084,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me
         uint32_t which = 0;
         KVPRIM_NCCL_UNROLL
         for (uint32_t i = 0; i < at_once; i++) {
-            const bool has = kvpn_norm_pack(me, first + i) < p.row_packs;
+            const bool has = kvpn_norm_has(p, me, first + i);
             const uint4 own = has ? kvpn_norm_load(me, p.send, t.token, p.send_stride, first + i) : uint4{0, 0, 0, 0};
             kvpn_init_sum<T, max_ranks>(p, own, v[i]);
             at[i] = p.peer[0] + kvpn_norm_offset(p, me, 0, 0, row, first + i);
@@ -2046,77 +2102,88 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me
     }
 }
 
+/* Sums a token of which every other rank sends its addend to this one. `shares`: also sends the sum to all others. */
+template <class T, int max_ranks, int packs, bool shares>
+KVPRIM_NCCL_DEVICE void kvpn_norm_sum(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row,
+                                      kvpn_norm_token<packs> &t)
+{
+    if (max_ranks == 2)
+        kvpn_norm_sum_two<T, packs, shares>(p, me, row, t);
+    else
+        kvpn_norm_sum_all<T, max_ranks, packs, shares>(p, me, row, t);
+}
+
 /* r from s in t.r, which it writes, and the squares. */
 template <class T, int packs>
 KVPRIM_NCCL_DEVICE void kvpn_norm_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<packs> &t)
 {
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        float f[8], g[8];
+        float f[8];
         t.squares[k] = 0;
-        if (kvpn_norm_pack(me, k) >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
-        if (packs > 1) /* not before: fewer registers */
+        if (packs > 2) /* not before: fewer registers */
             t.weight[k] = kvpn_norm_load(me, p.weight, 0, 0, k);
         if (p.sum)
             kvpn_norm_store(me, p.sum, t.token, p.sum_stride, k, t.r[k]);
-        if (p.residual) {
-            kvpn_split_pack<T>(t.r[k], f);
-            kvpn_split_pack<T>(t.residual[k], g);
-            KVPRIM_NCCL_UNROLL
-            for (int e = 0; e < 8; e++)
-                f[e] = f[e] + g[e];
-            t.r[k] = kvpn_join_pack<T>(f);
-        }
+        if (p.residual)
+            t.r[k] = kvpn_add_packs<T>(t.r[k], t.residual[k]);
         if (p.residual_out)
             kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, k, t.r[k]);
         kvpn_split_pack<T>(t.r[k], f);
-        t.squares[k] = __fmul_rn(f[0], f[0]);
         KVPRIM_NCCL_UNROLL
-        for (int e = 1; e < 8; e++)
-            t.squares[k] = __fadd_rn(t.squares[k], __fmul_rn(f[e], f[e]));
+        for (int e = 0; e < 8; e++)
+            t.squares[k] = __fmaf_rn(f[e], f[e], t.squares[k]);
     }
 }
 
-/* The sum of a token's squares, from those of its groups: a balanced binary tree. */
-template <int packs> KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, const float *groups)
+/* Four groups of a row's squares, for a lane: lane i takes them from 4 * i on, and shuffles add those of neighbouring
+   lanes. */
+KVPRIM_NCCL_DEVICE float kvpn_norm_four_groups(const float *groups, uint32_t count, uint32_t lane)
 {
-    enum { most = packs == 1 ? kvpn_norm_max_groups / 8 : kvpn_norm_max_groups / 4 };
-    const uint32_t count = packs * me.threads / kvpn_norm_lanes;
-    float sum[most];
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t i = 0; i < most; i++) {
-        const float *const g = groups + 4 * i;
-        sum[i] = 4 * i < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
-    }
-    KVPRIM_NCCL_UNROLL
-    for (uint32_t n = most / 2; n > 0; n /= 2)
-        KVPRIM_NCCL_UNROLL
-    for (uint32_t i = 0; i < most / 2; i++)
-        sum[i] = i < n ? __fadd_rn(sum[2 * i], sum[2 * i + 1]) : sum[i];
-    return sum[0];
+    const float *const g = groups + 4 * lane;
+    return 4 * lane < count ? __fadd_rn(__fadd_rn(g[0], g[1]), __fadd_rn(g[2], g[3])) : 0;
 }
 
-/* y from r, which it writes. Returns the bits of the largest |y|. */
+/* y from r, which it writes. */
 template <class T, int packs>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
-                                               kvpn_norm_token<packs> &t)
+KVPRIM_NCCL_DEVICE void kvpn_norm_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                           kvpn_norm_token<packs> &t)
 {
-    const float mean = __fdiv_rn(total, p.hidden), by = __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, p.eps)));
-    uint32_t most = 0;
+    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
         float f[8], w[8];
-        if (kvpn_norm_pack(me, k) >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
         kvpn_split_pack<T>(t.r[k], f);
         kvpn_split_pack<T>(t.weight[k], w);
+        if (p.weight_plus_one) {
+            KVPRIM_NCCL_UNROLL
+            for (int e = 0; e < 8; e++)
+                w[e] = __fadd_rn(w[e], 1.0f);
+        }
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
-            f[e] = __fmul_rn(__fmul_rn(f[e], by), p.weight_plus_one ? __fadd_rn(w[e], 1.0f) : w[e]);
+            f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
         t.r[k] = kvpn_join_pack<T>(f);
         if (p.out)
             kvpn_norm_store(me, p.out, t.token, p.out_stride, k, t.r[k]);
+    }
+}
+
+/* The bits of the thread's largest |y|. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn_thread &me,
+                                           const kvpn_norm_token<packs> &t)
+{
+    uint32_t most = 0;
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 0; k < packs; k++) {
+        float f[8];
+        if (!kvpn_norm_has(p, me, k))
+            continue;
         kvpn_split_pack<T>(t.r[k], f);
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
@@ -2125,14 +2192,37 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_multiply(const kvpn_norm_params &p, const 
     return most;
 }
 
-/* A word of four elements. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f, float scale)
+/* A word of four elements: bits of e4m3. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f)
 {
-    uint32_t word = 0;
-    KVPRIM_NCCL_UNROLL
-    for (int e = 0; e < 4; e++)
-        word |= kvpi_to_e4m3(__fdiv_rn(f[e], scale)) << 8 * e;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t word;
+    asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
+        "mov.b32 %0, {a, b};}"
+        : "=r"(word)
+        : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
     return word;
+#else
+    return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
+#endif
+}
+
+/* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
+   kvpc_over in kvprim_cuda.cuh, which has the proof. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
+{
+    const float high = kvpi_float_of(kvpi_bits_of(__fdiv_rn(1.0f, scale)) - 2);
+    const float low = __fmaf_rn(__fmaf_rn(-scale, high, 1.0f), high, __fmul_rn(high, 0x1p-41f));
+    const bool usual = kvpi_bits_of(scale) - 0x1f800000 < 0x69800000 - 0x1f800000;
+    if (usual) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fmaf_rn(f[e], high, __fmul_rn(f[e], low));
+    } else {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            f[e] = __fdiv_rn(f[e], scale);
+    }
 }
 
 /* q from y. most: of the whole token, if it has a scale of its own. */
@@ -2140,61 +2230,58 @@ template <class T, int packs>
 KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t most,
                                            const kvpn_norm_token<packs> &t)
 {
-    const float quotient = __fdiv_rn(kvpi_tile_largest(most), 448.0f);
-    const float scale = p.scale_per_token ? kvpi_tile_scale(quotient, p.least_scale, 0) : t.scale;
+    float scale = t.scale;
+    if (p.scale_per_token)
+        scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most), 448.0f), p.least_scale, 0);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
-        const uint32_t pack = kvpn_norm_pack(me, k);
         float f[8];
-        if (pack >= p.row_packs)
+        if (!kvpn_norm_has(p, me, k))
             continue;
         kvpn_split_pack<T>(t.r[k], f);
-        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[pack] =
-            uint2{kvpn_norm_to_e4m3(f, scale), kvpn_norm_to_e4m3(f + 4, scale)};
+        kvpn_norm_divide(f, scale);
+        ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[kvpn_norm_pack(me, k)] =
+            uint2{kvpn_norm_to_e4m3(f), kvpn_norm_to_e4m3(f + 4)};
     }
     if (p.scale_per_token && me.thread == 0)
         p.scale[t.token] = scale;
 }
 
 /* How many tokens of its slice this block has. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_block_rows(const kvpn_norm_params &p, const kvpn_thread &me)
+KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_tokens(const kvpn_norm_params &p, const kvpn_thread &me)
 {
-    const uint32_t left = p.slice_rows - me.block * p.block_rows;
-    return left < p.block_rows ? left : p.block_rows;
+    return kvpn_packs_of_block(p, me);
 }
 
-/* Ways of the norm. begin sends a row's first token. A row then takes steps, each with the same number of visits. take
-   gets s of the visit's token, and returns false if there is none, which is so for all threads of the row. */
+/* Ways of the norm. begin sends a row's first token. The row then takes steps, from number me.role to `end`, each
+   p.rows further on, and makes the same number of visits in each. take gets s of the visit's token, and returns false
+   if there is none, which is so for all threads of the row. It empties slots at once: stores are free while the row
+   meets, and took 0.1 us when they were the last. */
 
-/* One shot. Every rank sends all tokens to every other rank, and sums by itself. */
+/* One shot. Every rank sends all tokens to every other rank, and sums by itself. A row has one token. */
 template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
-    enum { exchanges = 1 };
-
-    KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
-    {
-        const uint32_t token = me.block * p.block_rows + row;
-        uint4 v[packs];
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
-                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
-        if (row == me.role) /* the first one: see kvpn_take_turn */
-            kvpn_norm_take_turns<packs>(p, me);
-        KVPRIM_NCCL_UNROLL
-        for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
-                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, row, k), kvpn_replace_empty(v[k]));
-    }
+    enum { exchanges = 1, one_token = 1 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
     {
-        if (me.role < kvpn_norm_block_rows(p, me))
-            send(p, me, me.role);
+        const uint32_t token = me.block * p.block_packs + me.role;
+        uint4 v[packs];
+        if (me.role >= kvpn_norm_tokens(p, me))
+            return;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_has(p, me, k))
+                v[k] = kvpn_norm_load(me, p.send, token, p.send_stride, k);
+        kvpn_norm_take_turns<packs, true>(p, me); /* after the loads: see kvpn_take_turn */
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t k = 0; k < packs; k++)
+            if (kvpn_norm_has(p, me, k))
+                kvpn_store_to_peers<max_ranks>(p, kvpn_norm_send_offset(p, me, me.role, k), kvpn_replace_empty(v[k]));
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+        return kvpn_norm_tokens(p, me);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
@@ -2202,17 +2289,12 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
         return 1;
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t, uint32_t,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role, rows = kvpn_norm_block_rows(p, me);
-        if (row + p.rows < rows)
-            send(p, me, row + p.rows);
-        if (row >= rows)
-            return false;
-        t.token = me.block * p.block_rows + row;
+        t.token = me.block * p.block_packs + me.role;
         kvpn_norm_prepare(p, me, t);
-        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, row, t);
+        kvpn_norm_sum<T, max_ranks, packs, false>(p, me, me.role, t);
         return true;
     }
 };
@@ -2220,22 +2302,23 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_one_shot {
 /* Two shots. The tokens are `world` slices. Each rank receives those of its slice from every other rank, sums them, and
    sends the sums to all. In a step a row sums its next token, and then takes the others' sums of the one before. */
 template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
-    enum { exchanges = 1 };
+    enum { exchanges = 1, one_token = 0 };
 
     /* The block's token `row` of a rank's slice; p.tokens or more if that slice has none. */
     KVPRIM_NCCL_DEVICE uint32_t token_of(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t rank, uint32_t row)
     {
-        return row < kvpn_norm_block_rows(p, me) ? rank * p.slice_rows + me.block * p.block_rows + row : p.tokens;
+        return row < kvpn_norm_tokens(p, me) ? rank * p.slice_packs + me.block * p.block_packs + row : p.tokens;
     }
 
     KVPRIM_NCCL_DEVICE void send(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row)
     {
-        KVPRIM_NCCL_UNROLL
+        enum { at_once = packs == 1 ? max_ranks : 1 }; /* otherwise sm_75 spills registers */
+        KVPRIM_NCCL_UNROLL_BY(at_once)
         for (uint32_t i = 1; i < max_ranks; i++) {
             const uint32_t token = i < p.world ? token_of(p, me, kvpn_peer_rank(p, i), row) : p.tokens;
             KVPRIM_NCCL_UNROLL
             for (uint32_t k = 0; k < packs; k++)
-                if (token < p.tokens && kvpn_norm_pack(me, k) < p.row_packs)
+                if (token < p.tokens && kvpn_norm_has(p, me, k))
                     kvpn_store_slot(p.peer[i] + kvpn_norm_send_offset(p, me, row, k),
                                     kvpn_replace_empty(kvpn_norm_load(me, p.send, token, p.send_stride, k)));
         }
@@ -2243,13 +2326,13 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &p, kvpn_thread &me)
     {
-        kvpn_norm_take_turns<packs>(p, me);
+        kvpn_norm_take_turns<packs, false>(p, me);
         send(p, me, me.role);
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows + 1;
+        return kvpn_norm_tokens(p, me) + p.rows;
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &p)
@@ -2266,7 +2349,7 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++) {
             at[k] = p.peer[0] + kvpn_norm_offset(p, me, 1, from, row, k);
-            which |= (uint32_t)(kvpn_norm_pack(me, k) < p.row_packs) << k;
+            which |= (uint32_t)kvpn_norm_has(p, me, k) << k;
         }
         if (me.stop_reason != 0 || !kvpn_norm_wait<packs, 1>(p, me, at, which, (int32_t)from, v))
             return;
@@ -2277,13 +2360,13 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
         }
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t visit,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row, uint32_t visit,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role, from = kvpn_peer_rank(p, visit);
+        const uint32_t from = kvpn_peer_rank(p, visit);
         if (visit == 0)
             send(p, me, row + p.rows);
-        if (visit != 0 && step == 0)
+        if (visit != 0 && row < p.rows)
             return false;
         t.token = token_of(p, me, from, visit == 0 ? row : row - p.rows);
         if (t.token >= p.tokens)
@@ -2299,15 +2382,15 @@ template <class T, int max_ranks, int packs> struct kvpn_norm_two_shot {
 
 /* The norm alone: s lies in memory, at p.send. */
 template <class T, int packs> struct kvpn_norm_of_memory {
-    enum { exchanges = 0 };
+    enum { exchanges = 0, one_token = 0 };
 
     KVPRIM_NCCL_DEVICE void begin(const kvpn_norm_params &, kvpn_thread &)
     {
     }
 
-    KVPRIM_NCCL_DEVICE uint32_t steps(const kvpn_norm_params &p, const kvpn_thread &me)
+    KVPRIM_NCCL_DEVICE uint32_t end(const kvpn_norm_params &p, const kvpn_thread &me)
     {
-        return (kvpn_norm_block_rows(p, me) + p.rows - 1) / p.rows;
+        return kvpn_norm_tokens(p, me);
     }
 
     KVPRIM_NCCL_DEVICE uint32_t visits(const kvpn_norm_params &)
@@ -2315,21 +2398,115 @@ template <class T, int packs> struct kvpn_norm_of_memory {
         return 1;
     }
 
-    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t step, uint32_t,
+    KVPRIM_NCCL_DEVICE bool take(const kvpn_norm_params &p, kvpn_thread &me, uint32_t row, uint32_t,
                                  kvpn_norm_token<packs> &t)
     {
-        const uint32_t row = step * p.rows + me.role;
-        if (row >= kvpn_norm_block_rows(p, me))
-            return false;
-        t.token = me.block * p.block_rows + row;
+        t.token = me.block * p.block_packs + row;
         kvpn_norm_prepare(p, me, t);
         KVPRIM_NCCL_UNROLL
         for (uint32_t k = 0; k < packs; k++)
-            if (kvpn_norm_pack(me, k) < p.row_packs)
+            if (kvpn_norm_has(p, me, k))
                 t.r[k] = kvpn_norm_load(me, p.send, t.token, p.send_stride, k);
         return true;
     }
 };
+
+/* >>impl_norm_few --------------------------------------------------------------------------------------------------
+
+   One shot for few tokens, as in decoding: a row of threads for each token, a pack for each thread, and no other
+   threads. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction counts,
+   because a multiprocessor has a whole token. 1 x 4,096 takes 2.5 us (H200), a sum of as many bytes 2.0. What helps:
+   - weight and residual are loaded after the addend is sent, and the turn ends then: the exchange takes longer (0.1 us);
+   - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
+   - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer.
+   Two packs a thread, half a pack, and clusters of blocks that share a token are no faster. */
+
+/* The thread's slot, of area 0, in the block's. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_thread &me)
+{
+    return me.role * me.threads + me.thread;
+}
+
+/* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
+template <int max_ranks, bool quantised>
+KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    t.token = me.block * p.block_packs + me.role;
+    if (t.token >= p.tokens)
+        return false;
+    /* As kvpn_send_offset, but with so little behind the load of the turn that the compiler makes no branch of it, behind
+       which it would load the pack. */
+    const uint32_t slot = kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot(me)); /* if the turn is 0 */
+    t.r[0] = kvpn_norm_load(me, p.send, t.token, p.send_stride, 0);
+    me.turn = kvpn_load_turn(p.turn + me.block);
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+    const uint32_t offset = me.stop_reason ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes;
+    kvpn_store_to_peers<max_ranks>(p, offset, kvpn_replace_empty(t.r[0]));
+    t.weight[0] = kvpn_norm_load(me, p.weight, 0, 0, 0);
+    t.residual[0] = p.residual ? kvpn_norm_load(me, p.residual, t.token, p.residual_stride, 0) : uint4{0, 0, 0, 0};
+    t.scale = quantised && !p.scale_per_token ? *p.scale : 0;
+    return true;
+}
+
+/* Waits for the other ranks' addends. t.r becomes the sum. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_few_sum(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    enum { slots = max_ranks == 2 ? 1 : max_ranks }; /* of two ranks only one is awaited */
+    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0, which = max_ranks == 2 ? 1 : kvpn_other_ranks(p);
+    char *const first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot(me));
+    uint4 v[max_ranks];
+    uint4(&awaited)[slots] = *(uint4(*)[slots])v;
+    if (max_ranks > 2)
+        kvpn_init_sum<T, max_ranks>(p, t.r[0], v);
+    else
+        v[1] = t.r[0];
+    if (me.stop_reason != 0 || !kvpn_wait_for_slots<slots, false>(p, me, first, p.sender_bytes, which,
+                                                                  max_ranks == 2 ? (int32_t)from : -1, awaited))
+        return;
+    kvpn_clear_slots<slots>(first, p.sender_bytes, which);
+    t.r[0] = kvpn_sum_packs<T, max_ranks>(v);
+}
+
+/* r from s, and the squares. */
+template <class T>
+KVPRIM_NCCL_DEVICE void kvpn_few_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    float f[8];
+    if (p.sum)
+        kvpn_norm_store(me, p.sum, t.token, p.sum_stride, 0, t.r[0]);
+    if (p.residual)
+        t.r[0] = kvpn_add_packs<T>(t.r[0], t.residual[0]);
+    if (p.residual_out)
+        kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, 0, t.r[0]);
+    kvpn_split_pack<T>(t.r[0], f);
+    t.squares[0] = 0;
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        t.squares[0] = __fmaf_rn(f[e], f[e], t.squares[0]);
+}
+
+/* y from r. */
+template <class T>
+KVPRIM_NCCL_DEVICE void kvpn_few_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                          kvpn_norm_token<1> &t)
+{
+    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+    float f[8], w[8];
+    kvpn_split_pack<T>(t.r[0], f);
+    kvpn_split_pack<T>(t.weight[0], w);
+    if (p.weight_plus_one) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            w[e] = __fadd_rn(w[e], 1.0f);
+    }
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+    t.r[0] = kvpn_join_pack<T>(f);
+    if (p.out)
+        kvpn_norm_store(me, p.out, t.token, p.out_stride, 0, t.r[0]);
+}
 
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
@@ -2384,18 +2561,26 @@ static __global__ __launch_bounds__(kvpn_max_threads,
     kvpn_run_way<Way<whole>>(p);
 }
 
-/* Meetings of the threads of a row. */
+/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to one
+   again has met all others after they read it. */
+struct alignas(16) kvpn_norm_meeting {
+    float groups[2][kvpn_norm_max_groups];
+};
 
-/* Only for threads of one row. */
+/* For all threads of a row. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_thread &me)
 {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+    if (blockDim.y == 1)
+        __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
 }
 
-/* Adds each pack's squares to those of its group. */
+/* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
 template <int packs>
-KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *groups, const float (&squares)[packs])
+KVPRIM_NCCL_DEVICE float kvpn_norm_total(const kvpn_thread &me, float *groups, const float (&squares)[packs])
 {
+    enum { lanes = packs == 1 ? 8 : 16 }; /* which add four groups each */
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
         float sum = squares[k];
@@ -2406,58 +2591,110 @@ KVPRIM_NCCL_DEVICE float kvpn_norm_add_squares(const kvpn_thread &me, float *gro
             groups[kvpn_norm_pack(me, k) / kvpn_norm_lanes] = sum;
     }
     kvpn_norm_meet(me);
-    return kvpn_norm_total<packs>(me, groups);
+    float total = kvpn_norm_four_groups(groups, packs * me.threads / kvpn_norm_lanes, me.thread % lanes);
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < lanes; lane *= 2)
+        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
+    return total;
 }
 
 /* The largest of all threads' bits. */
 KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_largest(const kvpn_thread &me, float *groups, uint32_t most)
 {
+    const uint32_t warps = me.threads / kvpn_norm_lanes, lane = me.thread % kvpn_norm_lanes; /* at most 32 warps */
     KVPRIM_NCCL_UNROLL
-    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
-        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, lane));
-    if (me.thread % kvpn_norm_lanes == 0)
+    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
+    if (lane == 0)
         groups[me.thread / kvpn_norm_lanes] = __uint_as_float(most);
     kvpn_norm_meet(me);
-    for (uint32_t w = 0; w < me.threads / kvpn_norm_lanes; w++)
-        most = kvpn_max_u32(most, __float_as_uint(groups[w]));
+    most = lane < warps ? __float_as_uint(groups[lane]) : 0;
+    KVPRIM_NCCL_UNROLL
+    for (int distance = 1; distance < kvpn_norm_lanes; distance *= 2)
+        most = kvpn_max_u32(most, __shfl_xor_sync(0xffffffff, most, distance));
     return most;
 }
 
-/* A row's threads meet in two arrays by turns: one that writes to an array again has met all others after they read
-   it. */
+/* What follows s in t.r. */
+template <class T, int packs>
+KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_meeting &meeting,
+                                         uint32_t &meetings, kvpn_norm_token<packs> &t)
+{
+    uint32_t most = 0;
+    kvpn_norm_add<T>(p, me, t);
+    kvpn_norm_multiply<T>(p, me, kvpn_norm_total<packs>(me, meeting.groups[meetings++ % 2], t.squares), t);
+    if (KVPRIM_NCCL_LIKELY(!p.quantised))
+        return;
+    if (p.scale_per_token)
+        most = kvpn_norm_largest(me, meeting.groups[meetings++ % 2], kvpn_norm_most<T>(p, me, t));
+    kvpn_norm_quantise<T>(p, me, most, t);
+}
+
+/* At once: the row's other threads, and other rows, may wait for long. */
+KVPRIM_NCCL_DEVICE void kvpn_norm_tell(const kvpn_norm_params &p, const kvpn_thread &me, bool &told)
+{
+    if (KVPRIM_NCCL_LIKELY(me.stop_reason == 0 || told))
+        return;
+    kvpn_stop_rank(p, me);
+    told = true;
+}
+
 template <class Way, class T, int max_ranks, int packs>
-static __global__ __launch_bounds__(packs == 1 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_norm_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ alignas(16) float arrays[kvpn_norm_max_rows][2][kvpn_norm_max_groups];
+    __shared__ kvpn_norm_meeting meetings_of[kvpn_norm_max_rows];
     kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    float(*const groups)[kvpn_norm_max_groups] = arrays[me.role];
+    kvpn_norm_meeting &meeting = meetings_of[me.role];
     kvpn_norm_token<packs> t;
+    const uint32_t count = packs * me.threads / kvpn_norm_lanes; /* of groups */
     uint32_t meetings = 0;
     bool told = false;
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
-    for (uint32_t i = me.thread; i < 2 * kvpn_norm_max_groups; i += me.threads)
-        groups[0][i] = 0;
-    __syncthreads();
-    if (Way::exchanges)
-        kvpn_norm_end_turns<packs>(p, me);
-    for (uint32_t step = 0; step < Way::steps(p, me); step++)
-        for (uint32_t visit = 0; visit < Way::visits(p); visit++) {
-            if (!Way::take(p, me, step, visit, t))
-                continue;
-            if (me.stop_reason != 0 && !told) { /* now: the row's other threads, and other rows, may wait for long */
-                kvpn_stop_rank(p, me);
-                told = true;
+    if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */
+        meeting.groups[me.thread / 4][count / 4 * 4 + me.thread % 4] = 0;
+    if (!Way::one_token || p.rows > 1)
+        __syncthreads();
+    if (Way::exchanges && !Way::one_token)
+        kvpn_norm_end_turns<packs, false>(p, me);
+    for (uint32_t row = me.role; row < Way::end(p, me); row += p.rows) {
+        for (uint32_t visit = 0; visit < Way::visits(p); visit++)
+            if (Way::take(p, me, row, visit, t)) {
+                kvpn_norm_tell(p, me, told);
+                kvpn_norm_finish<T>(p, me, meeting, meetings, t);
             }
-            kvpn_norm_add<T>(p, me, t);
-            const float total = kvpn_norm_add_squares<packs>(me, groups[meetings++ % 2], t.squares);
-            uint32_t most = kvpn_norm_multiply<T>(p, me, total, t);
-            if (p.quantised && p.scale_per_token)
-                most = kvpn_norm_largest(me, groups[meetings++ % 2], most);
-            if (p.quantised)
-                kvpn_norm_quantise<T>(p, me, most, t);
-        }
+        if (Way::one_token)
+            break;
+    }
+    if (Way::one_token) /* the block's threads, or its rows, have met */
+        kvpn_norm_end_turns<packs, true>(p, me);
+}
+
+/* See >>impl_norm_few. kvpn_end_turn's barrier costs nothing: the row waits for the other ranks anyway. */
+template <class T, int max_ranks, bool quantised>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+                                    1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
+{
+    __shared__ kvpn_norm_meeting meetings_of[kvpn_norm_max_rows];
+    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    float(&groups)[2][kvpn_norm_max_groups] = meetings_of[me.role].groups;
+    kvpn_norm_token<1> t;
+    kvpn_wait_for_predecessor();
+    const bool has = kvpn_few_begin<max_ranks, quantised>(p, me, t);
+    if (me.thread < kvpn_norm_lanes) /* there may be fewer warps than kvpn_norm_total reads of */
+        groups[0][me.thread] = 0;
+    kvpn_end_turn(p, me);
+    if (!has)
+        return;
+    kvpn_few_sum<T, max_ranks>(p, me, t);
+    if (me.stop_reason != 0) /* at once: the row's other threads may wait for long */
+        kvpn_stop_rank(p, me);
+    kvpn_few_add<T>(p, me, t);
+    kvpn_few_multiply<T>(p, me, kvpn_norm_total<1>(me, groups[0], t.squares), t);
+    if (quantised)
+        kvpn_norm_quantise<T>(p, me,
+                              p.scale_per_token ? kvpn_norm_largest(me, groups[1], kvpn_norm_most<T>(p, me, t)) : 0, t);
 }
 #endif
 
@@ -3308,28 +3545,57 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
                                 : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
-template <class T, int max_ranks, int packs> static const void *kvpn_pick_norm(kvpn_way way)
+/* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says. */
+template <class T, int max_ranks> static const void *kvpn_pick_norm(kvpn_way way, uint32_t packs)
 {
-    return way == kvpn_by_one_shot
-               ? (const void *)kvpn_norm_kernel<kvpn_norm_one_shot<T, max_ranks, packs>, T, max_ranks, packs>
-               : (const void *)kvpn_norm_kernel<kvpn_norm_two_shot<T, max_ranks, packs>, T, max_ranks, packs>;
+    enum { many = kvpn_norm_packs, few = max_ranks <= 4 ? kvpn_norm_packs / 2 : kvpn_norm_packs };
+    typedef kvpn_norm_one_shot<T, max_ranks, 1> one;
+    typedef kvpn_norm_one_shot<T, max_ranks, few> one_of_more;
+    typedef kvpn_norm_two_shot<T, max_ranks, 1> two;
+    typedef kvpn_norm_two_shot<T, max_ranks, many> two_of_more;
+    if (way == kvpn_by_one_shot)
+        return packs == 1 ? (const void *)kvpn_norm_kernel<one, T, max_ranks, 1>
+                          : (const void *)kvpn_norm_kernel<one_of_more, T, max_ranks, few>;
+    return packs == 1 ? (const void *)kvpn_norm_kernel<two, T, max_ranks, 1>
+                      : (const void *)kvpn_norm_kernel<two_of_more, T, max_ranks, many>;
 }
 
-template <class T, int packs> static const void *kvpn_pick_norm(kvpn_way way, int world)
+template <class T> static const void *kvpn_pick_norm(kvpn_way way, int world, uint32_t packs)
 {
-    return way == kvpn_by_nccl ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, packs>, T, 2, packs>
-           : world == 2        ? kvpn_pick_norm<T, 2, packs>(way)
-           : world <= 4        ? kvpn_pick_norm<T, 4, packs>(way)
-                               : kvpn_pick_norm<T, 8, packs>(way);
+    if (way == kvpn_by_nccl)
+        return packs == 1
+                   ? (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, 1>, T, 2, 1>
+                   : (const void *)kvpn_norm_kernel<kvpn_norm_of_memory<T, kvpn_norm_packs>, T, 2, kvpn_norm_packs>;
+    return world == 2   ? kvpn_pick_norm<T, 2>(way, packs)
+           : world <= 4 ? kvpn_pick_norm<T, 4>(way, packs)
+                        : kvpn_pick_norm<T, 8>(way, packs);
 }
 
-/* packs: of a thread, 1 or kvpn_norm_packs. kvpn_by_nccl: the norm alone. */
 static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, uint32_t packs)
 {
-    return dtype == KVPRIM_BF16 ? (packs == 1 ? kvpn_pick_norm<kvpn_bf16, 1>(way, world)
-                                              : kvpn_pick_norm<kvpn_bf16, kvpn_norm_packs>(way, world))
-           : packs == 1         ? kvpn_pick_norm<kvpn_f16, 1>(way, world)
-                                : kvpn_pick_norm<kvpn_f16, kvpn_norm_packs>(way, world);
+    return dtype == KVPRIM_BF16 ? kvpn_pick_norm<kvpn_bf16>(way, world, packs)
+                                : kvpn_pick_norm<kvpn_f16>(way, world, packs);
+}
+
+template <class T, bool quantised> static const void *kvpn_pick_few(int world)
+{
+    return world == 2   ? (const void *)kvpn_few_kernel<T, 2, quantised>
+           : world <= 4 ? (const void *)kvpn_few_kernel<T, 4, quantised>
+                        : (const void *)kvpn_few_kernel<T, 8, quantised>;
+}
+
+static const void *kvpn_pick_few(kvprim_dtype dtype, int world, bool quantised)
+{
+    return dtype == KVPRIM_BF16
+               ? (quantised ? kvpn_pick_few<kvpn_bf16, true>(world) : kvpn_pick_few<kvpn_bf16, false>(world))
+           : quantised ? kvpn_pick_few<kvpn_f16, true>(world)
+                       : kvpn_pick_few<kvpn_f16, false>(world);
+}
+
+/* How many packs a thread has that has more than one. */
+static uint32_t kvpn_norm_packs_of(kvpn_way way, int world)
+{
+    return way == kvpn_by_one_shot && world <= 4 ? kvpn_norm_packs / 2 : kvpn_norm_packs;
 }
 
 static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
@@ -3358,6 +3624,8 @@ static void kvpn_load_kernels(kvpn_init_task *task)
         for (int k = 0; k < 4; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
                                                                      k % 2 ? (uint32_t)kvpn_norm_packs : 1));
+    for (int k = 0; k < 4; k++)
+        loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(types[k / 2], world, k % 2 == 1));
     (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
 }
@@ -4475,7 +4743,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t first, int64_t tokens)
 {
     kvpn_norm_params p = {};
-    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1;
+    p.tokens = (uint32_t)tokens, p.row_packs = (uint32_t)(d->hidden / 8), p.parts = 1, p.part_packs = p.row_packs;
     p.send_stride = 2 * d->send_stride, p.residual_stride = 2 * d->residual_stride, p.sum_stride = 2 * d->sum_stride;
     p.residual_out_stride = 2 * d->residual_out_stride, p.out_stride = 2 * d->out_stride;
     p.quantised_stride = d->quantised_stride;
@@ -4488,31 +4756,53 @@ static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t
     p.quantised = d->quantised ? (char *)d->quantised + first * p.quantised_stride : NULL;
     p.scale = d->scale && d->scale_per_token ? d->scale + first : d->scale;
     p.scale_per_token = (uint32_t)d->scale_per_token, p.least_scale = d->least_scale;
-    p.hidden = (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
+    p.part_of_hidden = 1.0f / (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
     return p;
 }
 
-/* Threads of a row, and how many packs each of them has. */
-static uint32_t kvpn_norm_threads(uint32_t row_packs, uint32_t most, uint32_t *packs)
+/* How many threads a row has, and how many rows a block has room for. */
+static uint32_t kvpn_norm_threads(const kvprim_comm *comm, kvpn_way way, uint32_t row_packs, uint32_t packs,
+                                  uint32_t *rows)
 {
-    *packs = row_packs <= most ? 1 : kvpn_norm_packs;
-    return ((row_packs + *packs - 1) / *packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+    const uint32_t most = packs > 2             ? (uint32_t)kvpn_max_threads_of_8
+                          : way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads
+                                                : kvpn_max_threads_for(comm->world);
+    const uint32_t threads =
+        ((row_packs + packs - 1) / packs + kvpn_norm_lanes - 1) / kvpn_norm_lanes * kvpn_norm_lanes;
+    *rows = most / threads < kvpn_norm_max_rows ? most / threads : (uint32_t)kvpn_norm_max_rows;
+    return threads;
 }
 
+/* Fills in the grid and launches. max_blocks: those that have slots. */
 static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvprim_dtype dtype, uint32_t max_blocks,
                                            kvpn_norm_params *p)
 {
-    const uint32_t most = way == kvpn_by_nccl ? (uint32_t)kvpn_max_threads : kvpn_max_threads_for(c->comm->world);
-    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1;
-    uint32_t packs;
-    const uint32_t threads = kvpn_norm_threads(p->row_packs, most, &packs);
-    const uint32_t in_block = (packs == 1 ? most : (uint32_t)kvpn_max_threads_of_8) / threads;
-    p->slice_rows = (p->tokens + slices - 1) / slices;
-    p->block_rows = (p->slice_rows + max_blocks - 1) / max_blocks;
-    p->rows = in_block < kvpn_norm_max_rows ? in_block : (uint32_t)kvpn_norm_max_rows;
-    p->rows = p->block_rows < p->rows ? p->block_rows : p->rows;
-    return kvpn_launch_kernel(c, kvpn_pick_norm(way, dtype, c->comm->world, packs),
-                              (p->slice_rows + p->block_rows - 1) / p->block_rows, dim3(threads, p->rows), p);
+    const uint32_t slices = way == kvpn_by_two_shot ? p->world : 1, more = kvpn_norm_packs_of(way, c->comm->world);
+    uint32_t packs = 1;
+    p->slice_packs = (p->tokens + slices - 1) / slices;
+    p->block_packs = (p->slice_packs + max_blocks - 1) / max_blocks;
+    uint32_t threads = kvpn_norm_threads(c->comm, way, p->row_packs, packs, &p->rows);
+    if (p->rows == 0 || (way == kvpn_by_one_shot && p->rows < p->block_packs))
+        threads = kvpn_norm_threads(c->comm, way, p->row_packs, packs = more, &p->rows);
+    p->rows = p->block_packs < p->rows ? p->block_packs : p->rows;
+    const bool few = way == kvpn_by_one_shot && packs == 1 && p->parts == 1 && threads == p->row_packs;
+    return kvpn_launch_kernel(c,
+                              few ? kvpn_pick_few(dtype, c->comm->world, p->quantised != NULL)
+                                  : kvpn_pick_norm(way, dtype, c->comm->world, packs),
+                              (p->slice_packs + p->block_packs - 1) / p->block_packs, dim3(threads, p->rows), p);
+}
+
+/* Up to how many tokens one shot takes: up to its limit, if a block has slots, and a row of threads for each. */
+static int64_t kvpn_norm_one_shot_tokens(const kvprim_comm *comm, uint32_t row_packs)
+{
+    const kvpn_way way = kvpn_by_one_shot;
+    const int64_t limit = (int64_t)(kvpn_limits_of(comm).one_shot / 16 / row_packs);
+    uint32_t rows;
+    (void)kvpn_norm_threads(comm, way, row_packs, kvpn_norm_packs_of(way, comm->world), &rows);
+    const uint32_t with_slots = comm->block_slots / row_packs;
+    const int64_t most = (int64_t)comm->blocks * (rows < with_slots ? rows : with_slots);
+    const int64_t wanted = limit > 1 ? limit : 1; /* one token is never two slices */
+    return wanted < most ? wanted : most;
 }
 
 /* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
@@ -4522,9 +4812,9 @@ static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc
     const kvprim_comm *const comm = c->comm;
     const uint32_t row_packs = (uint32_t)(d->hidden / 8);
     const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
-    const int64_t slots_tokens = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
-    const bool two = (uint64_t)d->tokens * row_packs * 16 > kvpn_limits_of(comm).one_shot || d->tokens > slots_tokens;
-    const int64_t most = two ? slots_tokens * comm->world : slots_tokens;
+    const int64_t in_slots = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
+    const bool two = d->tokens > kvpn_norm_one_shot_tokens(comm, row_packs);
+    const int64_t most = two ? in_slots * comm->world : d->tokens;
     for (int64_t first = 0; first < d->tokens; first += most) {
         kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
         kvpn_set_ranks(comm, &p);
@@ -5171,17 +5461,30 @@ static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, 
     return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
 }
 
-/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
-   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
-static float kvpn_host_sqrt(float x)
+/* Whether a * a * x > 1, without rounding. a has 25 bits, so fp64 holds its square; that is split into 27 bits and the
+   rest, whose products with x fp64 holds as well. */
+static bool kvpn_host_exceeds_one(double a, double x)
+{
+    const double square = a * a;
+    double high;
+    uint64_t bits;
+    memcpy(&bits, &square, sizeof bits);
+    bits &= ~(((uint64_t)1 << 26) - 1);
+    memcpy(&high, &bits, sizeof high);
+    return (high * x - 1) + (square - high) * x > 0;
+}
+
+/* 1 / sqrt(x), rounded to nearest, without a library that the caller would have to link: the least float of which the
+   middle between it and the next one is more than that. */
+static float kvpn_host_rsqrt(float x)
 {
     uint32_t low = 0, high = 0x7f800000;
-    if (!(x > 0) || kvpi_bits_of(x) >= high)
-        return x; /* 0, infinity, NaN */
+    if (!(x > 0) || kvpi_bits_of(x) >= high) /* 0, infinity, NaN */
+        return kvpi_quotient(1, x);
     while (low < high) {
         const uint32_t at = low + (high - low) / 2;
         const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
-        if (middle * middle > (double)x)
+        if (kvpn_host_exceeds_one(middle, (double)x))
             high = at;
         else
             low = at + 1;
@@ -5207,9 +5510,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
-            sum = kvpi_rounded(sum + square);
+            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
@@ -5217,7 +5519,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
 }
 
 static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,

@@ -158,14 +158,20 @@ static float __fmul_rn(float a, float b)
     return a * b;
 }
 
+static float __fmaf_rn(float a, float b, float c)
+{
+    return std::fma(a, b, c);
+}
+
 static float __fdiv_rn(float a, float b)
 {
     return a / b;
 }
 
-static float __fsqrt_rn(float a)
+/* No fp64 result is so near to the middle of two floats that it could be rounded to the wrong one. */
+static float __frsqrt_rn(float a)
 {
-    return std::sqrt(a);
+    return static_cast<float>(1 / std::sqrt(static_cast<double>(a)));
 }
 
 #define KVPRIM_NCCL_EMULATE

@@ -161,14 +161,14 @@ static void test_exchanges(rank_state &r)
 /* In several launches, where they would go to NCCL, and with few blocks; then by NCCL alone. */
 static void test_exchanges_elsewhere(rank_state &r)
 {
-    const size_t most = quick ? size_t(2) << 20 : std::min(size_t(30) << 20, most_of_part());
+    const size_t most = std::min(size_t(quick ? 10 : 30) << 20, most_of_part());
     for (const size_t limit : {SIZE_MAX, size_t(1)})
         for (const int sms : {0, 5}) {
             kvprim_comm comm = {};
             kvprim_comm_desc desc = desc_of(r, 0);
             desc.all_gather_limit = limit, desc.max_sms = sms;
             OK(kvprim_comm_init(&comm, &desc));
-            for (size_t bytes = 5; bytes <= most; bytes = bytes * 21 + 3)
+            for (size_t bytes = 5; bytes <= most; bytes = bytes * (quick ? 11 : 5) + 3)
                 for (int k = 0; k < exchange_kinds * 4; k++)
                     enqueue_at(r, &comm,
                                exchange_of(exchange_kind(k % exchange_kinds), KVPRIM_U8,

@@ -31,17 +31,18 @@ struct call {
 static void choose_shape(call &c, uint64_t h, uint32_t world)
 {
     const uint32_t row_packs = c.hidden / 8, least = (row_packs + 31) / 32 * 32;
-    c.packs = row_packs > 1024 || h & 1 ? 4 : 1;
-    c.threads = c.packs == 1 ? least : (least / 32 + 3) / 4 * 32;
-    c.threads += h & 2 && c.threads * c.packs + 32 * c.packs <= 1024 ? 32 : 0;
     c.parts = (row_packs + block_slots - 1) / block_slots;
+    c.what = c.what == one_shot && c.parts > 1 ? two_shot : c.what; /* as the launch does */
+    c.packs = !(h & 1) && row_packs <= 1024 ? 1 : c.what == one_shot && world <= 4 ? 2 : 4;
+    c.threads = (least / 32 + c.packs - 1) / c.packs * 32;
+    c.threads += h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
     const uint32_t used = blocks / c.parts, most_rows = c.parts > 1 ? 1 : std::min(block_slots / row_packs, 5u);
     const uint32_t most = used * most_rows * (c.what == two_shot ? world : 1);
     c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % most, 1 + 2400 / c.hidden);
     c.slice_rows = c.what == two_shot ? (c.tokens + world - 1) / world : c.tokens;
     const uint32_t fewest = (c.slice_rows + used - 1) / used;
     c.block_rows = fewest + static_cast<uint32_t>(h >> 24) % (most_rows - fewest + 1);
-    c.rows = 1 + static_cast<uint32_t>(h >> 32) % 3;
+    c.rows = c.what == one_shot ? c.block_rows : 1 + static_cast<uint32_t>(h >> 32) % 3;
 }
 
 /* Outputs do not share a place. One in place has its place's stride. */
@@ -164,15 +165,14 @@ static result result_of(const call &c, uint32_t world, uint32_t token)
             sum += of_bf16(input(c, rank, token, e));
         x.s.push_back(c.what == alone ? input(c, 0, token, e) : to_bf16(sum));
         x.r.push_back(c.residual ? to_bf16(of_bf16(x.s[e]) + of_bf16(input(c, 8, token, e))) : x.s[e]);
-        const float r = of_bf16(x.r[e]), square = r * r;
+        const float r = of_bf16(x.r[e]);
         if (e % 8 == 0)
-            squares.push_back(square);
-        else
-            squares.back() += square;
+            squares.push_back(0);
+        squares.back() = std::fma(r, r, squares.back());
     }
     x.total = add_neighbours(squares);
-    const float mean = x.total / static_cast<float>(c.hidden);
-    const float by = 1.0f / std::sqrt(mean + c.eps);
+    const float mean = x.total * (1.0f / static_cast<float>(c.hidden)), squared = mean + c.eps;
+    const float by = static_cast<float>(1 / std::sqrt(static_cast<double>(squared)));
     float largest = 0;
     for (uint32_t e = 0; e < c.hidden; e++) {
         const float scaled = of_bf16(x.r[e]) * by;
@@ -280,7 +280,15 @@ static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvp
             }
             groups[kvpn_norm_pack(row[first], k) / 32] = lanes[0];
         }
-    return kvpn_norm_total<packs>(row[0], groups);
+    float lanes[16];
+    const size_t four = (packs * row.size() / 32 + 3) / 4;
+    for (uint32_t i = 0; i < 16; i++)
+        lanes[i] = kvpn_norm_four_groups(groups, packs * row[0].threads / 32, i);
+    for (size_t distance = 1; distance < 16; distance *= 2)
+        for (size_t i = 0; i < 16; i += 2 * distance)
+            lanes[i] = lanes[i] + lanes[i + distance];
+    CHECK(four <= 16);
+    return lanes[0];
 }
 
 /* What the rank's call must give. Its squares are compared where they are added: results hide how they were. */
@@ -288,13 +296,13 @@ static thread_local std::vector<result> results;
 
 /* A visit of a row's threads. Either all have a token, or none. */
 template <class Way, int packs>
-static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row, uint32_t step, uint32_t visit)
+static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row, uint32_t at, uint32_t visit)
 {
     std::vector<kvpn_norm_token<packs>> tokens(row.size());
     std::vector<uint32_t> largest;
     size_t taken = 0;
     for (size_t i = 0; i < row.size(); i++) {
-        taken += Way::take(p, row[i], step, visit, tokens[i]);
+        taken += Way::take(p, row[i], at, visit, tokens[i]);
         if (row[i].stop_reason != 0)
             kvpn_stop_rank(p, row[i]);
     }
@@ -306,7 +314,9 @@ static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row
     const float total = total_of<packs>(row, tokens), expected = results[tokens[0].token].total;
     CHECK(total == expected || (total != total && expected != expected) || !all_take_part);
     for (size_t i = 0; i < row.size(); i++)
-        largest.push_back(kvpn_norm_multiply<kvpn_bf16>(p, row[i], total, tokens[i]));
+        kvpn_norm_multiply<kvpn_bf16>(p, row[i], total, tokens[i]);
+    for (size_t i = 0; i < row.size(); i++)
+        largest.push_back(kvpn_norm_most<kvpn_bf16>(p, row[i], tokens[i]));
     for (size_t i = 0; i < row.size() && p.quantised; i++)
         kvpn_norm_quantise<kvpn_bf16>(p, row[i], *std::max_element(largest.begin(), largest.end()), tokens[i]);
 }
@@ -327,34 +337,30 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
     for (std::vector<kvpn_thread> &row : rows)
         for (kvpn_thread &me : row)
             if (Way::exchanges)
-                kvpn_norm_end_turns<packs>(p, me);
-    uint32_t steps = 0;
-    for (std::vector<kvpn_thread> &row : rows)
-        steps = std::max(steps, Way::steps(p, row[0]));
-    for (uint32_t step = 0; step < steps; step++)
+                kvpn_norm_end_turns<packs, Way::one_token>(p, me);
+    for (uint32_t at = 0; at < 2 * (c.block_rows + c.rows); at += c.rows)
         for (uint32_t visit = 0; visit < Way::visits(p); visit++)
             for (std::vector<kvpn_thread> &row : rows)
-                if (step < Way::steps(p, row[0]))
-                    visit_token<Way, packs>(p, row, step, visit);
+                if (at + row[0].role < Way::end(p, row[0]))
+                    visit_token<Way, packs>(p, row, at + row[0].role, visit);
     end_kernel();
 }
 
-template <int max_ranks, int packs> static void run_way(const kvpn_norm_params &p, const call &c)
+template <int max_ranks> static void run_way(const kvpn_norm_params &p, const call &c)
 {
-    if (c.what == one_shot)
-        run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, packs>, packs>(p, c);
+    enum { few = max_ranks <= 4 ? 2 : 4 };
+    if (c.what == one_shot && c.packs == 1)
+        run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
+    else if (c.what == one_shot)
+        run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, few>, few>(p, c);
+    else if (c.what == two_shot && c.packs == 1)
+        run_kernel<kvpn_norm_two_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
     else if (c.what == two_shot)
-        run_kernel<kvpn_norm_two_shot<kvpn_bf16, max_ranks, packs>, packs>(p, c);
+        run_kernel<kvpn_norm_two_shot<kvpn_bf16, max_ranks, 4>, 4>(p, c);
+    else if (c.packs == 1)
+        run_kernel<kvpn_norm_of_memory<kvpn_bf16, 1>, 1>(p, c);
     else
-        run_kernel<kvpn_norm_of_memory<kvpn_bf16, packs>, packs>(p, c);
-}
-
-template <int max_ranks> static void run_packs(const kvpn_norm_params &p, const call &c)
-{
-    if (c.packs == 1)
-        run_way<max_ranks, 1>(p, c);
-    else
-        run_way<max_ranks, 4>(p, c);
+        run_kernel<kvpn_norm_of_memory<kvpn_bf16, 4>, 4>(p, c);
 }
 
 /* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
@@ -393,8 +399,8 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, tensors 
     p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns, p.rank = rank, p.world = j.world;
     p.block_bytes = 16 * block_slots * c.parts, p.sender_bytes = 16 * blocks * block_slots;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
-    p.tokens = c.tokens, p.row_packs = c.hidden / 8, p.rows = c.rows, p.block_rows = c.block_rows;
-    p.slice_rows = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots;
+    p.tokens = c.tokens, p.row_packs = c.hidden / 8, p.rows = c.rows, p.block_packs = c.block_rows;
+    p.slice_packs = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots;
     p.send = x.send.data(), p.send_stride = 2 * c.send_stride;
     p.residual = c.residual ? reinterpret_cast<char *>(x.residual.data()) : nullptr;
     p.residual_stride = 2 * c.residual_stride, p.weight = reinterpret_cast<char *>(x.weight.data());
@@ -402,7 +408,7 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, tensors 
     p.sum_stride = 2 * c.strides[0], p.residual_out_stride = 2 * c.strides[1], p.out_stride = 2 * c.strides[2];
     p.quantised = c.quantised ? reinterpret_cast<char *>(x.quantised.data()) : nullptr;
     p.quantised_stride = c.quantised_stride, p.scale = c.quantised ? x.scale.data() : nullptr;
-    p.hidden = static_cast<float>(c.hidden), p.eps = c.eps, p.least_scale = c.least_scale;
+    p.part_of_hidden = 1.0f / static_cast<float>(c.hidden), p.eps = c.eps, p.least_scale = c.least_scale;
     p.weight_plus_one = c.plus_one, p.scale_per_token = c.per_token;
     return p;
 }
@@ -417,11 +423,11 @@ static bool run_one(job &j, uint32_t rank, uint64_t number)
     tensors x = tensors_of(c, rank), expected = expected_of(c, results, rank);
     const kvpn_norm_params p = params_of(j, rank, c, x);
     if (j.world == 2)
-        run_packs<2>(p, c);
+        run_way<2>(p, c);
     else if (j.world <= 4)
-        run_packs<4>(p, c);
+        run_way<4>(p, c);
     else
-        run_packs<8>(p, c);
+        run_way<8>(p, c);
     bool same = is_same(x.send, expected.send) && is_same(x.residual, expected.residual) &&
                 x.quantised == expected.quantised && x.scale == expected.scale;
     for (int k = 0; k < 3; k++)
