@@ -93,6 +93,8 @@
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
                                nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
                                from 2.19 on, whichever version it was compiled with.
+   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
+                               for each architecture.
    KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
@@ -562,7 +564,8 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #endif
 #endif
 
-#if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
+#if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__) &&                 \
+     !defined(KVPRIM_NO_KERNELS)) ||                                                                                   \
     defined(KVPRIM_NCCL_EMULATE)
 #ifndef KVPRIM_NCCL_KERNELS
 #define KVPRIM_NCCL_KERNELS
@@ -3166,7 +3169,7 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
                                                                              : NULL;
 #else
     (void)desc;
-    return "not compiled by nvcc";
+    return "compiled without nvcc, or with KVPRIM_NO_KERNELS";
 #endif
 }
 

@@ -574,7 +574,7 @@ static void come_late(uint32_t world, uint64_t first, bool told, bool few)
 static void test_late_after_the_end()
 {
     for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < (quick ? 2 : 6); first++)
+        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
             come_late(world, 100 * first, first % 2 == 0, first % 3 == 1);
 }
 
