@@ -4559,11 +4559,13 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
-   1.2 to 1.7 times as long (2 H200s). */
+   1.2 to 1.7 times as long (2 H200s). The first call connects ranks, which CUDA forbids this thread while it captures,
+   unless the mode is relaxed. */
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
     char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
@@ -4576,6 +4578,7 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    (void)kvpn_set_capture_mode(mode);
     return result == ncclSuccess ? ended : result;
 }
 
