@@ -3444,14 +3444,13 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, %d parts of up to %llu bytes, all_gather up "
-                                 "to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received, "
+                                 "all_gather up to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (int)comm->world, (unsigned long long)limits.parts_even / (unsigned)comm->world,
-                                 (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
