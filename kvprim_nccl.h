@@ -46,6 +46,7 @@
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
+       >>impl_norm_few    the norm of few tokens, as fast as it goes
        >>impl_kernel      the kernel, and programmatic dependent launch
 
        Host
@@ -152,7 +153,9 @@ typedef struct kvprim_comm_desc {
        which matters only if it is launched that way too and is not this library's. In a captured graph such a launch is
        a programmatic edge, which cudaGraphGetEdges returns only with edge data */
     int32_t no_pdl;
-    int32_t no_kernels; /* 1: no own kernels, everything through NCCL. One rank is enough */
+    /* 1: no own kernels, everything through NCCL, except what kvprim_all_reduce_norm does after a sum. One rank is
+       enough */
+    int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each */
@@ -340,12 +343,11 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
        s = send of rank 0 + send of rank 1 + ...    in fp32, in the order of the ranks, rounded to dtype
        r = s + residual                             in fp32, rounded to dtype; without a residual, r = s
-       y = r * (1 / sqrt(mean(r * r) + eps)) * weight      in fp32, from left to right, rounded to dtype
+       y = r * (1 / sqrt(mean(r * r) + eps)) * weight    in fp32, from left to right, rounded to dtype
        q = y / scale                                as a conversion of kvprim.h's kvprim_format makes it
 
-   1 / and sqrt are rounded to nearest. The squares are rounded to fp32 and added in an order that depends on `hidden`
-   alone (see kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number
-   of tokens.
+   1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
+   kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
    weight. */
 
@@ -391,9 +393,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm
 /* The same on the host, from the addends of `world` ranks, at least 1: all pointers are to host memory and aligned to
    their elements, sends[r] is what rank r passes as send, and desc->send is ignored. Gives the bits that
    kvprim_all_reduce_norm gives with own kernels. Errors: NULL, SIZE, ARGUMENT (also world), OVERLAP.
-   Both add the squares of a token in this order: those of 8 elements one after another, from the first on; then these
-   sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so on up to one), in which
-   what `hidden` lacks to a power of two counts as 0. */
+   Both add the squares of a token in this order: those of 8 elements one after another, from the first on, each as
+   fmaf(r, r, sum); then these sums in a balanced binary tree (0 and 1, 2 and 3, ..., then neighbouring results, and so
+   on up to one), in which what `hidden` lacks to a power of two counts as 0. The mean is the result times
+   1.0f / hidden. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm_host(const kvprim_norm_desc *desc,
                                                                     const void *const *sends, int32_t world);
 
@@ -2282,6 +2285,103 @@ template <class T, int packs> struct kvpn_norm_of_memory {
     }
 };
 
+/* >>impl_norm_few --------------------------------------------------------------------------------------------------
+
+   One shot for few tokens, as in decoding: a row of threads for each token, a pack for each thread, and no other
+   threads. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction counts,
+   because a multiprocessor has a whole token. 1 x 4,096 takes 2.5 us (H200), a sum of as many bytes 2.0. What helps:
+   - weight and residual are loaded after the addend is sent, and the turn ends then: the exchange takes longer (0.1 us);
+   - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
+   - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer.
+   Two packs a thread, half a pack, and clusters of blocks that share a token are no faster. */
+
+/* The thread's slot, of area 0, in the block's. */
+KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_thread &me)
+{
+    return me.role * me.threads + me.thread;
+}
+
+/* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
+template <int max_ranks, bool quantised>
+KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    t.token = me.block * p.block_packs + me.role;
+    if (t.token >= p.tokens)
+        return false;
+    /* As kvpn_send_offset, but with so little behind the load of the turn that the compiler makes no branch of it, behind
+       which it would load the pack. */
+    const uint32_t slot = kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot(me)); /* if the turn is 0 */
+    t.r[0] = kvpn_norm_load(me, p.send, t.token, p.send_stride, 0);
+    me.turn = kvpn_load_turn(p.turn + me.block);
+    me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
+    const uint32_t offset = me.stop_reason ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes;
+    kvpn_store_to_peers<max_ranks>(p, offset, kvpn_replace_empty(t.r[0]));
+    t.weight[0] = kvpn_norm_load(me, p.weight, 0, 0, 0);
+    t.residual[0] = p.residual ? kvpn_norm_load(me, p.residual, t.token, p.residual_stride, 0) : uint4{0, 0, 0, 0};
+    t.scale = quantised && !p.scale_per_token ? *p.scale : 0;
+    return true;
+}
+
+/* Waits for the other ranks' addends. t.r becomes the sum. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_few_sum(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    enum { slots = max_ranks == 2 ? 1 : max_ranks }; /* of two ranks only one is awaited */
+    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0, which = max_ranks == 2 ? 1 : kvpn_other_ranks(p);
+    char *const first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot(me));
+    uint4 v[max_ranks];
+    uint4(&awaited)[slots] = *(uint4(*)[slots])v;
+    if (max_ranks > 2)
+        kvpn_init_sum<T, max_ranks>(p, t.r[0], v);
+    else
+        v[1] = t.r[0];
+    if (me.stop_reason != 0 || !kvpn_wait_for_slots<slots, false>(p, me, first, p.sender_bytes, which,
+                                                                  max_ranks == 2 ? (int32_t)from : -1, awaited))
+        return;
+    kvpn_clear_slots<slots>(first, p.sender_bytes, which);
+    t.r[0] = kvpn_sum_packs<T, max_ranks>(v);
+}
+
+/* r from s, and the squares. */
+template <class T>
+KVPRIM_NCCL_DEVICE void kvpn_few_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<1> &t)
+{
+    float f[8];
+    if (p.sum)
+        kvpn_norm_store(me, p.sum, t.token, p.sum_stride, 0, t.r[0]);
+    if (p.residual)
+        t.r[0] = kvpn_add_packs<T>(t.r[0], t.residual[0]);
+    if (p.residual_out)
+        kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, 0, t.r[0]);
+    kvpn_split_pack<T>(t.r[0], f);
+    t.squares[0] = 0;
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        t.squares[0] = __fmaf_rn(f[e], f[e], t.squares[0]);
+}
+
+/* y from r. */
+template <class T>
+KVPRIM_NCCL_DEVICE void kvpn_few_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
+                                          kvpn_norm_token<1> &t)
+{
+    const float by = __frsqrt_rn(__fadd_rn(__fmul_rn(total, p.part_of_hidden), p.eps));
+    float f[8], w[8];
+    kvpn_split_pack<T>(t.r[0], f);
+    kvpn_split_pack<T>(t.weight[0], w);
+    if (p.weight_plus_one) {
+        KVPRIM_NCCL_UNROLL
+        for (int e = 0; e < 8; e++)
+            w[e] = __fadd_rn(w[e], 1.0f);
+    }
+    KVPRIM_NCCL_UNROLL
+    for (int e = 0; e < 8; e++)
+        f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
+    t.r[0] = kvpn_join_pack<T>(f);
+    if (p.out)
+        kvpn_norm_store(me, p.out, t.token, p.out_stride, 0, t.r[0]);
+}
+
 #ifndef KVPRIM_NCCL_EMULATE
 /* >>impl_kernel ---------------------------------------------------------------------------------------------------- */
 
@@ -2344,7 +2444,10 @@ struct alignas(16) kvpn_norm_meeting {
 /* For all threads of a row. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_meet(const kvpn_thread &me)
 {
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
+    if (blockDim.y == 1)
+        __syncthreads();
+    else
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + me.role), "r"(me.threads) : "memory");
 }
 
 /* The sum of a token's squares: packs in groups of 32, by neighbours first, then the groups. */
@@ -2401,15 +2504,6 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_finish(const kvpn_norm_params &p, const kvpn_t
     kvpn_norm_quantise<T>(p, me, most, t);
 }
 
-/* Brings all parameters into the constant cache at once, before the wait for the predecessor: later, each line that is
-   read for the first time would take as long as a load from memory. There is always an address to send from. */
-KVPRIM_NCCL_DEVICE void kvpn_norm_touch(const kvpn_norm_params &p)
-{
-    if (((uintptr_t)p.send | (uintptr_t)p.peer[1] | (uintptr_t)p.stop | (uintptr_t)p.residual | (uintptr_t)p.out |
-         p.scale_per_token) == 0)
-        asm volatile("trap;");
-}
-
 /* At once: the row's other threads, and other rows, may wait for long. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_tell(const kvpn_norm_params &p, const kvpn_thread &me, bool &told)
 {
@@ -2430,7 +2524,6 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     const uint32_t count = packs * me.threads / kvpn_norm_lanes; /* of groups */
     uint32_t meetings = 0;
     bool told = false;
-    kvpn_norm_touch(p);
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */
@@ -2450,6 +2543,32 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     }
     if (Way::one_token) /* the block's threads, or its rows, have met */
         kvpn_norm_end_turns<packs, true>(p, me);
+}
+
+/* See >>impl_norm_few. kvpn_end_turn's barrier costs nothing: the row waits for the other ranks anyway. */
+template <class T, int max_ranks, bool quantised>
+static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
+                                    1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
+{
+    __shared__ kvpn_norm_meeting meetings_of[kvpn_norm_max_rows];
+    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
+    float(&groups)[2][kvpn_norm_max_groups] = meetings_of[me.role].groups;
+    kvpn_norm_token<1> t;
+    kvpn_wait_for_predecessor();
+    const bool has = kvpn_few_begin<max_ranks, quantised>(p, me, t);
+    if (me.thread < kvpn_norm_lanes) /* there may be fewer warps than kvpn_norm_total reads of */
+        groups[0][me.thread] = 0;
+    kvpn_end_turn(p, me);
+    if (!has)
+        return;
+    kvpn_few_sum<T, max_ranks>(p, me, t);
+    if (me.stop_reason != 0) /* at once: the row's other threads may wait for long */
+        kvpn_stop_rank(p, me);
+    kvpn_few_add<T>(p, me, t);
+    kvpn_few_multiply<T>(p, me, kvpn_norm_total<1>(me, groups[0], t.squares), t);
+    if (quantised)
+        kvpn_norm_quantise<T>(p, me,
+                              p.scale_per_token ? kvpn_norm_largest(me, groups[1], kvpn_norm_most<T>(p, me, t)) : 0, t);
 }
 #endif
 
@@ -3318,6 +3437,21 @@ static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, u
                                 : kvpn_pick_norm<kvpn_f16>(way, world, packs);
 }
 
+template <class T, bool quantised> static const void *kvpn_pick_few(int world)
+{
+    return world == 2   ? (const void *)kvpn_few_kernel<T, 2, quantised>
+           : world <= 4 ? (const void *)kvpn_few_kernel<T, 4, quantised>
+                        : (const void *)kvpn_few_kernel<T, 8, quantised>;
+}
+
+static const void *kvpn_pick_few(kvprim_dtype dtype, int world, bool quantised)
+{
+    return dtype == KVPRIM_BF16
+               ? (quantised ? kvpn_pick_few<kvpn_bf16, true>(world) : kvpn_pick_few<kvpn_bf16, false>(world))
+           : quantised ? kvpn_pick_few<kvpn_f16, true>(world)
+                       : kvpn_pick_few<kvpn_f16, false>(world);
+}
+
 /* How many packs a thread has that has more than one. */
 static uint32_t kvpn_norm_packs_of(kvpn_way way, int world)
 {
@@ -3350,6 +3484,8 @@ static void kvpn_load_kernels(kvpn_init_task *task)
         for (int k = 0; k < 4; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
                                                                      k % 2 ? (uint32_t)kvpn_norm_packs : 1));
+    for (int k = 0; k < 4; k++)
+        loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(types[k / 2], world, k % 2 == 1));
     (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
 }
@@ -4472,7 +4608,10 @@ static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvp
     if (p->rows == 0 || (way == kvpn_by_one_shot && p->rows < p->block_packs))
         threads = kvpn_norm_threads(c->comm, way, p->row_packs, packs = more, &p->rows);
     p->rows = p->block_packs < p->rows ? p->block_packs : p->rows;
-    return kvpn_launch_kernel(c, kvpn_pick_norm(way, dtype, c->comm->world, packs),
+    const bool few = way == kvpn_by_one_shot && packs == 1 && p->parts == 1 && threads == p->row_packs;
+    return kvpn_launch_kernel(c,
+                              few ? kvpn_pick_few(dtype, c->comm->world, p->quantised != NULL)
+                                  : kvpn_pick_norm(way, dtype, c->comm->world, packs),
                               (p->slice_packs + p->block_packs - 1) / p->block_packs, dim3(threads, p->rows), p);
 }
 
@@ -5148,17 +5287,30 @@ static float kvpn_host_scaled(const kvprim_norm_desc *d, float r, float factor, 
     return kvpn_host_rounded(d, kvpi_product(kvpi_product(r, factor), by));
 }
 
-/* Rounded to nearest, without a library that the caller would have to link: the least float of which the middle between
-   it and the next one is more than the root. fp64 holds the square of such a middle, which is no float. */
-static float kvpn_host_sqrt(float x)
+/* Whether a * a * x > 1, without rounding. a has 25 bits, so fp64 holds its square; that is split into 27 bits and the
+   rest, whose products with x fp64 holds as well. */
+static bool kvpn_host_exceeds_one(double a, double x)
+{
+    const double square = a * a;
+    double high;
+    uint64_t bits;
+    memcpy(&bits, &square, sizeof bits);
+    bits &= ~(((uint64_t)1 << 26) - 1);
+    memcpy(&high, &bits, sizeof high);
+    return (high * x - 1) + (square - high) * x > 0;
+}
+
+/* 1 / sqrt(x), rounded to nearest, without a library that the caller would have to link: the least float of which the
+   middle between it and the next one is more than that. */
+static float kvpn_host_rsqrt(float x)
 {
     uint32_t low = 0, high = 0x7f800000;
-    if (!(x > 0) || kvpi_bits_of(x) >= high)
-        return x; /* 0, infinity, NaN */
+    if (!(x > 0) || kvpi_bits_of(x) >= high) /* 0, infinity, NaN */
+        return kvpi_quotient(1, x);
     while (low < high) {
         const uint32_t at = low + (high - low) / 2;
         const double middle = ((double)kvpi_float_of(at) + (double)kvpi_float_of(at + 1)) / 2;
-        if (middle * middle > (double)x)
+        if (kvpn_host_exceeds_one(middle, (double)x))
             high = at;
         else
             low = at + 1;
@@ -5184,9 +5336,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int64_t pack = 0; pack < packs; pack++) {
         sum = 0;
         for (int64_t i = 8 * pack; i < 8 * pack + 8; i++) {
-            const float r = kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
-            volatile float square = r * r; /* not fused with the sum, which some compilers' defaults allow */
-            sum = kvpi_rounded(sum + square);
+            const double r = (double)kvpn_host_residual(d, kvpn_host_sum(d, sends, world, token, i), token, i);
+            sum = kvpi_rounded((float)((double)sum + r * r)); /* fmaf: fp64 holds the square of 8 or 11 bits */
         }
         kvpn_host_add_to_tree(parts, pack, sum);
     }
@@ -5194,7 +5345,8 @@ static float kvpn_host_factor(const kvprim_norm_desc *d, const void *const *send
     for (int k = 0; k < 12; k++)
         if (packs >> k & 1)
             sum = kvpi_rounded(parts[k] + sum);
-    return kvpi_quotient(1, kvpn_host_sqrt(kvpi_rounded(kvpi_quotient(sum, (float)d->hidden) + d->eps)));
+    volatile float mean = kvpi_product(sum, kvpi_quotient(1, (float)d->hidden)); /* not fused with what follows */
+    return kvpn_host_rsqrt(kvpi_rounded(mean + d->eps));
 }
 
 static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends, int32_t world, int64_t token,

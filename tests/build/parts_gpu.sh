@@ -55,10 +55,13 @@ nccl_emulated()
         skip "collectives emulated on the CPU: no C++ compiler with $1"
         return
     fi
-    cell "test_nccl_emulated, $cxx $1" $cxx -std=c++17 -Wall -Wextra $1 -I. tests/nccl/test_nccl_emulated.cpp \
-        -pthread -o "$build/test_nccl_emulated"
-    group "test_nccl_emulated compiled, $cxx $1"
-    program "test_nccl_emulated ${2-}" $launcher "$build/test_nccl_emulated" ${2-}
+    for test in test_nccl_emulated test_norm_emulated; do
+        cell "$test, $cxx $1" $cxx -std=c++17 -Wall -Wextra $1 -I. tests/nccl/$test.cpp -pthread -o "$build/$test"
+    done
+    group "collectives emulated: compiled, $cxx $1"
+    for test in test_nccl_emulated test_norm_emulated; do
+        program "$test ${2-}" $launcher "$build/$test" ${2-}
+    done
 }
 
 # nccl_life FLAGS: runs a communicator's life over fakes of CUDA and NCCL.

@@ -17,7 +17,7 @@ enum {
     norm_quantised,
     norm_scale,
     norm_tensors,
-    norm_period = 37 /* after so many tokens, the values repeat */
+    norm_period = 23 /* after so many tokens, the values repeat */
 };
 static const size_t norm_absent = (size_t)-1;
 
@@ -122,7 +122,8 @@ static inline uint16_t norm_number(kvprim_dtype dtype, uint64_t h, int power)
 }
 
 /* An addend's or the residual's (rank -1) element. Most tokens have usual numbers; others zeros of both signs, tiny or
-   huge numbers, whose squares bf16 takes out of fp32's range, or one NaN, of all ones, or infinity among them. */
+   huge numbers, whose squares bf16 takes out of fp32's range, denormals, or one NaN, of all ones, or infinity among
+   them. */
 static inline uint16_t norm_value(const norm_case *c, int rank, int64_t token, int64_t i)
 {
     const uint64_t of_token = hash_u64(c->seed + (uint64_t)(token % norm_period));
@@ -136,6 +137,8 @@ static inline uint16_t norm_value(const norm_case *c, int rank, int64_t token, i
         return norm_number(c->d.dtype, h, kind == 1 ? (wide ? -76 : -9) : (wide ? 66 : 10));
     if (kind < 5 && i == (int64_t)(of_token >> 8) % c->d.hidden && rank == 0)
         return kind == 3 ? 0xffff : (uint16_t)oracle_encoded(c->d.dtype, -(double)INFINITY);
+    if (kind == 5)
+        return (uint16_t)(h & (wide ? 0x80ff : 0x87ff));
     return norm_number(c->d.dtype, h, 0);
 }
 
@@ -150,7 +153,7 @@ static inline void norm_fill_tensor(const norm_case *c, int rank, char *to, int6
     }
 }
 
-/* The image as it is before the call; what is no input is 0xa5. */
+/* The image as it is before the call; what is no input is 0xa5. Some weights have any bits: NaN, infinity. */
 static inline void norm_fill(const norm_case *c, int rank, char *image)
 {
     memset(image, 0xa5, c->bytes);
@@ -158,11 +161,13 @@ static inline void norm_fill(const norm_case *c, int rank, char *image)
     if (c->at[norm_residual] != norm_absent)
         norm_fill_tensor(c, -1, image + c->at[norm_residual], c->d.residual_stride);
     for (int64_t i = 0; i < c->d.hidden; i++) {
-        const uint16_t w = norm_number(c->d.dtype, hash_u64(c->seed * 3 + (uint64_t)i), -1);
+        const uint64_t h = hash_u64(c->seed * 3 + (uint64_t)i);
+        const uint16_t w = c->seed % 8 == 0 && i % 97 == 3 ? (uint16_t)h : norm_number(c->d.dtype, h, -1);
         memcpy(image + c->at[norm_weight] + i * 2, &w, 2);
     }
     if (c->at[norm_scale] != norm_absent && !c->d.scale_per_token) {
-        const float scale = 0.003f * (float)(1 + c->seed % 11);
+        static const float scales[] = {0.003f, 0.25f, 0.0477f, 1e-6f, 1e-25f, 3e30f}; /* the last ones: see kvpc_over */
+        const float scale = scales[c->seed / 8 % 6];
         memcpy(image + c->at[norm_scale], &scale, 4);
     }
 }

@@ -118,15 +118,14 @@ static inline float oracle_factor(const double *r, int hidden, float eps)
     for (int pack = 0; pack < hidden / 8; pack++) {
         sums[pack] = 0;
         for (int i = 8 * pack; i < 8 * pack + 8; i++) {
-            const float square = (float)(r[i] * r[i]);
-            sums[pack] = (float)((double)sums[pack] + (double)square);
+            sums[pack] = fmaf((float)r[i], (float)r[i], sums[pack]);
         }
     }
     while (width < hidden / 8)
         width *= 2;
-    const float mean = (float)((double)oracle_tree(sums, 0, width, hidden / 8) / hidden);
-    const float root = (float)sqrt((double)(float)((double)mean + (double)eps));
-    return (float)(1 / (double)root);
+    /* volatile: compilers take it for a product in fp32, which some fuse with the sum */
+    volatile float mean = (float)((double)oracle_tree(sums, 0, width, hidden / 8) * (double)(float)(1.0 / hidden));
+    return (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
 }
 
 /* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. */

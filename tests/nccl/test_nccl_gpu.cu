@@ -599,6 +599,10 @@ static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
             enqueue_scatter(r, &comm, r.device[2], r.device[1], count / 4 + 1, sum_types[n], count);
         }
     expect_none_wrong(r, says, 0);
+    for (const int64_t tokens : {1, 40, 200}) /* also where a token has more packs than a block has slots */
+        norm_once(r, &comm,
+                  norm_call_of(r, KVPRIM_BF16, tokens, tokens == 200 ? 4096 : 16384, uint64_t(tokens), !comm.peer[0]),
+                  says);
     OK(kvprim_comm_check(&comm));
     OK(kvprim_comm_destroy(&comm));
 }

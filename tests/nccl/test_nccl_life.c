@@ -845,7 +845,7 @@ static bool given(int k, const void *memory, size_t bytes, int peer)
 static void test_parts(void)
 {
     static char send[64], recv[64];
-    static const size_t counts[] = {1, 3, 2, 0}, row[] = {3, 0}, none[] = {0, 0, 0, 0}, equal_row[] = {2, 2};
+    static const size_t uneven[] = {1, 3, 2, 0}, row[] = {3, 0}, none[] = {0, 0, 0, 0}, equal_row[] = {2, 2};
     for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
         kvprim_comm_desc d = desc_of(2);
         d.rank = 1, fake.version = 22304;
@@ -856,7 +856,7 @@ static void test_parts(void)
         CHECK(given(0, send, 24, 0) && given(1, recv, 24, 0) && given(2, send + 24, 24, 1) &&
               given(3, recv + 24, 24, 1));
         part_count = 0;
-        CHECK(kvprim_all_to_allv(comm, recv, send, counts, KVPRIM_F8E4M3, NULL) == KVPRIM_OK &&
+        CHECK(kvprim_all_to_allv(comm, recv, send, uneven, KVPRIM_F8E4M3, NULL) == KVPRIM_OK &&
               called(IN_GROUP(SEND_RECV)));
         CHECK(given(0, send, 2, 0) && given(1, recv, 3, 0) && part_count == 2);
         part_count = 0;
@@ -910,12 +910,12 @@ static void test_parts_arguments(void)
 static void test_parts_alone(void)
 {
     static char m[8];
-    static const size_t counts[] = {3};
+    static const size_t one[] = {3};
     const kvprim_comm_desc d = desc_of(1);
     kvprim_comm *const comm = open_comm(&d, OPENED);
     CHECK(kvprim_all_to_all(comm, m, m + 4, 3, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
-    CHECK(kvprim_all_to_allv(comm, m, m + 4, counts, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
-    CHECK(kvprim_all_gatherv(comm, m, m, counts, KVPRIM_U8, NULL) == KVPRIM_OK && called("AllGather"));
+    CHECK(kvprim_all_to_allv(comm, m, m + 4, one, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
+    CHECK(kvprim_all_gatherv(comm, m, m, one, KVPRIM_U8, NULL) == KVPRIM_OK && called("AllGather"));
     close_comm(comm, "CommDestroy");
 }
 

@@ -287,9 +287,9 @@ static void test_norm_without_kernels(rank_state &r)
     desc.no_kernels = r.rank == 0;
     OK(kvprim_comm_init(&comm, &desc));
     CHECK(!comm.peer[0] && strstr(kvprim_comm_describe(&comm), "8 MB for sums that a norm follows") != nullptr);
-    for (int n = 0; n < (quick ? 6 : 30); n++)
+    for (int n = 0; n < (quick ? 6 : 20); n++)
         norm_once(r, &comm,
-                  norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 2048),
+                  norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 1100),
                                uint64_t(n), true),
                   "norm by NCCL");
     for (int n = 0; n < 4; n++)
@@ -321,8 +321,8 @@ static void test_norm_without_kernels(rank_state &r)
     desc.world = 1;
     OK(kvprim_comm_new_id(&desc.id));
     OK(kvprim_comm_init(&comm, &desc));
-    for (int n = 0; n < (quick ? 6 : 30); n++) {
-        const norm_case c = norm_draw(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 2048), 1,
+    for (int n = 0; n < (quick ? 6 : 20); n++) {
+        const norm_case c = norm_draw(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 1100), 1,
                                       uint64_t(n), uint64_t(n + r.rank));
         norm_once(r, &comm, norm_call_of(c, 0, 1), "norm of one rank");
     }

@@ -155,7 +155,7 @@ OPPONENTS = [(r'mini_gather_kernelI', 'mini gather'),
 # into a thread's 255 registers; ptxas begins with 28 to 33.
 LOADS_AT_ONCE = 28
 # Kernels that wait for the kernel before them, whatever their parameters say, and those whose parameters say whether.
-WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_((parts|norm)_)?kernelI'
+WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence[12]EEv|kvpn_((parts|norm|few)_)?kernelI'
 MAY_WAIT = r'kvpc_(bytes|convert\w*|lines|listed\w*|move\w*|meta|slots|unpack|unpack_one)_kernel'
 NEVER_WAITS = r'kvpc_(gather|store)_kernelI\w*kvpc_dependence0EEv'
 LEAST_WAITING = 50  # kernels of kvprim_cuda.cuh of the first two kinds; it has 60
@@ -757,7 +757,7 @@ def sanitize_collectives():
     reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
     print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
     kernels = kernels_in('build/kvprim_nccl_counted.o',
-                         r'kvpn_(kernel.*Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
+                         r'kvpn_(kernel.*Li2E|few_kernel.*Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
     return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
                           ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
                           'kernel_substring=kvpn_')
