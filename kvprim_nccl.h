@@ -93,6 +93,8 @@
                                kvprim.h. Needs the headers of CUDA and NCCL, and -pthread with an older C library. If
                                nvcc, or clang for CUDA, compiles it, it has the kernels too; they run with every NCCL
                                from 2.19 on, whichever version it was compiled with.
+   KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
+                               for each architecture.
    KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
 #ifndef KVPRIM_NCCL_H
@@ -561,7 +563,8 @@ enum { kvpn_stop_aborted = 1, kvpn_stop_timeout = 2 };
 #endif
 #endif
 
-#if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__)) ||                \
+#if ((defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_NCCL_IMPLEMENTATION)) && defined(__CUDACC__) &&                 \
+     !defined(KVPRIM_NO_KERNELS)) ||                                                                                   \
     defined(KVPRIM_NCCL_EMULATE)
 #ifndef KVPRIM_NCCL_KERNELS
 #define KVPRIM_NCCL_KERNELS
@@ -1750,8 +1753,8 @@ template <bool whole> struct kvpn_parts_most : kvpn_parts_groups<kvpn_large_grou
    A token's packs lie one after another in the slots of its block. If it has more packs than a block has slots
    (8 ranks, large tokens), a row takes the slots and the turns of `parts` neighbours.
 
-   Few tokens take as long as the instructions of a thread: loops over tokens cost 0.8 us, as much as the norm itself.
-   So one shot has none, and a row for each token. Clusters of blocks that share a token are slower. */
+   One shot has a row for each token, and for whole warps of packs a kernel of its own (>>impl_norm_few). Clusters of
+   blocks that share a token were slower (H200, up to 6,144 elements). */
 struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a rank, in its slice, and of a block */
     uint32_t row_packs, rows, tokens, parts, part_packs; /* parts: whose slots a row has; part_packs: slots of each */
     int64_t send_stride;                                 /* bytes from one token to the next, as all strides here */
@@ -2290,7 +2293,8 @@ template <class T, int packs> struct kvpn_norm_of_memory {
    One shot for few tokens, as in decoding: a row of threads for each token, a pack for each thread, and no other
    threads. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction counts,
    because a multiprocessor has a whole token. 1 x 4,096 takes 2.5 us (H200), a sum of as many bytes 2.0. What helps:
-   - weight and residual are loaded after the addend is sent, and the turn ends then: the exchange takes longer (0.1 us);
+   - weight and residual are loaded after the addend is sent, and the turn ends then, while the exchange is under way
+     (0.1 us);
    - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
    - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer.
    Two packs a thread, half a pack, and clusters of blocks that share a token are no faster. */
@@ -2308,7 +2312,7 @@ KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &m
     t.token = me.block * p.block_packs + me.role;
     if (t.token >= p.tokens)
         return false;
-    /* As kvpn_send_offset, but with so little behind the load of the turn that the compiler makes no branch of it, behind
+    /* As kvpn_send_offset, but with so little after the load of the turn that the compiler makes no branch of it, after
        which it would load the pack. */
     const uint32_t slot = kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot(me)); /* if the turn is 0 */
     t.r[0] = kvpn_norm_load(me, p.send, t.token, p.send_stride, 0);
@@ -2435,8 +2439,8 @@ static __global__ __launch_bounds__(kvpn_max_threads,
     kvpn_run_way<Way<whole>>(p);
 }
 
-/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to one
-   again has met all others after they read it. */
+/* Where a row's threads meet: what each warp has found. There are two arrays, used by turns: a thread that writes to
+   one again has met all others after they read it. */
 struct alignas(16) kvpn_norm_meeting {
     float groups[2][kvpn_norm_max_groups];
 };
@@ -3038,7 +3042,7 @@ static const char *kvpn_kernels_off_reason(const kvprim_comm_desc *desc)
                                                                              : NULL;
 #else
     (void)desc;
-    return "not compiled by nvcc";
+    return "compiled without nvcc, or with KVPRIM_NO_KERNELS";
 #endif
 }
 

@@ -336,7 +336,7 @@ callers()
 callers_of_cuda()
 {
     if [ -n "$NVCC" ] && has "$CXX"; then
-        cell 'CUDA unit' $NVCC -arch=sm_90 $quickly tests/build/cuda_unit.cu -o "$build/cuda_unit"
+        cell 'CUDA unit' $NVCC $only_ptx -DKVPRIM_NO_CONVERT tests/build/cuda_unit.cu -o "$build/cuda_unit"
         cell 'run CUDA unit' "$build/cuda_unit"
         group "unit in CUDA, $NVCC"
     else

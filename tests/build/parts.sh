@@ -38,6 +38,8 @@ part=$1 build=$2 quick=${3-}
 warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wundef -Werror'
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
+only_ptx='-arch=compute_90 -Xcicc -O0'    # the same, without ptxas
+no_kernels='-DKVPRIM_NO_CONVERT -DKVPRIM_NO_KERNELS' # of those that take long to compile
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all'
 thread='-O1 -g1 -fsanitize=thread'
@@ -167,6 +169,15 @@ compiler_with()
     return 1
 }
 
+# The same for cxx and C++. What clang++ makes takes a quarter less time here than what g++ makes.
+cxx_with()
+{
+    for cxx in clang++ "$CXX"; do
+        has "$cxx" && starts $cxx -x c++ "$@" && return
+    done
+    return 1
+}
+
 # ---- emulated ----
 
 emulated()
@@ -176,11 +187,11 @@ emulated()
         return
     fi
     checks=$address
-    works $CXX -x c++ $checks || checks=-O1
-    cell "test_cuda_emulated, $CXX $checks" once "$build/test_cuda_emulated" $CXX -std=c++17 -Wall -Wextra $checks \
+    cxx_with $checks || { cxx=$CXX checks=-O1 launcher=; }
+    cell "test_cuda_emulated, $cxx $checks" once "$build/test_cuda_emulated" $cxx -std=c++17 -Wall -Wextra $checks \
         -I. tests/gpu/test_cuda_emulated.cpp
-    group "test_cuda_emulated compiled, $CXX $checks"
-    program "test_cuda_emulated $quick" "$build/test_cuda_emulated" $quick
+    group "test_cuda_emulated compiled, $cxx $checks"
+    program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
     cell "no_convert, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/no_convert.cpp -o "$build/no_convert"
     group "KVPRIM_NO_CONVERT, $CXX"
     program 'without conversions' "$build/no_convert"
@@ -271,7 +282,7 @@ sanitizers()
     if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $test_kvprim $thread -o "$build/test_thread"
         group "$cc $thread"
-        program 'test_kvprim, threads' $launcher "$build/test_thread"
+        program 'test_kvprim, threads' $launcher "$build/test_thread" quick # races do not hide in one case of thousands
     else
         skip 'ThreadSanitizer: no compiler here has it, or its programs do not start'
     fi
@@ -298,10 +309,14 @@ fuzzers()
         skip 'fuzzers: no compiler here has AddressSanitizer'
         return
     fi
+    # The implementation takes most of the time that a fuzzer takes to compile, so it is compiled once.
+    cell "implementation for fuzzers, $by" ${cc%%tests*} -I. -std=c11 $address -c $units/implemented.c \
+        -o "$build/implementation.o"
     # libFuzzer's own ramp would keep inputs at 20 to 40 bytes. A program fails whose inputs stay short or lead nowhere.
     for fuzzer in prefix:80 moves:600 convert:600 slots:600 unpack:400 copies:400 trace:600; do
         name=${fuzzer%:*} by_name="$build/fuzz_${fuzzer%:*}"
-        cell "compile fuzz_$name, $cc" $cc -I. "tests/fuzz/fuzz_$name.c" -std=c11 $address -o "$by_name"
+        cell "compile fuzz_$name, $cc" $cc -I. -DKVPRIM_CORE_IMPLEMENTED "tests/fuzz/fuzz_$name.c" -std=c11 $address \
+            "$build/implementation.o" -o "$by_name"
         cell "fuzz_$name" $launcher "$by_name" -seed=1 -len_control=0 -max_len="${fuzzer#*:}" \
             -max_total_time="$FUZZ_SECONDS" -timeout=20 -artifact_prefix="$build/${name}_"
         cp "$build/log" "$by_name.log"

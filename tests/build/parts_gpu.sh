@@ -11,20 +11,29 @@ frugally()
     ! grep -v ' 0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads' "$build/stacks"
 }
 
-# kernels_for ARCH...: compiles those of $build/kernels.cu, and sets newest to the last one that this nvcc knows.
+# kernels_for ARCH...: compiles those of $build/kernels.cu, sets newest to the last one that this nvcc knows, and leaves
+# its PTX in $build/kept.
 kernels_for()
 {
     newest=75
+    rm -rf "$build/kept" && mkdir "$build/kept"
     for arch; do
         case $arch in 86 | 89 | 100) less=-DKVPRIM_NO_CONVERT ;; *) less= ;; esac # conversions: one of each family
         if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
             cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -std=c++17 -O3 -arch=sm_$arch -I. \
-                $less $nccl_flags -cubin "$build/kernels.cu" -o "$build/kernels_sm_$arch.cubin"
+                $less $nccl_flags --keep --keep-dir "$build/kept" -cubin "$build/kernels.cu" \
+                -o "$build/kernels_sm_$arch.cubin"
             newest=$arch
         else
             skip "kernels for sm_$arch: this nvcc does not know it"
         fi
     done
+}
+
+# newest_asked ARCH HEADER: it asks for this value of __CUDA_ARCH__, and for no larger one.
+newest_asked()
+{
+    [ "$(grep -o '__CUDA_ARCH__ [<>=]* [0-9]*' "$2" | awk '{ print $3 }' | sort -n | tail -n 1)" -eq "$1" ]
 }
 
 # sass CUBIN [PTX]: checks it as `make sass` does. Without cuobjdump, only whether the kernels in PTX for sm_90 or newer
@@ -46,21 +55,21 @@ sass()
 
 # ---- nccl ----
 
-# nccl_emulated COMPILER FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
+# nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
 nccl_emulated()
 {
-    cxx=$1
+    flags=$1
     shift
-    if ! has "$cxx" || ! starts $cxx -x c++ $1; then
-        skip "collectives emulated on the CPU: no C++ compiler with $1"
+    if ! cxx_with $flags; then
+        skip "collectives emulated on the CPU: no C++ compiler with $flags"
         return
     fi
-    for test in test_nccl_emulated test_norm_emulated; do
-        cell "$test, $cxx $1" $cxx -std=c++17 -Wall -Wextra $1 -I. tests/nccl/$test.cpp -pthread -o "$build/$test"
-    done
-    group "collectives emulated: compiled, $cxx $1"
-    for test in test_nccl_emulated test_norm_emulated; do
-        program "$test ${2-}" $launcher "$build/$test" ${2-}
+    case $flags in *thread*) by=threads ;; *) by=address ;; esac
+    for name in test_nccl_emulated test_norm_emulated; do
+        cell "$name, $cxx $flags" once "build/${name}_$by" $cxx -std=c++17 -Wall -Wextra $flags -I. \
+            tests/nccl/$name.cpp -pthread
+        group "$name compiled, $cxx $flags"
+        program "$name, $by $*" $launcher "build/${name}_$by" "$@"
     done
 }
 
@@ -124,8 +133,8 @@ nccl_versions()
         done
     done <"$build/folders"
     folder=build/nccl_headers/2.19 # included by path: nvcc searches its own folder first
-    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 -arch=sm_90 -Xcicc -O0 $strict \
-        -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
+    [ -z "$NVCC" ] || ! has "$CXX" || cell "$NVCC, $folder" $NVCC -x cu -std=c++17 $only_ptx -DKVPRIM_NO_KERNELS \
+        $strict -DMINOR=19 -I. -include $folder/nccl.h -c "$build/nccl_version.c" -o "$build/unit.o"
     group "kvprim_nccl.h with the headers of NCCL $versions"
 }
 
@@ -155,11 +164,20 @@ nccl_cuda()
     cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    kernels_for 75 80 100 120
+    kernels_for 75 80
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
-    rm -rf "$build/kept" && mkdir "$build/kept"
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
         -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"
+    # Nothing in them depends on whether an architecture is newer than that, so its PTX is assembled for those.
+    cell 'kernels of kvprim_nccl.h ask for no architecture after sm_90' newest_asked 900 kvprim_nccl.h
+    for arch in 100 120; do
+        if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -arch=sm_$arch -cubin \
+                "$build/kept/test_nccl.ptx" -o "$build/kernels_sm_$arch.cubin"
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
+    done
     group 'kernels of kvprim_nccl.h'
     cell 'PTX of kvprim_nccl.h' grep -x '[.]target sm_90' "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
@@ -178,8 +196,9 @@ nccl_cuda()
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
         $nccl_link -o "$build/program"
     cell 'bench_decode, nvcc' $cu $strict -c tests/bench/bench_decode.cu -o "$build/unit.o"
-    # uses more than the API
-    cell 'tests/profile/profile.cu, nvcc' $cu -DPROFILE_NCCL tests/profile/profile.cu $nccl_link -o "$build/program"
+    # It uses more than the API.
+    cell 'tests/profile/profile.cu, nvcc' $NVCC -std=c++17 $only_ptx $no_kernels -I. $nccl_flags -DPROFILE_NCCL \
+        tests/profile/profile.cu $nccl_link -o "$build/program"
     group "test_nccl and what runs on GPUs compiled, $NVCC"
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }
@@ -211,7 +230,7 @@ handover_link()
 nccl()
 {
     handover_link "$address"
-    nccl_emulated "$CXX" "$address -O0" quick # which takes 5 s to compile, not 20
+    nccl_emulated "$address" quick
     nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life "$address"
     nccl_programs
@@ -219,10 +238,8 @@ nccl()
 
 nccl_headers()
 {
-    nccl_emulated "$CXX" "$address"
-    cxx=clang++ # whose ThreadSanitizer takes a fifth less time here than g++'s
-    has $cxx && starts $cxx -x c++ $thread || cxx=$CXX
-    nccl_emulated "$cxx" "$thread -O2"
+    nccl_emulated "$address"
+    nccl_emulated "$thread -O2"
     nccl_here 'kvprim_nccl.h with headers of NCCL' || return
     nccl_life "$thread"
     nccl_implemented
@@ -274,9 +291,16 @@ kernels_of_all()
 {
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
     kernels_for 75 80 86 89 90 100 120
-    cell 'PTX for newer architectures' $NVCC -std=c++17 -O3 -arch="compute_$newest" -I. -ptx "$build/kernels.cu" \
-        -o "$build/kernels.ptx"
+    cell 'PTX of the newest' grep -x "[.]target sm_$newest" "$build/kept/kernels.ptx"
     group "kernels and PTX, $NVCC"
+}
+
+# Builds the library as `make` does, in a folder of its own. The kernels are neither optimized nor assembled again.
+library_of_cuda()
+{
+    rm -rf "$build/lib" && mkdir "$build/lib" &&
+        ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
+        MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 build/libkvprim_cuda.so
 }
 
 kernels()
@@ -288,15 +312,15 @@ kernels()
     fi
     kernels_of_all
     if has nm; then
-        cell 'make build/libkvprim_cuda.so' make -s build/libkvprim_cuda.so
-        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library build/libkvprim_cuda.so kvprim_gather \
-            kvprim_cuda_gather kvprim_cuda_unpack
+        cell 'make build/libkvprim_cuda.so' library_of_cuda
+        cell 'build/libkvprim_cuda.so exports only kvprim_*' exports_library "$build/lib/build/libkvprim_cuda.so" \
+            kvprim_gather kvprim_cuda_gather kvprim_cuda_unpack
         group 'build/libkvprim_cuda.so'
     else
         skip 'what build/libkvprim_cuda.so exports: no nm'
     fi
     if [ "$newest" -ge 90 ]; then
-        sass "$build/kernels_sm_90.cubin" "$build/kernels.ptx"
+        sass "$build/kernels_sm_90.cubin" "$build/kept/kernels.ptx"
         cell 'opponents of benchmarks' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
             -o "$build/opponents.cubin"
         sass "$build/opponents.cubin"
@@ -315,39 +339,52 @@ implements()
         END { exit !included }' "$1"
 }
 
+# device_flags SOURCE: prints how nvcc compiles a source that is only compiled. To PTX takes half the time; ptxas checks
+# what the source writes as assembly text.
+device_flags()
+{
+    if grep -q '\<asm\>' "$1"; then
+        echo "-arch=sm_90 $quickly"
+    else
+        echo "$only_ptx"
+    fi
+}
+
 # Compiles what runs on a GPU, as programs or objects.
 gpu_programs()
 {
-    cu="$NVCC -std=c++17 -arch=sm_90 $quickly -I." sources=tests/profile/profile.cu
-    [ -z "$NCCL_LIBRARY" ] || sources= # the part nccl_cuda compiles them
-    for source in examples/03_*.cu examples/09_bandwidth/bandwidth.cu $sources; do
-        cell "$source" $cu -O1 $strict -DKVPRIM_NO_CONVERT -c "$source" -o "$build/unit.o"
-    done
+    cu="$NVCC -std=c++17 -I."
     # The headers' implementation takes most of the time that a program takes to compile. Those that use only the API
-    # are compiled as if their unit had implemented the headers already, and linked with one that has.
+    # are compiled as if their unit had implemented the headers already, and linked with one that has. The part kernels
+    # assembles what that has for a GPU.
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/implementation.cu"
-    cell 'implementation' $cu -O1 $strict -c "$build/implementation.cu" -o "$build/implementation.o"
+    cell 'implementation' $cu $only_ptx -O1 $strict -c "$build/implementation.cu" -o "$build/implementation.o"
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_CUDA_IMPLEMENTED'
-    for source in examples/0[45]_*.cu examples/11_*.cu examples/1[56]_*.cu tests/bench/bench_[clpstu]*.cu; do
+    for source in examples/0[345]_*.cu examples/11_*.cu examples/1[56]_*.cu tests/bench/bench_[clpstu]*.cu; do
         level=-O1
         [ "$source" != examples/11_compact.cu ] || level=-O3 # at -O1 gcc warns that CUB may use what it has not set
         cell "$source asks for the implementation" implements "$source"
-        cell "$source" $cu $level $strict $implemented "$source" "$build/implementation.o" -o "$build/program"
+        cell "$source" $cu $(device_flags "$source") $level $strict $implemented "$source" "$build/implementation.o" \
+            -o "$build/program"
     done
+    cell 'examples/09_bandwidth' $cu -arch=sm_90 $quickly -O1 $strict -c examples/09_bandwidth/bandwidth.cu \
+        -o "$build/unit.o"
+    [ -n "$NCCL_LIBRARY" ] || cell 'tests/profile/profile.cu' $cu $only_ptx -O1 $strict -DKVPRIM_NO_CONVERT \
+        -c tests/profile/profile.cu -o "$build/unit.o" # with NCCL the part nccl_cuda compiles it
     cupti=$(ls "$CUDA_INCLUDE/cupti.h" "$CUDA_INCLUDE/../extras/CUPTI/include/cupti.h" 2>/dev/null | head -n 1)
     if [ -n "$cupti" ]; then
-        cell 'examples/10_trace/trace.cu' $cu -O1 $strict -DKVPRIM_NO_CONVERT -I"${cupti%/*}" \
+        cell 'examples/10_trace/trace.cu' $cu $only_ptx -O1 $strict $implemented -I"${cupti%/*}" \
             -c examples/10_trace/trace.cu -o "$build/unit.o"
     else
         skip 'examples/10_trace/trace.cu: no cupti.h'
     fi
-    cell 'test_cuda' $cu -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
+    # cicc at -O1 leaves ptxas half of what it leaves at -O0.
+    cell 'test_cuda' $cu -arch=sm_90 -Xcicc -O1 -Xptxas -O0 -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
     # KVPRIM_DEBUG changes no kernel, so they are not assembled again.
-    cell 'test_cuda with KVPRIM_DEBUG' ${cu%%-arch=*}-arch=compute_90 $quickly -I. -O0 -DKVPRIM_DEBUG \
-        -c tests/gpu/test_cuda.cu -o "$build/unit.o"
-    # It has no kernels of its own.
-    cell 'test_nvtx' ${cu%%-arch=*}-arch=compute_90 $quickly -DKVPRIM_NO_CONVERT -I. -O1 -x cu \
-        ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
+    cell 'test_cuda with KVPRIM_DEBUG' $cu $only_ptx -O0 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
+    # It has no kernels of its own, and waits for none.
+    cell 'test_nvtx' $cu $only_ptx $no_kernels -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
+        tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
     group "examples, tests and benchmarks for a GPU, $NVCC"
@@ -393,25 +430,25 @@ found_at_home()
     at_home make -n nccl-test | grep "NCCL_INCLUDE='$home/include' NCCL_LIBRARY='$home/lib/libnccl.so.2'"
 }
 
-# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA. The kernels are optimized
-# and assembled once, without NCCL: other parts do it for those of NCCL.
+# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA. Other parts optimize and
+# assemble the kernels.
 engine_built()
 {
-    home=
-    cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$NVCC" NCCL=no CUDA_ARCH=sm_90 \
+    home= less="$NVCC -Xcicc -O0 $no_kernels"
+    cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$less" NCCL=no CUDA_ARCH=compute_90 \
         BUILD="../../$build/engine_alone"
     if [ -n "$NCCL_LIBRARY" ]; then
         cell 'an NCCL_HOME' make_home
         cell 'NCCL_HOME, Makefile' found_at_home
         cell 'NCCL_HOME, nvcc and C' compiled_at_home
         cell 'examples/07_engine, NCCL_HOME' at_home make -C examples/07_engine CC="$CC" \
-            NVCC="$NVCC -Xcicc -O0 -DKVPRIM_NO_CONVERT" CUDA_ARCH=compute_90 BUILD="../../$build/engine"
+            NVCC="$less" CUDA_ARCH=compute_90 BUILD="../../$build/engine"
         cell 'examples/07_engine, of NCCL_HOME' is_of_home "$build/engine/engine"
     fi
     if has cmake; then
         rm -rf "$build/cmake" # CMake remembers where the sources were
         cell 'examples/07_engine, CMake' at_home CC="$CC" CUDACXX="$NVCC" \
-            CUDAFLAGS='-Xcicc -O0 -DKVPRIM_NO_CONVERT' cmake -S examples/07_engine -B "$build/cmake" \
+            CUDAFLAGS="-Xcicc -O0 $no_kernels" cmake -S examples/07_engine -B "$build/cmake" \
             -DCMAKE_CUDA_ARCHITECTURES=90-virtual
         cell 'examples/07_engine, built by CMake' cmake --build "$build/cmake"
         [ -z "$home" ] || cell 'examples/07_engine by CMake, of NCCL_HOME' is_of_home "$build/cmake/engine"

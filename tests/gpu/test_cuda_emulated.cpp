@@ -1391,9 +1391,12 @@ static void test_convert_counts()
     convert_counts(&memory, counts, quick ? 3 : 4);
 }
 
+/* Everything here runs nine times, so with fewer cases each time than in the tests before. */
 static void test_convert_options()
 {
     kvprim_cuda_launch launch = {};
+    const auto usual = thin;
+    thin *= 4;
     memory.launch = &launch;
     for (launch.max_sms = 0; launch.max_sms <= 3; launch.max_sms += quick ? 3 : 1)
         for (launch.pdl = 0; launch.pdl < 2; launch.pdl++) {
@@ -1410,6 +1413,7 @@ static void test_convert_options()
     convert_transfers(&memory);
     kvprim_emulate_pdl = kvprim_emulate_link = false;
     memory.launch = nullptr;
+    thin = usual;
 }
 
 #if !defined(_WIN32)

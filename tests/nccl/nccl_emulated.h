@@ -12,6 +12,15 @@
 #include <map>
 #include <thread>
 
+/* Waits that poll take ten times as long under ThreadSanitizer. */
+#if defined(__SANITIZE_THREAD__)
+enum { under_threads = 1 };
+#elif defined(__has_feature)
+enum { under_threads = __has_feature(thread_sanitizer) };
+#else
+enum { under_threads = 0 };
+#endif
+
 /* While every rank takes part, a wait may sleep: polling would take the processor from the rank that it waits for. If a
    rank stays away or a result is wrong, the others poll, as their deadline comes after so many polls. */
 static bool all_take_part;

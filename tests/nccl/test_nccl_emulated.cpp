@@ -464,7 +464,7 @@ static void come_late(uint32_t world, uint64_t first, bool told)
 static void test_late_after_the_end()
 {
     for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < (quick ? 2 : 6); first++)
+        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
             come_late(world, first, first % 2 == 0);
 }
 

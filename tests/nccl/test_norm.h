@@ -88,7 +88,7 @@ static void norm_once(rank_state &r, kvprim_comm *comm, const norm_call &call, c
    ways. */
 static void test_norms(rank_state &r)
 {
-    static const int64_t sizes[] = {8,    16,   248,  512,  520,   1000,  2048,  4096,
+    static const int64_t sizes[] = {8,    16,   248,  512,  520,   1000,  2048,  2880, 4096,
                                     4104, 6144, 7168, 8192, 12288, 16376, 16384, 5120};
     static const int64_t tokens[] = {1, 2, 3, 5, 6, 8, 32, 128, 333, 2000};
     uint64_t seed = 0;
@@ -105,14 +105,55 @@ static void test_norms(rank_state &r)
     static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},
                                         {1, 16384}, {300, 4096}, {140, 8192}, {70, 16384}};
     for (const auto &shape : shapes)
-        for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
-            norm_once(r, &r.comm, norm_call_of(r, dtype, shape[0], shape[1], ++seed, !r.comm.peer[0]), "norm");
+        for (int n = 0; n < 6; n++)
+            norm_once(r, &r.comm,
+                      norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, shape[0], shape[1], ++seed, !r.comm.peer[0]),
+                      "norm");
     /* every choice of outputs and places */
     for (int n = 0; n < (quick ? 20 : 300); n++)
         norm_once(r, &r.comm,
                   norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n % 7, 8 * (1 + n * 37 % 1100),
                                1000 + uint64_t(n), !r.comm.peer[0]),
                   "norm, drawn");
+    OK(kvprim_comm_check(&r.comm));
+    meet();
+}
+
+/* Norms of all sizes take turns with sums and gathers of all sizes, and nothing synchronises in between. Now and then a
+   rank is late. */
+static void test_norms_in_turn(rank_state &r)
+{
+    static const int64_t shapes[][2] = {{1, 4096},   {130, 4096}, {7, 6144}, {2, 16384},
+                                        {40, 16384}, {3, 2880},   {64, 512}, {500, 4096}};
+    std::vector<norm_call> calls;
+    std::vector<size_t> at;
+    size_t end = 0;
+    for (int k = 0; k < (quick ? 4 : 8); k++) {
+        calls.push_back(norm_call_of(r, k % 2 ? KVPRIM_F16 : KVPRIM_BF16, shapes[k][0], shapes[k][1], 300 + uint64_t(k),
+                                     !r.comm.peer[0]));
+        at.push_back(end);
+        end += (calls.back().c.bytes + 255) / 256 * 256;
+        CHECK(end < room_bytes);
+        norm_upload(r, r.device[1] + at.back(), calls.back().before);
+        norm_upload(r, r.device[2] + at.back(), calls.back().after);
+    }
+    for (int n = 0; n < (quick ? 30 : 1000); n++) {
+        const uint64_t draw = hash_u64(uint64_t(n));
+        const size_t k = draw % calls.size(), count = 1 + (draw >> 32) % (size_t(1) << (1 + n % 19));
+        char *const work = r.device[0] + at[k], *const wanted = r.device[2] + at[k];
+        CUDA(cudaMemcpyAsync(work, r.device[1] + at[k], calls[k].c.bytes, cudaMemcpyDeviceToDevice, r.stream));
+        OK(norm_enqueue(calls[k].c, &r.comm, work, r.stream));
+        norm_compare<<<16, 256, 0, r.stream>>>(work, wanted, calls[k].c.bytes, r.wrong);
+        if (n % 3 == 0)
+            enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[0], count, KVPRIM_BF16, draw);
+        if (n % 5 == 0)
+            OK(kvprim_all_gather(&r.comm, r.device[0] + (32 << 20), r.device[0], count, KVPRIM_U8, r.stream));
+        if (n % 100 == 99 && r.rank == n / 100 % world)
+            sleep_ms(3);
+        if (n % 250 == 249)
+            expect_none_wrong(r, "norms in turn, call", size_t(n));
+    }
+    expect_none_wrong(r, "norms in turn", 0);
     OK(kvprim_comm_check(&r.comm));
     meet();
 }
@@ -365,6 +406,7 @@ static void test_norm_bad_calls(rank_state &r)
 static void run_norm_tests()
 {
     run("norm: tokens x sizes x places", test_norms);
+    run("norm: in turn with sums and gathers, without synchronisation", test_norms_in_turn);
     run("norm: graphs replayed with other inputs", test_norm_graphs);
     run("norm: the same bits on all ranks, again and again", test_norm_same_bits);
     run("norm: layers, and dependent launches", test_norm_dependent);

@@ -24,6 +24,7 @@ struct call {
     uint32_t tokens, hidden, packs, threads, rows, block_rows, parts, slice_rows;
     place sum, residual_out, out;
     bool residual, plus_one, quantised, per_token, special;
+    bool few; /* kvpn_few_kernel instead of one shot: the slots are the same, so ranks may differ */
     uint32_t send_stride, residual_stride, strides[3], quantised_stride; /* strides: of sum, residual_out and out */
     float eps, least_scale, scale;
 };
@@ -35,7 +36,8 @@ static void choose_shape(call &c, uint64_t h, uint32_t world)
     c.what = c.what == one_shot && c.parts > 1 ? two_shot : c.what; /* as the launch does */
     c.packs = !(h & 1) && row_packs <= 1024 ? 1 : c.what == one_shot && world <= 4 ? 2 : 4;
     c.threads = (least / 32 + c.packs - 1) / c.packs * 32;
-    c.threads += h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
+    c.few = c.what == one_shot && c.packs == 1 && row_packs % 32 == 0 && h & 4;
+    c.threads += !c.few && h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
     const uint32_t used = blocks / c.parts, most_rows = c.parts > 1 ? 1 : std::min(block_slots / row_packs, 5u);
     const uint32_t most = used * most_rows * (c.what == two_shot ? world : 1);
     c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % most, 1 + 2400 / c.hidden);
@@ -75,6 +77,8 @@ static call call_of(uint64_t number, uint32_t world)
     c.number = number;
     c.what = h % 8 == 0 ? alone : h % 2 ? one_shot : two_shot;
     c.hidden = 8 * (1 + static_cast<uint32_t>(h >> 4) % (h >> 40 & 15 ? 70 : most_hidden / 8));
+    if (h >> 52 & 1)
+        c.hidden = (c.hidden + 255) / 256 * 256; /* whole warps */
     c.residual = h >> 44 & 1, c.plus_one = h >> 45 & 1, c.special = (h >> 46 & 7) == 0;
     c.eps = h >> 49 & 1 ? 1e-5f : 0;
     c.least_scale = h >> 50 & 1 ? 0.01f : 0x1p-126f;
@@ -294,6 +298,12 @@ static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvp
 /* What the rank's call must give. Its squares are compared where they are added: results hide how they were. */
 static thread_local std::vector<result> results;
 
+static void check_total(float total, uint32_t token)
+{
+    const float expected = results[token].total;
+    CHECK(total == expected || (total != total && expected != expected) || !all_take_part);
+}
+
 /* A visit of a row's threads. Either all have a token, or none. */
 template <class Way, int packs>
 static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row, uint32_t at, uint32_t visit)
@@ -311,8 +321,8 @@ static void visit_token(const kvpn_norm_params &p, std::vector<kvpn_thread> &row
         return;
     for (size_t i = 0; i < row.size(); i++)
         kvpn_norm_add<kvpn_bf16>(p, row[i], tokens[i]);
-    const float total = total_of<packs>(row, tokens), expected = results[tokens[0].token].total;
-    CHECK(total == expected || (total != total && expected != expected) || !all_take_part);
+    const float total = total_of<packs>(row, tokens);
+    check_total(total, tokens[0].token);
     for (size_t i = 0; i < row.size(); i++)
         kvpn_norm_multiply<kvpn_bf16>(p, row[i], total, tokens[i]);
     for (size_t i = 0; i < row.size(); i++)
@@ -346,10 +356,56 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
     end_kernel();
 }
 
+/* The kernel of few tokens. */
+template <int max_ranks, bool quantised> static void run_few(const kvpn_norm_params &p, const call &c)
+{
+    const uint32_t used = (c.slice_rows + c.block_rows - 1) / c.block_rows;
+    std::vector<std::vector<kvpn_thread>> rows;
+    std::vector<std::vector<kvpn_norm_token<1>>> tokens;
+    for (uint32_t b = 0; b < used; b++)
+        for (uint32_t r = 0; r < c.rows; r++) {
+            rows.emplace_back(), tokens.emplace_back(c.threads);
+            size_t has = 0;
+            for (uint32_t t = 0; t < c.threads; t++) {
+                rows.back().push_back({b, r, t, c.threads, 0, 0, 0, 0, 0});
+                has += kvpn_few_begin<max_ranks, quantised>(p, rows.back()[t], tokens.back()[t]);
+            }
+            CHECK(has == (b * c.block_rows + r < c.tokens ? c.threads : 0));
+            if (has == 0)
+                rows.pop_back(), tokens.pop_back();
+        }
+    for (std::vector<kvpn_thread> &row : rows)
+        if (row[0].role == 0)
+            p.turn[row[0].block] = row[0].turn ^ 1;
+    for (size_t k = 0; k < rows.size(); k++) {
+        for (uint32_t t = 0; t < c.threads; t++) {
+            kvpn_few_sum<kvpn_bf16, max_ranks>(p, rows[k][t], tokens[k][t]);
+            if (rows[k][t].stop_reason != 0)
+                kvpn_stop_rank(p, rows[k][t]);
+            kvpn_few_add<kvpn_bf16>(p, rows[k][t], tokens[k][t]);
+        }
+        const float total = total_of<1>(rows[k], tokens[k]);
+        check_total(total, tokens[k][0].token);
+        uint32_t largest = 0;
+        for (uint32_t t = 0; t < c.threads; t++) {
+            kvpn_few_multiply<kvpn_bf16>(p, rows[k][t], total, tokens[k][t]);
+            largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, rows[k][t], tokens[k][t]));
+        }
+        for (uint32_t t = 0; t < c.threads && quantised; t++)
+            kvpn_norm_quantise<kvpn_bf16>(p, rows[k][t], largest, tokens[k][t]);
+    }
+    end_kernel();
+}
+
 template <int max_ranks> static void run_way(const kvpn_norm_params &p, const call &c)
 {
     enum { few = max_ranks <= 4 ? 2 : 4 };
-    if (c.what == one_shot && c.packs == 1)
+    const bool for_few = c.few && (c.number % 2 || p.rank % 2);
+    if (for_few && c.quantised)
+        run_few<max_ranks, true>(p, c);
+    else if (for_few)
+        run_few<max_ranks, false>(p, c);
+    else if (c.what == one_shot && c.packs == 1)
         run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
     else if (c.what == one_shot)
         run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, few>, few>(p, c);
@@ -489,49 +545,52 @@ static void test_missing()
     }
 }
 
-/* Ranks stop in a wait, run what is queued after it, and then the late rank comes: see test_nccl_emulated.cpp. */
-static void come_late(uint32_t world, uint64_t first, bool told)
+/* Ranks stop in a wait, run what is queued after it, and then the late rank comes: see test_nccl_emulated.cpp. `few`:
+   all calls are for kvpn_few_kernel. */
+static void come_late(uint32_t world, uint64_t first, bool told, bool few)
 {
-    enum { queued = 5 };
     job j = job_of(world, 2000000);
     std::vector<std::thread> others;
-    bool exchanged = false;
-    while (call_of(first, world).what == alone)
-        first++;
+    std::vector<uint64_t> queued;
+    for (uint64_t n = first; queued.size() < 5; n++)
+        if (few ? call_of(n, world).few : !queued.empty() || call_of(n, world).what != alone)
+            queued.push_back(n);
     for (uint32_t r = 1; r < world; r++)
-        others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
+        others.emplace_back([&j, r, &queued] {
+            for (uint64_t n : queued)
+                run_rank(j, r, n, 1);
+        });
     for (std::thread &t : others)
         t.join();
     j.timeout_ns = 10000000;
     if (!told)
         page_of(j, 0)[kvpn_stop_reason_word] = 0;
-    for (uint64_t n = first; n < first + queued; n++) {
+    for (uint64_t n : queued)
         CHECK(run_one(j, 0, n) || j.stop[0] != 0);
-        exchanged = exchanged || call_of(n, world).what != alone;
-    }
-    for (uint32_t r = 0; r < world && exchanged; r++)
+    for (uint32_t r = 0; r < world; r++)
         CHECK(j.stop[r] != 0);
 }
 
 static void test_late_after_the_end()
 {
     for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < (quick ? 2 : 6); first++)
-            come_late(world, 100 * first, first % 2 == 0);
+        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
+            come_late(world, 100 * first, first % 2 == 0, first % 3 == 1);
 }
 
 /* The calls above have every way, place and output. */
 static void test_variety()
 {
     unsigned seen = 0;
-    for (uint64_t n = 0; n < 200; n++) {
+    for (uint64_t n = 0; n < 120; n++) {
         const call c = call_of(2000000 + n, 2);
         seen |= 1u << c.what | (c.parts > 1) << 3 | (c.packs > 1) << 4 | 1u << (5 + c.sum) |
                 1u << (9 + c.residual_out) | 1u << (13 + c.out) | (c.quantised && c.per_token) << 17 |
                 (c.quantised && !c.per_token) << 18 | (c.block_rows > c.rows && c.slice_rows > c.rows) << 19 |
-                c.residual << 20 | !c.residual << 21;
+                c.residual << 20 | !c.residual << 21 | (c.few && !c.quantised) << 22 | (c.few && c.quantised) << 23 |
+                (c.few && c.rows > 1) << 24;
     }
-    CHECK((seen | 1u << (5 + at_residual)) == (1u << 22) - 1);
+    CHECK((seen | 1u << (5 + at_residual)) == (1u << 25) - 1);
 }
 
 int main(int argc, char **argv)

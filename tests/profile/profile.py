@@ -757,7 +757,7 @@ def sanitize_collectives():
     reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
     print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
     kernels = kernels_in('build/kvprim_nccl_counted.o',
-                         r'kvpn_(kernel.*Li2E|few_kernel.*Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
+                         r'kvpn_((few_)?kernel.*Li2E|norm_kernel.*_Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
     return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
                           ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
                           'kernel_substring=kvpn_')
