@@ -4538,7 +4538,7 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
-   copied by all chunks alike. */
+   copied by all chunks alike; kvpn_by_parts copies it pack by pack, in its only chunk (see kvpn_choose_parts). */
 static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
