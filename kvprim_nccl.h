@@ -3725,14 +3725,13 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, %d parts of up to %llu bytes, all_gather up "
-                                 "to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received, "
+                                 "all_gather up to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (int)comm->world, (unsigned long long)limits.parts_even / (unsigned)comm->world,
-                                 (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -4721,7 +4720,7 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
-   copied by all chunks alike. */
+   copied by all chunks alike; kvpn_by_parts copies it pack by pack, in its only chunk (see kvpn_choose_parts). */
 static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
@@ -4884,11 +4883,13 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
-   1.2 to 1.7 times as long (2 H200s). */
+   1.2 to 1.7 times as long (2 H200s). The first call connects ranks, which CUDA forbids this thread while it captures,
+   unless the mode is relaxed. */
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
     char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
@@ -4901,6 +4902,7 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    (void)kvpn_set_capture_mode(mode);
     return result == ncclSuccess ? ended : result;
 }
 

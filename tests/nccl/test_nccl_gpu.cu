@@ -874,6 +874,7 @@ int main(int argc, char **argv)
             run("exchanges in chunks, on few blocks, by NCCL", test_exchanges_elsewhere);
             run("exchanges in turn without synchronisation", test_exchanges_in_turn);
             run("exchanges in a graph", test_exchanges_in_graphs);
+            run("exchanges first in a graph", test_first_exchange_in_graph);
             run("exchanges after kernels that end late", test_exchanges_after_late_kernels);
             run("bad exchanges", test_bad_exchanges);
             run("dependent launches", test_dependent);
