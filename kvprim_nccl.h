@@ -43,7 +43,7 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many
+       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, streams
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_norm_few    the norm of few tokens, as fast as it goes
@@ -520,7 +520,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
    after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
    (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
-   that set. So sizes may change from call to call, and no call waits for more than the words that it needs.
+   that set. So sizes may change from call to call, and no call waits for more than the words that it needs. (Streams
+   write to the slots of a set several times in one call; see kvpn_streams.)
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
    no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
@@ -616,7 +617,7 @@ enum {
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
-    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's */
+    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's; see kvpn_streams */
     uint32_t rank, world;
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
@@ -678,6 +679,12 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_load_turn(const uint32_t *at)
     uint32_t turn;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(turn) : "l"(__cvta_generic_to_global(at)) : "memory");
     return turn;
+}
+
+/* All that this thread has loaded and stored so far comes before what it stores later, as every rank sees it. */
+KVPRIM_NCCL_DEVICE void kvpn_fence(void)
+{
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
 KVPRIM_NCCL_DEVICE uint64_t kvpn_globaltimer_ns(void)
@@ -1571,6 +1578,126 @@ struct kvpn_gather_many : kvpn_gather_groups<kvpn_group, max_ranks, whole> {
 };
 template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
+};
+
+/* Streams: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
+   than two shots do, and no second half waits for the first.) So is reduce_scatter.
+
+   Each thread has kvpn_stream_packs packs in each step. In turn k it sends its packs of step k, and reduces those of
+   step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this
+   launch's set, those of both areas and of both senders, are 4 or 8 places for steps, which are used again and again.
+   Where they are must not depend on T or whole, which may differ between ranks.
+
+   Why the place of step k is empty when step k is sent there: a thread has a fence in each turn if there are 4 places,
+   and in every third one if there are 8. Its last fence was in turn g, which is k, or is at least k - 2. Before that
+   fence it had received step g - 2. The other rank sent that after a fence in turn g - 2, or g - 3. Before its fence,
+   the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
+enum { kvpn_stream_packs = 8, kvpn_stream_threads = 512 };
+template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams {
+    enum { threads = kvpn_stream_threads, threads_of_8 = kvpn_stream_threads, turn_last = 0 };
+    enum { packs = kvpn_stream_packs };
+
+    /* Places in each row of slots: of an area, from a sender. */
+    KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
+    {
+        return p.block_bytes >= 2 * 16 * packs * me.threads ? 2 : 1;
+    }
+
+    /* The thread's first pack of a step. Packs of a thread lie p.block_packs apart, which is a pack of each thread. */
+    KVPRIM_NCCL_DEVICE uint32_t first_pack(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        return step * packs * p.block_packs + me.block * me.threads + me.thread;
+    }
+
+    /* A bit for each pack of the step that the thread has. */
+    KVPRIM_NCCL_DEVICE uint32_t packs_of(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        const uint32_t first = first_pack(p, me, step);
+        uint32_t which = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++)
+            which |= (uint32_t)(first + u * p.block_packs < p.packs) << u;
+        return which;
+    }
+
+    /* Of the thread's first slot; the next ones are me.threads further on. */
+    KVPRIM_NCCL_DEVICE uint32_t offset(const kvpn_params &p, const kvpn_thread &me, uint32_t step)
+    {
+        const uint32_t of_row = places_of_row(p, me), row = step / of_row % 4;
+        return kvpn_slot_offset(p, me, row / 2, row % 2, step % of_row * packs * me.threads + me.thread);
+    }
+
+    /* Of the part for rank `part`, if there are parts: those packs from pack `first` on whose bits are set. */
+    template <int count>
+    KVPRIM_NCCL_DEVICE void load(const kvpn_params &p, uint32_t part, uint32_t first, uint32_t which, uint4 (&v)[count])
+    {
+        const char *const from = (const char *)p.send + (scatters ? part * p.pitch : 0);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < count; u++)
+            if (which >> u & 1)
+                v[u] = kvpn_load_pack<T, whole>(p, from, first + u * p.block_packs);
+    }
+
+    KVPRIM_NCCL_DEVICE void send(const kvpn_params &p, const kvpn_thread &me, uint32_t step, const uint4 (&v)[packs])
+    {
+        const uint32_t which = packs_of(p, me, step);
+        char *const to = p.peer[1] + offset(p, me, step);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t u = 0; u < packs; u++)
+            if (which >> u & 1)
+                kvpn_store_slot(to + 16 * u * me.threads, kvpn_replace_empty(v[u]));
+    }
+
+    /* Returns false if this rank stopped. */
+    KVPRIM_NCCL_DEVICE bool receive(const kvpn_params &p, kvpn_thread &me, uint32_t step, uint32_t what)
+    {
+        const uint32_t which = packs_of(p, me, step), first = first_pack(p, me, step);
+        char *const slots = p.peer[0] + offset(p, me, step);
+        uint4 v[packs] = {};
+        if (!kvpn_wait_for_slots<packs, false>(p, me, slots, 16 * me.threads, which, (int32_t)(p.rank ^ 1), v))
+            return false;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t half = 0; half < packs; half += packs / 2) { /* all together would need too many registers */
+            uint4 own[packs / 2] = {};
+            load(p, p.rank, first + half * p.block_packs, which >> half, own);
+            KVPRIM_NCCL_UNROLL
+            for (uint32_t u = 0; u < packs / 2; u++) {
+                const uint4 mine = kvpn_replace_empty(own[u]), other = v[half + u];
+                uint4 both[2] = {p.rank ? other : mine, p.rank ? mine : other};
+                if (which >> (half + u) & 1)
+                    kvpn_store_pack<T, whole>(p, first + (half + u) * p.block_packs,
+                                              kvpn_reduction<T, 2>::of(p, what, both));
+            }
+        }
+        kvpn_clear_slots<packs>(slots, 16 * me.threads, which);
+        return true;
+    }
+
+    KVPRIM_NCCL_DEVICE void begin(const kvpn_params &p, kvpn_thread &me)
+    {
+        kvpn_take_turn(p, me, me.thread);
+    }
+
+    KVPRIM_NCCL_DEVICE void complete(const kvpn_params &p, kvpn_thread &me)
+    {
+        const uint32_t steps = (p.packs + packs * p.block_packs - 1) / (packs * p.block_packs);
+        const uint32_t what = kvpn_reduction<T, 2>::before_wait(p, me), period = places_of_row(p, me) == 2 ? 3 : 1;
+        uint4 v[packs] = {};
+        load(p, p.rank ^ 1, first_pack(p, me, 0), packs_of(p, me, 0), v);
+        for (uint32_t k = 0; k <= steps && me.stop_reason == 0; k++) {
+            if (k != 0 && k < steps && k % period == 0)
+                kvpn_fence();
+            send(p, me, k, v);
+            load(p, p.rank ^ 1, first_pack(p, me, k + 1), packs_of(p, me, k + 1), v); /* before the wait */
+            if (k != 0 && !receive(p, me, k - 1, what))
+                return;
+        }
+    }
+};
+
+template <class T, int max_ranks, bool whole> struct kvpn_stream_sum : kvpn_streams<T, max_ranks, whole, false> {
+};
+template <class T, int max_ranks, bool whole> struct kvpn_stream_scatter : kvpn_streams<T, max_ranks, whole, true> {
 };
 
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
@@ -3347,6 +3474,8 @@ typedef enum kvpn_way {
     kvpn_by_gather,
     kvpn_by_gather_many,
     kvpn_by_gather_most,
+    kvpn_by_stream,
+    kvpn_by_stream_scatter,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
     kvpn_by_parts_most
@@ -3380,14 +3509,26 @@ static kvpn_kernel_function kvpn_pick(kvprim_dtype dtype, int world, bool whole)
                                   : kvpn_pick<Way, kvpn_any>(world, whole);
 }
 
+/* Of two ranks. */
+template <template <class, int, bool> class Way>
+static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
+{
+    return dtype == KVPRIM_F32    ? kvpn_pick<Way, kvpn_f32, 2>(whole)
+           : dtype == KVPRIM_BF16 ? kvpn_pick<Way, kvpn_bf16, 2>(whole)
+           : dtype == KVPRIM_F16  ? kvpn_pick<Way, kvpn_f16, 2>(whole)
+                                  : kvpn_pick<Way, kvpn_any, 2>(whole);
+}
+
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_gather        ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter     ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot    ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                        : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_stream           ? kvpn_pick_of_two<kvpn_stream_sum>(dtype, whole)
+           : way == kvpn_by_stream_scatter ? kvpn_pick_of_two<kvpn_stream_scatter>(dtype, whole)
+           : way == kvpn_by_gather         ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many    ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most    ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
+           : way == kvpn_by_scatter        ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot       ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                           : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
@@ -3584,14 +3725,13 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, %d parts of up to %llu bytes, all_gather up "
-                                 "to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received, "
+                                 "all_gather up to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (int)comm->world, (unsigned long long)limits.parts_even / (unsigned)comm->world,
-                                 (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -4257,6 +4397,9 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 #ifdef KVPRIM_NCCL_KERNELS
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
+static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
+                  32 * (int)kvpn_stream_packs,
+              "a block has slots for a step of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
               "the page has room for turns, the stop reason and nonces");
@@ -4299,6 +4442,9 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
+    case kvpn_by_stream: /* so that packs have numbers of 32 bits */
+    case kvpn_by_stream_scatter:
+        return (size_t)1 << 34;
     case kvpn_by_gather:
     case kvpn_by_parts:
         return slots / 2;
@@ -4326,6 +4472,14 @@ static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op
             dtype == KVPRIM_F8E5M2);
 }
 
+/* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
+   blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
+static size_t kvpn_stream_limit(const kvprim_comm *comm, bool scatters)
+{
+    const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
+    return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
+}
+
 static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
 {
     const kvpn_limits limits = kvpn_limits_of(comm);
@@ -4333,16 +4487,18 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
         return kvpn_by_nccl;
     if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
         return kvpn_by_one_shot;
-    return bytes <= limits.two_shot || comm->deterministic ? kvpn_by_two_shot : kvpn_by_nccl;
+    if (bytes > limits.two_shot && !comm->deterministic)
+        return kvpn_by_nccl;
+    return bytes > kvpn_stream_limit(comm, false) ? kvpn_by_stream : kvpn_by_two_shot;
 }
 
 /* `bytes`: of the result. */
 static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvprim_dtype dtype, int op)
 {
-    if (!kvpn_has_kernels(comm, dtype, op))
+    const kvpn_limits limits = kvpn_limits_of(comm);
+    if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
         return kvpn_by_nccl;
-    return bytes <= kvpn_limits_of(comm).scatter / (size_t)comm->world || comm->deterministic ? kvpn_by_scatter
-                                                                                              : kvpn_by_nccl;
+    return bytes > kvpn_stream_limit(comm, true) / (size_t)comm->world ? kvpn_by_stream_scatter : kvpn_by_scatter;
 }
 
 /* `bytes`: of each rank's part. */
@@ -4399,6 +4555,27 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
            : c->kind == kvpn_reduce_scatter ? kvpn_choose_scatter(c->comm, bytes, c->dtype, c->op_or_peer)
            : c->kind == kvpn_all_gather     ? kvpn_choose_gather(c->comm, bytes)
                                             : kvpn_by_nccl;
+}
+
+static bool kvpn_streams_packs(kvpn_way way)
+{
+    return way == kvpn_by_stream || way == kvpn_by_stream_scatter;
+}
+
+/* A block has slots for 4 or 8 steps of all its threads. */
+static uint32_t kvpn_stream_threads_of(const kvprim_comm *comm)
+{
+    const uint32_t with_slots = comm->block_slots / kvpn_stream_packs / 32 * 32;
+    return with_slots < (uint32_t)kvpn_stream_threads ? with_slots : (uint32_t)kvpn_stream_threads;
+}
+
+/* Each block has a pack of each thread in turn. */
+static void kvpn_set_stream_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
+{
+    *threads = kvpn_stream_threads_of(comm);
+    *blocks = (p->packs + *threads - 1) / *threads;
+    *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
+    p->block_packs = *blocks * *threads;
 }
 
 /* Chooses the grid. Few packs take small blocks on many multiprocessors. Many packs take all blocks, or as few as have
@@ -4483,9 +4660,13 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     kvpn_set_what(&p, c);
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
-    p.send_aligned = (uintptr_t)c->send % unit == 0 && (way != kvpn_by_scatter || p.pitch % unit == 0);
+    p.send_aligned = (uintptr_t)c->send % unit == 0 &&
+                     ((way != kvpn_by_scatter && way != kvpn_by_stream_scatter) || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    kvpn_set_grid(comm, &p, way, &blocks, &threads);
+    if (kvpn_streams_packs(way))
+        kvpn_set_stream_grid(comm, &p, &blocks, &threads);
+    else
+        kvpn_set_grid(comm, &p, way, &blocks, &threads);
     const bool whole = p.send_aligned && p.recv_aligned && bytes % unit == 0;
     const void *const kernel = kvpn_kernel_of(way, sums ? c->dtype : kvpn_any_dtype, comm->world, whole);
     return kvpn_launch_kernel(c, kernel, blocks, dim3(threads, kvpn_roles_of(way, comm->world)), &p);
@@ -4539,7 +4720,7 @@ static bool kvpn_set_parts(const kvpn_call *c, size_t at, size_t most, size_t ow
 enum { kvpn_most_of_own = 1 << 30 }; /* bytes that stay on a rank, in a launch: a part's bytes are 32 bits */
 
 /* In as many chunks as the largest part takes, also where this rank's parts are smaller. What stays on the rank is
-   copied by all chunks alike. */
+   copied by all chunks alike; kvpn_by_parts copies it pack by pack, in its only chunk (see kvpn_choose_parts). */
 static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
@@ -4702,11 +4883,13 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
-   1.2 to 1.7 times as long (2 H200s). */
+   1.2 to 1.7 times as long (2 H200s). The first call connects ranks, which CUDA forbids this thread while it captures,
+   unless the mode is relaxed. */
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
     char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
@@ -4719,6 +4902,7 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
+    (void)kvpn_set_capture_mode(mode);
     return result == ncclSuccess ? ended : result;
 }
 

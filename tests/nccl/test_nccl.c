@@ -579,20 +579,35 @@ static void check_grid(const kvprim_comm *comm, uint32_t words, kvpn_way way)
     CHECK((uint64_t)p.block_packs * blocks >= p.slice_packs && (uint64_t)p.block_packs * (blocks - 1) < p.slice_packs);
 }
 
+/* All blocks take part, each with a pack of each thread in turn; and four steps fit into the slots. */
+static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
+{
+    kvpn_params p;
+    uint32_t blocks = 0, threads = 0;
+    memset(&p, 0, sizeof p);
+    p.packs = packs;
+    kvpn_set_stream_grid(comm, &p, &blocks, &threads);
+    CHECK(threads >= 32 && threads <= kvpn_stream_threads && threads % 32 == 0);
+    CHECK(blocks >= 1 && blocks <= comm->blocks && (blocks == comm->blocks || blocks * threads >= packs));
+    CHECK((blocks - 1) * threads < packs && p.block_packs == blocks * threads);
+    CHECK(kvpn_stream_packs * threads <= comm->block_slots);
+}
+
 /* Whatever the size is, the launch fits the slots. */
 static void check_grids(const kvprim_comm *comm)
 {
-    const size_t most[] = {
-        kvpn_capacity_bytes(comm, kvpn_by_one_shot),    kvpn_capacity_bytes(comm, kvpn_by_two_shot),
-        kvpn_capacity_bytes(comm, kvpn_by_scatter),     2 * kvpn_capacity_bytes(comm, kvpn_by_gather),
-        kvpn_capacity_bytes(comm, kvpn_by_gather_many), kvpn_capacity_bytes(comm, kvpn_by_gather_most),
-        2 * kvpn_capacity_bytes(comm, kvpn_by_parts),   kvpn_capacity_bytes(comm, kvpn_by_parts_many),
-        kvpn_capacity_bytes(comm, kvpn_by_parts_most)};
-    for (int way = 0; way < 9; way++) {
-        for (size_t words = 1; words <= most[way] / 16; words += words / 50 + 1)
-            check_grid(comm, (uint32_t)words, (kvpn_way)(kvpn_by_one_shot + way));
-        check_grid(comm, (uint32_t)(most[way] / 16), (kvpn_way)(kvpn_by_one_shot + way));
+    static const kvpn_way ways[] = {kvpn_by_one_shot, kvpn_by_two_shot,    kvpn_by_scatter,
+                                    kvpn_by_gather,   kvpn_by_gather_many, kvpn_by_gather_most,
+                                    kvpn_by_parts,    kvpn_by_parts_many,  kvpn_by_parts_most};
+    for (int k = 0; k < 9; k++) {
+        const size_t unit = ways[k] == kvpn_by_gather || ways[k] == kvpn_by_parts ? 8 : 16,
+                     most = kvpn_capacity_bytes(comm, ways[k]) / unit;
+        for (size_t words = 1; words <= most; words += words / 50 + 1)
+            check_grid(comm, (uint32_t)words, ways[k]);
+        check_grid(comm, (uint32_t)most, ways[k]);
     }
+    for (size_t packs = 1; comm->world == 2 && packs <= kvpn_capacity_bytes(comm, kvpn_by_stream) / 16; packs *= 3)
+        check_stream_grid(comm, (uint32_t)packs);
 }
 
 static void test_grids(void)
@@ -626,6 +641,8 @@ static void test_choices(void)
 {
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
+        const kvpn_way sum_of_many = world == 2 ? kvpn_by_stream : kvpn_by_two_shot,
+                       part_of_many = world == 2 ? kvpn_by_stream_scatter : kvpn_by_scatter;
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);
@@ -667,13 +684,13 @@ static void test_choices(void)
         CHECK(choose_parts(&comm, 1024 / (size_t)world, 5) == kvpn_by_parts);
         CHECK(choose_parts(&comm, 1024, 5) == kvpn_by_nccl);
         comm.all_reduce_limit = comm.reduce_scatter_limit = comm.all_gather_limit = SIZE_MAX;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 40, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
         CHECK(kvpn_choose_gather(&comm, (size_t)1 << 40) == kvpn_by_gather_most);
         CHECK(choose_parts(&comm, (size_t)1 << 40, 5) == kvpn_by_parts_most);
         comm.all_reduce_limit = comm.reduce_scatter_limit = 1, comm.deterministic = 1;
-        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
-        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
+        CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == sum_of_many);
+        CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == part_of_many);
         comm.peer[0] = NULL;
         CHECK(kvpn_choose(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
     }

@@ -232,6 +232,43 @@ static void test_deterministic(rank_state &r)
     OK(kvprim_comm_destroy(&comm));
 }
 
+/* Between two ranks, large tensors go in a stream, earlier if there are few multiprocessors: in place; apart; shifted by
+   an element; shifted so that only one rank is aligned. Small sums between them use the same slots. */
+static void test_streams(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    desc.max_sms = 24;
+    OK(kvprim_comm_init(&comm, &desc));
+    for (const kvprim_dtype t : sum_types)
+        for (const size_t bytes : {(size_t(12) << 20) + 48, size_t(31) << 20}) {
+            const size_t count = bytes / size_of(t) + (bytes % 64 ? 1 : 0);
+            for (int k = 0; k < 4; k++) {
+                const size_t shift = k == 2 ? size_of(t) : k == 3 ? size_t(r.rank) * size_of(t) : 0;
+                char *const send = r.device[0] + shift, *const recv =
+                                                            k == 0 ? send : r.device[1] + (k == 3 ? shift : 0);
+                enqueue_sum(r, &comm, r.stream, send, recv, count, t, count + uint64_t(k));
+                enqueue_sum(r, &comm, r.stream, r.device[0], r.device[2], 1000 + uint64_t(k), t, uint64_t(k));
+                enqueue_scatter(r, &comm, send, recv, count / size_t(world), t, count + 7 * uint64_t(k));
+                expect_none_wrong(r, "stream, place", size_t(k));
+            }
+        }
+    const cudaGraphExec_t exec = captured(r, [&] {
+        advance<<<1, 1, 0, r.stream>>>(r.iteration);
+        for (int k = 0; k < 3; k++)
+            enqueue_sum(r, &comm, r.stream, r.device[0], r.device[k % 2], (size_t(7) << 20) + size_t(k), KVPRIM_BF16,
+                        uint64_t(k));
+    });
+    for (int n = 0; n < (quick ? 3 : 30); n++)
+        CUDA(cudaGraphLaunch(exec, r.stream));
+    expect_none_wrong(r, "graph of streams", 0);
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
+    OK(kvprim_comm_check(&comm));
+    OK(kvprim_comm_destroy(&comm));
+    meet();
+}
+
 /* ---- every collective, type and operation ---- */
 
 /* Small integers. Every type holds their sums and products exactly. */
@@ -828,6 +865,7 @@ int main(int argc, char **argv)
             run("sums, sizes x types x places", test_sums);
             run("reduce_scatter, sizes x types x places", test_scatters);
             run("sums inside the buffer", test_placement);
+            run("sums and scatters in streams", test_streams);
             run("sums, sizes in turn without synchronisation", test_sizes_in_turn);
             run("the same bits on all ranks, again and again", test_same_bits);
             run("a graph replayed", test_graph);
@@ -836,6 +874,7 @@ int main(int argc, char **argv)
             run("exchanges in chunks, on few blocks, by NCCL", test_exchanges_elsewhere);
             run("exchanges in turn without synchronisation", test_exchanges_in_turn);
             run("exchanges in a graph", test_exchanges_in_graphs);
+            run("exchanges first in a graph", test_first_exchange_in_graph);
             run("exchanges after kernels that end late", test_exchanges_after_late_kernels);
             run("bad exchanges", test_bad_exchanges);
             run("dependent launches", test_dependent);
