@@ -43,7 +43,7 @@
        >>impl_wait        waiting for slots: polls, the deadline, stop reasons
        >>impl_pack        element types; packs loaded and stored, at unaligned ends too
        >>impl_sum         sums and other reductions, and which packs and ranks they take
-       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, streams
+       >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, pipeline
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
        >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
        >>impl_norm_few    the norm of few tokens, as fast as it goes
@@ -115,8 +115,9 @@ struct ncclComm;    /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
-/* Own kernels reduce fp16, bf16, fp32, e4m3 and e5m2, not to products: in fp32, in rank order, rounded once. e4m3 and
-   e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value. NCCL does the rest. */
+/* Own kernels do all of these except PROD, on fp16, bf16, fp32, e4m3 and e5m2: in fp32, in the order of the ranks, then
+   rounded to the type. e4m3 and e5m2 saturate as in kvprim_format: an infinity, too, becomes the largest finite value.
+   NCCL does the rest. */
 typedef enum kvprim_op {
     KVPRIM_SUM = 0,
     KVPRIM_MAX = 1, /* own kernels: NaN if any element is, and +0 is larger than -0. NCCL takes a number before a NaN */
@@ -160,7 +161,8 @@ typedef struct kvprim_comm_desc {
     int32_t no_kernels;
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
-       fit on the GPU together: three of them need a third each */
+       fit on the GPU together: three of them need a third each. A norm that follows NCCL's sum waits for nobody, and
+       may take more */
     int32_t max_sms;
     /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
        some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
@@ -176,12 +178,13 @@ typedef struct kvprim_comm_desc {
        kvprim_comm_destroy nor _abort ends it or its collectives. It must live until kvprim_comm_destroy is called or
        kvprim_comm_abort has returned */
     struct ncclComm *nccl;
-    size_t all_reduce_limit;     /* own kernels serve tensors of up to so many bytes; ignored if deterministic */
+    /* own kernels serve tensors of up to so many bytes; ignored if deterministic, and by kvprim_all_reduce_norm */
+    size_t all_reduce_limit;
     size_t reduce_scatter_limit; /* the same for the bytes that each rank sends; ignored if deterministic */
     /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
-       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another.
-       All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults are measured on H200s for 2
-       to 4 ranks (all_to_all: for 2), and estimated for more */
+       all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another; by
+       default less if parts differ. All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults
+       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more */
     size_t all_gather_limit;
     /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
        collective; on every rank or on none */
@@ -350,11 +353,14 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_recv(kvprim_comm *comm, void *buf
 
    1 / sqrt is rounded once, to nearest. The squares are added in an order that depends on `hidden` alone (see
    kvprim_all_reduce_norm_host), so the bits are the same on every rank, in every call, and for every number of tokens.
+   A unit compiled with --use_fast_math flushes subnormal values, and may differ there.
    FlashInfer and TensorRT-LLM multiply in this order; vLLM's norm kernel also rounds before it multiplies by the
-   weight. */
+   weight. Call it after attention and after the MLP, in place of the all-reduce, the addition and the norm:
+   examples/17_all_reduce_norm.cu. */
 
-/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes; strides are elements from one token to
-   the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or quantised is set. */
+/* Zero-initialise, then set what differs. Device memory, aligned to 16 bytes except as said; strides are elements from
+   one token to the next, multiples of 8, at least hidden; 0: hidden. Each output may be NULL except that out or
+   quantised is set. */
 typedef struct kvprim_norm_desc {
     kvprim_dtype dtype;     /* KVPRIM_F16 or KVPRIM_BF16: of all tensors except quantised and scale */
     float eps;              /* at least 0 */
@@ -372,11 +378,11 @@ typedef struct kvprim_norm_desc {
     int64_t out_stride;
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
-    float *scale;            /* with quantised: one element, read; or one of each token, written */
+    float *scale;            /* with quantised: one element, read; or one of each token, written; aligned to 4 bytes */
     int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, least_scale); NaN does not
                                 count, infinity counts as the largest finite fp32 */
     float least_scale;       /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
-    int32_t weight_plus_one; /* 1: multiplies by weight + 1, which is not rounded (Gemma) */
+    int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
     int32_t padding;         /* must be 0 */
     int64_t reserved[2];     /* must be 0 */
 } kvprim_norm_desc;
@@ -387,8 +393,8 @@ typedef struct kvprim_norm_desc {
    (kvprim_comm_describe), NCCL sums and a kernel of this library follows: the same, except for the order of the sum and
    its rounding. That goes in parts of 8 MB.
    Errors: those of kvprim_all_reduce, and NULL (desc), SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps,
-   least_scale, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation was
-   not compiled by nvcc). */
+   least_scale, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation has
+   no kernels: it was compiled without nvcc, or with KVPRIM_NO_KERNELS). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                                struct CUstream_st *stream);
 
@@ -509,19 +515,19 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 /* >>impl_protocol --------------------------------------------------------------------------------------------------
 
    Ranks exchange packs through slots. The data is its own flag, as in TensorRT-LLM's one-shot all-reduce. An empty slot
-   is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and are sent as another NaN. So
-   a slot that is not empty holds its pack, without a flag, a fence or a barrier. The only hardware guarantee it needs
-   is that an aligned 4-byte store becomes visible as a whole. Bytes of any value (gathers, parts) go 8 to a slot, and
-   each 4 of them stand beside 4 that are zero, as in NCCL's LL protocol: there 8-byte stores must become visible as a
-   whole. Many bytes go 16 to a slot, and after every group of slots one more says which words of the group were all
-   ones.
+   is all ones. A word of a tensor never is: all ones are a NaN in fp16, bf16 and fp32, and NaNs in e4m3 and e5m2, and
+   are sent as another NaN. So a slot that is not empty holds its pack, without a flag, a fence or a barrier (only
+   kvpn_pipeline has fences). The only hardware guarantee it needs is that an aligned 4-byte store becomes visible as a
+   whole. Bytes of any value (gathers, parts) go 8 to a slot, and each 4 of them stand beside 4 that are zero, as in
+   NCCL's LL protocol: there 8-byte stores must become visible as a whole. Many bytes go 16 to a slot, and after every
+   group of slots one more says which words of the group were all ones.
 
    The reader of a slot empties it. There are two sets of slots, and a block takes them in turns. Device memory says
    which set is next, so that a launch can be replayed. Two sets suffice: a rank writes to a set again in its call k+2,
    after its call k+1 has ended. That call needed a word of my call k+1, from me or from a rank that needed one from me
    (two shots: at least one of the first slice, which is never empty), and my call k+1 began after my call k had emptied
-   that set. So sizes may change from call to call, and no call waits for more than the words that it needs. (Streams
-   write to the slots of a set several times in one call; see kvpn_streams.)
+   that set. So sizes may change from call to call, and no call waits for more than the words that it needs. (A
+   pipeline writes to the slots of a set several times in one call; see kvpn_pipeline.)
 
    Where parts have different sizes (>>impl_parts), a rank may have nothing for another one, whose call would then need
    no word of its call. So every rank launches as often, and uses the same blocks, as the largest of all parts takes.
@@ -532,6 +538,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    A thread sends its pack j before it waits for pack j of another rank, and block b waits only for blocks b of the
    other ranks. So calls end if all their blocks are resident at once. They are: kvpn_compare_ranks allows at most half
    as many as the smallest of the GPUs has multiprocessors, or max_sms.
+
+   In a norm (>>impl_norm) the threads of a row also meet, which cannot block: all of them send a token's packs before
+   any of them waits for that token, and they begin a token after they met in the one before. Every block has a token of
+   the first slice, so two sets suffice. A row that has the slots of several blocks also has their turns.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
    words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
@@ -617,7 +627,7 @@ enum {
 typedef struct kvpn_params {
     const void *send;
     uint32_t *turn;                    /* this rank's page; word b: block b's turn */
-    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's; see kvpn_streams */
+    uint32_t slice_packs, block_packs; /* packs that this rank sums, and of these a block's; see kvpn_pipeline */
     uint32_t rank, world;
     uint32_t turn_bytes, area_bytes, sender_bytes, block_bytes;
     char *peer[kvpn_max_world]; /* [k]: the slots of the rank k further on, around the ring; [0]: this rank's */
@@ -1580,22 +1590,22 @@ template <class T, int max_ranks, bool whole>
 struct kvpn_gather_most : kvpn_gather_groups<kvpn_large_group, max_ranks, whole> {
 };
 
-/* Streams: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
+/* Pipeline: one shot of many packs between two ranks, in one launch of any size. (Between two ranks it sends no more
    than two shots do, and no second half waits for the first.) So is reduce_scatter.
 
-   Each thread has kvpn_stream_packs packs in each step. In turn k it sends its packs of step k, and reduces those of
-   step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this
+   Each thread has kvpn_pipeline_packs packs in each step. In round k it sends its packs of step k, and reduces those
+   of step k - 1. The thread that writes a result is the one that has sent what it may overwrite. The slots of this
    launch's set, those of both areas and of both senders, are 4 or 8 places for steps, which are used again and again.
    Where they are must not depend on T or whole, which may differ between ranks.
 
-   Why the place of step k is empty when step k is sent there: a thread has a fence in each turn if there are 4 places,
-   and in every third one if there are 8. Its last fence was in turn g, which is k, or is at least k - 2. Before that
-   fence it had received step g - 2. The other rank sent that after a fence in turn g - 2, or g - 3. Before its fence,
+   Why the place of step k is empty when step k is sent there: a thread has a fence in each round if there are 4 places,
+   and in every third one if there are 8. Its last fence was in round g, which is k, or is at least k - 2. Before that
+   fence it had received step g - 2. The other rank sent that after a fence in round g - 2, or g - 3. Before its fence,
    the other rank had emptied the places of all steps up to g - 4, or g - 5: up to k - 4, or k - 7 at least. */
-enum { kvpn_stream_packs = 8, kvpn_stream_threads = 512 };
-template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams {
-    enum { threads = kvpn_stream_threads, threads_of_8 = kvpn_stream_threads, turn_last = 0 };
-    enum { packs = kvpn_stream_packs };
+enum { kvpn_pipeline_packs = 8, kvpn_pipeline_threads = 512 };
+template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_pipeline {
+    enum { threads = kvpn_pipeline_threads, threads_of_8 = kvpn_pipeline_threads, turn_last = 0 };
+    enum { packs = kvpn_pipeline_packs };
 
     /* Places in each row of slots: of an area, from a sender. */
     KVPRIM_NCCL_DEVICE uint32_t places_of_row(const kvpn_params &p, const kvpn_thread &me)
@@ -1695,9 +1705,9 @@ template <class T, int max_ranks, bool whole, bool scatters> struct kvpn_streams
     }
 };
 
-template <class T, int max_ranks, bool whole> struct kvpn_stream_sum : kvpn_streams<T, max_ranks, whole, false> {
+template <class T, int max_ranks, bool whole> struct kvpn_pipeline_sum : kvpn_pipeline<T, max_ranks, whole, false> {
 };
-template <class T, int max_ranks, bool whole> struct kvpn_stream_scatter : kvpn_streams<T, max_ranks, whole, true> {
+template <class T, int max_ranks, bool whole> struct kvpn_pipeline_scatter : kvpn_pipeline<T, max_ranks, whole, true> {
 };
 
 /* >>impl_parts -----------------------------------------------------------------------------------------------------
@@ -2744,7 +2754,7 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 3,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol = 4,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3474,8 +3484,8 @@ typedef enum kvpn_way {
     kvpn_by_gather,
     kvpn_by_gather_many,
     kvpn_by_gather_most,
-    kvpn_by_stream,
-    kvpn_by_stream_scatter,
+    kvpn_by_pipeline,
+    kvpn_by_pipeline_scatter,
     kvpn_by_parts, /* these last */
     kvpn_by_parts_many,
     kvpn_by_parts_most
@@ -3521,14 +3531,14 @@ static kvpn_kernel_function kvpn_pick_of_two(kvprim_dtype dtype, bool whole)
 
 static kvpn_kernel_function kvpn_pick(kvpn_way way, kvprim_dtype dtype, int world, bool whole)
 {
-    return way == kvpn_by_stream           ? kvpn_pick_of_two<kvpn_stream_sum>(dtype, whole)
-           : way == kvpn_by_stream_scatter ? kvpn_pick_of_two<kvpn_stream_scatter>(dtype, whole)
-           : way == kvpn_by_gather         ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_many    ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
-           : way == kvpn_by_gather_most    ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
-           : way == kvpn_by_scatter        ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
-           : way == kvpn_by_one_shot       ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
-                                           : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
+    return way == kvpn_by_pipeline           ? kvpn_pick_of_two<kvpn_pipeline_sum>(dtype, whole)
+           : way == kvpn_by_pipeline_scatter ? kvpn_pick_of_two<kvpn_pipeline_scatter>(dtype, whole)
+           : way == kvpn_by_gather           ? kvpn_pick<kvpn_gather_all, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_many      ? kvpn_pick<kvpn_gather_many, kvpn_f32>(world, whole)
+           : way == kvpn_by_gather_most      ? kvpn_pick<kvpn_gather_most, kvpn_f32>(world, whole)
+           : way == kvpn_by_scatter          ? kvpn_pick<kvpn_scatter>(dtype, world, whole)
+           : way == kvpn_by_one_shot         ? kvpn_pick<kvpn_one_shot>(dtype, world, whole)
+                                             : kvpn_pick<kvpn_two_shot>(dtype, world, whole);
 }
 
 template <template <bool> class Way> static kvpn_parts_function kvpn_pick_parts(bool whole)
@@ -3725,13 +3735,14 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received, "
-                                 "all_gather up to %llu bytes received, ",
+                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received "
+                                 "(%llu if parts differ), all_gather up to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.gather_most);
+                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.parts_uneven,
+                                 (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -4398,7 +4409,7 @@ static kvprim_status kvpn_check_call(kvpn_call *c)
 /* >>impl_launch ---------------------------------------------------------------------------------------------------- */
 
 static_assert((kvpn_min_peer_bytes - 2 * kvpn_page) / (4 * 16 * 8 * 2 * kvpn_max_blocks) * 8 >=
-                  32 * (int)kvpn_stream_packs,
+                  32 * (int)kvpn_pipeline_packs,
               "a block has slots for a step of a warp");
 static_assert(kvpn_stop_reason_word >= (int)kvpn_max_blocks && kvpn_nonces_word > kvpn_stop_reason_word &&
                   4 * (kvpn_nonces_word + 2 * kvpn_max_world) <= kvpn_page,
@@ -4442,8 +4453,8 @@ static size_t kvpn_capacity_bytes(const kvprim_comm *comm, kvpn_way way)
     switch (way) {
     case kvpn_by_two_shot:
         return slots * (size_t)comm->world;
-    case kvpn_by_stream: /* so that packs have numbers of 32 bits */
-    case kvpn_by_stream_scatter:
+    case kvpn_by_pipeline: /* so that packs have numbers of 32 bits */
+    case kvpn_by_pipeline_scatter:
         return (size_t)1 << 34;
     case kvpn_by_gather:
     case kvpn_by_parts:
@@ -4474,7 +4485,7 @@ static bool kvpn_has_kernels(const kvprim_comm *comm, kvprim_dtype dtype, int op
 
 /* What each rank gives: more than this goes in a stream, between two ranks. Measured on 2 H200s with 32, 64 and 128
    blocks: at the limit a stream takes about as long as the other way; of 64 MB it takes 2 to 27 % less. */
-static size_t kvpn_stream_limit(const kvprim_comm *comm, bool scatters)
+static size_t kvpn_pipeline_limit(const kvprim_comm *comm, bool scatters)
 {
     const size_t few = scatters ? 16 << 20 : 8 << 20, half = 16 << 20, many = scatters ? 24 << 20 : 48 << 20;
     return comm->world > 2 ? SIZE_MAX : comm->blocks <= 40 ? few : comm->blocks <= 64 ? half : many;
@@ -4489,7 +4500,7 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
         return kvpn_by_one_shot;
     if (bytes > limits.two_shot && !comm->deterministic)
         return kvpn_by_nccl;
-    return bytes > kvpn_stream_limit(comm, false) ? kvpn_by_stream : kvpn_by_two_shot;
+    return bytes > kvpn_pipeline_limit(comm, false) ? kvpn_by_pipeline : kvpn_by_two_shot;
 }
 
 /* `bytes`: of the result. */
@@ -4498,7 +4509,7 @@ static kvpn_way kvpn_choose_scatter(const kvprim_comm *comm, size_t bytes, kvpri
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (!kvpn_has_kernels(comm, dtype, op) || (bytes > limits.scatter / (size_t)comm->world && !comm->deterministic))
         return kvpn_by_nccl;
-    return bytes > kvpn_stream_limit(comm, true) / (size_t)comm->world ? kvpn_by_stream_scatter : kvpn_by_scatter;
+    return bytes > kvpn_pipeline_limit(comm, true) / (size_t)comm->world ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
 }
 
 /* `bytes`: of each rank's part. */
@@ -4557,22 +4568,22 @@ static kvpn_way kvpn_way_of(const kvpn_call *c)
                                             : kvpn_by_nccl;
 }
 
-static bool kvpn_streams_packs(kvpn_way way)
+static bool kvpn_is_pipeline(kvpn_way way)
 {
-    return way == kvpn_by_stream || way == kvpn_by_stream_scatter;
+    return way == kvpn_by_pipeline || way == kvpn_by_pipeline_scatter;
 }
 
 /* A block has slots for 4 or 8 steps of all its threads. */
-static uint32_t kvpn_stream_threads_of(const kvprim_comm *comm)
+static uint32_t kvpn_pipeline_threads_of(const kvprim_comm *comm)
 {
-    const uint32_t with_slots = comm->block_slots / kvpn_stream_packs / 32 * 32;
-    return with_slots < (uint32_t)kvpn_stream_threads ? with_slots : (uint32_t)kvpn_stream_threads;
+    const uint32_t with_slots = comm->block_slots / kvpn_pipeline_packs / 32 * 32;
+    return with_slots < (uint32_t)kvpn_pipeline_threads ? with_slots : (uint32_t)kvpn_pipeline_threads;
 }
 
 /* Each block has a pack of each thread in turn. */
 static void kvpn_set_stream_grid(const kvprim_comm *comm, kvpn_params *p, uint32_t *blocks, uint32_t *threads)
 {
-    *threads = kvpn_stream_threads_of(comm);
+    *threads = kvpn_pipeline_threads_of(comm);
     *blocks = (p->packs + *threads - 1) / *threads;
     *blocks = *blocks < comm->blocks ? *blocks : comm->blocks;
     p->block_packs = *blocks * *threads;
@@ -4661,9 +4672,9 @@ static kvprim_status kvpn_launch_chunk(const kvpn_call *c, kvpn_way way, size_t 
     p.packs = (uint32_t)((bytes + unit - 1) / unit);
     p.slice_packs = way == kvpn_by_two_shot ? (p.packs + p.world - 1) / p.world : p.packs;
     p.send_aligned = (uintptr_t)c->send % unit == 0 &&
-                     ((way != kvpn_by_scatter && way != kvpn_by_stream_scatter) || p.pitch % unit == 0);
+                     ((way != kvpn_by_scatter && way != kvpn_by_pipeline_scatter) || p.pitch % unit == 0);
     p.recv_aligned = (uintptr_t)c->recv % unit == 0 && (!gathers || p.pitch % unit == 0);
-    if (kvpn_streams_packs(way))
+    if (kvpn_is_pipeline(way))
         kvpn_set_stream_grid(comm, &p, &blocks, &threads);
     else
         kvpn_set_grid(comm, &p, way, &blocks, &threads);

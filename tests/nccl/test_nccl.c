@@ -587,10 +587,10 @@ static void check_stream_grid(const kvprim_comm *comm, uint32_t packs)
     memset(&p, 0, sizeof p);
     p.packs = packs;
     kvpn_set_stream_grid(comm, &p, &blocks, &threads);
-    CHECK(threads >= 32 && threads <= kvpn_stream_threads && threads % 32 == 0);
+    CHECK(threads >= 32 && threads <= kvpn_pipeline_threads && threads % 32 == 0);
     CHECK(blocks >= 1 && blocks <= comm->blocks && (blocks == comm->blocks || blocks * threads >= packs));
     CHECK((blocks - 1) * threads < packs && p.block_packs == blocks * threads);
-    CHECK(kvpn_stream_packs * threads <= comm->block_slots);
+    CHECK(kvpn_pipeline_packs * threads <= comm->block_slots);
 }
 
 /* Whatever the size is, the launch fits the slots. */
@@ -606,7 +606,7 @@ static void check_grids(const kvprim_comm *comm)
             check_grid(comm, (uint32_t)words, ways[k]);
         check_grid(comm, (uint32_t)most, ways[k]);
     }
-    for (size_t packs = 1; comm->world == 2 && packs <= kvpn_capacity_bytes(comm, kvpn_by_stream) / 16; packs *= 3)
+    for (size_t packs = 1; comm->world == 2 && packs <= kvpn_capacity_bytes(comm, kvpn_by_pipeline) / 16; packs *= 3)
         check_stream_grid(comm, (uint32_t)packs);
 }
 
@@ -641,8 +641,8 @@ static void test_choices(void)
 {
     for (int world = 2; world <= 8; world++) {
         kvprim_comm comm;
-        const kvpn_way sum_of_many = world == 2 ? kvpn_by_stream : kvpn_by_two_shot,
-                       part_of_many = world == 2 ? kvpn_by_stream_scatter : kvpn_by_scatter;
+        const kvpn_way sum_of_many = world == 2 ? kvpn_by_pipeline : kvpn_by_two_shot,
+                       part_of_many = world == 2 ? kvpn_by_pipeline_scatter : kvpn_by_scatter;
         open_for_grid(&comm, world, 64, kvpn_max_peer_bytes);
         for (size_t bytes = 1; bytes < (size_t)64 << 20; bytes += bytes / 9 + 1) {
             const kvpn_way way = kvpn_choose_gather(&comm, bytes);

@@ -12,7 +12,7 @@
 
 static bool quick;
 
-enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16, most_stream_bytes = 4 * most_bytes };
+enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16, most_pipeline_bytes = 4 * most_bytes };
 enum kind {
     one_shot,
     two_shot,
@@ -23,8 +23,8 @@ enum kind {
     parts,
     parts_many,
     parts_most,
-    stream, /* these only between two ranks; among more, two shots and scatter */
-    stream_scatter,
+    pipeline, /* these only between two ranks; among more, two shots and scatter */
+    pipeline_scatter,
     kinds
 };
 
@@ -49,14 +49,14 @@ static bool is_any(const call &c)
     return c.op != KVPRIM_SUM || (c.type != KVPRIM_F32 && c.type != KVPRIM_BF16);
 }
 
-static bool streams(kind what)
+static bool is_pipeline(kind what)
 {
-    return what == stream || what == stream_scatter;
+    return what == pipeline || what == pipeline_scatter;
 }
 
 static bool scatters(kind what)
 {
-    return what == scatter || what == stream_scatter;
+    return what == scatter || what == pipeline_scatter;
 }
 
 static bool gathers(kind what)
@@ -115,18 +115,18 @@ static call call_of(uint64_t number, uint32_t world)
     const uint64_t h = hash_u64(number);
     c.number = number;
     c.what = static_cast<kind>(h % kinds);
-    if (streams(c.what) && world != 2)
-        c.what = c.what == stream ? two_shot : scatter;
+    if (is_pipeline(c.what) && world != 2)
+        c.what = c.what == pipeline ? two_shot : scatter;
     if (exchanges(c.what))
         return exchange_of(c, h, world);
     static const kvprim_dtype types[] = {KVPRIM_F32, KVPRIM_BF16, KVPRIM_F8E4M3, KVPRIM_F8E5M2};
     static const kvprim_op ops[] = {KVPRIM_SUM, KVPRIM_SUM, KVPRIM_AVG, KVPRIM_MAX, KVPRIM_MIN};
     c.type = types[hash_u64(h) % 4], c.op = ops[hash_u64(h) / 4 % 5];
     c.element = gathers(c.what) ? 1 : static_cast<size_t>(format_of(c.type).bytes);
-    const size_t most = static_cast<size_t>(c.what == two_shot ? most_bytes * static_cast<int>(world)
-                                            : c.what == gather ? most_bytes / 2
-                                            : streams(c.what)  ? static_cast<int>(most_stream_bytes)
-                                                               : static_cast<int>(most_bytes)) /
+    const size_t most = static_cast<size_t>(c.what == two_shot    ? most_bytes * static_cast<int>(world)
+                                            : c.what == gather    ? most_bytes / 2
+                                            : is_pipeline(c.what) ? static_cast<int>(most_pipeline_bytes)
+                                                                  : static_cast<int>(most_bytes)) /
                         c.element;
     c.count = 1 + (h >> 8) % (h >> 40 & 1 ? most : 40);
     const bool groups = c.what == gather_many || c.what == gather_most;
@@ -137,11 +137,11 @@ static call call_of(uint64_t number, uint32_t world)
     const uint32_t words = static_cast<uint32_t>((c.count * c.element + unit - 1) / unit);
     const uint32_t slice = c.what == two_shot ? (words + world - 1) / world : words;
     const uint32_t least =
-        std::min((slice + blocks - 1) / blocks, static_cast<uint32_t>(block_slots)); /* a stream's is more */
+        std::min((slice + blocks - 1) / blocks, static_cast<uint32_t>(block_slots)); /* a pipeline's is more */
     c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
     c.threads = 1 + static_cast<uint32_t>(h >> 56) % (groups ? 4 : 8); /* with groups, there are slots for 4 */
-    if (streams(c.what)) { /* blocks take packs in turn, and there are slots for 6 threads, or twice for 3 */
+    if (is_pipeline(c.what)) { /* blocks take packs in turn, and there are slots for 6 threads, or twice for 3 */
         c.threads = 1 + static_cast<uint32_t>(h >> 56) % 6;
         c.used_blocks = std::min(1 + static_cast<uint32_t>(h >> 48) % blocks, (slice + c.threads - 1) / c.threads);
         c.block_packs = c.used_blocks * c.threads;
@@ -255,10 +255,10 @@ template <class Way, class Params> static void run_kernel(const Params &p, const
 template <class T, int max_ranks, bool whole> static void run_reduction(const kvpn_params &p, const call &c)
 {
     if constexpr (max_ranks == 2) {
-        if (c.what == stream)
-            return run_kernel<kvpn_stream_sum<T, 2, whole>>(p, c);
-        if (c.what == stream_scatter)
-            return run_kernel<kvpn_stream_scatter<T, 2, whole>>(p, c);
+        if (c.what == pipeline)
+            return run_kernel<kvpn_pipeline_sum<T, 2, whole>>(p, c);
+        if (c.what == pipeline_scatter)
+            return run_kernel<kvpn_pipeline_scatter<T, 2, whole>>(p, c);
     }
     if (c.what == one_shot)
         run_kernel<kvpn_one_shot<T, max_ranks, whole>>(p, c);
@@ -375,7 +375,8 @@ static void run_parts(job &j, uint32_t rank, const call &c, const places &at, co
 /* The host's part of a call, with this rank's places. Returns whether the result is right. */
 template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call &c)
 {
-    enum { room = (most_bytes + 32) * 12 + 96, guard_bytes = 16 }; /* of parts of 8 ranks, or 2 of most_stream_bytes */
+    /* room: for parts of 8 ranks, or 2 of most_pipeline_bytes */
+    enum { room = (most_bytes + 32) * 12 + 96, guard_bytes = 16 };
     alignas(16) static thread_local unsigned char memory[2][room], before[room];
     const size_t unit = c.what == gather ? 8 : 16, bytes = c.count * c.element;
     const places at = places_of(c, j.world, rank, memory[0], memory[1]);
@@ -461,10 +462,10 @@ static void test_world(uint32_t world, uint64_t calls)
     finish_test(name);
 }
 
-/* Rank 1 of 2 does not take part in a stream. */
-static void test_missing_from_stream()
+/* Rank 1 of 2 does not take part in a pipeline. */
+static void test_missing_from_pipeline()
 {
-    for (int what = stream; what <= stream_scatter; what++) {
+    for (int what = pipeline; what <= pipeline_scatter; what++) {
         job j = job_of(2, 20000000);
         uint64_t number = 5;
         while (call_of(number, 2).what != what || call_of(number, 2).count < 200)
@@ -478,7 +479,7 @@ static void test_missing_from_stream()
 /* Rank 1 of 3 does not take part in a call, of any kind. The others stop, and say which rank was missing. */
 static void test_missing()
 {
-    for (int what = 0; what < stream; what++) {
+    for (int what = 0; what < pipeline; what++) {
         job j = job_of(3, 20000000);
         uint64_t number = 5;
         while (call_of(number, 3).what != what || call_of(number, 3).count < 200)
@@ -562,7 +563,7 @@ int main(int argc, char **argv)
     for (uint32_t world = 2; world <= 8; world++)
         test_world(world, (quick ? 20 : 300) * (world == 2 ? 5 : 1)); /* more kinds of calls */
     run("nccl emulated: a rank that stays away is named", test_missing);
-    run("nccl emulated: a rank that stays away from a stream is named", test_missing_from_stream);
+    run("nccl emulated: a rank that stays away from a pipeline is named", test_missing_from_pipeline);
     run("nccl emulated: a rank that comes after the others have stopped", test_late_after_the_end);
     run("nccl emulated: a wait that is stopped ends", test_stop);
     run("nccl emulated: short waits do not read the host's memory", test_short_waits);

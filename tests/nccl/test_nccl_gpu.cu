@@ -234,7 +234,7 @@ static void test_deterministic(rank_state &r)
 
 /* Between two ranks, large tensors go in a stream, earlier if there are few multiprocessors: in place; apart; shifted by
    an element; shifted so that only one rank is aligned. Small sums between them use the same slots. */
-static void test_streams(rank_state &r)
+static void test_pipelines(rank_state &r)
 {
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
@@ -261,7 +261,7 @@ static void test_streams(rank_state &r)
     });
     for (int n = 0; n < (quick ? 3 : 30); n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "graph of streams", 0);
+    expect_none_wrong(r, "graph of pipelines", 0);
     CUDA(cudaGraphExecDestroy(exec));
     CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
     OK(kvprim_comm_check(&comm));
@@ -865,7 +865,7 @@ int main(int argc, char **argv)
             run("sums, sizes x types x places", test_sums);
             run("reduce_scatter, sizes x types x places", test_scatters);
             run("sums inside the buffer", test_placement);
-            run("sums and scatters in streams", test_streams);
+            run("sums and scatters in a pipeline", test_pipelines);
             run("sums, sizes in turn without synchronisation", test_sizes_in_turn);
             run("the same bits on all ranks, again and again", test_same_bits);
             run("a graph replayed", test_graph);
