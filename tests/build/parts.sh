@@ -10,7 +10,8 @@
 #     callers       programs of several units, languages and copies of the library, and targets of make: CC, CXX
 #     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
 #     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
-#     nccl          the tests of kvprim_nccl.h that need no GPU: CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     nccl          the tests of kvprim_nccl.h that need no GPU, some cases of those that run its kernels on the CPU:
+#                   CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
 #     trace         the part of examples/10_trace that reads traces; its SQL files, where Perfetto is (TRACE_PROCESSOR)
 #     profile       what `make ncu`, `make sass`, `make sanitize` and the like print for recorded input
 #
@@ -22,7 +23,8 @@
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #     nccl_cuda     both for kvprim_nccl.h
 #     callers_cuda  callers beside headers of CUDA, NCCL and NVTX
-#     nccl_headers  kvprim_nccl.h with compilers of the host, under sanitizers, and with the headers of several NCCLs
+#     nccl_headers  kvprim_nccl.h with compilers of the host, under sanitizers with all cases, and with the headers of
+#                   several NCCLs
 #     compilers     zig, tcc, i386 and clang as CUDA compiler
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave defined
