@@ -2419,12 +2419,12 @@ template <class T, int packs> struct kvpn_norm_of_memory {
 
    One shot for few tokens, as in decoding: a row of threads for each token, a pack for each thread, and no other
    threads. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction counts,
-   because a multiprocessor has a whole token, and code is fetched anew in every launch. What helps (H200):
+   because a multiprocessor has a whole token. 1 x 4,096 takes 2.4 us (H200), a sum of as many bytes 2.0. What helps:
    - weight and residual are loaded after the addend is sent, and the turn ends then, while the exchange is under way
      (0.1 us);
    - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
    - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer;
-   - the usual call has no conditions (0.2 us), and what hardly ever happens lies behind the kernel's end.
+   - the usual call has no conditions (0.2 us), and what a warp does that has polled in vain lies apart (0.2 to 0.5 us).
    Two packs a thread, half a pack, and clusters of blocks that share a token are no faster. */
 
 /* plain: a token in each block, a residual, residual_out and out, no sum, and no 1 is added to the weight. */
