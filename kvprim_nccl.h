@@ -2429,70 +2429,115 @@ template <class T, int packs> struct kvpn_norm_of_memory {
 
    One shot for few tokens, as in decoding: a row of threads for each token, a pack for each thread, and no other
    threads. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction counts,
-   because a multiprocessor has a whole token. 1 x 4,096 takes 2.5 us (H200), a sum of as many bytes 2.0. What helps:
+   because a multiprocessor has a whole token. 1 x 4,096 takes 2.4 us (H200), a sum of as many bytes 2.0. What helps:
    - weight and residual are loaded after the addend is sent, and the turn ends then, while the exchange is under way
      (0.1 us);
    - a slot is emptied as soon as its pack is there: the store overlaps with the barrier (0.1 us);
-   - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer.
+   - squares are added by shuffles: if every thread adds what all warps found, it takes 0.1 us longer;
+   - the usual call has no conditions (0.2 us), and what a warp does that has polled in vain lies apart (0.2 to 0.5 us).
    Two packs a thread, half a pack, and clusters of blocks that share a token are no faster. */
 
+/* plain: a token in each block, a residual, residual_out and out, no sum, and no 1 is added to the weight. */
+enum kvpn_few_form { kvpn_few_plain, kvpn_few_any, kvpn_few_quantised };
+
 /* The thread's slot, of area 0, in the block's. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_thread &me)
+template <kvpn_few_form form> KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_thread &me)
 {
-    return me.role * me.threads + me.thread;
+    return form == kvpn_few_plain ? me.thread : me.role * me.threads + me.thread;
 }
 
 /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
-template <int max_ranks, bool quantised>
+template <int max_ranks, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
 {
-    t.token = me.block * p.block_packs + me.role;
-    if (t.token >= p.tokens)
+    t.token = form == kvpn_few_plain ? me.block : me.block * p.block_packs + me.role;
+    if (form != kvpn_few_plain && t.token >= p.tokens)
         return false;
     /* As kvpn_send_offset, but with so little after the load of the turn that the compiler makes no branch of it, after
        which it would load the pack. */
-    const uint32_t slot = kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot(me)); /* if the turn is 0 */
+    const uint32_t slot = kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(me)); /* if the turn is 0 */
     t.r[0] = kvpn_norm_load(me, p.send, t.token, p.send_stride, 0);
     me.turn = kvpn_load_turn(p.turn + me.block);
     me.stop_reason = kvpn_load_word(p.turn + kvpn_stop_reason_word);
     const uint32_t offset = me.stop_reason ? 2 * p.turn_bytes : slot + me.turn * p.turn_bytes;
-    kvpn_store_to_peers<max_ranks>(p, offset, kvpn_replace_empty(t.r[0]));
+    kvpn_store_slot(p.peer[1] + offset, kvpn_replace_empty(t.r[0]));
+    KVPRIM_NCCL_UNROLL
+    for (uint32_t k = 2; k < max_ranks; k++)
+        if (k < p.world)
+            kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(t.r[0]));
     t.weight[0] = kvpn_norm_load(me, p.weight, 0, 0, 0);
-    t.residual[0] = p.residual ? kvpn_norm_load(me, p.residual, t.token, p.residual_stride, 0) : uint4{0, 0, 0, 0};
-    t.scale = quantised && !p.scale_per_token ? *p.scale : 0;
+    t.residual[0] = form == kvpn_few_plain || p.residual ? kvpn_norm_load(me, p.residual, t.token, p.residual_stride, 0)
+                                                         : uint4{0, 0, 0, 0};
+    t.scale = form == kvpn_few_quantised && !p.scale_per_token ? *p.scale : 0;
     return true;
 }
 
-/* Waits for the other ranks' addends. t.r becomes the sum. */
-template <class T, int max_ranks>
-KVPRIM_NCCL_DEVICE void kvpn_few_sum(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
+/* What a thread waits for. Of two ranks only one is awaited. */
+template <int max_ranks> struct kvpn_few_awaited {
+    enum { slots = max_ranks == 2 ? 1 : max_ranks };
+    char *first;
+    uint32_t which;
+    uint4 v[max_ranks]; /* v[max_ranks - 1] of two ranks: the own one */
+};
+
+/* Returns false if not all addends are here soon. */
+template <class T, int max_ranks, kvpn_few_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_poll(const kvpn_norm_params &p, const kvpn_thread &me, const kvpn_norm_token<1> &t,
+                                      kvpn_few_awaited<max_ranks> &a)
 {
-    enum { slots = max_ranks == 2 ? 1 : max_ranks }; /* of two ranks only one is awaited */
-    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0, which = max_ranks == 2 ? 1 : kvpn_other_ranks(p);
-    char *const first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot(me));
-    uint4 v[max_ranks];
-    uint4(&awaited)[slots] = *(uint4(*)[slots])v;
+    const uint32_t from = max_ranks == 2 ? p.rank ^ 1 : 0;
+    a.first = p.peer[0] + kvpn_slot_offset(p, me, 0, from, kvpn_few_slot<form>(me));
+    a.which = max_ranks == 2 ? 1 : kvpn_other_ranks(p);
     if (max_ranks > 2)
-        kvpn_init_sum<T, max_ranks>(p, t.r[0], v);
+        kvpn_init_sum<T, max_ranks>(p, t.r[0], a.v);
     else
-        v[1] = t.r[0];
-    if (me.stop_reason != 0 || !kvpn_wait_for_slots<slots, false>(p, me, first, p.sender_bytes, which,
-                                                                  max_ranks == 2 ? (int32_t)from : -1, awaited))
-        return;
-    kvpn_clear_slots<slots>(first, p.sender_bytes, which);
-    t.r[0] = kvpn_sum_packs<T, max_ranks>(v);
+        a.v[1] = t.r[0];
+    KVPRIM_NCCL_UNROLL_BY(1)
+    for (uint32_t polls = 0; polls < kvpn_polls_per_page_check && me.stop_reason == 0; polls++) {
+        uint32_t largest = 0;
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < a.slots; r++)
+            if (a.which >> r & 1)
+                a.v[r] = kvpn_load_slot(a.first + (size_t)r * p.sender_bytes);
+        KVPRIM_NCCL_UNROLL
+        for (uint32_t r = 0; r < a.slots; r++)
+            largest = kvpn_max_u32(largest, kvpn_largest_word<false>(a.v[r]));
+        if (largest != kvpn_empty_word)
+            return true;
+    }
+    return false;
+}
+
+/* For those that have polled in vain. Returns false if this rank stopped. */
+template <int max_ranks>
+KVPRIM_NCCL_DEVICE bool kvpn_few_wait(const kvpn_norm_params &p, kvpn_thread &me, kvpn_few_awaited<max_ranks> &a)
+{
+    enum { slots = kvpn_few_awaited<max_ranks>::slots };
+    uint4(&awaited)[slots] = *(uint4(*)[slots])a.v;
+    return me.stop_reason == 0 &&
+           kvpn_wait_for_slots<slots, false>(p, me, a.first, p.sender_bytes, a.which,
+                                             max_ranks == 2 ? (int32_t)(p.rank ^ 1) : -1, awaited);
+}
+
+/* Empties the slots. t.r becomes the sum. */
+template <class T, int max_ranks>
+KVPRIM_NCCL_DEVICE void kvpn_few_sum(const kvpn_norm_params &p, const kvpn_few_awaited<max_ranks> &a,
+                                     kvpn_norm_token<1> &t)
+{
+    kvpn_clear_slots<kvpn_few_awaited<max_ranks>::slots>(a.first, p.sender_bytes, a.which);
+    t.r[0] = kvpn_sum_packs<T, max_ranks>(a.v);
 }
 
 /* r from s, and the squares. */
-template <class T>
+template <class T, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE void kvpn_few_add(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<1> &t)
 {
     float f[8];
-    if (p.sum)
+    if (form != kvpn_few_plain && p.sum)
         kvpn_norm_store(me, p.sum, t.token, p.sum_stride, 0, t.r[0]);
-    if (p.residual)
+    if (form == kvpn_few_plain || p.residual)
         t.r[0] = kvpn_add_packs<T>(t.r[0], t.residual[0]);
-    if (p.residual_out)
+    if (form == kvpn_few_plain || p.residual_out)
         kvpn_norm_store(me, p.residual_out, t.token, p.residual_out_stride, 0, t.r[0]);
     kvpn_split_pack<T>(t.r[0], f);
     t.squares[0] = 0;
@@ -2502,7 +2547,7 @@ KVPRIM_NCCL_DEVICE void kvpn_few_add(const kvpn_norm_params &p, const kvpn_threa
 }
 
 /* y from r. */
-template <class T>
+template <class T, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE void kvpn_few_multiply(const kvpn_norm_params &p, const kvpn_thread &me, float total,
                                           kvpn_norm_token<1> &t)
 {
@@ -2510,7 +2555,7 @@ KVPRIM_NCCL_DEVICE void kvpn_few_multiply(const kvpn_norm_params &p, const kvpn_
     float f[8], w[8];
     kvpn_split_pack<T>(t.r[0], f);
     kvpn_split_pack<T>(t.weight[0], w);
-    if (p.weight_plus_one) {
+    if (form != kvpn_few_plain && p.weight_plus_one) {
         KVPRIM_NCCL_UNROLL
         for (int e = 0; e < 8; e++)
             w[e] = __fadd_rn(w[e], 1.0f);
@@ -2519,7 +2564,7 @@ KVPRIM_NCCL_DEVICE void kvpn_few_multiply(const kvpn_norm_params &p, const kvpn_
     for (int e = 0; e < 8; e++)
         f[e] = __fmul_rn(__fmul_rn(f[e], by), w[e]);
     t.r[0] = kvpn_join_pack<T>(f);
-    if (p.out)
+    if (form == kvpn_few_plain || p.out)
         kvpn_norm_store(me, p.out, t.token, p.out_stride, 0, t.r[0]);
 }
 
@@ -2686,30 +2731,69 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
         kvpn_norm_end_turns<packs, true>(p, me);
 }
 
-/* See >>impl_norm_few. kvpn_end_turn's barrier costs nothing: the row waits for the other ranks anyway. */
-template <class T, int max_ranks, bool quantised>
+/* As kvpn_norm_total. A form without other rows needs no barrier of its own. */
+template <kvpn_few_form form>
+KVPRIM_NCCL_DEVICE float kvpn_few_total(const kvpn_thread &me, float *groups, float squares)
+{
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+        squares = __fadd_rn(squares, __shfl_xor_sync(0xffffffff, squares, lane));
+    if (me.thread % kvpn_norm_lanes == 0)
+        groups[me.thread / kvpn_norm_lanes] = squares;
+    if (form == kvpn_few_plain)
+        __syncthreads();
+    else
+        kvpn_norm_meet(me);
+    float total = groups[me.thread % kvpn_norm_lanes];
+    KVPRIM_NCCL_UNROLL
+    for (int lane = 1; lane < kvpn_norm_lanes; lane *= 2)
+        total = __fadd_rn(total, __shfl_xor_sync(0xffffffff, total, lane));
+    return total;
+}
+
+/* What follows s. */
+template <class T, kvpn_few_form form>
+KVPRIM_NCCL_DEVICE void kvpn_few_finish(const kvpn_norm_params &p, const kvpn_thread &me,
+                                        float (&found)[2][kvpn_norm_lanes], kvpn_norm_token<1> &t)
+{
+    kvpn_few_add<T, form>(p, me, t);
+    kvpn_few_multiply<T, form>(p, me, kvpn_few_total<form>(me, found[0], t.squares[0]), t);
+    if (form != kvpn_few_quantised)
+        return;
+    const uint32_t most = p.scale_per_token ? kvpn_norm_largest(me, found[1], kvpn_norm_most<T>(p, me, t)) : 0;
+    kvpn_norm_quantise<T>(p, me, most, t);
+}
+
+/* See >>impl_norm_few. kvpn_end_turn's barrier costs nothing: the row waits for the other ranks anyway. A warp that has
+   polled in vain has code of its own, after that of the others: it is far away from what they need next. */
+template <class T, int max_ranks, kvpn_few_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
 {
-    __shared__ kvpn_norm_meeting meetings_of[kvpn_norm_max_rows];
-    kvpn_thread me = {blockIdx.x, threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
-    float(&groups)[2][kvpn_norm_max_groups] = meetings_of[me.role].groups;
+    enum { rows = form == kvpn_few_plain ? 1 : (int)kvpn_norm_max_rows };
+    __shared__ float found[rows][2][kvpn_norm_lanes]; /* by each warp */
+    kvpn_thread me = {blockIdx.x, rows == 1 ? 0 : threadIdx.y, threadIdx.x, blockDim.x, 0, 0, 0, 0, 0};
     kvpn_norm_token<1> t;
+    kvpn_few_awaited<max_ranks> a;
     kvpn_wait_for_predecessor();
-    const bool has = kvpn_few_begin<max_ranks, quantised>(p, me, t);
-    if (me.thread < kvpn_norm_lanes) /* there may be fewer warps than kvpn_norm_total reads of */
-        groups[0][me.thread] = 0;
+    const bool has = kvpn_few_begin<max_ranks, form>(p, me, t);
+    if (me.thread < kvpn_norm_lanes) /* there may be fewer warps than kvpn_few_total reads of */
+        found[me.role][0][me.thread] = 0;
     kvpn_end_turn(p, me);
     if (!has)
         return;
-    kvpn_few_sum<T, max_ranks>(p, me, t);
-    if (me.stop_reason != 0) /* at once: the row's other threads may wait for long */
+    const bool here = kvpn_few_poll<T, max_ranks, form>(p, me, t, a);
+    if (KVPRIM_NCCL_LIKELY(__all_sync(0xffffffff, here))) {
+        kvpn_few_sum<T, max_ranks>(p, a, t);
+        kvpn_few_finish<T, form>(p, me, found[me.role], t);
+        return;
+    }
+    if (here || kvpn_few_wait<max_ranks>(p, me, a))
+        kvpn_few_sum<T, max_ranks>(p, a, t);
+    else /* at once: the row's other threads may wait for long */
         kvpn_stop_rank(p, me);
-    kvpn_few_add<T>(p, me, t);
-    kvpn_few_multiply<T>(p, me, kvpn_norm_total<1>(me, groups[0], t.squares), t);
-    if (quantised)
-        kvpn_norm_quantise<T>(p, me,
-                              p.scale_per_token ? kvpn_norm_largest(me, groups[1], kvpn_norm_most<T>(p, me, t)) : 0, t);
+    __syncwarp();
+    kvpn_few_finish<T, form>(p, me, found[me.role], t);
 }
 #endif
 
@@ -3592,19 +3676,30 @@ static const void *kvpn_pick_norm(kvpn_way way, kvprim_dtype dtype, int world, u
                                 : kvpn_pick_norm<kvpn_f16>(way, world, packs);
 }
 
-template <class T, bool quantised> static const void *kvpn_pick_few(int world)
+template <class T, kvpn_few_form form> static const void *kvpn_pick_few(int world)
 {
-    return world == 2   ? (const void *)kvpn_few_kernel<T, 2, quantised>
-           : world <= 4 ? (const void *)kvpn_few_kernel<T, 4, quantised>
-                        : (const void *)kvpn_few_kernel<T, 8, quantised>;
+    return world == 2   ? (const void *)kvpn_few_kernel<T, 2, form>
+           : world <= 4 ? (const void *)kvpn_few_kernel<T, 4, form>
+                        : (const void *)kvpn_few_kernel<T, 8, form>;
 }
 
-static const void *kvpn_pick_few(kvprim_dtype dtype, int world, bool quantised)
+template <class T> static const void *kvpn_pick_few(int world, kvpn_few_form form)
 {
-    return dtype == KVPRIM_BF16
-               ? (quantised ? kvpn_pick_few<kvpn_bf16, true>(world) : kvpn_pick_few<kvpn_bf16, false>(world))
-           : quantised ? kvpn_pick_few<kvpn_f16, true>(world)
-                       : kvpn_pick_few<kvpn_f16, false>(world);
+    return form == kvpn_few_plain ? kvpn_pick_few<T, kvpn_few_plain>(world)
+           : form == kvpn_few_any ? kvpn_pick_few<T, kvpn_few_any>(world)
+                                  : kvpn_pick_few<T, kvpn_few_quantised>(world);
+}
+
+static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_few_form form)
+{
+    return dtype == KVPRIM_BF16 ? kvpn_pick_few<kvpn_bf16>(world, form) : kvpn_pick_few<kvpn_f16>(world, form);
+}
+
+/* Ranks may take different forms: slots, blocks and turns are the same. */
+static kvpn_few_form kvpn_few_form_of(const kvpn_norm_params *p)
+{
+    const bool plain = p->residual && p->residual_out && p->out && !p->sum && !p->weight_plus_one && p->rows == 1;
+    return p->quantised ? kvpn_few_quantised : plain ? kvpn_few_plain : kvpn_few_any;
 }
 
 /* How many packs a thread has that has more than one. */
@@ -3639,8 +3734,9 @@ static void kvpn_load_kernels(kvpn_init_task *task)
         for (int k = 0; k < 4; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_pick_norm((kvpn_way)way, types[k / 2], world,
                                                                      k % 2 ? (uint32_t)kvpn_norm_packs : 1));
-    for (int k = 0; k < 4; k++)
-        loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(types[k / 2], world, k % 2 == 1));
+    for (int form = kvpn_few_plain; form <= kvpn_few_quantised; form++)
+        for (int k = 0; k < 2; k++)
+            loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(types[k], world, (kvpn_few_form)form));
     (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
 }
@@ -4807,7 +4903,7 @@ static kvprim_status kvpn_launch_norm_rows(const kvpn_call *c, kvpn_way way, kvp
     p->rows = p->block_packs < p->rows ? p->block_packs : p->rows;
     const bool few = way == kvpn_by_one_shot && packs == 1 && p->parts == 1 && threads == p->row_packs;
     return kvpn_launch_kernel(c,
-                              few ? kvpn_pick_few(dtype, c->comm->world, p->quantised != NULL)
+                              few ? kvpn_pick_few(dtype, c->comm->world, kvpn_few_form_of(p))
                                   : kvpn_pick_norm(way, dtype, c->comm->world, packs),
                               (p->slice_packs + p->block_packs - 1) / p->block_packs, dim3(threads, p->rows), p);
 }

@@ -357,7 +357,7 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
 }
 
 /* The kernel of few tokens. */
-template <int max_ranks, bool quantised> static void run_few(const kvpn_norm_params &p, const call &c)
+template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm_params &p, const call &c)
 {
     const uint32_t used = (c.slice_rows + c.block_rows - 1) / c.block_rows;
     std::vector<std::vector<kvpn_thread>> rows;
@@ -368,7 +368,7 @@ template <int max_ranks, bool quantised> static void run_few(const kvpn_norm_par
             size_t has = 0;
             for (uint32_t t = 0; t < c.threads; t++) {
                 rows.back().push_back({b, r, t, c.threads, 0, 0, 0, 0, 0});
-                has += kvpn_few_begin<max_ranks, quantised>(p, rows.back()[t], tokens.back()[t]);
+                has += kvpn_few_begin<max_ranks, form>(p, rows.back()[t], tokens.back()[t]);
             }
             CHECK(has == (b * c.block_rows + r < c.tokens ? c.threads : 0));
             if (has == 0)
@@ -379,19 +379,22 @@ template <int max_ranks, bool quantised> static void run_few(const kvpn_norm_par
             p.turn[row[0].block] = row[0].turn ^ 1;
     for (size_t k = 0; k < rows.size(); k++) {
         for (uint32_t t = 0; t < c.threads; t++) {
-            kvpn_few_sum<kvpn_bf16, max_ranks>(p, rows[k][t], tokens[k][t]);
-            if (rows[k][t].stop_reason != 0)
+            kvpn_few_awaited<max_ranks> awaited;
+            if (kvpn_few_poll<kvpn_bf16, max_ranks, form>(p, rows[k][t], tokens[k][t], awaited) ||
+                kvpn_few_wait<max_ranks>(p, rows[k][t], awaited))
+                kvpn_few_sum<kvpn_bf16, max_ranks>(p, awaited, tokens[k][t]);
+            else
                 kvpn_stop_rank(p, rows[k][t]);
-            kvpn_few_add<kvpn_bf16>(p, rows[k][t], tokens[k][t]);
+            kvpn_few_add<kvpn_bf16, form>(p, rows[k][t], tokens[k][t]);
         }
         const float total = total_of<1>(rows[k], tokens[k]);
         check_total(total, tokens[k][0].token);
         uint32_t largest = 0;
         for (uint32_t t = 0; t < c.threads; t++) {
-            kvpn_few_multiply<kvpn_bf16>(p, rows[k][t], total, tokens[k][t]);
+            kvpn_few_multiply<kvpn_bf16, form>(p, rows[k][t], total, tokens[k][t]);
             largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, rows[k][t], tokens[k][t]));
         }
-        for (uint32_t t = 0; t < c.threads && quantised; t++)
+        for (uint32_t t = 0; t < c.threads && form == kvpn_few_quantised; t++)
             kvpn_norm_quantise<kvpn_bf16>(p, rows[k][t], largest, tokens[k][t]);
     }
     end_kernel();
@@ -401,10 +404,13 @@ template <int max_ranks> static void run_way(const kvpn_norm_params &p, const ca
 {
     enum { few = max_ranks <= 4 ? 2 : 4 };
     const bool for_few = c.few && (c.number % 2 || p.rank % 2);
+    const bool plain = p.residual && p.residual_out && p.out && !p.sum && !p.weight_plus_one && c.block_rows == 1;
     if (for_few && c.quantised)
-        run_few<max_ranks, true>(p, c);
+        run_few<max_ranks, kvpn_few_quantised>(p, c);
+    else if (for_few && plain)
+        run_few<max_ranks, kvpn_few_plain>(p, c);
     else if (for_few)
-        run_few<max_ranks, false>(p, c);
+        run_few<max_ranks, kvpn_few_any>(p, c);
     else if (c.what == one_shot && c.packs == 1)
         run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
     else if (c.what == one_shot)
