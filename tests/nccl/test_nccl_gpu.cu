@@ -232,8 +232,8 @@ static void test_deterministic(rank_state &r)
     OK(kvprim_comm_destroy(&comm));
 }
 
-/* Between two ranks, large tensors go in a stream, earlier if there are few multiprocessors: in place; apart; shifted by
-   an element; shifted so that only one rank is aligned. Small sums between them use the same slots. */
+/* Between two ranks, large tensors go in a pipeline, earlier if there are few multiprocessors: in place; apart; shifted
+   by an element; shifted so that only one rank is aligned. Small sums between them use the same slots. */
 static void test_pipelines(rank_state &r)
 {
     kvprim_comm comm = {};
