@@ -29,6 +29,20 @@ static norm_call norm_call_of(const rank_state &r, kvprim_dtype dtype, int64_t t
     return norm_call_of(c, r.rank, world);
 }
 
+/* What engines ask for, which has a kernel of its own: a residual, residual_out, out, and nothing else. */
+static norm_call usual_norm_call(const rank_state &r, kvprim_dtype dtype, int64_t tokens, int64_t hidden, uint64_t seed,
+                                 bool plain)
+{
+    for (uint64_t own = hash_u64(seed + uint64_t(r.rank));; own++) {
+        const norm_case c = norm_draw(dtype, tokens, hidden, plain, seed, own);
+        if (c.d.weight_plus_one || c.at[norm_residual] == norm_absent)
+            seed++; /* the same for all ranks */
+        else if (c.at[norm_sum] == norm_absent && c.at[norm_residual_out] != norm_absent &&
+                 c.at[norm_out] != norm_absent && c.at[norm_quantised] == norm_absent)
+            return norm_call_of(c, r.rank, world);
+    }
+}
+
 static void norm_upload(rank_state &r, char *to, const std::vector<char> &image)
 {
     CUDA(cudaMemcpyAsync(to, image.data(), image.size(), cudaMemcpyHostToDevice, r.stream));
@@ -109,6 +123,11 @@ static void test_norms(rank_state &r)
             norm_once(r, &r.comm,
                       norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, shape[0], shape[1], ++seed, !r.comm.peer[0]),
                       "norm");
+    for (const int64_t hidden : {512, 4096, 6144, 8192})
+        for (const int64_t count : {1, 7, 64})
+            for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
+                norm_once(r, &r.comm, usual_norm_call(r, dtype, count, hidden, ++seed * 100, !r.comm.peer[0]),
+                          "usual norm");
     /* every choice of outputs and places */
     for (int n = 0; n < (quick ? 20 : 300); n++)
         norm_once(r, &r.comm,
