@@ -379,9 +379,9 @@ typedef struct kvprim_norm_desc {
     void *quantised; /* q: tokens x hidden of KVPRIM_F8E4M3, aligned to 8 bytes */
     int64_t quantised_stride;
     float *scale;            /* with quantised: one element, read; or one of each token, written; aligned to 4 bytes */
-    int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, least_scale); NaN does not
+    int32_t scale_per_token; /* 1: scale[token] = max(the largest |y| of the token / 448, scale_min); NaN does not
                                 count, infinity counts as the largest finite fp32 */
-    float least_scale;       /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
+    float scale_min;         /* with scale_per_token: 2^-126 to 2^127; 0: 2^-126 */
     int32_t weight_plus_one; /* 1: multiplies by weight + 1, rounded to fp32, not to dtype (Gemma) */
     int32_t padding;         /* must be 0 */
     int64_t reserved[2];     /* must be 0 */
@@ -393,7 +393,7 @@ typedef struct kvprim_norm_desc {
    (kvprim_comm_describe), NCCL sums and a kernel of this library follows: the same, except for the order of the sum and
    its rounding. That goes in parts of 8 MB.
    Errors: those of kvprim_all_reduce, and NULL (desc), SIZE (tokens, hidden, strides), ARGUMENT (dtype, eps,
-   least_scale, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation has
+   scale_min, flags, padding, reserved, a scale without quantised, an open group), UNSUPPORTED (the implementation has
    no kernels: it was compiled without nvcc, or with KVPRIM_NO_KERNELS). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_all_reduce_norm(kvprim_comm *comm, const kvprim_norm_desc *desc,
                                                                struct CUstream_st *stream);
@@ -1900,7 +1900,7 @@ struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a
     float *scale;
     char *sum, *residual_out, *out, *quantised;
     int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
-    float part_of_hidden, eps, least_scale; /* part_of_hidden: 1 / hidden */
+    float part_of_hidden, eps, scale_min; /* part_of_hidden: 1 / hidden */
     uint32_t weight_plus_one, scale_per_token;
 };
 
@@ -2206,21 +2206,6 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_most(const kvpn_norm_params &p, const kvpn
     return most;
 }
 
-/* A word of four elements: bits of e4m3. */
-KVPRIM_NCCL_DEVICE uint32_t kvpn_norm_to_e4m3(const float *f)
-{
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-    uint32_t word;
-    asm("{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, %2, %1; cvt.rn.satfinite.e4m3x2.f32 b, %4, %3; "
-        "mov.b32 %0, {a, b};}"
-        : "=r"(word)
-        : "f"(f[0]), "f"(f[1]), "f"(f[2]), "f"(f[3]));
-    return word;
-#else
-    return kvpi_to_e4m3(f[0]) | kvpi_to_e4m3(f[1]) << 8 | kvpi_to_e4m3(f[2]) << 16 | kvpi_to_e4m3(f[3]) << 24;
-#endif
-}
-
 /* Divides by the scale. Two instructions an element suffice for 11 bits, e4m3 and scales from 2^-64 to 2^84: see
    kvpc_over in kvprim_cuda.cuh, which has the proof. */
 KVPRIM_NCCL_DEVICE void kvpn_norm_divide(float (&f)[8], float scale)
@@ -2246,7 +2231,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn
 {
     float scale = t.scale;
     if (p.scale_per_token)
-        scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most), 448.0f), p.least_scale, 0);
+        scale = kvpi_tile_scale(__fdiv_rn(kvpi_tile_largest(most), 448.0f), p.scale_min, 0);
     KVPRIM_NCCL_UNROLL
     for (uint32_t k = 0; k < packs; k++) {
         float f[8];
@@ -2255,7 +2240,7 @@ KVPRIM_NCCL_DEVICE void kvpn_norm_quantise(const kvpn_norm_params &p, const kvpn
         kvpn_split_pack<T>(t.r[k], f);
         kvpn_norm_divide(f, scale);
         ((uint2 *)(p.quantised + (int64_t)t.token * p.quantised_stride))[kvpn_norm_pack(me, k)] =
-            uint2{kvpn_norm_to_e4m3(f), kvpn_norm_to_e4m3(f + 4)};
+            uint2{kvpn_e4m3::join(f), kvpn_e4m3::join(f + 4)};
     }
     if (p.scale_per_token && me.thread == 0)
         p.scale[t.token] = scale;
@@ -2712,8 +2697,9 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     bool told = false;
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
-    if (me.thread < 8 && count % 4 != 0) /* no warp writes the last ones of four */
-        meeting.groups[me.thread / 4][count / 4 * 4 + me.thread % 4] = 0;
+    const uint32_t last = count / 4 * 4 + me.thread % 4;
+    if (me.thread < 8 && last >= count) /* of the last four, those that no warp writes */
+        meeting.groups[me.thread / 4][last] = 0;
     if (!Way::one_token || p.rows > 1)
         __syncthreads();
     if (Way::exchanges && !Way::one_token)
@@ -4852,7 +4838,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 
 /* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
 
-/* Both take a description that was checked, with its defaults filled in (strides, least_scale), and at least one token.
+/* Both take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
    c: function, comm, stream. */
 
 /* Tokens that begin with number `first`. */
@@ -4871,7 +4857,7 @@ static kvpn_norm_params kvpn_make_norm_params(const kvprim_norm_desc *d, int64_t
     p.out = d->out ? (char *)d->out + first * p.out_stride : NULL;
     p.quantised = d->quantised ? (char *)d->quantised + first * p.quantised_stride : NULL;
     p.scale = d->scale && d->scale_per_token ? d->scale + first : d->scale;
-    p.scale_per_token = (uint32_t)d->scale_per_token, p.least_scale = d->least_scale;
+    p.scale_per_token = (uint32_t)d->scale_per_token, p.scale_min = d->scale_min;
     p.part_of_hidden = 1.0f / (float)d->hidden, p.eps = d->eps, p.weight_plus_one = (uint32_t)d->weight_plus_one;
     return p;
 }
@@ -5308,7 +5294,7 @@ static void kvpn_list_norm_tensors(const kvprim_norm_desc *d, kvpn_norm_tensor *
 
 static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_desc *d)
 {
-    const uint32_t least = kvpi_bits_of(d->least_scale);
+    const uint32_t least = kvpi_bits_of(d->scale_min);
     if (d->dtype != KVPRIM_F16 && d->dtype != KVPRIM_BF16)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->dtype is %d, must be KVPRIM_F16 or KVPRIM_BF16", f,
                            (int)d->dtype);
@@ -5321,8 +5307,8 @@ static kvprim_status kvpn_check_norm_fields(const char *f, const kvprim_norm_des
         return kvprim_fail(KVPRIM_ERROR_SIZE, "%s: desc->hidden is %lld, must be a multiple of 8, from 8 to %d", f,
                            (long long)d->hidden, (int)kvpn_max_hidden);
     if (least != 0 && (least < 0x00800000 || least > 0x7f000000))
-        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->least_scale is %g, neither 0 nor from 2^-126 to 2^127", f,
-                           (double)d->least_scale);
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->scale_min is %g, neither 0 nor from 2^-126 to 2^127", f,
+                           (double)d->scale_min);
     const struct {
         const char *name;
         int64_t value, max;
@@ -5347,11 +5333,11 @@ static kvprim_status kvpn_check_norm_outputs(const char *f, const kvprim_norm_de
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->out and desc->quantised are NULL", f);
     if (d->quantised && !d->scale)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: desc->scale is NULL, but desc->quantised is set", f);
-    if (!d->quantised && (d->scale || d->scale_per_token || d->least_scale > 0))
+    if (!d->quantised && (d->scale || d->scale_per_token || d->scale_min > 0))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: desc->%s is set, but desc->quantised is NULL", f,
                            d->scale             ? "scale"
                            : d->scale_per_token ? "scale_per_token"
-                                                : "least_scale");
+                                                : "scale_min");
     return KVPRIM_OK;
 }
 
@@ -5443,7 +5429,7 @@ static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
                                 &d.residual_out_stride, &d.out_stride,      &d.quantised_stride};
     for (int k = 0; k < 6; k++)
         *strides[k] = *strides[k] ? *strides[k] : d.hidden;
-    d.least_scale = d.least_scale > 0 ? d.least_scale : FLT_MIN;
+    d.scale_min = d.scale_min > 0 ? d.scale_min : FLT_MIN;
     return d;
 }
 
@@ -5651,7 +5637,7 @@ static float kvpn_host_scale(const kvprim_norm_desc *d, const void *const *sends
         most = kvpi_tile_most(most, kvpn_host_scaled(d, r, factor, i));
     }
     if (d->scale_per_token)
-        d->scale[token] = kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->least_scale, 0);
+        d->scale[token] = kvpi_tile_scale(kvpi_quotient(kvpi_tile_largest(most), 448), d->scale_min, 0);
     return d->scale ? d->scale[d->scale_per_token ? token : 0] : 1;
 }
 

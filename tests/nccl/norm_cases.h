@@ -93,7 +93,7 @@ static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hi
     if (outputs != 2) {
         norm_place_output(&c, norm_quantised, &c.d.quantised_stride, hash_u64(f + 4));
         c.d.scale_per_token = (int32_t)(a >> 5 & 1);
-        c.d.least_scale = least[a >> 6 & 3];
+        c.d.scale_min = least[a >> 6 & 3];
         c.at[norm_scale] = norm_place(&c, 4 * (uint64_t)(c.d.scale_per_token ? tokens : 1), b >> 22);
     }
     c.bytes = (c.bytes + 31) / 16 * 16; /* at least 16 bytes after the last one */

@@ -163,7 +163,7 @@ static inline void oracle_token(const kvprim_norm_desc *d, const void *const *se
         const float by = (float)(d->weight_plus_one ? w + 1 : w), x = (float)(row->r[i] * (double)row->factor);
         row->y[i] = oracle_rounded(d->dtype, (double)(float)((double)x * (double)by));
     }
-    row->scale = d->scale_per_token ? oracle_token_scale(row->y, hidden, d->least_scale) : d->scale ? *d->scale : 1;
+    row->scale = d->scale_per_token ? oracle_token_scale(row->y, hidden, d->scale_min) : d->scale ? *d->scale : 1;
     for (int i = 0; i < hidden && d->quantised; i++)
         row->q[i] = oracle_rounded(KVPRIM_F8E4M3, (double)(float)(row->y[i] / (double)row->scale));
 }

@@ -422,8 +422,8 @@ static void test_norm_fields(void)
         {offsetof(kvprim_norm_desc, eps), (int32_t)0xb727c5ac, KVPRIM_ERROR_ARGUMENT, "desc->eps is -1e-05"},
         {offsetof(kvprim_norm_desc, eps), 0x7fc00000, KVPRIM_ERROR_ARGUMENT, "must be finite"},
         {offsetof(kvprim_norm_desc, eps), 0x7f800000, KVPRIM_ERROR_ARGUMENT, "desc->eps is inf"},
-        {offsetof(kvprim_norm_desc, least_scale), 0x00400000, KVPRIM_ERROR_ARGUMENT, "neither 0 nor from 2^-126"},
-        {offsetof(kvprim_norm_desc, least_scale), 0x7f800000, KVPRIM_ERROR_ARGUMENT, "desc->least_scale is inf"},
+        {offsetof(kvprim_norm_desc, scale_min), 0x00400000, KVPRIM_ERROR_ARGUMENT, "neither 0 nor from 2^-126"},
+        {offsetof(kvprim_norm_desc, scale_min), 0x7f800000, KVPRIM_ERROR_ARGUMENT, "desc->scale_min is inf"},
         {offsetof(kvprim_norm_desc, scale_per_token), 2, KVPRIM_ERROR_ARGUMENT,
          "desc->scale_per_token is 2, must be 0 or"},
         {offsetof(kvprim_norm_desc, weight_plus_one), -1, KVPRIM_ERROR_ARGUMENT, "desc->weight_plus_one is -1"},
@@ -474,9 +474,9 @@ static void test_norm_tensors(void)
     norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale is set, but desc->quantised is NULL");
     d.scale = NULL, d.scale_per_token = 1;
     norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_per_token is set, but");
-    d.scale_per_token = 0, d.least_scale = 1;
-    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->least_scale is set, but");
-    d.least_scale = 0, d.out = NULL;
+    d.scale_per_token = 0, d.scale_min = 1;
+    norm_refuses(&d, KVPRIM_ERROR_ARGUMENT, "desc->scale_min is set, but");
+    d.scale_min = 0, d.out = NULL;
     norm_refuses(&d, KVPRIM_ERROR_NULL, "desc->out and desc->quantised are NULL");
     for (int k = 0; k < 8; k++) {
         static const char *const words[] = {"desc->residual is",     "desc->weight is", "desc->sum is",

@@ -26,7 +26,7 @@ struct call {
     bool residual, plus_one, quantised, per_token, special;
     bool few; /* kvpn_few_kernel instead of one shot: the slots are the same, so ranks may differ */
     uint32_t send_stride, residual_stride, strides[3], quantised_stride; /* strides: of sum, residual_out and out */
-    float eps, least_scale, scale;
+    float eps, scale_min, scale;
 };
 
 static void choose_shape(call &c, uint64_t h, uint32_t world)
@@ -81,7 +81,7 @@ static call call_of(uint64_t number, uint32_t world)
         c.hidden = (c.hidden + 255) / 256 * 256; /* whole warps */
     c.residual = h >> 44 & 1, c.plus_one = h >> 45 & 1, c.special = (h >> 46 & 7) == 0;
     c.eps = h >> 49 & 1 ? 1e-5f : 0;
-    c.least_scale = h >> 50 & 1 ? 0.01f : 0x1p-126f;
+    c.scale_min = h >> 50 & 1 ? 0.01f : 0x1p-126f;
     c.scale = h >> 51 & 1 ? 0.37f : 0x1p-3f;
     choose_shape(c, hash_u64(h), world);
     choose_places(c, hash_u64(h + 1));
@@ -186,7 +186,7 @@ static result result_of(const call &c, uint32_t world, uint32_t token)
         if (y == y)
             largest = std::max(largest, std::min(y, 0x1.fffffep127f));
     }
-    x.scale = c.per_token ? std::max(largest / 448.0f, c.least_scale) : c.scale;
+    x.scale = c.per_token ? std::max(largest / 448.0f, c.scale_min) : c.scale;
     for (uint32_t e = 0; e < c.hidden; e++)
         x.q.push_back(to_e4m3(of_bf16(x.y[e]) / x.scale));
     return x;
@@ -470,7 +470,7 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, tensors 
     p.sum_stride = 2 * c.strides[0], p.residual_out_stride = 2 * c.strides[1], p.out_stride = 2 * c.strides[2];
     p.quantised = c.quantised ? reinterpret_cast<char *>(x.quantised.data()) : nullptr;
     p.quantised_stride = c.quantised_stride, p.scale = c.quantised ? x.scale.data() : nullptr;
-    p.part_of_hidden = 1.0f / static_cast<float>(c.hidden), p.eps = c.eps, p.least_scale = c.least_scale;
+    p.part_of_hidden = 1.0f / static_cast<float>(c.hidden), p.eps = c.eps, p.scale_min = c.scale_min;
     p.weight_plus_one = c.plus_one, p.scale_per_token = c.per_token;
     return p;
 }
