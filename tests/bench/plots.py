@@ -137,22 +137,29 @@ PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx5
 HOST = {name: cpu.table(f'{name}, random rows of 1 GB: GB/s of rows', 'row bytes kvprim memcpy per row one memcpy '
                         'random read x per row of one memcpy of reading', r'\d+', 7) for name in ('gather', 'store')}
 NCCL_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_nccl, GPUs ([\d,]+)')}
-DECODE_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_decode, GPUs ([\d,]+)')}
 BY_PARTS = 'NCCL window kvprim in buffer to NCCL to raw'
-COLLECTIVES = {
+COLLECTIVES = {  # "to raw" is the sixth number of each
     name: {gpus: part.table(title, columns, r'\d+ [KM]B', count) for gpus, part in NCCL_BY_GPUS.items()}
     for name, title, columns, count in (
-        ('all-reduce', 'all_reduce, bf16 sum, us', 'NCCL window wrapper kvprim in buffer to raw wrapper GB/s (bus)'
-         ' % of push % of copy floors', 11),
+        ('all-reduce', 'all_reduce, bf16 sum, us; floors: times a flag to each other rank', 'NCCL window wrapper '
+         'kvprim in buffer to raw wrapper GB/s (bus) % of push % of copy floors', 11),
         ('reduce-scatter', 'reduce_scatter, bf16 sum, us, by bytes that each rank gives', BY_PARTS, 6),
         ('all-gather', 'all_gather, us, by bytes of the result', BY_PARTS, 6))}
-COLLECTIVES['all-to-all'] = {
-    gpus: part.table('all_to_all, us, by bytes that each rank sends', 'grouped alltoall kvprim / best of NCCL',
-                     r'\d+ [KM]B', 4) for gpus, part in DECODE_BY_GPUS.items()}
-TO_NCCL = {'all-reduce': 5, 'reduce-scatter': 5, 'all-gather': 5, 'all-to-all': 3}  # to the faster of its two ways
-NORM = DECODE_BY_GPUS[2].table('all_reduce, residual and RMSNorm of bf16, tokens x hidden, us',
-                               'kvprim + norm NCCL + window + one shot the sum / sum / best', r'\d+ x \d+', 8)
 ALL_REDUCE = COLLECTIVES['all-reduce']
+DECODE_BY_GPUS = {gpus.count(',') + 1: part for gpus, part in nccl.parts(r'== build/bench_decode, GPUs ([\d,]+)')}
+NORMS = {gpus: part.table('all_reduce, residual and RMSNorm of bf16, tokens x hidden, us', 'kvprim + norm NCCL + '
+                          'window + one shot the sum / sum / best', r'\d+ x \d+', 8)
+         for gpus, part in DECODE_BY_GPUS.items()}
+ALL_TO_ALL = {gpus: part.table('all_to_all, us, by bytes that each rank sends', 'grouped alltoall kvprim / best of '
+                               'NCCL', r'\d+ [KM]B', 4) for gpus, part in DECODE_BY_GPUS.items()}
+
+
+def norm_ratios(gpus, tokens, *columns):
+    """Returns the time of the faster one of some opponents to kvprim's, for a row of 4,096 elements a token."""
+    values = NORMS[gpus][f'{tokens} x 4096']
+    return min(values[at] for at in columns) / values[0]
+
+
 TORCH = {name: torch.table(f'{name}: us per launch', f'row B rows {theirs} kvprim kvprim+PDL kvprim / best of torch',
                            SIZES, 5)
          for name, theirs in (('gather', 'index_select embedding'), ('store', 'index_put_ index_copy_'))}
@@ -350,8 +357,12 @@ def overview():
                 ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
             ('Unpack 128 fragments of 4 KB', name, 1 / float(gpu.find(CHUNK % name))) for name in CHUNK_OPPONENTS]),
         ('Two GPUs with NVLink', [
-            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][TO_NCCL[name]])
-            for name in COLLECTIVES for size in ('8 KB', '1 MB')]),
+            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][5])
+            for name in COLLECTIVES for size in ('8 KB', '1 MB')] + [
+            ('All-to-all of 8 KB', 'NCCL, its faster way', 1 / ALL_TO_ALL[2]['8 KB'][3])] + [
+            ('Sum, residual and RMSNorm of 8 tokens', opponent, norm_ratios(2, 8, *columns))
+            for opponent, columns in (('NCCL, norm kernel', (2, 3)), ('sum, norm kernel', (1,)),
+                                      ('one-shot kernel', (4,)))]),
         ('Near the limit: scattered rows against one contiguous copy', [
             ('Gather 2,097,152 rows of 1 KB', 'one cudaMemcpyAsync', LARGE['gather 1024 2097152'][3]),
             ('Transfer 1 GiB of pages of 64 layers', 'one cudaMemcpyAsync', LAYERS['pages 32 KB 1024.0'][6]),
@@ -464,15 +475,14 @@ def each(numbers):
 def times_as_fast():
     """Rows (job, opponent, opponent's time / kvprim's)."""
     aligned = PREFIX['both aligned to 64 bytes']
-    sizes = ('2 KB', '64 KB', '1 MB', '16 MB', '64 MB')
-
+    sizes, tokens = ('2 KB', '64 KB', '1 MB', '16 MB', '64 MB'), ('1', '8', '32', '128')
     offload = [OFFLOAD[f'{way} 4 KB'] for way in ('to GPU', 'to host')]
 
     def mean_and_worst(tables, columns):
         ratios = [[1 / values[at] for values in table.values()] for table, at in zip(tables, columns)]
         return f'{each(mean(some) for some in ratios)}; {each(min(some) for some in ratios)}'
 
-    def of_two(*columns):
+    def of_each(*columns):
         return (f'{each(1 / mean(ratios) for ratios in columns)}; {each(1 / max(ratios) for ratios in columns)}')
 
     return [
@@ -488,15 +498,15 @@ def times_as_fast():
         ('store in pages of 16 and 64 tokens, NHD, HND, K beside V: mean', 'the best of vLLM and two of FlashInfer',
          each([1 / float(gpu.find(r'paged store / best of three +([\d.]+), target'))])),
         (f'store of K and V from bf16 as e4m3, {len(FP8_STORE)} sizes: mean; worst', "vLLM's kernel / SGLang's, with "
-         'dependent launch on both sides', of_two(known(FP8_STORE, 3), known(FP8_STORE, 8))),
-        ('store of rows of `fp8_ds_mla` / of the indexer: mean; worst', "vLLM's kernels",
-         of_two(known(LATENTS, 3, 'fp8_ds_mla '), known(LATENTS, 3, 'fp8_indexer '))),
-        ('gather of pages from e4m3 to bf16 / of `fp8_ds_mla`: mean; worst', "vLLM's kernels",
-         of_two(known(FP8_GATHER, 6), known(FP8_GATHER, 7, 'fp8_ds_mla '))),
-        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB', f'`{BATCHED}`',
+         'dependent launch on both sides', of_each(known(FP8_STORE, 3), known(FP8_STORE, 8))),
+        ('store of rows of `fp8_ds_mla` / of the indexer / gather of pages from e4m3 to bf16 / of `fp8_ds_mla`: mean; '
+         'worst', "vLLM's kernels",
+         of_each(known(LATENTS, 3, 'fp8_ds_mla '), known(LATENTS, 3, 'fp8_indexer '), known(FP8_GATHER, 6),
+                 known(FP8_GATHER, 7, 'fp8_ds_mla '))),
+        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB; of 128 x 4 KB, from the call to the end',
+         f'`{BATCHED}`; `cudaMemcpyBatchAsync` / `cudaMemcpyAsync` for each',
          each(UNPACK[key][2] / UNPACK[key][0] for key in (
-             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0'))),
-        ('unpack of 128 x 4 KB, from the call to the end', '`cudaMemcpyBatchAsync` / `cudaMemcpyAsync` for each',
+             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0')) + '; ' +
          each(1 / float(gpu.find(CHUNK % name)) for name in CHUNK_OPPONENTS)),
         ('copies at scattered addresses, 4 KB / 4 to 64 KB; of 4 KB to / from pinned memory, from the call to the end',
          '`cub::DeviceMemcpy::Batched`; `cudaMemcpyBatchAsync`',
@@ -508,14 +518,15 @@ def times_as_fast():
                    for form in ('pairs', 'lengths'))),
         ('transfer of 4 KB rows, pinned host memory to GPU / back; from the call to the end', '`cudaMemcpyBatchAsync`',
          f"{each(v[0] / v[6] for v in offload)}; {each(v[9] for v in offload)}")] + [
-        (f'{"; ".join(names)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
-         '; '.join(each(1 / COLLECTIVES[name][gpus][n][TO_NCCL[name]] for n in sizes) for name in names))
-        for gpus in NCCL_BY_GPUS
-        for names in (('all-reduce',), [name for name in COLLECTIVES if name != 'all-reduce'])] + [
-        ('all-reduce with residual and RMSNorm, 4,096 elements, 1 / 8 / 32 / 128 tokens, 2 GPUs',
-         "kvprim's sum and a norm kernel / a fused kernel as FlashInfer's",
-         '; '.join(each(NORM[f'{tokens} x 4096'][at] / NORM[f'{tokens} x 4096'][0] for tokens in (1, 8, 32, 128))
-                   for at in (1, 4)))]
+        (f'{"; ".join(COLLECTIVES)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
+         '; '.join(each(1 / table[gpus][n][5] for n in sizes) for table in COLLECTIVES.values()))
+        for gpus in NCCL_BY_GPUS] + [
+        row for gpus in DECODE_BY_GPUS for row in (
+            (f'sum, residual and RMSNorm of {" / ".join(tokens)} tokens of 4,096 bf16, {gpus} GPUs',
+             "the sum and a norm kernel; NCCL and that kernel; a one-shot kernel like TensorRT-LLM's and FlashInfer's",
+             '; '.join(each(norm_ratios(gpus, n, *columns) for n in tokens) for columns in ((1,), (2, 3), (4,)))),
+            (f'all-to-all of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
+             each(1 / ALL_TO_ALL[gpus][n][3] for n in sizes)))]
 
 
 def shares():
@@ -534,6 +545,8 @@ def shares():
         ('gather / store, the worst: up to 64 rows in pages; rows of odd sizes; misaligned addresses',
          'a plain table; the next multiple of 128 bytes; aligned addresses',
          '; '.join(each(numbers) for numbers in (PAGED, odd, off))),
+        ('all-reduce of 8 / 24 / 64 MB, 2 GPUs', 'a kernel that only pushes as many bytes; the copy engine',
+         '; '.join(each(ALL_REDUCE[2][n][at] / 100 for n in ('8 MB', '24 MB', '64 MB')) for at in (8, 9))),
         ('KV pages of a request to another GPU: straight; by a ring, 64 MB, two communicators / one; sockets, 4 MB',
          'the copy engine; one `ncclSend` of as many bytes',
          '; '.join((each([float(TWO_LANES.find(r"straight into .* ([\d.]+)$"))]),
