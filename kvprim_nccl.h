@@ -220,7 +220,7 @@ typedef struct kvprim_comm {
     struct CUstream_st *stream;  /* for init's exchanges, and for abort */
     int64_t watch_start_us[2];   /* when each event of the teardown was recorded; 0: it is done */
     int32_t watch_index;
-    int32_t after_nccl;                 /* 1: the last call was NCCL's: see kvpn_launch_kernel */
+    int32_t after_nccl;                 /* bits: see kvpn_after_nccl_bit */
     int32_t nccl_starts_early;          /* see kvpn_run_nccl */
     int32_t nccl_reduces_f8;            /* 1: NCCL can reduce fp8, on all ranks */
     void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
@@ -2698,7 +2698,7 @@ static __global__ __launch_bounds__(packs <= 2 && max_ranks <= 4 ? (int)kvpn_max
     kvpn_wait_for_predecessor();
     Way::begin(p, me);
     const uint32_t last = count / 4 * 4 + me.thread % 4;
-    if (me.thread < 8 && last >= count) /* of the last four, those that no warp writes */
+    if (me.thread < 8 && count % 4 != 0 && last >= count) /* of the last four, those that no warp writes */
         meeting.groups[me.thread / 4][last] = 0;
     if (!Way::one_token || p.rows > 1)
         __syncthreads();
@@ -3756,7 +3756,7 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
     kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
-        l.two_shot = reduce, l.one_shot = reduce < l.one_shot ? reduce : l.one_shot;
+        l.two_shot = reduce;
     if (comm->reduce_scatter_limit)
         l.scatter = comm->reduce_scatter_limit;
     if (gather)
@@ -4389,6 +4389,13 @@ static kvprim_status kvpn_check_counts(kvpn_call *c)
     return KVPRIM_OK;
 }
 
+/* In comm->after_nccl: 1 if the last call was NCCL's; 2 if the last one that was captured was. A kernel of NCCL's may
+   not have waited for what was before it, so no own kernel may start early after it. */
+static int32_t kvpn_after_nccl_bit(const kvpn_call *c)
+{
+    return c->captured ? 2 : 1;
+}
+
 /* CUDA cannot be asked for the device of a stream that is captured; it then refuses by itself what does not fit. */
 static kvprim_status kvpn_check_device(kvpn_call *c)
 {
@@ -4578,10 +4585,10 @@ static kvpn_way kvpn_choose(const kvprim_comm *comm, size_t bytes, kvprim_dtype 
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (!kvpn_has_kernels(comm, dtype, op))
         return kvpn_by_nccl;
-    if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
-        return kvpn_by_one_shot;
     if (bytes > limits.two_shot && !comm->deterministic)
         return kvpn_by_nccl;
+    if (bytes <= limits.one_shot && bytes <= kvpn_capacity_bytes(comm, kvpn_by_one_shot))
+        return kvpn_by_one_shot;
     return bytes > kvpn_pipeline_limit(comm, false) ? kvpn_by_pipeline : kvpn_by_two_shot;
 }
 
@@ -4702,11 +4709,12 @@ static kvprim_status kvpn_launch_kernel(const kvpn_call *c, const void *kernel, 
     config.blockDim = threads;
     config.stream = c->stream;
     config.attrs = &pdl;
-    config.numAttrs = c->comm->pdl && !c->comm->after_nccl;
-    c->comm->after_nccl = 0;
+    config.numAttrs = c->comm->pdl && (c->comm->after_nccl & kvpn_after_nccl_bit(c)) == 0;
     pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     pdl.val.programmaticStreamSerializationAllowed = 1;
-    return kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args));
+    KVPRIM_NCCL_TRY(kvpn_cuda_status(c->function, "kernel launch", cudaLaunchKernelExC(&config, kernel, args)));
+    c->comm->after_nccl &= ~kvpn_after_nccl_bit(c);
+    return KVPRIM_OK;
 }
 
 /* What depends on the communicator alone: where its ranks and their slots are, and how long to wait for them. */
@@ -5055,7 +5063,7 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                            f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
-    comm->after_nccl = 1;
+    comm->after_nccl |= kvpn_after_nccl_bit(c);
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, names[c->kind],
                                      kvpn_wait_for_nccl(comm->nccl, kvpn_enqueue_nccl(c), &comm->state, kvpn_alive)));
     kvpn_watch_call(c);
@@ -5114,7 +5122,7 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn
         return KVPRIM_OK;
     KVPRIM_NCCL_TRY(kvpn_check_device(&c));
     KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
-    comm->after_nccl = 1;
+    comm->after_nccl |= kvpn_after_nccl_bit(&c);
     KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclSend and ncclRecv in a group", kvpn_enqueue_group(comm, group)));
     kvpn_watch_call(&c);
     return KVPRIM_OK;
@@ -5425,10 +5433,12 @@ static kvprim_status kvpn_check_norm(const char *f, const kvprim_norm_desc *d, c
 static kvprim_norm_desc kvpn_complete_norm(const kvprim_norm_desc *desc)
 {
     kvprim_norm_desc d = *desc;
+    /* &d: send always counts, as on the host it stands for all ranks' */
+    const void *const tensors[] = {&d, d.residual, d.sum, d.residual_out, d.out, d.quantised};
     int64_t *const strides[] = {&d.send_stride,         &d.residual_stride, &d.sum_stride,
                                 &d.residual_out_stride, &d.out_stride,      &d.quantised_stride};
-    for (int k = 0; k < 6; k++)
-        *strides[k] = *strides[k] ? *strides[k] : d.hidden;
+    for (int k = 0; k < 6; k++) /* one that is never used may be too large to multiply */
+        *strides[k] = tensors[k] && d.tokens > 1 && *strides[k] ? *strides[k] : d.hidden;
     d.scale_min = d.scale_min > 0 ? d.scale_min : FLT_MIN;
     return d;
 }
