@@ -3024,7 +3024,7 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     while (slots && slots->nonce != nonce)
         slots = slots->next;
     if (slots)
-        slots->refs++;
+        (void)__atomic_add_fetch(&slots->refs, 1, __ATOMIC_SEQ_CST);
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
     return slots;
 }
@@ -3035,7 +3035,7 @@ static void kvpn_release_slots(kvpn_slots *slots)
     if (!slots)
         return;
     (void)pthread_mutex_lock(&kvpn_slots_lock);
-    const bool last = --slots->refs == 0;
+    const bool last = kvpn_release_ref(&slots->refs);
     kvpn_slots **link = &kvpn_local_slots;
     while (last && *link != slots)
         link = &(*link)->next;
@@ -3145,16 +3145,25 @@ static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
            kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
-/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported. */
+/* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
+   cudaFree waits for the memory's device. There another rank of this process, which has ended earlier, may already wait
+   for this one in a collective of another communicator. So each rank frees its own memory, when the others, which come
+   soon, use it no more; after a second, the last one does. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
+    enum { others_ms = 1000 };
+    kvpn_slots *const own = comm->slots[comm->rank];
     for (int r = 0; r < kvpn_max_world; r++) {
         if (comm->mapped[r])
             (void)cudaIpcCloseMemHandle(comm->mapped[r]);
-        kvpn_release_slots(comm->slots[r]);
+        if (r != comm->rank)
+            kvpn_release_slots(comm->slots[r]);
         comm->mapped[r] = comm->peer[r] = NULL;
         comm->slots[r] = NULL;
     }
+    if (own)
+        (void)kvpn_wait_until(&own->refs, 1, others_ms);
+    kvpn_release_slots(own);
     if (comm->stop)
         (void)cudaFreeHost(comm->stop);
     comm->stop = comm->stop_on_gpu = NULL;
