@@ -45,7 +45,7 @@
        >>impl_sum         sums and other reductions, and which packs and ranks they take
        >>impl_ways        one shot, two shots, scatter, gather few bytes, gather many, pipeline
        >>impl_parts       a part from each rank to each other one: all-to-all, uneven gathers
-       >>impl_norm        a sum with the residual and the RMSNorm behind it, and that norm alone
+       >>impl_norm        a sum with the residual and the RMSNorm that follow it, and that norm alone
        >>impl_norm_few    the norm of few tokens, as fast as it goes
        >>impl_kernel      the kernel, and programmatic dependent launch
 
@@ -2994,9 +2994,9 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
-/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it.
-   A rank of another process has a mapping, which keeps the memory when its owner frees it or dies (seen on H200s; CUDA
-   leaves it undefined). */
+/* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
+   which is the owner unless the others come late (kvpn_free_slots). A rank of another process has a mapping, which
+   keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves it undefined). */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
