@@ -2995,7 +2995,7 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
 /* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
-   which is the owner unless the others come late (kvpn_free_slots). A rank of another process has a mapping, which
+   which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, which
    keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves it undefined). */
 typedef struct kvpn_slots {
     int32_t refs, device;
@@ -3029,9 +3029,25 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     return slots;
 }
 
-static void kvpn_release_slots(kvpn_slots *slots)
+static void kvpn_free_own_slots(kvpn_slots *slots)
 {
-    int before = 0;
+    (void)cudaFree(slots->memory);
+    free(slots);
+}
+
+/* On a thread of its own: cudaFree waits for what runs on the memory's device, whose rank may wait for this one there,
+   in a collective of another communicator. */
+static void *kvpn_free_slots_of_other(void *argument)
+{
+    kvpn_slots *const slots = (kvpn_slots *)argument;
+    (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
+    (void)cudaSetDevice(slots->device);
+    kvpn_free_own_slots(slots);
+    return NULL;
+}
+
+static void kvpn_release_slots(kvpn_slots *slots, bool own)
+{
     if (!slots)
         return;
     (void)pthread_mutex_lock(&kvpn_slots_lock);
@@ -3042,13 +3058,10 @@ static void kvpn_release_slots(kvpn_slots *slots)
     if (last)
         *link = slots->next;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
-    if (!last)
-        return;
-    (void)cudaGetDevice(&before);
-    (void)cudaSetDevice(slots->device);
-    (void)cudaFree(slots->memory);
-    (void)cudaSetDevice(before);
-    free(slots);
+    if (last && own)
+        kvpn_free_own_slots(slots);
+    else if (last)
+        kvpn_start_thread_or_run(kvpn_free_slots_of_other, slots);
 }
 
 /* >>impl_teardown -------------------------------------------------------------------------------------------------- */
@@ -3146,9 +3159,8 @@ static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 }
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   cudaFree waits for the memory's device. There another rank of this process, which has ended earlier, may already wait
-   for this one in a collective of another communicator. So each rank frees its own memory, when the others, which come
-   soon, use it no more; after a second, the last one does. */
+   Each rank frees its own memory, when the others of this process use it no more, who come soon; after a second, the
+   last of them does. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
@@ -3157,13 +3169,13 @@ static void kvpn_free_slots(kvprim_comm *comm)
         if (comm->mapped[r])
             (void)cudaIpcCloseMemHandle(comm->mapped[r]);
         if (r != comm->rank)
-            kvpn_release_slots(comm->slots[r]);
+            kvpn_release_slots(comm->slots[r], false);
         comm->mapped[r] = comm->peer[r] = NULL;
         comm->slots[r] = NULL;
     }
     if (own)
         (void)kvpn_wait_until(&own->refs, 1, others_ms);
-    kvpn_release_slots(own);
+    kvpn_release_slots(own, true);
     if (comm->stop)
         (void)cudaFreeHost(comm->stop);
     comm->stop = comm->stop_on_gpu = NULL;

@@ -184,15 +184,15 @@ static void test_shared_slots(void)
         kvpn_publish_slots(slots[k]);
     }
     CHECK(kvpn_retain_slots(2) == slots[1] && kvpn_retain_slots(4) == NULL);
-    kvpn_release_slots(slots[1]);
+    kvpn_release_slots(slots[1], true);
     CHECK(kvpn_retain_slots(2) == slots[1]);
-    kvpn_release_slots(slots[1]);
-    kvpn_release_slots(slots[1]);
+    kvpn_release_slots(slots[1], true);
+    kvpn_release_slots(slots[1], true);
     CHECK(kvpn_retain_slots(2) == NULL);
-    kvpn_release_slots(slots[2]);
+    kvpn_release_slots(slots[2], true);
     CHECK(kvpn_retain_slots(3) == NULL && kvpn_retain_slots(1) == slots[0]);
-    kvpn_release_slots(slots[0]);
-    kvpn_release_slots(slots[0]);
+    kvpn_release_slots(slots[0], true);
+    kvpn_release_slots(slots[0], true);
     CHECK(kvpn_local_slots == NULL);
 }
 
