@@ -2,10 +2,11 @@
 /* What the tests of kvprim_nccl.h on GPUs share: ranks, which are threads of one process or a process each; checks;
    sums that are made and verified on the GPU. Each rank has a GPU. The headers may be implemented by another object.
 
-       program [quick] [on | off]                a thread per GPU
-       program processes [quick] [on | off]      a process per GPU; with one GPU, two processes that share it
+       program [OPTION...]                a thread per GPU
+       program processes [OPTION...]      a process per GPU; with one GPU, two processes that share it
 
-   quick: fewer cases; on, off: whether own kernels must be on. */
+   quick: fewer cases; on, off: whether own kernels must be on; only=TEXT: only tests whose names hold it; ranks=N, with
+   processes: so many of them, which share the GPUs if these are fewer. */
 #ifndef NCCL_RANKS_H
 #define NCCL_RANKS_H
 
@@ -39,7 +40,7 @@ struct shared_state {
 static shared_state *shared;
 static bool quick, processes;
 static int world, gpus, only_rank; /* only_rank: the rank of this process, if each rank is one */
-static const char *expected = "";
+static const char *expected = "", *only = "";
 
 /* Ends the program, because the other ranks would wait for ever. */
 [[noreturn]] static void die(const char *what, int line, const char *why)
@@ -134,6 +135,8 @@ static bool speaks()
 
 static void run(const char *name, const std::function<void(rank_state &)> &body)
 {
+    if (!strstr(name, only) && strcmp(name, "open") != 0 && strcmp(name, "close") != 0)
+        return;
     const double begun = seconds();
     on_all(body);
     if (speaks()) {
@@ -453,7 +456,7 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
                        const std::function<void()> &tests)
 {
     static shared_state own;
-    int next = 1;
+    int next = 1, asked = 0;
     shared = &own, counts = &own.counts;
     if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
         processes = true;
@@ -467,15 +470,19 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
             quick = true;
         else if (strcmp(argv[i], "on") == 0 || strcmp(argv[i], "off") == 0)
             expected = argv[i];
+        else if (strncmp(argv[i], "only=", 5) == 0)
+            only = argv[i] + 5;
+        else if ((processes || parent) && sscanf(argv[i], "ranks=%d", &asked) == 1 && asked >= 2 && asked <= 8)
+            continue;
         else {
-            fprintf(stderr, "usage: %s [processes] [quick] [on | off]\n", argv[0]);
+            fprintf(stderr, "usage: %s [processes [ranks=2..8]] [quick] [on | off] [only=TEXT]\n", argv[0]);
             return 2;
         }
     }
     if (!processes)
         world = gpus = count_gpus();
-    if (parent && gpus == 1)
-        world = 2;
+    if (parent && gpus > 0)
+        world = asked ? asked : gpus == 1 ? 2 : gpus;
     if (world < 2) {
         skip("%d GPUs, it takes two, or one and the argument processes", gpus);
         finish_test("nccl");

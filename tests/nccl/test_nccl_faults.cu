@@ -752,6 +752,8 @@ static int role(const char *what)
 
 static void run_role(const char *name, const char *what)
 {
+    if (!strstr(name, only))
+        return;
     std::vector<pid_t> pids;
     const int fd = open_shared();
     for (int r = 0; r < world; r++)

@@ -712,6 +712,26 @@ static void test_given_communicator(rank_state &r)
     CHECK(ncclCommDestroy(nccl) == ncclSuccess);
 }
 
+/* One rank ends long after the others, who by then wait for it in their next init, and frees what was theirs. */
+static void test_end_late(rank_state &r)
+{
+    ncclComm_t nccl;
+    ncclUniqueId id;
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    memcpy(&id, &desc.id, sizeof id);
+    CHECK(ncclCommInitRank(&nccl, world, id, r.rank) == ncclSuccess);
+    desc.nccl = nccl;
+    for (int late = 0; late < world; late += world - 1) {
+        OK(kvprim_comm_init(&comm, &desc));
+        sleep_ms(r.rank == late ? 1500 : 0);
+        OK(kvprim_comm_destroy(&comm));
+    }
+    OK(kvprim_comm_init(&comm, &desc));
+    OK(kvprim_comm_destroy(&comm));
+    CHECK(ncclCommDestroy(nccl) == ncclSuccess);
+}
+
 /* Fills `all` with this rank's pointers to every rank's memory. */
 static void map_all(rank_state &r, void *mine, void **all)
 {
@@ -887,6 +907,7 @@ int main(int argc, char **argv)
             run_norm_tests();
             run("options of a descriptor", test_choices);
             run("an NCCL communicator of the caller's", test_given_communicator);
+            run("a rank that ends late", test_end_late);
             run("slots in the caller's memory", test_given_memory);
             run("bad calls", test_bad_calls);
             run("ranks that disagree", test_disagreement);
