@@ -5005,13 +5005,11 @@ static ncclResult_t kvpn_reduce_misaligned(const kvpn_call *c)
 }
 
 /* As bytes, so that a type needs no version of NCCL's. all_gatherv, too: from 256 KB on a broadcast of each part takes
-   1.2 to 1.7 times as long (2 H200s). The first call connects ranks, which CUDA forbids this thread while it captures,
-   unless the mode is relaxed. */
+   1.2 to 1.7 times as long (2 H200s). */
 static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
 {
     const ncclComm_t nccl = c->comm->nccl;
     char *send = (char *)(uintptr_t)c->send, *recv = (char *)c->recv;
-    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     ncclResult_t result = ncclGroupStart();
     for (int r = 0; r < c->comm->world && result == ncclSuccess; r++) {
         const size_t sent = kvpn_part_count(c, c->comm->rank, r) * c->element,
@@ -5024,7 +5022,6 @@ static ncclResult_t kvpn_exchange_parts(const kvpn_call *c)
         send = kvpn_byte_at(send, c->kind == kvpn_all_gatherv ? 0 : sent), recv = kvpn_byte_at(recv, received);
     }
     const ncclResult_t ended = kvpn_wait_for_nccl(nccl, ncclGroupEnd(), &c->comm->state, kvpn_alive);
-    (void)kvpn_set_capture_mode(mode);
     return result == ncclSuccess ? ended : result;
 }
 
@@ -5053,13 +5050,25 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
     }
 }
 
-/* Gives what was enqueued a deadline, unless a graph runs it later. */
-static void kvpn_watch_call(const kvpn_call *c)
+/* Enqueues, and gives what was enqueued a deadline, unless a graph runs it later. NCCL connects ranks at the first call
+   that needs them, which CUDA forbids a thread that captures, unless its mode is relaxed. */
+static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
+                                          ncclResult_t (*enqueue)(const kvpn_call *))
 {
+    kvprim_comm *const comm = c->comm;
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    comm->after_nccl |= kvpn_after_nccl_bit(c);
+    if (c->captured) /* only then: the two changes take 80 ns */
+        mode = kvpn_set_capture_mode(mode);
+    const ncclResult_t result = kvpn_wait_for_nccl(comm->nccl, enqueue(c), &comm->state, kvpn_alive);
+    if (c->captured)
+        (void)kvpn_set_capture_mode(mode);
+    KVPRIM_NCCL_TRY(kvpn_nccl_status(c->function, name, result));
     if (!c->captured)
-        kvpn_record_watch_event(c->comm, c->stream);
+        kvpn_record_watch_event(comm, c->stream);
     else
-        __atomic_store_n(&c->comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+        __atomic_store_n(&comm->teardown->in_graphs, 1, __ATOMIC_SEQ_CST);
+    return KVPRIM_OK;
 }
 
 /* The memset keeps NCCL's symmetric kernel from starting before what precedes it has ended: only a kernel can let its
@@ -5084,11 +5093,7 @@ static kvprim_status kvpn_run_nccl(const kvpn_call *c)
                            f, kvpn_type_of(c->dtype).name, (int)comm->nccl_version);
     if (comm->nccl_starts_early && kvpn_may_use_window(c))
         KVPRIM_NCCL_TRY_CUDA(cudaMemsetAsync(comm->scratch, 0, 4, c->stream));
-    comm->after_nccl |= kvpn_after_nccl_bit(c);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, names[c->kind],
-                                     kvpn_wait_for_nccl(comm->nccl, kvpn_enqueue_nccl(c), &comm->state, kvpn_alive)));
-    kvpn_watch_call(c);
-    return KVPRIM_OK;
+    return kvpn_enqueue_watched(c, names[c->kind], kvpn_enqueue_nccl);
 }
 
 /* >>impl_group -----------------------------------------------------------------------------------------------------
@@ -5118,8 +5123,11 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
     return KVPRIM_OK;
 }
 
-static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_open_group *group)
+/* Those of the communicator's group. Nothing else of c counts. */
+static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
 {
+    const kvprim_comm *const comm = c->comm;
+    const kvpn_open_group *const group = &comm->teardown->group;
     ncclResult_t result = ncclGroupStart();
     if (result != ncclSuccess)
         return result;
@@ -5134,8 +5142,9 @@ static ncclResult_t kvpn_enqueue_group(const kvprim_comm *comm, const kvpn_open_
 }
 
 /* The stream, the device and the state may have changed since the calls were made. */
-static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn_open_group *group)
+static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm)
 {
+    const kvpn_open_group *const group = &comm->teardown->group;
     kvpn_call c = kvpn_make_call(kvpn_send, f, comm, NULL, NULL, 0, KVPRIM_U8, 0, group->stream);
     if (group->failed != KVPRIM_OK)
         return kvprim_fail(group->failed, "%s: a call of the group failed, so nothing of it was enqueued", f);
@@ -5143,10 +5152,7 @@ static kvprim_status kvpn_run_group(const char *f, kvprim_comm *comm, const kvpn
         return KVPRIM_OK;
     KVPRIM_NCCL_TRY(kvpn_check_device(&c));
     KVPRIM_NCCL_TRY(kvpn_check_stop(f, comm));
-    comm->after_nccl |= kvpn_after_nccl_bit(&c);
-    KVPRIM_NCCL_TRY(kvpn_nccl_status(f, "ncclSend and ncclRecv in a group", kvpn_enqueue_group(comm, group)));
-    kvpn_watch_call(&c);
-    return KVPRIM_OK;
+    return kvpn_enqueue_watched(&c, "ncclSend and ncclRecv in a group", kvpn_enqueue_group);
 }
 
 KVPRIM_API kvprim_status kvprim_group_start(kvprim_comm *comm)
@@ -5171,7 +5177,7 @@ KVPRIM_API kvprim_status kvprim_group_end(kvprim_comm *comm)
         return kvpn_fail_not_alive(f, comm);
     kvpn_open_group *const group = &comm->teardown->group;
     const kvprim_status s =
-        group->open ? kvpn_run_group(f, comm, group) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
+        group->open ? kvpn_run_group(f, comm) : kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: no group is open", f);
     group->open = 0;
     kvpn_leave(comm);
     return s;

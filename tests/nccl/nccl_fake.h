@@ -296,6 +296,8 @@ static ncclResult_t enqueue(ncclComm_t comm, const char *function)
     record_call(function);
     if (fake.refuses && --fake.refuses == 0)
         return touch(comm, ncclInvalidArgument);
+    if (fake.captures && current_mode != cudaStreamCaptureModeRelaxed)
+        return touch(comm, ncclInternalError); /* the real one fails where it connects ranks */
     if (in_group)
         grouped = comm;
     if (in_group || (!fake.no_blocking && !load(&comm->pending)))

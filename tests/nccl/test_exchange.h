@@ -224,24 +224,6 @@ static void test_exchanges_in_graphs(rank_state &r)
     meet();
 }
 
-/* The first exchange of a communicator, by NCCL, is captured: NCCL connects the ranks meanwhile. */
-static void test_first_exchange_in_graph(rank_state &r)
-{
-    kvprim_comm comm = {};
-    kvprim_comm_desc desc = desc_of(r, 0);
-    desc.all_gather_limit = 1;
-    OK(kvprim_comm_init(&comm, &desc));
-    const cudaGraphExec_t exec =
-        captured(r, [&] { enqueue_at(r, &comm, exchange_of(to_allv, KVPRIM_F32, 5000, 0), 0, 77); });
-    for (int n = 0; n < 3; n++)
-        CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "the first exchange in a graph", 0);
-    meet();
-    CUDA(cudaGraphExecDestroy(exec));
-    OK(kvprim_comm_check(&comm));
-    OK(kvprim_comm_destroy(&comm));
-}
-
 /* A kernel that ends late wrote what is sent. */
 static void test_exchanges_after_late_kernels(rank_state &r)
 {

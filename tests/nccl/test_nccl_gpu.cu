@@ -49,13 +49,13 @@ __global__ void verify_gather(const float *got, size_t count, const uint64_t *it
 }
 
 /* `count` floats per rank, some of all ones. */
-static void enqueue_gather(rank_state &r, void *send, void *recv, size_t count, uint64_t seed)
+static void enqueue_gather(rank_state &r, kvprim_comm *comm, void *send, void *recv, size_t count, uint64_t seed)
 {
     const unsigned blocks = unsigned(std::min<size_t>(256, count / 256 + 1));
     float *const out = static_cast<float *>(recv);
     fill_values<float>
         <<<blocks, 256, 0, r.stream>>>(static_cast<float *>(send), count, r.iteration, seed, r.rank, true);
-    OK(kvprim_all_gather(&r.comm, out, send, count, KVPRIM_F32, r.stream));
+    OK(kvprim_all_gather(comm, out, send, count, KVPRIM_F32, r.stream));
     for (int from = 0; from < world; from++)
         verify_gather<<<blocks, 256, 0, r.stream>>>(out + size_t(from) * count, count, r.iteration, seed, from,
                                                     r.wrong);
@@ -155,7 +155,7 @@ static void test_sizes_in_turn(rank_state &r)
         if (count * 4 > own_limit)
             continue;
         if (n % 6 == 2 && count * 4 * size_t(world) <= room_bytes)
-            enqueue_gather(r, r.device[n % 2], r.device[2], count, random);
+            enqueue_gather(r, &r.comm, r.device[n % 2], r.device[2], count, random);
         if (n % 6 == 5)
             enqueue_scatter(r, &r.comm, r.device[n % 2], r.device[2], (count + 7) / 8, sum_types[n % 3], random);
         enqueue_sum(r, &r.comm, r.stream, r.device[n % 2], r.device[n % 3 == 0 ? n % 2 : 2], count, sum_types[n % 3],
@@ -496,6 +496,67 @@ static void test_groups(rank_state &r)
     IS(kvprim_group_end(&r.comm), KVPRIM_ERROR_ARGUMENT);
     OK(kvprim_comm_check(&r.comm));
     meet();
+}
+
+/* Sends around a ring: rank 0 receives last, or all in groups. */
+static void enqueue_ring(rank_state &r, kvprim_comm *comm, size_t count, bool group)
+{
+    const int next = (r.rank + 1) % world, last = (r.rank + world - 1) % world;
+    float *const send = reinterpret_cast<float *>(r.device[0]), *const recv = reinterpret_cast<float *>(r.device[1]);
+    fill_values<float><<<64, 256, 0, r.stream>>>(send, count, r.iteration, 5, r.rank, true);
+    if (group)
+        OK(kvprim_group_start(comm));
+    if (r.rank == 0)
+        OK(kvprim_send(comm, send, count, KVPRIM_F32, next, r.stream));
+    OK(kvprim_recv(comm, recv, count, KVPRIM_F32, last, r.stream));
+    if (r.rank != 0)
+        OK(kvprim_send(comm, send, count, KVPRIM_F32, next, r.stream));
+    if (group)
+        OK(kvprim_group_end(comm));
+    verify_gather<<<64, 256, 0, r.stream>>>(recv, count, r.iteration, 5, last, r.wrong);
+    CUDA(cudaGetLastError());
+}
+
+static void enqueue_broadcast(rank_state &r, kvprim_comm *comm, size_t count)
+{
+    float *const buf = reinterpret_cast<float *>(r.device[0]);
+    fill_values<float><<<64, 256, 0, r.stream>>>(buf, count, r.iteration, 5, r.rank, true);
+    OK(kvprim_broadcast(comm, buf, count, KVPRIM_F32, world - 1, r.stream));
+    verify_gather<<<64, 256, 0, r.stream>>>(buf, count, r.iteration, 5, world - 1, r.wrong);
+    CUDA(cudaGetLastError());
+}
+
+/* The first call of a communicator, by NCCL, is captured: NCCL connects the ranks meanwhile. */
+static void first_in_graph(rank_state &r, const char *what, const std::function<void(kvprim_comm *)> &call)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    desc.no_kernels = 1;
+    OK(kvprim_comm_init(&comm, &desc));
+    const cudaGraphExec_t exec = captured(r, [&] { call(&comm); });
+    for (int n = 0; n < 3; n++)
+        CUDA(cudaGraphLaunch(exec, r.stream));
+    expect_none_wrong(r, what, 0);
+    meet();
+    CUDA(cudaGraphExecDestroy(exec));
+    OK(kvprim_comm_check(&comm));
+    OK(kvprim_comm_destroy(&comm));
+}
+
+static void test_first_in_graphs(rank_state &r)
+{
+    const size_t count = 5000, many = size_t(4) << 20;
+    void *const a = r.device[0], *const b = r.device[1];
+    first_in_graph(r, "an exchange",
+                   [&](kvprim_comm *comm) { enqueue_at(r, comm, exchange_of(to_allv, KVPRIM_F32, count, 0), 0, 77); });
+    first_in_graph(r, "sends and receives", [&](kvprim_comm *comm) { enqueue_ring(r, comm, count, false); });
+    first_in_graph(r, "a group", [&](kvprim_comm *comm) { enqueue_ring(r, comm, count, true); });
+    for (const size_t n : {count, many}) { /* NCCL connects other channels for many */
+        first_in_graph(r, "a broadcast", [&](kvprim_comm *comm) { enqueue_broadcast(r, comm, n); });
+        first_in_graph(r, "a sum", [&](kvprim_comm *comm) { enqueue_sum(r, comm, r.stream, a, b, n, KVPRIM_F32, 5); });
+    }
+    first_in_graph(r, "a gather", [&](kvprim_comm *comm) { enqueue_gather(r, comm, a, b, count, 5); });
+    first_in_graph(r, "a scatter", [&](kvprim_comm *comm) { enqueue_scatter(r, comm, a, b, count, KVPRIM_F32, 5); });
 }
 
 static void test_collectives(rank_state &r)
@@ -894,13 +955,13 @@ int main(int argc, char **argv)
             run("exchanges in chunks, on few blocks, by NCCL", test_exchanges_elsewhere);
             run("exchanges in turn without synchronisation", test_exchanges_in_turn);
             run("exchanges in a graph", test_exchanges_in_graphs);
-            run("exchanges first in a graph", test_first_exchange_in_graph);
             run("exchanges after kernels that end late", test_exchanges_after_late_kernels);
             run("bad exchanges", test_bad_exchanges);
             run("dependent launches", test_dependent);
             run("every collective, type, operation and place", test_collectives);
             run("groups: all ranks send to all at once", test_groups);
             run("reductions, bit by bit: types x ops x sizes x places, in graphs", test_reductions);
+            run("each collective first in a graph", test_first_in_graphs);
             run("deterministic at every size", test_deterministic);
             run("reductions, deterministic at every size", test_deterministic_reductions);
             run("two communicators at once", test_two_communicators);
