@@ -6,13 +6,16 @@
        NCCL_NVLS_ENABLE=0 build/bench_nccl [--quick] [--only SECTION]
 
    kvprim_nccl.o: the implementation. With -DBENCH_CUBLAS and -lcublas it also measures how much a sum that waits for a
-   rank slows down a matrix product on another stream. With -DBENCH_WAYS instead of the implementation it also measures
-   the ways of summing one by one. */
+   rank slows down a matrix product on another stream. With -DBENCH_WAYS instead of the implementation it also has the
+   section "ways", which suggests limits for the header (`make nccl-limits`). */
 #ifdef BENCH_WAYS
 #define KVPRIM_IMPLEMENTATION
 #endif
 #include "../../kvprim_nccl.h"
 #include "bench_link.h"
+#ifdef BENCH_WAYS
+#include "bench_ways.h"
+#endif
 #include <array>
 #include <ctime>
 #ifdef BENCH_CUBLAS
@@ -54,20 +57,8 @@ enum collective {
 };
 
 /* NCCL: from x to y; from one half of its window to the other; from x to y with copies into the window and out of it.
-   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; on 32; by its ways one by
-   one. */
-enum way {
-    by_nccl,
-    by_window,
-    by_wrapper,
-    by_kvprim,
-    in_buffer,
-    by_all_sms,
-    by_32_sms,
-    by_one_shot,
-    by_two_shot,
-    ways
-};
+   kvprim: from x to y; from one half of its buffer to the other; on all multiprocessors; on 32. */
+enum way { by_nccl, by_window, by_wrapper, by_kvprim, in_buffer, by_all_sms, by_32_sms, ways };
 
 /* A sum, say, of elements of a type. */
 struct operation {
@@ -98,16 +89,22 @@ static operation operation_of(collective what)
     }
 }
 
+/* A rank's part of a tensor: whole packs of 16 bytes. */
+static size_t part_of(size_t bytes)
+{
+    return bytes / 16 / size_t(world) * 16;
+}
+
 static size_t result_bytes(collective what, size_t bytes)
 {
-    const size_t part = bytes / size_t(world);
+    const size_t part = part_of(bytes);
     return what == all_gather ? part * size_t(world) : what == reduce_scatter ? part : bytes;
 }
 
 static void enqueue_nccl(collective what, rank_state &r, ncclComm_t comm, const void *from, void *to, size_t bytes)
 {
     const operation o = operation_of(what);
-    const size_t count = bytes / o.element, part = bytes / size_t(world) / o.element;
+    const size_t count = bytes / o.element, part = part_of(bytes) / o.element;
     if (what == all_gather)
         NCCL(ncclAllGather(from, to, part, o.nccl_type, comm, r.stream));
     else if (what == reduce_scatter)
@@ -119,7 +116,7 @@ static void enqueue_nccl(collective what, rank_state &r, ncclComm_t comm, const 
 static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, const void *from, void *to, size_t bytes)
 {
     const operation o = operation_of(what);
-    const size_t count = bytes / o.element, part = bytes / size_t(world) / o.element;
+    const size_t count = bytes / o.element, part = part_of(bytes) / o.element;
     if (what == all_gather)
         check_kvprim(kvprim_all_gather(comm, to, from, part, o.type, r.stream));
     else if (what == reduce_scatter)
@@ -127,16 +124,6 @@ static void enqueue_kvprim(collective what, rank_state &r, kvprim_comm *comm, co
     else
         check_kvprim(kvprim_all_reduce(comm, to, from, count, o.type, o.op, r.stream));
 }
-
-#ifdef BENCH_WAYS
-static void enqueue_forced(rank_state &r, kvpn_way how, size_t bytes)
-{
-    kvpn_call c =
-        kvpn_make_call(kvpn_all_reduce, "ways", &r.comm, r.y, r.x, bytes / 2, KVPRIM_BF16, KVPRIM_SUM, r.stream);
-    c.element = 2;
-    check_kvprim(kvpn_launch_chunks(&c, how));
-}
-#endif
 
 static void enqueue(collective what, way how, rank_state &r, size_t bytes)
 {
@@ -156,13 +143,8 @@ static void enqueue(collective what, way how, rank_state &r, size_t bytes)
         return enqueue_kvprim(what, r, &r.comm, r.window, half, bytes);
     case by_all_sms:
         return enqueue_kvprim(what, r, &wide[r.rank], r.x, r.y, bytes);
-    case by_32_sms:
-        return enqueue_kvprim(what, r, &narrow[r.rank], r.x, r.y, bytes);
     default:
-#ifdef BENCH_WAYS
-        return enqueue_forced(r, how == by_one_shot ? kvpn_by_one_shot : kvpn_by_two_shot, bytes);
-#endif
-        break;
+        return enqueue_kvprim(what, r, &narrow[r.rank], r.x, r.y, bytes);
     }
 }
 
@@ -175,7 +157,7 @@ static void verify(collective what, way how, rank_state &r, size_t bytes)
 {
     const std::string name = "way " + std::to_string(how) + " of collective " + std::to_string(what);
     const char *const at = result_of(r, how);
-    const size_t part = bytes / size_t(world);
+    const size_t part = part_of(bytes);
     expectation e = {sum_of, 0, world, 0};
     if (what == all_reduce_int32)
         return check_result<uint32_t>(r, at, e, bytes / 4, name);
@@ -679,20 +661,6 @@ static void bench_waits()
            "", "NCCL, spinning", "kvprim", "NCCL, blocking", "kvprim");
     for_sizes([](size_t bytes, const std::string &) { print_waits(bytes); });
 }
-
-#ifdef BENCH_WAYS
-static void bench_ways()
-{
-    printf("\nall_reduce by its ways, us\n%8s %8s %8s\n", "", "one shot", "two shot");
-    for_sizes([](size_t bytes, const std::string &) {
-        std::vector<way> list = {by_two_shot};
-        if (bytes <= kvpn_capacity_bytes(&ranks[0].comm, kvpn_by_one_shot))
-            list.push_back(by_one_shot);
-        const auto us = measure(all_reduce, bytes, list);
-        printf(" %8.2f %8.2f\n", us[by_one_shot], us[by_two_shot]);
-    });
-}
-#endif
 
 static bool linked;
 
