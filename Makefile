@@ -12,6 +12,7 @@
 #     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places; NCCL is
 #                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
+#     make nccl-test WORLDS='3 5 8'      on so many GPUs alone; also nccl-bench and nccl-limits: tests/nccl/nccl.sh
 
 # Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no
 # program.)
@@ -75,6 +76,8 @@ help:
 	@echo 'make engine    build and run examples/07_engine on 1 to 4 GPUs'
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
+	@echo 'make nccl-limits   measure each way of the collectives, and suggest limits for kvprim_nccl.h'
+	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only on so many GPUs'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
@@ -88,8 +91,8 @@ help:
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
-    transfer-bench nccl-bench bandwidth handover torch torch-ops torch-bench transformers sanitize cuda-sanitize \
-    nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results
+    transfer-bench nccl-bench nccl-limits bandwidth handover torch torch-ops torch-bench transformers sanitize \
+    cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -206,7 +209,7 @@ convert-bench: build/bench_convert
 transfer-bench: build/bench_transfer
 	$(call keep,gpu_transfer,$(CHECKSUMS); build/bench_transfer || failed=1)
 
-nccl-test nccl-bench nccl-sanitize handover:
+nccl-test nccl-bench nccl-limits nccl-sanitize handover:
 	@$(CUDA_ENVIRONMENT) sh tests/nccl/nccl.sh $(@:nccl-%=%) $(QUICK)
 
 # Measures the memory's bandwidth and draws it. Takes seconds and does not depend on the headers.

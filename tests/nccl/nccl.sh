@@ -1,22 +1,46 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize      from the top folder, by make's gpu-test,
-# gpu-bench, handover and sanitize; quick: fewer sizes and environments
+# usage: tests/nccl/nccl.sh test [quick]|bench|limits|handover|sanitize      from the top folder, by make's gpu-test,
+# gpu-bench, nccl-limits, handover and sanitize; quick: fewer sizes and environments
 #
 # Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmarks of the
-# collectives and runs them on 2, 4 and 8 GPUs, the tests on 3 too, and compute-sanitizer's tools on 2. With one GPU,
+# collectives and runs them on 2 GPUs, and on more if there are so many: the benchmarks on 4 and 8; the tests on 3, 4
+# and 8, and except for quick ones on 5, 6 and 7; limits on 3 to 8. compute-sanitizer's tools run on 2. With one GPU,
 # tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
 # also goes to build/results/, after the checksums of the headers.
+#
+# limits measures every way of each collective, and ends with the limits of kvprim_nccl.h and those that the times
+# suggest, which can be pasted into its kvpn_limits_of.
+#
+# WORLDS, of test, bench and limits: on how many GPUs, each from 2 to 8, such as '3 5 8' or 2. The result is then kept
+# as nccl_test_3_5_8.txt, say, beside that of a whole run.
 #
 # Tests run as threads and as processes; on two GPUs also in the environments that engines set, and with each
 # libnccl.so.2 that NCCL_OTHERS lists (files of other versions than the one they were built with).
 
-: "${NCCL_OTHERS=}"
+: "${NCCL_OTHERS=}" "${WORLDS=}"
 quick=$2
 . tests/gpu/environment.sh
 if [ "$gpus" -eq 0 ] && [ "$1" != handover ]; then
     echo 'no GPU here: nvidia-smi lists none' >&2
     exit 1
+fi
+for world in $WORLDS; do
+    case $world in
+    [2-8]) [ "$world" -gt "$gpus" ] || continue ;;
+    esac
+    echo "WORLDS='$WORLDS': each must be a number from 2 to 8, and at most that of the GPUs here, $gpus" >&2
+    exit 1
+done
+worlds='2 3 4 5 6 7 8' part=
+case $1 in
+test) [ -z "$quick" ] || worlds='2 3 4 8' ;; # 3: not a power of two, and fewer than the kernels for 4 allow
+bench) worlds='2 4 8' ;;
+handover | sanitize) worlds=2 WORLDS= ;;
+esac
+if [ -n "$WORLDS" ]; then
+    worlds=$WORLDS
+    part=$(printf '_%s' $WORLDS)
 fi
 least=2
 [ "$1" != test ] || least=1
@@ -47,13 +71,16 @@ build_implementation()
     $cuda -DKVPRIM_IMPLEMENTATION -c build/kvprim_nccl.cu -o build/kvprim_nccl.o
 }
 
-# run GPUS COMMAND...: runs it on these GPUs, if there are so many.
+# run WORLD COMMAND...: runs it on so many GPUs, if there are so many, and it is one of worlds or 1.
 code=0
 run()
 {
-    some=$1
+    some=$(echo 0,1,2,3,4,5,6,7 | cut -c "1-$((2 * $1 - 1))")
+    case " 1 $worlds " in
+    *" $1 "*) [ "$1" -le "$gpus" ] || return 0 ;;
+    *) return 0 ;;
+    esac
     shift
-    [ "$gpus" -ge $(((${#some} + 1) / 2)) ] || return 0
     echo "== $*, GPUs $some"
     CUDA_VISIBLE_DEVICES=$some timeout -k 10 600 "$@" || code=1
 }
@@ -64,7 +91,7 @@ run_with()
     library=$1
     shift
     if [ -f "$library" ]; then
-        run 0,1 env LD_PRELOAD="$library" "$@"
+        run 2 env LD_PRELOAD="$library" "$@"
     else
         echo "FAIL NCCL_OTHERS: no file $library"
         code=1
@@ -78,7 +105,7 @@ environments()
     for setting in NCCL_CUMEM_ENABLE=0 NCCL_WIN_ENABLE=0 NCCL_COMM_BLOCKING=0 NCCL_P2P_DISABLE=1; do
         own=on
         [ $setting != NCCL_P2P_DISABLE=1 ] || own=off
-        run 0,1 env $setting build/test_nccl_gpu $1 quick $own
+        run 2 env $setting build/test_nccl_gpu $1 quick $own
     done
     for library in $NCCL_OTHERS; do
         run_with "$library" build/test_nccl_gpu $1 quick on
@@ -96,10 +123,10 @@ build_handover()
 handover_tests()
 {
     differing='--layers 64 --heads 8 --to-layout hnd --to-page-rows 32 --rounds 0 --chunk-bytes 1M'
-    run 0,1 build/14_handover $differing --from-tp 4 --to-tp 2 --tokens 700 --requests 30 --cancel-every 5 --mode all
-    run 0,1 build/14_handover $differing --from-tp 2 --to-tp 4 --tokens 300 --requests 10 --cancel-every 3 --sockets
-    run 0,1 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30
-    run 0,1 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30 --kill-side prefill \
+    run 2 build/14_handover $differing --from-tp 4 --to-tp 2 --tokens 700 --requests 30 --cancel-every 5 --mode all
+    run 2 build/14_handover $differing --from-tp 2 --to-tp 4 --tokens 300 --requests 10 --cancel-every 3 --sockets
+    run 2 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30
+    run 2 build/14_handover $differing --tokens 700 --requests 8 --timeout-ms 2000 --kill-at 30 --kill-side prefill \
         --stop
 }
 
@@ -108,16 +135,16 @@ run_handover()
 {
     build_handover || return 1
     several='--requests 1000 --rounds 0 --tokens 1024 --chunk-bytes 4M'
-    run 0,1 build/14_handover $several --from-tp 4 --to-tp 2 --to-layout hnd --to-page-rows 64
-    run 0,1 build/14_handover $several --from-tp 2 --to-tp 4 --from-layout hnd --cancel-every 4
-    run 0,1 build/14_handover $several --head-bytes 2048 --heads 2 --mode straight
+    run 2 build/14_handover $several --from-tp 4 --to-tp 2 --to-layout hnd --to-page-rows 64
+    run 2 build/14_handover $several --from-tp 2 --to-tp 4 --from-layout hnd --cancel-every 4
+    run 2 build/14_handover $several --head-bytes 2048 --heads 2 --mode straight
     handover_tests
     chunks=64M,4M,8M,16M,32M,128M
-    run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks \
+    run 2 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks \
         --svg build/results/handover_nvlink.svg
-    run 0,1 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks --lanes 1 --to-layout hnd
-    run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M --lanes 1
-    run 0,1 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M,16M,32M \
+    run 2 build/14_handover --mode all --requests 2 --rounds 9 --chunk-bytes $chunks --lanes 1 --to-layout hnd
+    run 2 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M --lanes 1
+    run 2 build/14_handover --sockets --requests 2 --rounds 5 --tokens 1024 --chunk-bytes 8M,1M,2M,4M,16M,32M \
         --svg build/results/handover_sockets.svg
     return $code
 }
@@ -125,7 +152,7 @@ run_handover()
 # Runs the tests of faults where NCCL itself behaves differently.
 faults_elsewhere()
 {
-    run 0,1 env NCCL_CUMEM_ENABLE=0 build/test_nccl_faults quick on
+    run 2 env NCCL_CUMEM_ENABLE=0 build/test_nccl_faults quick on
     for library in $NCCL_OTHERS; do
         run_with "$library" build/test_nccl_faults quick on
     done
@@ -141,18 +168,18 @@ run_tests()
     build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o &
     build tests/nccl/test_nccl_faults.cu -Xlinker build/kvprim_nccl.o &
     wait # a program that does not compile is missing when it is run
-    run 0 build/17_all_reduce_norm
+    run 1 build/17_all_reduce_norm
     if [ "$gpus" -eq 1 ]; then
-        run 0 build/test_nccl_gpu processes $quick on
-        run 0 build/test_nccl_faults processes $quick on
+        run 1 build/test_nccl_gpu processes $quick on
+        run 1 build/test_nccl_faults processes $quick on
         return $code
     fi
-    for some in 0,1 0,1,2 0,1,2,3 0,1,2,3,4,5,6,7; do # 3: not a power of two, and fewer than the kernels for 4 allow
-        run $some build/06_allreduce
-        run $some build/17_all_reduce_norm
+    for world in $worlds; do
+        run "$world" build/06_allreduce
+        run "$world" build/17_all_reduce_norm
         for kind in '' processes; do
-            run $some build/test_nccl_faults $kind $quick on
-            run $some build/test_nccl_gpu $kind $quick on
+            run "$world" build/test_nccl_faults $kind $quick on
+            run "$world" build/test_nccl_gpu $kind $quick on
         done
     done
     handover_tests
@@ -172,10 +199,22 @@ run_benches()
     build tests/bench/bench_nccl.cu -Xlinker build/kvprim_nccl.o $cublas &
     build tests/bench/bench_decode.cu -Xlinker build/kvprim_nccl.o &
     wait # a program that does not compile is missing when it is run
-    for some in 0,1 0,1,2,3 0,1,2,3,4,5,6,7; do
-        run $some build/bench_nccl
-        run $some build/bench_decode
+    for world in $worlds; do
+        run "$world" build/bench_nccl
+        run "$world" build/bench_decode
     done
+    return $code
+}
+
+# Ends with the limits of all worlds, one below the other.
+run_limits()
+{
+    build tests/bench/bench_nccl.cu -DBENCH_WAYS || return 1
+    for world in $worlds; do
+        run "$world" build/bench_nccl --only ways
+    done
+    lines=$(sed -n '/^limits of /p' "$result")
+    printf '\n%s\n' "$lines"
     return $code
 }
 
@@ -188,8 +227,9 @@ run_sanitizers()
 }
 
 case $1 in
-test) recorded nccl_test.txt 'kvprim.h kvprim_nccl.h' run_tests ;;
-bench) recorded nccl_bench.txt 'kvprim.h kvprim_nccl.h' run_benches ;;
+test) recorded "nccl_test$part.txt" 'kvprim.h kvprim_nccl.h' run_tests ;;
+bench) recorded "nccl_bench$part.txt" 'kvprim.h kvprim_nccl.h' run_benches ;;
+limits) recorded "nccl_limits$part.txt" 'kvprim.h kvprim_nccl.h' run_limits ;;
 handover) recorded handover.txt 'kvprim.h kvprim_cuda.cuh kvprim_nccl.h' run_handover ;;
 sanitize)
     tool compute-sanitizer "the toolkit's package cuda-sanitizer-X-Y" >/dev/null || exit 1
@@ -197,7 +237,7 @@ sanitize)
     recorded nccl_sanitize.txt 'kvprim.h kvprim_nccl.h' run_sanitizers
     ;;
 *)
-    echo 'usage: tests/nccl/nccl.sh test [quick]|bench|handover|sanitize' >&2
+    echo 'usage: tests/nccl/nccl.sh test [quick]|bench|limits|handover|sanitize' >&2
     exit 2
     ;;
 esac
