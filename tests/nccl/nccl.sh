@@ -15,8 +15,9 @@
 # WORLDS, of test, bench and limits: on how many GPUs, each from 2 to 8, such as '3 5 8' or 2. The result is then kept
 # as nccl_test_3_5_8.txt, say, beside that of a whole run.
 #
-# Tests run as threads and as processes; on two GPUs also in the environments that engines set, and with each
-# libnccl.so.2 that NCCL_OTHERS lists (files of other versions than the one they were built with).
+# Tests run as threads and as processes; on two GPUs also in the environments that engines set, with each libnccl.so.2
+# that NCCL_OTHERS lists (files of other versions than the one they were built with), and in 3, 5 and 8 processes (quick:
+# 8) that share the GPUs if there are fewer.
 
 : "${NCCL_OTHERS=}" "${WORLDS=}"
 quick=$2
@@ -158,6 +159,14 @@ faults_elsewhere()
     done
 }
 
+# Runs the protocol of more ranks than there are GPUs. Processes that share a GPU take turns: this says nothing of time.
+shared_tests()
+{
+    for ranks in $1; do
+        [ "$ranks" -le "$gpus" ] || run 2 build/test_nccl_gpu processes "ranks=$ranks" quick on
+    done
+}
+
 run_tests()
 {
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
@@ -184,7 +193,10 @@ run_tests()
     done
     handover_tests
     environments processes
-    if [ -z "$quick" ]; then
+    if [ -n "$quick" ]; then
+        shared_tests 8
+    else
+        shared_tests '3 5 8'
         environments
         faults_elsewhere
     fi
