@@ -6,11 +6,24 @@ differing='declared declared_cuda declared_nccl implemented static_copy no_simd'
 repeating='core declared_twice twice late static_twice'
 orders='1,2,3 1,3,2 2,1,3 2,3,1 3,1,2 3,2,1'
 
+# text_compiles UNIT COMPILER...: compiles it, unless its text after preprocessing is the same as that of a unit that
+# this compiler has compiled. $texts: those of such units.
+text_compiles()
+{
+    source=$units/$1.c
+    shift
+    "$@" $warnings -Wno-unused-command-line-argument -E -P "$source" >"$build/text" || return 1
+    text=$(cksum <"$build/text")
+    case $texts in *"<$text>"*) return ;; esac
+    "$@" $warnings -c "$source" -o "$build/unit.o" && texts="$texts<$text>"
+}
+
 # compiled COMPILER...: compiles the units whose code differs.
 compiled()
 {
+    texts=
     for unit in $differing; do
-        cell "$unit $*" "$@" $warnings -c "$units/$unit.c" -o "$build/unit.o"
+        cell "$unit $*" text_compiles $unit "$@"
     done
 }
 
@@ -18,19 +31,19 @@ compiled()
 defined()
 {
     for flag in -DKVPRIM_IMPLEMENTATION -DKVPRIM_CORE_IMPLEMENTATION; do
-        cell "command line $flag $*" "$@" $warnings $flag -fsyntax-only "$units/declared_twice.c"
+        cell "command line $flag $*" text_compiles declared_twice "$@" $flag -fsyntax-only
     done
 }
 
-# all_units COMPILER...: those with the same code as another are only parsed.
+# all_units COMPILER...: those with the same code as another are at most parsed.
 all_units()
 {
     compiled "$@"
     for unit in $repeating; do
-        cell "$unit $*" "$@" $warnings -fsyntax-only "$units/$unit.c"
+        cell "$unit $*" text_compiles $unit "$@" -fsyntax-only
     done
     for order in $orders; do
-        cell "order $order $*" "$@" $warnings -DORDER=$order -fsyntax-only "$units/order.c"
+        cell "order $order $*" text_compiles order "$@" -DORDER=$order -fsyntax-only
     done
     defined "$@"
     group "$*"
