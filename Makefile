@@ -118,23 +118,23 @@ CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$
 parts = $(foreach part,$(1),'test sh tests/build/parts.sh $(part) build/$(part)')
 REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_kv_replay build/test_replay'
 
-# What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
-test: build/02_kv_replay
-	@ln -sfn .. 'build/a folder'
-	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh 'test sh tests/build/parts.sh emulated build/emulated quick' \
-	    'test sh tests/build/parts.sh core build/core quick' \
-	    $(call parts,nccl) $(call REPLAY_TEST,quick) $(call parts,callers) \
-	    'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
-	    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
-	    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' \
-	    'test MAKEFLAGS= make -s build/test_handover && build/test_handover' \
-	    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile trace)
+# Tests of both: `test` runs fewer of their cases.
+IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh $(part) build/$(part) $(1)') \
+    $(call REPLAY_TEST,$(1))
+IN_TEST = $(call parts,nccl callers) 'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
+    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
+    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' \
+    'test MAKEFLAGS= make -s build/test_handover && build/test_handover' \
+    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile trace)
+IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
+    callers_cuda pictures format)
 
-check: build/02_kv_replay
+# What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
+test check: build/02_kv_replay
 	@ln -sfn .. 'build/a folder'
-	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh \
-	    $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix emulated fuzzers systems compilers) \
-	    $(call REPLAY_TEST) $(call parts,symbols callers_cuda pictures format)
+	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh $(TESTS)
+test: TESTS = $(call IN_BOTH,quick) $(IN_TEST)
+check: TESTS = $(IN_BOTH) $(IN_CHECK)
 
 # One part of either.
 part-%: build/02_kv_replay

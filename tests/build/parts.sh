@@ -2,29 +2,30 @@
 # SPDX-License-Identifier: MIT
 # usage: tests/build/parts.sh PART BUILD_DIR [quick]      from the top folder; `make test` and `make check` call it
 #
-# A part is a function of the same name, here or in a file that is read below; quick runs fewer cases of `core` and
-# `emulated`.
-# Parts of `make test` are
+# A part is a function of the same name, here or in a file that is read below. Parts of `make test` are
 #
 #     readme        compiles what README.md shows, and checks that what it names exists: CC
 #     callers       programs of several units, languages and copies of the library, and targets of make: CC, CXX
-#     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
-#     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
-#     nccl          the tests of kvprim_nccl.h that need no GPU, some cases of those that run its kernels on the CPU:
-#                   CC, CXX, CUDA_INCLUDE, NCCL_INCLUDE, NCCL_LIBRARY
+#     nccl          the tests of kvprim_nccl.h that need no GPU, except those of its kernels: CC, CXX, CUDA_INCLUDE,
+#                   NCCL_INCLUDE, NCCL_LIBRARY
 #     trace         the part of examples/10_trace that reads traces; its SQL files, where Perfetto is (TRACE_PROCESSOR)
 #     profile       what `make ncu`, `make sass`, `make sanitize` and the like print for recorded input
 #
+# of `make test` (quick: fewer cases) and of `make check`
+#
+#     emulated      runs the kernels of kvprim_cuda.cuh thread by thread on the CPU, under sanitizers if there are any
+#     collectives   the same for the kernels of kvprim_nccl.h
+#     core          the tests of kvprim.h under AddressSanitizer and UndefinedBehaviorSanitizer
+#
 # and of `make check`
 #
-#     sanitizers    the tests and the replay under these two, and the tests under ThreadSanitizer
+#     sanitizers    the replay and example 14's plan under these two, and the tests under ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
 #     nccl_cuda     both for kvprim_nccl.h
 #     callers_cuda  callers beside headers of CUDA, NCCL and NVTX
-#     nccl_headers  kvprim_nccl.h with compilers of the host, under sanitizers with all cases, and with the headers of
-#                   several NCCLs
+#     nccl_headers  kvprim_nccl.h with compilers of the host, under ThreadSanitizer, with the headers of several NCCLs
 #     compilers     zig, tcc, i386 and clang as CUDA compiler
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave defined
@@ -41,6 +42,8 @@ warnings='-Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wund
 strict='-Xcompiler -Wall,-Wextra,-Werror' # for nvcc
 quickly='-Xcicc -O0 -Xptxas -O0'          # the same
 only_ptx='-arch=compute_90 -Xcicc -O0'    # the same, without ptxas
+lto_80='-rdc=true -gencode arch=compute_80,code=lto_80' # kernels are only read: no PTX
+lto_90='-rdc=true -gencode arch=compute_90,code=lto_90'
 no_kernels='-DKVPRIM_NO_CONVERT -DKVPRIM_NO_KERNELS' # of those that take long to compile
 prototypes='-Wstrict-prototypes -Wmissing-prototypes'
 address='-O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all'
@@ -101,16 +104,16 @@ program()
     fi
 }
 
-# once OUTPUT COMMAND...: compiles a program, unless this command has made it from these very sources: `make test` and
-# `make check` share what takes long.
+# once OUTPUT COMMAND...: compiles a program or an object, unless this command has made it from these very sources.
+# `make test` and `make check` share what takes long, and so do parts, which may run at the same time.
 once()
 {
     output=$1
     shift
     made=$(echo "$*" && find kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +)
     [ ! -e "$output" ] || [ "$made" != "$(cat "$output.made")" ] || return 0
-    rm -f "$output"
-    printf '%s\n' "$made" >"$output.made" && "$@" -o "$output"
+    "$@" -o "$output.$part" || { rm -f "$output"; return 1; }
+    mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
 }
 
 # unit NAME LINE...: writes a source file of these lines.
@@ -169,6 +172,17 @@ compiler_with()
         has "$cc" && starts $cc "$@" && return
     done
     return 1
+}
+
+# linked_sanitized SOURCE FLAGS MORE...: compiles a program that implements kvprim.h, with $cc and sanitizers. That
+# implementation takes most of the time, so it is compiled once, for several programs.
+linked_sanitized()
+{
+    source=$1 flags=$2
+    shift 2
+    case $flags in *thread*) object=build/implemented_threads.o ;; *) object=build/implemented_address.o ;; esac
+    cell "implementation, $cc $flags" once $object $cc -std=c11 $flags -c $units/implemented.c
+    cell "$source, $cc $flags" $cc -std=c11 $flags -I. -DKVPRIM_CORE_IMPLEMENTED "$source" $object -pthread "$@"
 }
 
 # The same for cxx and C++. What clang++ makes takes a quarter less time here than what g++ makes.
@@ -270,14 +284,11 @@ core()
 
 sanitizers()
 {
-    core
     if compiler_with $address; then
-        cell "02_kv_replay, $cc $address" $cc -I. examples/02_kv_replay/kv_replay.c -std=c11 -pthread $address \
-            -o "$build/replay_address"
+        linked_sanitized examples/02_kv_replay/kv_replay.c "$address" -o "$build/replay_address"
         cell '02_kv_replay, addresses and undefined behaviour' $launcher "$build/replay_address" \
             examples/02_kv_replay/trace_small.jsonl
-        cell "test_handover, $cc $address" $cc -I. tests/core/test_handover.c -std=c11 $address \
-            -o "$build/handover_address"
+        linked_sanitized tests/core/test_handover.c "$address" -o "$build/handover_address"
         group "$cc $address, 02_kv_replay run"
         program 'test_handover, addresses and undefined behaviour' $launcher "$build/handover_address"
     fi
@@ -334,8 +345,8 @@ fuzzers()
 . tests/build/compilers.sh
 
 case $part in
-readme | callers | emulated | core | nccl | profile | trace | sanitizers | fuzzers | kernels | programs | nccl_cuda | \
-    nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | format)
+readme | callers | emulated | collectives | core | nccl | profile | trace | sanitizers | fuzzers | kernels | \
+    programs | nccl_cuda | nccl_headers | callers_cuda | compilers | matrix | symbols | systems | pictures | format)
     "$part"
     ;;
 *)

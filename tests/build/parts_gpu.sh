@@ -30,6 +30,21 @@ kernels_for()
     done
 }
 
+# assembled_for PTX ARCH...: no kernel may use the stack there either.
+assembled_for()
+{
+    ptx=$1
+    shift
+    for arch; do
+        if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
+            cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -arch=sm_$arch -cubin "$ptx" \
+                -o "$build/kernels_sm_$arch.cubin"
+        else
+            skip "kernels for sm_$arch: this nvcc does not know it"
+        fi
+    done
+}
+
 # newest_asked ARCH HEADER: it asks for this value of __CUDA_ARCH__, and for no larger one.
 newest_asked()
 {
@@ -80,8 +95,7 @@ nccl_life()
         skip "a communicator's life: no C compiler with $1"
         return
     fi
-    cell "test_nccl_life, $cc $1" $cc -std=c11 $warnings $1 -I. $system tests/nccl/test_nccl_life.c -pthread \
-        -o "$build/test_nccl_life"
+    linked_sanitized tests/nccl/test_nccl_life.c "$1" $warnings $system -o "$build/test_nccl_life"
     group "test_nccl_life compiled, $cc $1"
     program 'test_nccl_life' env TSAN_OPTIONS=history_size=7 $launcher "$build/test_nccl_life"
 }
@@ -162,22 +176,20 @@ nccl_cuda()
         return
     fi
     cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_flags"
+    read="$NVCC -x cu -std=c++17 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    kernels_for 75 80
+    # Kernels for sm_80 have fewer instructions than these, for bf16 and fp16. They are only read, and this PTX is
+    # assembled for sm_80: what they have instead sm_90 has, too.
+    kernels_for 75
+    assembled_for "$build/kept/kernels.ptx" 80
+    cell 'kernels for compute_80' $read $lto_80 $strict -c "$build/kernels.cu" -o "$build/unit.o"
     # The implementation, for sm_90. Its own program is test_nccl; what uses only the API is linked with it.
     cell 'test_nccl and kernels for sm_90, no stack and no spills' frugally $cu --keep --keep-dir "$build/kept" \
         -c tests/nccl/test_nccl.c -o "$build/test_nccl.o"
     # Nothing in them depends on whether an architecture is newer than that, so its PTX is assembled for those.
     cell 'kernels of kvprim_nccl.h ask for no architecture after sm_90' newest_asked 900 kvprim_nccl.h
-    for arch in 100 120; do
-        if $NVCC --list-gpu-arch | grep -q "^compute_$arch\$"; then
-            cell "kernels for sm_$arch, no stack and no spills" frugally $NVCC -arch=sm_$arch -cubin \
-                "$build/kept/test_nccl.ptx" -o "$build/kernels_sm_$arch.cubin"
-        else
-            skip "kernels for sm_$arch: this nvcc does not know it"
-        fi
-    done
+    assembled_for "$build/kept/test_nccl.ptx" 100 120
     group 'kernels of kvprim_nccl.h'
     cell 'PTX of kvprim_nccl.h' grep -x '[.]target sm_90' "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
@@ -189,13 +201,13 @@ nccl_cuda()
     done
     # As if this unit had implemented the headers already.
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
-    cell '14_handover, nvcc' $cu $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED -c examples/14_handover/handover.cu \
-        -o "$build/unit.o"
+    cell '14_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
+        -c examples/14_handover/handover.cu -o "$build/unit.o"
     cell '06_allreduce, nvcc' $cu $implemented examples/06_allreduce.c -Xlinker "$build/test_nccl.o" $nccl_link \
         -o "$build/program"
     cell '17_all_reduce_norm, nvcc' $cu $implemented examples/17_all_reduce_norm.cu -Xlinker "$build/test_nccl.o" \
         $nccl_link -o "$build/program"
-    cell 'bench_decode, nvcc' $cu $strict -c tests/bench/bench_decode.cu -o "$build/unit.o"
+    cell 'bench_decode, nvcc' $read $lto_90 $strict -c tests/bench/bench_decode.cu -o "$build/unit.o"
     # It uses more than the API.
     cell 'tests/profile/profile.cu, nvcc' $NVCC -std=c++17 $only_ptx $no_kernels -I. $nccl_flags -DPROFILE_NCCL \
         tests/profile/profile.cu $nccl_link -o "$build/program"
@@ -221,16 +233,19 @@ handover_link()
         skip "the channel of a hand-over: no C compiler with $1"
         return
     fi
-    cell "test_handover_link, $cc $1" $cc -std=c11 $warnings $1 -I. tests/nccl/test_handover_link.c -pthread \
-        -o "$build/test_handover_link"
+    linked_sanitized tests/nccl/test_handover_link.c "$1" $warnings -o "$build/test_handover_link"
     group "test_handover_link compiled, $cc $1"
     program 'test_handover_link' $launcher "$build/test_handover_link"
+}
+
+collectives()
+{
+    nccl_emulated "$address" $quick
 }
 
 nccl()
 {
     handover_link "$address"
-    nccl_emulated "$address" quick
     nccl_here 'kvprim_nccl.h with NCCL' || return
     nccl_life "$address"
     nccl_programs
@@ -238,8 +253,7 @@ nccl()
 
 nccl_headers()
 {
-    nccl_emulated "$address"
-    nccl_emulated "$thread -O2"
+    nccl_emulated "$thread -O2" quick # whole in collectives
     nccl_here 'kvprim_nccl.h with headers of NCCL' || return
     nccl_life "$thread"
     nccl_implemented
@@ -295,12 +309,13 @@ kernels_of_all()
     group "kernels and PTX, $NVCC"
 }
 
-# Builds the library as `make` does, in a folder of its own. The kernels are neither optimized nor assembled again.
+# Builds the library as `make` does, in a folder of its own. Nothing is optimized, and no kernel assembled again.
 library_of_cuda()
 {
     rm -rf "$build/lib" && mkdir "$build/lib" &&
         ln -s "$PWD/kvprim.h" "$PWD/kvprim_cuda.cuh" "$PWD/Makefile" "$build/lib" &&
-        MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 build/libkvprim_cuda.so
+        NVCC_APPEND_FLAGS=-O0 MAKEFLAGS='' make -s -C "$build/lib" NVCC="$NVCC -Xcicc -O0" CUDA_ARCH=compute_90 \
+            build/libkvprim_cuda.so
 }
 
 kernels()
@@ -380,10 +395,10 @@ gpu_programs()
     fi
     # cicc at -O1 leaves ptxas half of what it leaves at -O0.
     cell 'test_cuda' $cu -arch=sm_90 -Xcicc -O1 -Xptxas -O0 -O0 tests/gpu/test_cuda.cu -o "$build/test_cuda"
-    # KVPRIM_DEBUG changes no kernel, so they are not assembled again.
-    cell 'test_cuda with KVPRIM_DEBUG' $cu $only_ptx -O0 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
+    # KVPRIM_DEBUG changes no kernel.
+    cell 'test_cuda with KVPRIM_DEBUG' $cu $lto_90 -DKVPRIM_DEBUG -c tests/gpu/test_cuda.cu -o "$build/unit.o"
     # It has no kernels of its own, and waits for none.
-    cell 'test_nvtx' $cu $only_ptx $no_kernels -O1 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
+    cell 'test_nvtx' $cu $only_ptx $no_kernels -O0 -x cu ${NCCL_LIBRARY:+-DTEST_NCCL} $nccl_flags \
         tests/build/test_nvtx.c $nccl_link -o "$build/test_nvtx"
     cell '02_kv_replay with CUDA' $CC -std=c11 -Wall -Wextra -Werror $(system_headers "$CUDA_INCLUDE") -I. \
         -DKV_REPLAY_CUDA -c examples/02_kv_replay/kv_replay.c -o "$build/unit.o"
@@ -430,10 +445,11 @@ found_at_home()
     at_home make -n nccl-test | grep "NCCL_INCLUDE='$home/include' NCCL_LIBRARY='$home/lib/libnccl.so.2'"
 }
 
-# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA. Other parts optimize and
-# assemble the kernels.
+# Builds it as its two builds do: without NCCL, and with an NCCL_HOME that is not beside CUDA. Nothing is optimized, as
+# nvcc takes the last -O; other parts assemble the kernels.
 engine_built()
 {
+    export NVCC_APPEND_FLAGS=-O0
     home= less="$NVCC -Xcicc -O0 $no_kernels"
     cell 'examples/07_engine, NCCL=no' make -C examples/07_engine CC="$CC" NVCC="$less" NCCL=no CUDA_ARCH=compute_90 \
         BUILD="../../$build/engine_alone"
@@ -456,6 +472,7 @@ engine_built()
         skip 'examples/07_engine by CMake: no cmake'
     fi
     [ -z "$home" ] || rm -rf "$home"
+    unset NVCC_APPEND_FLAGS
     group "NCCL_HOME and examples/07_engine, $NVCC"
 }
 
