@@ -26,6 +26,12 @@ if [ "$gpus" -eq 0 ] && [ "$1" != handover ]; then
     echo 'no GPU here: nvidia-smi lists none' >&2
     exit 1
 fi
+worlds='2 3 4 5 6 7 8' part=
+case $1 in
+test) [ -z "$quick" ] || worlds='2 3 4 8' ;; # 3: not a power of two, and fewer than the kernels for 4 allow
+bench) worlds='2 4 8' ;;
+handover | sanitize) worlds=2 WORLDS= ;;
+esac
 for world in $WORLDS; do
     case $world in
     [2-8]) [ "$world" -gt "$gpus" ] || continue ;;
@@ -33,12 +39,7 @@ for world in $WORLDS; do
     echo "WORLDS='$WORLDS': each must be a number from 2 to 8, and at most that of the GPUs here, $gpus" >&2
     exit 1
 done
-worlds='2 3 4 5 6 7 8' part=
-case $1 in
-test) [ -z "$quick" ] || worlds='2 3 4 8' ;; # 3: not a power of two, and fewer than the kernels for 4 allow
-bench) worlds='2 4 8' ;;
-handover | sanitize) worlds=2 WORLDS= ;;
-esac
+WORLDS=$(echo $WORLDS) # run searches for them between single spaces
 if [ -n "$WORLDS" ]; then
     worlds=$WORLDS
     part=$(printf '_%s' $WORLDS)
