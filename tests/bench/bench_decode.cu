@@ -375,6 +375,12 @@ static void bench_quantised()
 
 typedef std::vector<size_t> counts_of_ranks;
 
+/* Rows of engines are multiples of 16 bytes. */
+static size_t whole_packs(size_t count)
+{
+    return count / 8 * 8;
+}
+
 static size_t add_up(const counts_of_ranks &counts, size_t first, size_t step, size_t many)
 {
     size_t sum = 0;
@@ -425,7 +431,7 @@ static void bench_all_to_all()
     printf("\nall_to_all, us, by bytes that each rank sends\n%8s %8s %8s %8s   %s\n", "", "grouped", "alltoall",
            "kvprim", "/ best of NCCL");
     for (size_t bytes = 2 << 10; bytes <= most_bytes; bytes *= 2) {
-        const size_t part = bytes / 2 / size_t(world);
+        const size_t part = whole_packs(bytes / 2 / size_t(world));
         const counts_of_ranks counts(size_t(world) * size_t(world), part);
         std::vector<rank_way> ways = {
             exchange_by(counts, "grouped", [=](rank_state &r, int) { enqueue_grouped(r, counts); }),
@@ -458,12 +464,6 @@ static void bench_all_to_all()
     judge_worst("all_to_all to the best of NCCL", all, '<', 1.02);
 }
 
-/* Rows of engines are multiples of 16 bytes. */
-static size_t whole_packs(size_t count)
-{
-    return count / 8 * 8;
-}
-
 /* Sums to `total`, nearly. Rank a sends in proportion 1 : 2 : ... to the ranks from itself on, around the ring; to_one:
    all send a part to the last one, and nothing else. */
 static counts_of_ranks uneven_counts(size_t total, bool to_one)
@@ -474,7 +474,7 @@ static counts_of_ranks uneven_counts(size_t total, bool to_one)
             counts[size_t(a * world + (a + k) % world)] =
                 whole_packs(total * size_t(k + 1) * 2 / size_t(world * (world + 1)));
     for (size_t k = 0; to_one && k < counts.size(); k++)
-        counts[k] = k % size_t(world) == size_t(world - 1) ? total / size_t(world) : 0;
+        counts[k] = k % size_t(world) == size_t(world - 1) ? whole_packs(total / size_t(world)) : 0;
     return counts;
 }
 
