@@ -33,6 +33,9 @@ static struct {
     int gathers, copies;                      /* how many so far */
     ncclDataType_t type;                      /* of the last all-reduce or broadcast */
     enum cudaStreamCaptureMode mode_at_end;   /* the mode in which ncclCommAbort or ncclCommDestroy was called */
+    void *slots;                              /* cudaFree of this hangs until `gate` is 1, and notes what follows */
+    int device_at_free;
+    enum cudaStreamCaptureMode mode_at_free;
     /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events do not finish */
     int32_t gate, hanging, stuck, work_hangs;
 } fake;
@@ -181,7 +184,6 @@ CUDA(cudaDeviceEnablePeerAccess, (int peer, unsigned flags), cudaErrorUnknown)
 CUDA(cudaIpcGetMemHandle, (cudaIpcMemHandle_t *to, void *memory), cudaErrorUnknown)
 CUDA(cudaIpcOpenMemHandle, (void **to, cudaIpcMemHandle_t handle, unsigned flags), cudaErrorUnknown)
 CUDA(cudaIpcCloseMemHandle, (void *memory), cudaErrorUnknown)
-CUDA(cudaFree, (void *memory), fake_free(memory))
 CUDA(cudaHostAlloc, (void **to, size_t bytes, unsigned flags), fake_alloc_to(to, bytes))
 CUDA(cudaHostGetDevicePointer, (void **to, void *host, unsigned flags), (*to = host, cudaSuccess))
 CUDA(cudaFreeHost, (void *memory), fake_free(memory))
@@ -203,6 +205,16 @@ cudaError_t cudaMalloc(void **to, size_t bytes)
     if (fake.late_memory)
         (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
     return fake_alloc_to(to, bytes);
+}
+
+/* Likewise. */
+cudaError_t cudaFree(void *memory)
+{
+    if (memory && memory == fake.slots) {
+        (void)kvpn_wait_until(&fake.gate, 1, test_timeout_ms);
+        fake.device_at_free = current_device, fake.mode_at_free = current_mode;
+    }
+    return fake_free(memory);
 }
 
 const char *cudaGetErrorName(cudaError_t error)

@@ -429,6 +429,27 @@ static void test_no_threads(void)
     free(comm);
 }
 
+/* The last one to release another rank's slots does not wait until they are freed, unless no thread can be made. */
+static void test_slots_of_others(void)
+{
+    for (fake.no_threads = 0; fake.no_threads < 2; fake.no_threads++) {
+        kvpn_slots *const slots = (kvpn_slots *)calloc(1, sizeof *slots);
+        slots->refs = 2, slots->device = elsewhere, slots->nonce = 5;
+        CHECK(cudaMalloc(&slots->memory, 1) == cudaSuccess);
+        kvpn_publish_slots(slots);
+        fake.slots = slots->memory, fake.gate = fake.no_threads;
+        kvpn_release_slots(slots, true); /* their own rank is early */
+        CHECK(load(&live_allocations) == 1 && kvpn_retain_slots(5) == slots);
+        kvpn_release_slots(slots, false);
+        kvpn_release_slots(slots, false);
+        CHECK(load(&live_allocations) == !fake.no_threads && load(&threads) == !fake.no_threads);
+        CHECK(kvpn_retain_slots(5) == NULL);
+        store(&fake.gate, 1);
+        end();
+        CHECK(fake.device_at_free == elsewhere && fake.mode_at_free == cudaStreamCaptureModeRelaxed);
+    }
+}
+
 static char grouped_bytes[64];
 
 /* Sends and receives 8 bytes on a stream. */
@@ -503,6 +524,29 @@ static void test_groups_that_fail(void)
     CHECK_ERROR(kvprim_group_end(comm), argument, "the current device is 7");
     current_device = home;
     CHECK(called(""));
+    close_comm(comm, "CommDestroy");
+}
+
+/* The capture mode is as before, also after a call that NCCL refuses. */
+static void test_calls_in_captures(void)
+{
+    const kvprim_comm_desc d = desc_of(1);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    char m[8] = {0};
+    fake.captures = 1;
+    for (int refuses = 0; refuses < 2; refuses++) {
+        const kvprim_status wanted = refuses ? KVPRIM_ERROR_NCCL : KVPRIM_OK;
+        fake.refuses = refuses;
+        CHECK(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, NULL) == wanted);
+        CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
+        fake.refuses = refuses;
+        CHECK(kvprim_all_reduce(comm, m, m, 1, KVPRIM_INT8, KVPRIM_SUM, NULL) == wanted);
+        CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
+        fake.refuses = refuses;
+        CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
+        CHECK(kvprim_group_end(comm) == wanted && current_mode == cudaStreamCaptureModeThreadLocal && in_group == 0);
+    }
+    CHECK(called("Send AllReduce " GROUPED " Send AllReduce GroupStart Send GroupEnd"));
     close_comm(comm, "CommDestroy");
 }
 
@@ -1025,8 +1069,10 @@ int main(void)
     live("life: the caller's exchange", test_exchange);
     live("life: no threads", test_no_threads);
     live("life: checks", test_checks);
+    live("life: slots of a rank that has gone", test_slots_of_others);
     live("life: groups", test_groups);
     live("life: groups that fail", test_groups_that_fail);
+    live("life: calls in captures", test_calls_in_captures);
     live("life: how many calls a group takes", test_group_sizes);
     live("life: abort, destroy and deadlines of groups", test_life_of_groups);
     live("life: a ring's sender", test_ring_sender);
