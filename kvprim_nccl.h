@@ -5051,18 +5051,16 @@ static ncclResult_t kvpn_enqueue_nccl(const kvpn_call *c)
 }
 
 /* Enqueues, and gives what was enqueued a deadline, unless a graph runs it later. NCCL connects ranks at the first call
-   that needs them, which CUDA forbids a thread that captures, unless its mode is relaxed. */
+   that needs them, which CUDA forbids a thread that captures, and every thread while another one captures in the global
+   mode, unless its own mode is relaxed. */
 static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
                                           ncclResult_t (*enqueue)(const kvpn_call *))
 {
     kvprim_comm *const comm = c->comm;
-    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     comm->after_nccl |= kvpn_after_nccl_bit(c);
-    if (c->captured) /* only then: the two changes take 80 ns */
-        mode = kvpn_set_capture_mode(mode);
+    const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const ncclResult_t result = kvpn_wait_for_nccl(comm->nccl, enqueue(c), &comm->state, kvpn_alive);
-    if (c->captured)
-        (void)kvpn_set_capture_mode(mode);
+    (void)kvpn_set_capture_mode(mode); /* both changes: 80 ns */
     KVPRIM_NCCL_TRY(kvpn_nccl_status(c->function, name, result));
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);

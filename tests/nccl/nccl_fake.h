@@ -24,6 +24,7 @@ static struct {
     int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
     int abort_ms;                             /* how long ncclCommAbort takes */
     int captures;                             /* 1: every stream is captured */
+    int captures_elsewhere;                   /* 1: another thread captures, in the global mode */
     int no_event;                             /* the n-th event from now on cannot be made; 0: all can */
     int refuses;                              /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
     int dead;                                 /* 1: the device's context is dead */
@@ -308,7 +309,7 @@ static ncclResult_t enqueue(ncclComm_t comm, const char *function)
     record_call(function);
     if (fake.refuses && --fake.refuses == 0)
         return touch(comm, ncclInvalidArgument);
-    if (fake.captures && current_mode != cudaStreamCaptureModeRelaxed)
+    if ((fake.captures || fake.captures_elsewhere) && current_mode != cudaStreamCaptureModeRelaxed)
         return touch(comm, ncclInternalError); /* the real one fails where it connects ranks */
     if (in_group)
         grouped = comm;

@@ -547,6 +547,9 @@ static void test_calls_in_captures(void)
         CHECK(kvprim_group_end(comm) == wanted && current_mode == cudaStreamCaptureModeThreadLocal && in_group == 0);
     }
     CHECK(called("Send AllReduce " GROUPED " Send AllReduce GroupStart Send GroupEnd"));
+    fake.captures = 0, fake.captures_elsewhere = 1;
+    CHECK(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Send"));
+    CHECK(kvprim_all_to_all(comm, m + 1, m, 1, KVPRIM_INT8, NULL) == KVPRIM_OK && called(GROUPED));
     close_comm(comm, "CommDestroy");
 }
 
