@@ -199,6 +199,8 @@ nccl_cuda()
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
     done
+    cell 'bench_nccl with every way, nvcc' $read $lto_90 $strict -DBENCH_WAYS -c tests/bench/bench_nccl.cu \
+        -o "$build/unit.o"
     # As if this unit had implemented the headers already.
     implemented='-DKVPRIM_CORE_IMPLEMENTED -DKVPRIM_NCCL_IMPLEMENTED -DKVPRIM_NCCL_LAYOUT -DKVPRIM_NCCL_KERNELS'
     cell '14_handover, nvcc' $read $lto_90 $strict $implemented -DKVPRIM_CUDA_IMPLEMENTED \
