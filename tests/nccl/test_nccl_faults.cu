@@ -189,8 +189,8 @@ static void test_missing(rank_state &r)
     one_missing(r, to_all_of_device, 500, KVPRIM_F32, true);
     one_missing(r, to_all_of_device, 500001, KVPRIM_U8, true);
     one_missing(r, parts_of_device, 300, KVPRIM_F8E5M2, true);
-    one_missing(r, parts_of_device, 100000, KVPRIM_F64, true);
-    one_missing(r, gatherv_of_device, 100000, KVPRIM_F64, true);
+    one_missing(r, parts_of_device, 50000, KVPRIM_F64, true);
+    one_missing(r, gatherv_of_device, 50000, KVPRIM_F64, true);
     one_missing(r, to_all_of_device, (size_t(36) << 20) / size_t(world), KVPRIM_U8, false);
     one_missing(r, norm_of_device, 4096, KVPRIM_BF16, true);
     one_missing(r, norm_of_device, 2 << 20, KVPRIM_F16, true);
