@@ -16,8 +16,8 @@
 # as nccl_test_3_5_8.txt, say, beside that of a whole run.
 #
 # Tests run as threads and as processes; on two GPUs also in the environments that engines set, with each libnccl.so.2
-# that NCCL_OTHERS lists (files of other versions than the one they were built with), and in 3, 5 and 8 processes (quick:
-# 8) that share the GPUs if there are fewer.
+# that NCCL_OTHERS lists (files of other versions than the one they were built with), and in 3, 5 and 8 processes
+# (quick: 8) that share the GPUs if there are fewer.
 
 : "${NCCL_OTHERS=}" "${WORLDS=}"
 quick=$2
