@@ -102,9 +102,9 @@ static void norm_once(rank_state &r, kvprim_comm *comm, const norm_call &call, c
    ways. */
 static void test_norms(rank_state &r)
 {
-    static const int64_t sizes[] = {8,    16,   248,  512,  520,   1000,  2048,  2880, 4096,
-                                    4104, 6144, 7168, 8192, 12288, 16376, 16384, 5120};
-    static const int64_t tokens[] = {1, 2, 3, 5, 6, 8, 32, 128, 333, 2000};
+    static const int64_t sizes[] = {8,    16,   248,  512,  520,  1000,  2048,  2880,  4096, 4104,
+                                    6144, 7168, 8192, 8200, 9000, 12288, 16376, 16384, 5120};
+    static const int64_t tokens[] = {1, 2, 3, 5, 6, 8, 16, 17, 32, 33, 64, 65, 128, 129, 333, 2000};
     uint64_t seed = 0;
     for (const int64_t hidden : sizes)
         for (const int64_t count : tokens) {
@@ -116,15 +116,15 @@ static void test_norms(rank_state &r)
                     norm_once(r, &r.comm, norm_call_of(r, dtype, count, hidden, seed, !r.comm.peer[0]), "norm");
         }
     /* every kernel, in quick tests too: more than 2 MB take two shots */
-    static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},
-                                        {1, 16384}, {300, 4096}, {140, 8192}, {70, 16384}};
+    static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},   {130, 2880},
+                                        {1, 16384}, {300, 4096}, {140, 8192}, {70, 8200}, {70, 16384}, {600, 4096}};
     for (const auto &shape : shapes)
         for (int n = 0; n < 6; n++)
             norm_once(r, &r.comm,
                       norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, shape[0], shape[1], ++seed, !r.comm.peer[0]),
                       "norm");
-    for (const int64_t hidden : {512, 4096, 6144, 8192})
-        for (const int64_t count : {1, 7, 64})
+    for (const int64_t hidden : {512, 4096, 6144, 8192, 12288, 16384})
+        for (const int64_t count : {1, 7, 9, 64})
             for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
                 norm_once(r, &r.comm, usual_norm_call(r, dtype, count, hidden, ++seed * 100, !r.comm.peer[0]),
                           "usual norm");
@@ -390,6 +390,24 @@ static void test_norm_without_kernels(rank_state &r)
     meet();
 }
 
+/* One block has nobody to share a large token with. Its threads then have several packs, as on GPUs without clusters. */
+static void test_norm_of_one_block(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    desc.max_sms = 1;
+    OK(kvprim_comm_init(&comm, &desc));
+    for (int n = 0; n < (quick ? 12 : 60); n++)
+        norm_once(r, &comm,
+                  norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n % 3, n % 5 ? 16384 - 8 * n * n : 4096,
+                               80 + uint64_t(n), !comm.peer[0]),
+                  "norm of one block");
+    OK(kvprim_comm_check(&comm));
+    meet();
+    OK(kvprim_comm_destroy(&comm));
+    meet();
+}
+
 /* Every argument that is refused, with its name. The tests without a GPU have more of them. */
 static void test_norm_bad_calls(rank_state &r)
 {
@@ -430,6 +448,7 @@ static void run_norm_tests()
     run("norm: the same bits on all ranks, again and again", test_norm_same_bits);
     run("norm: layers, and dependent launches", test_norm_dependent);
     run("norm: two communicators at once", test_norm_two_communicators);
+    run("norm: one block", test_norm_of_one_block);
     run("norm: NCCL's sum, and one rank", test_norm_without_kernels);
     run("norm: bad calls", test_norm_bad_calls);
 }

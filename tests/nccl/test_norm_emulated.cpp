@@ -24,26 +24,50 @@ struct call {
     uint32_t tokens, hidden, packs, threads, rows, block_rows, parts, slice_rows;
     place sum, residual_out, out;
     bool residual, plus_one, quantised, per_token, special;
-    bool few; /* kvpn_few_kernel instead of one shot: the slots are the same, so ranks may differ */
+    bool few;                   /* kvpn_few_kernel instead of one shot */
+    uint32_t share_bits, ahead; /* of it: so many blocks share a token, as a power of two */
     uint32_t send_stride, residual_stride, strides[3], quantised_stride; /* strides: of sum, residual_out and out */
     float eps, scale_min, scale;
 };
 
+/* How many tokens, and how many of them a block, or a cluster of blocks, has. */
+static void choose_tokens(call &c, uint64_t h, uint32_t used, uint32_t most_rows, uint32_t slices)
+{
+    c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % (used * most_rows * slices), 1 + 2400 / c.hidden);
+    c.slice_rows = (c.tokens + slices - 1) / slices;
+    const uint32_t fewest = (c.slice_rows + used - 1) / used;
+    c.block_rows = fewest + static_cast<uint32_t>(h >> 24) % (most_rows - fewest + 1);
+}
+
+/* Returns false if the blocks have too few slots. */
+static bool choose_few(call &c, uint64_t h)
+{
+    const uint32_t row_packs = c.hidden / 8;
+    for (c.share_bits = h & 3 ? h >> 2 & 1 : 2;; c.share_bits--) {
+        c.threads = ((row_packs + (32u << c.share_bits) - 1) >> c.share_bits) / 32 * 32;
+        if ((c.threads << c.share_bits) - c.threads < row_packs) /* each block has a pack */
+            break;
+    }
+    if (c.threads > block_slots)
+        return false;
+    c.few = true, c.parts = 1, c.packs = 1, c.ahead = 1 + static_cast<uint32_t>(h >> 40) % 4;
+    choose_tokens(c, h, blocks >> c.share_bits, std::min<uint32_t>(block_slots / c.threads, 5), 1);
+    c.rows = c.share_bits ? 1 : 1 + static_cast<uint32_t>(h >> 32) % c.block_rows;
+    return true;
+}
+
 static void choose_shape(call &c, uint64_t h, uint32_t world)
 {
     const uint32_t row_packs = c.hidden / 8, least = (row_packs + 31) / 32 * 32;
+    if (c.what == one_shot && h & 12 && choose_few(c, hash_u64(h)))
+        return;
     c.parts = (row_packs + block_slots - 1) / block_slots;
     c.what = c.what == one_shot && c.parts > 1 ? two_shot : c.what; /* as the launch does */
-    c.packs = !(h & 1) && row_packs <= 1024 ? 1 : c.what == one_shot && world <= 4 ? 2 : 4;
+    c.packs = c.what == one_shot ? (world <= 4 ? 2 : 4) : !(h & 1) && row_packs <= 1024 ? 1 : 4;
     c.threads = (least / 32 + c.packs - 1) / c.packs * 32;
-    c.few = c.what == one_shot && c.packs == 1 && row_packs % 32 == 0 && h & 4;
-    c.threads += !c.few && h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
-    const uint32_t used = blocks / c.parts, most_rows = c.parts > 1 ? 1 : std::min(block_slots / row_packs, 5u);
-    const uint32_t most = used * most_rows * (c.what == two_shot ? world : 1);
-    c.tokens = std::min(1 + static_cast<uint32_t>(h >> 8) % most, 1 + 2400 / c.hidden);
-    c.slice_rows = c.what == two_shot ? (c.tokens + world - 1) / world : c.tokens;
-    const uint32_t fewest = (c.slice_rows + used - 1) / used;
-    c.block_rows = fewest + static_cast<uint32_t>(h >> 24) % (most_rows - fewest + 1);
+    c.threads += h & 2 && 32 + c.threads <= (c.packs == 1 ? 1024 : 2048 / c.packs) ? 32 : 0;
+    choose_tokens(c, h, blocks / c.parts, c.parts > 1 ? 1 : std::min(block_slots / row_packs, 5u),
+                  c.what == two_shot ? world : 1);
     c.rows = c.what == one_shot ? c.block_rows : 1 + static_cast<uint32_t>(h >> 32) % 3;
 }
 
@@ -76,7 +100,7 @@ static call call_of(uint64_t number, uint32_t world)
     const uint64_t h = hash_u64(number);
     c.number = number;
     c.what = h % 8 == 0 ? alone : h % 2 ? one_shot : two_shot;
-    c.hidden = 8 * (1 + static_cast<uint32_t>(h >> 4) % (h >> 40 & 15 ? 70 : most_hidden / 8));
+    c.hidden = 8 * (1 + static_cast<uint32_t>(h >> 4) % (h >> 40 & 15 ? 70 << (h >> 53 & 1) : most_hidden / 8));
     if (h >> 52 & 1)
         c.hidden = (c.hidden + 255) / 256 * 256; /* whole warps */
     c.residual = h >> 44 & 1, c.plus_one = h >> 45 & 1, c.special = (h >> 46 & 7) == 0;
@@ -287,7 +311,7 @@ static float total_of(const std::vector<kvpn_thread> &row, const std::vector<kvp
     float lanes[16];
     const size_t four = (packs * row.size() / 32 + 3) / 4;
     for (uint32_t i = 0; i < 16; i++)
-        lanes[i] = kvpn_norm_four_groups(groups, packs * row[0].threads / 32, i);
+        lanes[i] = kvpn_norm_four_groups(groups, packs * static_cast<uint32_t>(row.size()) / 32, i);
     for (size_t distance = 1; distance < 16; distance *= 2)
         for (size_t i = 0; i < 16; i += 2 * distance)
             lanes[i] = lanes[i] + lanes[i + distance];
@@ -356,46 +380,70 @@ template <class Way, int packs> static void run_kernel(const kvpn_norm_params &p
     end_kernel();
 }
 
-/* The kernel of few tokens. */
+/* A token in the kernel of few tokens. */
+template <int max_ranks, kvpn_few_form form>
+static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
+                       std::vector<kvpn_norm_token<1>> &tokens, std::vector<kvpn_few_later<max_ranks>> &later)
+{
+    uint32_t largest = 0;
+    for (size_t t = 0; t < row.size(); t++) {
+        kvpn_few_awaited<max_ranks> awaited;
+        kvpn_few_look_ahead<max_ranks, form>(p, row[t], tokens[t], later[t]);
+        if (kvpn_few_poll<kvpn_bf16, max_ranks, form>(p, row[t], tokens[t], awaited) ||
+            kvpn_few_wait<max_ranks>(p, row[t], awaited))
+            kvpn_few_sum<kvpn_bf16, max_ranks>(p, awaited, tokens[t]);
+        else
+            kvpn_stop_rank(p, row[t]);
+        kvpn_few_send_later<max_ranks, form>(p, row[t], tokens[t], later[t]);
+        kvpn_few_add<kvpn_bf16, form>(p, row[t], tokens[t]);
+    }
+    const float total = total_of<1>(row, tokens);
+    check_total(total, tokens[0].token);
+    for (size_t t = 0; t < row.size(); t++) {
+        kvpn_few_multiply<kvpn_bf16, form>(p, row[t], total, tokens[t]);
+        largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, row[t], tokens[t]));
+    }
+    for (size_t t = 0; t < row.size() && p.quantised; t++)
+        kvpn_norm_quantise<kvpn_bf16>(p, row[t], largest, tokens[t]);
+}
+
+/* The kernel of few tokens. A row here has the threads of all blocks that share its tokens. */
 template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm_params &p, const call &c)
 {
-    const uint32_t used = (c.slice_rows + c.block_rows - 1) / c.block_rows;
+    const uint32_t used = (c.tokens + c.block_rows - 1) / c.block_rows, all = c.threads << c.share_bits;
     std::vector<std::vector<kvpn_thread>> rows;
     std::vector<std::vector<kvpn_norm_token<1>>> tokens;
     for (uint32_t b = 0; b < used; b++)
         for (uint32_t r = 0; r < c.rows; r++) {
-            rows.emplace_back(), tokens.emplace_back(c.threads);
+            rows.emplace_back(), tokens.emplace_back(all);
             size_t has = 0;
-            for (uint32_t t = 0; t < c.threads; t++) {
-                rows.back().push_back({b, r, t, c.threads, 0, 0, 0, 0, 0});
+            for (uint32_t t = 0; t < all; t++) {
+                rows.back().push_back({(b << c.share_bits) + t / c.threads, r, t, c.threads, 0, 0, 0, 0, 0});
                 has += kvpn_few_begin<max_ranks, form>(p, rows.back()[t], tokens.back()[t]);
             }
-            CHECK(has == (b * c.block_rows + r < c.tokens ? c.threads : 0));
+            CHECK(has == (b * c.block_rows + r < c.tokens ? all : 0));
             if (has == 0)
                 rows.pop_back(), tokens.pop_back();
         }
     for (std::vector<kvpn_thread> &row : rows)
-        if (row[0].role == 0)
-            p.turn[row[0].block] = row[0].turn ^ 1;
-    for (size_t k = 0; k < rows.size(); k++) {
-        for (uint32_t t = 0; t < c.threads; t++) {
-            kvpn_few_awaited<max_ranks> awaited;
-            if (kvpn_few_poll<kvpn_bf16, max_ranks, form>(p, rows[k][t], tokens[k][t], awaited) ||
-                kvpn_few_wait<max_ranks>(p, rows[k][t], awaited))
-                kvpn_few_sum<kvpn_bf16, max_ranks>(p, awaited, tokens[k][t]);
-            else
-                kvpn_stop_rank(p, rows[k][t]);
-            kvpn_few_add<kvpn_bf16, form>(p, rows[k][t], tokens[k][t]);
+        for (kvpn_thread &me : row)
+            if (me.role == 0 && me.thread % c.threads == 0)
+                p.turn[me.block] = me.turn ^ 1;
+    std::vector<std::vector<kvpn_few_later<max_ranks>>> later(rows.size(), std::vector<kvpn_few_later<max_ranks>>(all));
+    for (bool more = true; more;) { /* a turn of each row, as a row may wait for what another rank's sends in that */
+        more = false;
+        for (size_t k = 0; k < rows.size(); k++) {
+            size_t go_on = 0;
+            if (rows[k].empty())
+                continue;
+            finish_few<max_ranks, form>(p, rows[k], tokens[k], later[k]);
+            for (uint32_t t = 0; t < all; t++)
+                go_on += kvpn_few_next<max_ranks, form>(p, rows[k][t], tokens[k][t], later[k][t]);
+            CHECK(go_on == 0 || go_on == all);
+            more = more || go_on;
+            if (!go_on)
+                rows[k].clear();
         }
-        const float total = total_of<1>(rows[k], tokens[k]);
-        check_total(total, tokens[k][0].token);
-        uint32_t largest = 0;
-        for (uint32_t t = 0; t < c.threads; t++) {
-            kvpn_few_multiply<kvpn_bf16, form>(p, rows[k][t], total, tokens[k][t]);
-            largest = std::max(largest, kvpn_norm_most<kvpn_bf16>(p, rows[k][t], tokens[k][t]));
-        }
-        for (uint32_t t = 0; t < c.threads && form == kvpn_few_quantised; t++)
-            kvpn_norm_quantise<kvpn_bf16>(p, rows[k][t], largest, tokens[k][t]);
     }
     end_kernel();
 }
@@ -403,16 +451,19 @@ template <int max_ranks, kvpn_few_form form> static void run_few(const kvpn_norm
 template <int max_ranks> static void run_way(const kvpn_norm_params &p, const call &c)
 {
     enum { few = max_ranks <= 4 ? 2 : 4 };
-    const bool for_few = c.few && (c.number % 2 || p.rank % 2);
-    const bool plain = p.residual && p.residual_out && p.out && !p.sum && !p.weight_plus_one && c.block_rows == 1;
-    if (for_few && c.quantised)
-        run_few<max_ranks, kvpn_few_quantised>(p, c);
-    else if (for_few && plain)
+    const bool usual = p.residual && p.residual_out && p.out && !p.quantised && !p.sum && !p.weight_plus_one,
+               whole = p.row_packs % 32 == 0 && c.block_rows <= c.rows,
+               special = c.number % 2 || p.rank % 2; /* ranks may differ */
+    if (c.few && special && whole && usual && c.block_rows == 1 && c.share_bits == 0)
         run_few<max_ranks, kvpn_few_plain>(p, c);
-    else if (for_few)
+    else if (c.few && special && whole && usual && c.share_bits != 0)
+        run_few<max_ranks, kvpn_few_shared>(p, c);
+    else if (c.few && special && whole && c.share_bits == 0 && p.quantised)
+        run_few<max_ranks, kvpn_few_quantised>(p, c);
+    else if (c.few && special && whole && c.share_bits == 0)
         run_few<max_ranks, kvpn_few_any>(p, c);
-    else if (c.what == one_shot && c.packs == 1)
-        run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, 1>, 1>(p, c);
+    else if (c.few)
+        run_few<max_ranks, kvpn_few_all>(p, c);
     else if (c.what == one_shot)
         run_kernel<kvpn_norm_one_shot<kvpn_bf16, max_ranks, few>, few>(p, c);
     else if (c.what == two_shot && c.packs == 1)
@@ -462,7 +513,8 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, tensors 
     p.block_bytes = 16 * block_slots * c.parts, p.sender_bytes = 16 * blocks * block_slots;
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.tokens = c.tokens, p.row_packs = c.hidden / 8, p.rows = c.rows, p.block_packs = c.block_rows;
-    p.slice_packs = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots;
+    p.slice_packs = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots, p.share_bits = c.share_bits;
+    p.ahead = c.ahead;
     p.send = x.send.data(), p.send_stride = 2 * c.send_stride;
     p.residual = c.residual ? reinterpret_cast<char *>(x.residual.data()) : nullptr;
     p.residual_stride = 2 * c.residual_stride, p.weight = reinterpret_cast<char *>(x.weight.data());
@@ -526,7 +578,7 @@ static void test_world(uint32_t world, uint64_t calls)
         t.join();
     all_take_part = may_sleep = false;
     for (const std::vector<uint4> &memory : j.memory)
-        for (size_t k = page_words; k < memory.size(); k++)
+        for (size_t k = page_words; k + 1 < memory.size(); k++)
             CHECK(memory[k].x == kvpn_empty_word && memory[k].y == kvpn_empty_word && memory[k].z == kvpn_empty_word &&
                   memory[k].w == kvpn_empty_word);
     char name[64];
@@ -588,15 +640,17 @@ static void test_late_after_the_end()
 static void test_variety()
 {
     unsigned seen = 0;
-    for (uint64_t n = 0; n < 120; n++) {
+    for (uint64_t n = 0; n < 400; n++) {
         const call c = call_of(2000000 + n, 2);
         seen |= 1u << c.what | (c.parts > 1) << 3 | (c.packs > 1) << 4 | 1u << (5 + c.sum) |
                 1u << (9 + c.residual_out) | 1u << (13 + c.out) | (c.quantised && c.per_token) << 17 |
                 (c.quantised && !c.per_token) << 18 | (c.block_rows > c.rows && c.slice_rows > c.rows) << 19 |
                 c.residual << 20 | !c.residual << 21 | (c.few && !c.quantised) << 22 | (c.few && c.quantised) << 23 |
-                (c.few && c.rows > 1) << 24;
+                (c.few && c.rows > 1) << 24 | (c.few && c.share_bits == 1) << 25 | (c.few && c.share_bits > 1) << 26 |
+                (c.few && c.slice_rows > c.rows && c.block_rows > c.rows) << 27 |
+                (c.few && c.share_bits && c.block_rows > 1) << 28 | (c.few && c.hidden % 256) << 29;
     }
-    CHECK((seen | 1u << (5 + at_residual)) == (1u << 25) - 1);
+    CHECK((seen | 1u << (5 + at_residual)) == (1u << 30) - 1);
 }
 
 int main(int argc, char **argv)
