@@ -5263,13 +5263,18 @@ static bool kvpn_few_takes(const kvprim_comm *comm, uint32_t row_packs, int64_t 
            !(in_turn && tokens <= kvpn_norm_most_rows(comm, row_packs));
 }
 
-/* Up to how many tokens one shot takes. */
+/* Up to how many tokens one shot can take, and takes. */
+static int64_t kvpn_norm_most_in_one_shot(const kvprim_comm *comm, uint32_t row_packs)
+{
+    const int64_t few = kvpn_few_most_tokens(comm, row_packs), rows = kvpn_norm_most_rows(comm, row_packs);
+    return few > rows ? few : rows;
+}
+
 static int64_t kvpn_norm_one_shot_tokens(const kvprim_comm *comm, uint32_t row_packs)
 {
     const int64_t limit = (int64_t)(kvpn_limits_of(comm).norm_one_shot / 16 / row_packs),
                   wanted = limit > 1 ? limit : 1, /* one token is never two slices */
-        few = kvpn_few_most_tokens(comm, row_packs), rows = kvpn_norm_most_rows(comm, row_packs),
-                  most = few > rows ? few : rows;
+        most = kvpn_norm_most_in_one_shot(comm, row_packs);
     return wanted < most ? wanted : most;
 }
 
@@ -5291,24 +5296,29 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, kvprim_dtype dtype, kvp
 
 /* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
    hold. */
-static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
+static kvprim_status kvpn_launch_norm_by(const kvpn_call *c, const kvprim_norm_desc *d, kvpn_way way)
 {
     const kvprim_comm *const comm = c->comm;
     const uint32_t row_packs = (uint32_t)(d->hidden / 8);
     const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
     const int64_t in_slots = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
-    const bool two = d->tokens > kvpn_norm_one_shot_tokens(comm, row_packs);
-    const int64_t most = two ? in_slots * comm->world : d->tokens;
+    const int64_t most = way == kvpn_by_two_shot ? in_slots * comm->world : d->tokens;
     for (int64_t first = 0; first < d->tokens; first += most) {
         kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
         kvpn_set_ranks(comm, &p);
-        if (!two && kvpn_few_takes(comm, row_packs, d->tokens))
+        if (way == kvpn_by_one_shot && kvpn_few_takes(comm, row_packs, d->tokens))
             return kvpn_launch_few(c, d->dtype, &p);
         p.parts = parts, p.part_packs = comm->block_slots;
         p.block_bytes *= parts;
-        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, two ? kvpn_by_two_shot : kvpn_by_one_shot, d->dtype, blocks, &p));
+        KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, way, d->dtype, blocks, &p));
     }
     return KVPRIM_OK;
+}
+
+static kvprim_status kvpn_launch_norm(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    const bool one = d->tokens <= kvpn_norm_one_shot_tokens(c->comm, (uint32_t)(d->hidden / 8));
+    return kvpn_launch_norm_by(c, d, one ? kvpn_by_one_shot : kvpn_by_two_shot);
 }
 
 /* All that follows the sum. s: tokens x hidden of it, with s_stride elements from one to the next; it may be any output

@@ -327,21 +327,17 @@ static void enqueue_norm_by(rank_state &r, size_t bytes, kvpn_way way)
     d.dtype = KVPRIM_BF16, d.tokens = int64_t(bytes / norm_token_bytes), d.hidden = norm_hidden, d.eps = 1e-6f;
     d.send_stride = d.residual_stride = d.residual_out_stride = d.out_stride = norm_hidden;
     d.send = r.x, d.residual = d.weight = r.window, d.residual_out = r.y, d.out = r.window + most_bytes;
-    kvpn_norm_params p = kvpn_make_norm_params(&d, 0, d.tokens);
-    kvpn_set_ranks(c.comm, &p);
-    p.part_packs = c.comm->block_slots;
-    check_kvprim(kvpn_launch_norm_rows(&c, way, d.dtype, c.comm->blocks, &p));
+    check_kvprim(kvpn_launch_norm_by(&c, &d, way));
 }
 
-/* In one launch, and of one shot with a row of threads for each token. */
+/* In one launch. */
 static bool norm_fits(size_t bytes, kvpn_way way)
 {
     const kvprim_comm *const comm = &ranks[0].comm;
-    const uint32_t row_packs = norm_hidden / 8, with_slots = comm->block_slots / row_packs;
-    uint32_t rows;
-    (void)kvpn_norm_threads(comm, way, row_packs, kvpn_norm_packs_of(way, world), &rows);
-    const uint32_t in_block = way == kvpn_by_one_shot ? std::min(rows, with_slots) : with_slots * uint32_t(world);
-    return bytes / norm_token_bytes <= size_t(comm->blocks) * in_block;
+    const uint32_t row_packs = norm_hidden / 8, two_shots = comm->blocks * (comm->block_slots / row_packs);
+    const int64_t most =
+        way == kvpn_by_one_shot ? kvpn_norm_most_in_one_shot(comm, row_packs) : int64_t(two_shots) * world;
+    return int64_t(bytes / norm_token_bytes) <= most;
 }
 
 static way_table table_of_norm()
@@ -354,15 +350,21 @@ static way_table table_of_norm()
     const auto way = [](size_t bytes, kvpn_way how, bool) {
         return rank_way{[=](rank_state &r, int) { enqueue_norm_by(r, bytes, how); }};
     };
-    return {"all_reduce_norm", {kvpn_by_one_shot, kvpn_by_two_shot}, {nullptr}, false, fits, chosen, way};
+    return {"all_reduce_norm",
+            {kvpn_by_one_shot, kvpn_by_two_shot},
+            {&kvpn_limits::norm_one_shot},
+            false,
+            fits,
+            chosen,
+            way};
 }
 
 /* ---- the section ---- */
 
 static const limit_field limits_in_order[] = {
-    &kvpn_limits::one_shot,   &kvpn_limits::two_shot,     &kvpn_limits::scatter,     &kvpn_limits::gather,
-    &kvpn_limits::gather_odd, &kvpn_limits::gather_many,  &kvpn_limits::gather_most, &kvpn_limits::parts,
-    &kvpn_limits::parts_many, &kvpn_limits::parts_uneven, &kvpn_limits::parts_even};
+    &kvpn_limits::one_shot, &kvpn_limits::two_shot,   &kvpn_limits::norm_one_shot, &kvpn_limits::scatter,
+    &kvpn_limits::gather,   &kvpn_limits::gather_odd, &kvpn_limits::gather_many,   &kvpn_limits::gather_most,
+    &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_uneven,  &kvpn_limits::parts_even};
 
 static void print_limits(const char *whose, const kvpn_limits &limits)
 {
