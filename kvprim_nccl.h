@@ -1905,7 +1905,7 @@ struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a
     int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
     float part_of_hidden, eps, scale_min; /* part_of_hidden: 1 / hidden */
     uint32_t weight_plus_one, scale_per_token;
-    uint32_t share_bits, ahead; /* see >>impl_norm_few */
+    uint32_t share_bits; /* see >>impl_norm_few */
 };
 
 enum {
@@ -1913,8 +1913,7 @@ enum {
     kvpn_norm_max_groups = 64, /* of 32 packs: 16,384 elements */
     kvpn_norm_lanes = 32,
     kvpn_norm_packs = 4, /* of a thread, where one is not enough: 512 threads then have 16,384 elements */
-    kvpn_few_max_share_bits = 3,
-    kvpn_few_ahead = 2 /* tokens that a row sends before it waits for one */
+    kvpn_few_max_share_bits = 3
 };
 
 /* A thread's part of one token. r is s at first and y at last. */
@@ -2433,10 +2432,9 @@ template <class T, int packs> struct kvpn_norm_of_memory {
    by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block has
    two packs for each thread. Up to 8,192 elements, a block alone is as fast.
 
-   More tokens than rows take turns. A row has sent two tokens when it begins to wait, and sends another one when one has
-   come. If it sends all of them at first, 512 x 4,096 takes 20.0 us instead of 18.1: what a multiprocessor loads comes
-   after what it has sent through the link, so each wait would last until all is sent, and the link would be idle while
-   the tokens are finished. */
+   More tokens than rows take turns. A row sends its next token as soon as one has come, before it finishes that. What a
+   multiprocessor loads comes after what it has sent through the link: if a row has sent two tokens when it waits, 512 x
+   4,096 takes 18.2 us instead of 17.1, and 19.6 if it has sent all. */
 
 /* plain: a token in each block, whole warps of packs, a residual, residual_out and out, nothing quantised, no sum, and
    no 1 is added to the weight.
@@ -2508,14 +2506,6 @@ template <int max_ranks> KVPRIM_NCCL_DEVICE void kvpn_few_store(const kvpn_norm_
             kvpn_store_slot(p.peer[k] + offset, kvpn_replace_empty(v));
 }
 
-/* Where the thread sends its pack of a token. */
-template <kvpn_few_form form>
-KVPRIM_NCCL_DEVICE uint32_t kvpn_few_send_offset(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t token)
-{
-    const bool sends = me.stop_reason == 0 && kvpn_few_has<form>(p, me);
-    return sends ? kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, token)) : 2 * p.turn_bytes;
-}
-
 /* Sends this rank's addend, which t.r becomes, and loads what comes later. Returns false if the row has no token. */
 template <int max_ranks, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &me, kvpn_norm_token<1> &t)
@@ -2537,52 +2527,56 @@ KVPRIM_NCCL_DEVICE bool kvpn_few_begin(const kvpn_norm_params &p, kvpn_thread &m
     t.residual[0] =
         usual || p.residual ? kvpn_few_load<form>(p, me, p.residual, t.token, p.residual_stride) : uint4{0, 0, 0, 0};
     t.scale = kvpn_few_is<form>::quantised(p) && !p.scale_per_token ? *p.scale : 0;
-    KVPRIM_NCCL_UNROLL_BY(1)
-    for (uint32_t k = 1, to = t.token + p.rows; in_turn && k < p.ahead && to < kvpn_few_end(p, me); k++, to += p.rows)
-        kvpn_few_store<max_ranks>(p, kvpn_few_send_offset<form>(p, me, to),
-                                  kvpn_few_load<form>(p, me, p.send, to, p.send_stride));
     return true;
 }
 
-/* What a thread loads before it waits for a token: for its next one, and what it sends as soon as that token is there.
-   Four ranks leave no registers for it: there it is loaded later. */
+/* What a thread loads of its next token before it waits for one. Four ranks leave no registers for it: there it is
+   loaded later. */
 template <int max_ranks> struct kvpn_few_later {
     enum { early = max_ranks != 4 };
-    uint4 own, residual, send;
+    uint4 own, residual;
 };
+
+/* Whether the row has a next token. */
+template <kvpn_few_form form>
+KVPRIM_NCCL_DEVICE bool kvpn_few_goes_on(const kvpn_norm_params &p, const kvpn_thread &me, const kvpn_norm_token<1> &t)
+{
+    return kvpn_few_is<form>::in_turn && t.token + p.rows < kvpn_few_end(p, me);
+}
 
 template <int max_ranks, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE void kvpn_few_look_ahead(const kvpn_norm_params &p, const kvpn_thread &me,
                                             const kvpn_norm_token<1> &t, kvpn_few_later<max_ranks> &later)
 {
-    const uint32_t next = t.token + p.rows, to = t.token + p.ahead * p.rows;
-    if (!kvpn_few_is<form>::in_turn || !later.early || next >= kvpn_few_end(p, me))
+    if (!later.early || !kvpn_few_goes_on<form>(p, me, t))
         return;
-    if (to < kvpn_few_end(p, me))
-        later.send = kvpn_few_load<form>(p, me, p.send, to, p.send_stride);
-    later.own = kvpn_few_load<form>(p, me, p.send, next, p.send_stride);
+    later.own = kvpn_few_load<form>(p, me, p.send, t.token + p.rows, p.send_stride);
     if (p.residual)
-        later.residual = kvpn_few_load<form>(p, me, p.residual, next, p.residual_stride);
+        later.residual = kvpn_few_load<form>(p, me, p.residual, t.token + p.rows, p.residual_stride);
 }
 
+/* Sends this rank's addend of the next token. */
 template <int max_ranks, kvpn_few_form form>
-KVPRIM_NCCL_DEVICE void kvpn_few_send_later(const kvpn_norm_params &p, const kvpn_thread &me,
-                                            const kvpn_norm_token<1> &t, const kvpn_few_later<max_ranks> &later)
+KVPRIM_NCCL_DEVICE void kvpn_few_send_next(const kvpn_norm_params &p, const kvpn_thread &me,
+                                           const kvpn_norm_token<1> &t, const kvpn_few_later<max_ranks> &later)
 {
-    const uint32_t to = t.token + p.ahead * p.rows;
-    if (kvpn_few_is<form>::in_turn && to < kvpn_few_end(p, me))
-        kvpn_few_store<max_ranks>(p, kvpn_few_send_offset<form>(p, me, to),
-                                  later.early ? later.send : kvpn_few_load<form>(p, me, p.send, to, p.send_stride));
+    const uint32_t next = t.token + p.rows;
+    if (!kvpn_few_goes_on<form>(p, me, t))
+        return;
+    const bool stays = me.stop_reason || !kvpn_few_has<form>(p, me);
+    kvpn_few_store<max_ranks>(
+        p, stays ? 2 * p.turn_bytes : kvpn_slot_offset(p, me, 0, p.rank, kvpn_few_slot<form>(p, me, next)),
+        later.early ? later.own : kvpn_few_load<form>(p, me, p.send, next, p.send_stride));
 }
 
-/* Goes on to the row's next token. Returns false if there is none. */
+/* Goes on to the next token. Returns false if there is none. */
 template <int max_ranks, kvpn_few_form form>
 KVPRIM_NCCL_DEVICE bool kvpn_few_next(const kvpn_norm_params &p, const kvpn_thread &me, kvpn_norm_token<1> &t,
                                       const kvpn_few_later<max_ranks> &later)
 {
-    t.token += p.rows;
-    if (!kvpn_few_is<form>::in_turn || t.token >= kvpn_few_end(p, me))
+    if (!kvpn_few_goes_on<form>(p, me, t))
         return false;
+    t.token += p.rows;
     t.r[0] = later.early ? later.own : kvpn_few_load<form>(p, me, p.send, t.token, p.send_stride);
     if (p.residual)
         t.residual[0] =
@@ -2952,7 +2946,7 @@ KVPRIM_NCCL_DEVICE void kvpn_few_finish(const kvpn_norm_params &p, const kvpn_th
                                         const kvpn_few_later<max_ranks> &later)
 {
     uint32_t most = 0;
-    kvpn_few_send_later<max_ranks, form>(p, me, t, later);
+    kvpn_few_send_next<max_ranks, form>(p, me, t, later);
     kvpn_few_add<T, form>(p, me, t);
     kvpn_few_multiply<T, form>(p, me, kvpn_few_total<form>(p, me, meeting.found[meetings++ % 2], t.squares[0]), t);
     if (!kvpn_few_is<form>::quantised(p))
@@ -5253,16 +5247,6 @@ static int64_t kvpn_norm_most_rows(const kvprim_comm *comm, uint32_t row_packs)
     return (int64_t)comm->blocks * (rows < with_slots ? rows : with_slots);
 }
 
-/* Whether one shot is kvpn_few_kernel's. If tokens were to take turns in clusters of blocks, a block for each is
-   faster: 64 x 16,384 in 11.5 us instead of 12.3 (two H200s). */
-static bool kvpn_few_takes(const kvprim_comm *comm, uint32_t row_packs, int64_t tokens)
-{
-    const uint32_t bits = kvpn_few_share_bits(comm, row_packs, tokens);
-    const bool in_turn = bits > 0 && tokens > (int64_t)(comm->blocks >> bits);
-    return tokens <= kvpn_few_most_tokens(comm, row_packs) &&
-           !(in_turn && tokens <= kvpn_norm_most_rows(comm, row_packs));
-}
-
 /* Up to how many tokens one shot can take, and takes. */
 static int64_t kvpn_norm_most_in_one_shot(const kvprim_comm *comm, uint32_t row_packs)
 {
@@ -5286,7 +5270,7 @@ static kvprim_status kvpn_launch_few(const kvpn_call *c, kvprim_dtype dtype, kvp
                    threads = kvpn_few_threads(p->row_packs, bits), groups = comm->blocks >> bits;
     uint32_t rows = bits ? 1 : kvpn_max_threads_for(comm->world) / threads;
     rows = rows < kvpn_norm_max_rows ? rows : (uint32_t)kvpn_norm_max_rows;
-    p->share_bits = bits, p->ahead = kvpn_few_ahead;
+    p->share_bits = bits;
     p->block_packs = (p->tokens + groups - 1) / groups;
     p->rows = p->block_packs < rows ? p->block_packs : rows;
     const uint32_t used = (p->tokens + p->block_packs - 1) / p->block_packs;
@@ -5306,7 +5290,7 @@ static kvprim_status kvpn_launch_norm_by(const kvpn_call *c, const kvprim_norm_d
     for (int64_t first = 0; first < d->tokens; first += most) {
         kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
         kvpn_set_ranks(comm, &p);
-        if (way == kvpn_by_one_shot && kvpn_few_takes(comm, row_packs, d->tokens))
+        if (way == kvpn_by_one_shot && d->tokens <= kvpn_few_most_tokens(comm, row_packs))
             return kvpn_launch_few(c, d->dtype, &p);
         p.parts = parts, p.part_packs = comm->block_slots;
         p.block_bytes *= parts;

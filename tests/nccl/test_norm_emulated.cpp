@@ -24,8 +24,8 @@ struct call {
     uint32_t tokens, hidden, packs, threads, rows, block_rows, parts, slice_rows;
     place sum, residual_out, out;
     bool residual, plus_one, quantised, per_token, special;
-    bool few;                   /* kvpn_few_kernel instead of one shot */
-    uint32_t share_bits, ahead; /* of it: so many blocks share a token, as a power of two */
+    bool few;            /* kvpn_few_kernel instead of one shot */
+    uint32_t share_bits; /* of it: so many blocks share a token, as a power of two */
     uint32_t send_stride, residual_stride, strides[3], quantised_stride; /* strides: of sum, residual_out and out */
     float eps, scale_min, scale;
 };
@@ -50,7 +50,7 @@ static bool choose_few(call &c, uint64_t h)
     }
     if (c.threads > block_slots)
         return false;
-    c.few = true, c.parts = 1, c.packs = 1, c.ahead = 1 + static_cast<uint32_t>(h >> 40) % 4;
+    c.few = true, c.parts = 1, c.packs = 1;
     choose_tokens(c, h, blocks >> c.share_bits, std::min<uint32_t>(block_slots / c.threads, 5), 1);
     c.rows = c.share_bits ? 1 : 1 + static_cast<uint32_t>(h >> 32) % c.block_rows;
     return true;
@@ -394,7 +394,7 @@ static void finish_few(const kvpn_norm_params &p, std::vector<kvpn_thread> &row,
             kvpn_few_sum<kvpn_bf16, max_ranks>(p, awaited, tokens[t]);
         else
             kvpn_stop_rank(p, row[t]);
-        kvpn_few_send_later<max_ranks, form>(p, row[t], tokens[t], later[t]);
+        kvpn_few_send_next<max_ranks, form>(p, row[t], tokens[t], later[t]);
         kvpn_few_add<kvpn_bf16, form>(p, row[t], tokens[t]);
     }
     const float total = total_of<1>(row, tokens);
@@ -514,7 +514,6 @@ static kvpn_norm_params params_of(job &j, uint32_t rank, const call &c, tensors 
     p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
     p.tokens = c.tokens, p.row_packs = c.hidden / 8, p.rows = c.rows, p.block_packs = c.block_rows;
     p.slice_packs = c.slice_rows, p.parts = c.parts, p.part_packs = block_slots, p.share_bits = c.share_bits;
-    p.ahead = c.ahead;
     p.send = x.send.data(), p.send_stride = 2 * c.send_stride;
     p.residual = c.residual ? reinterpret_cast<char *>(x.residual.data()) : nullptr;
     p.residual_stride = 2 * c.residual_stride, p.weight = reinterpret_cast<char *>(x.weight.data());
