@@ -5247,35 +5247,36 @@ static int64_t kvpn_norm_most_rows(const kvprim_comm *comm, uint32_t row_packs)
     return (int64_t)comm->blocks * (rows < with_slots ? rows : with_slots);
 }
 
-/* Up to how many tokens one shot can take, and takes. */
+/* Up to how many tokens one shot can take. */
 static int64_t kvpn_norm_most_in_one_shot(const kvprim_comm *comm, uint32_t row_packs)
 {
     const int64_t few = kvpn_few_most_tokens(comm, row_packs), rows = kvpn_norm_most_rows(comm, row_packs);
     return few > rows ? few : rows;
 }
 
+/* Up to how many it takes. One token is never two slices. */
 static int64_t kvpn_norm_one_shot_tokens(const kvprim_comm *comm, uint32_t row_packs)
 {
     const int64_t limit = (int64_t)(kvpn_limits_of(comm).norm_one_shot / 16 / row_packs),
-                  wanted = limit > 1 ? limit : 1, /* one token is never two slices */
-        most = kvpn_norm_most_in_one_shot(comm, row_packs);
+                  wanted = limit > 1 ? limit : 1, most = kvpn_norm_most_in_one_shot(comm, row_packs);
     return wanted < most ? wanted : most;
 }
 
-/* Fills in the grid and launches kvpn_few_kernel. */
-static kvprim_status kvpn_launch_few(const kvpn_call *c, kvprim_dtype dtype, kvpn_norm_params *p)
+/* One shot by kvpn_few_kernel, of at most kvpn_few_most_tokens. */
+static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc *d)
 {
     const kvprim_comm *const comm = c->comm;
-    const uint32_t bits = kvpn_few_share_bits(comm, p->row_packs, p->tokens),
-                   threads = kvpn_few_threads(p->row_packs, bits), groups = comm->blocks >> bits;
-    uint32_t rows = bits ? 1 : kvpn_max_threads_for(comm->world) / threads;
+    kvpn_norm_params p = kvpn_make_norm_params(d, 0, d->tokens);
+    kvpn_set_ranks(comm, &p);
+    p.share_bits = kvpn_few_share_bits(comm, p.row_packs, d->tokens);
+    const uint32_t threads = kvpn_few_threads(p.row_packs, p.share_bits), groups = comm->blocks >> p.share_bits;
+    uint32_t rows = p.share_bits ? 1 : kvpn_max_threads_for(comm->world) / threads;
     rows = rows < kvpn_norm_max_rows ? rows : (uint32_t)kvpn_norm_max_rows;
-    p->share_bits = bits;
-    p->block_packs = (p->tokens + groups - 1) / groups;
-    p->rows = p->block_packs < rows ? p->block_packs : rows;
-    const uint32_t used = (p->tokens + p->block_packs - 1) / p->block_packs;
-    return kvpn_launch_clusters(c, kvpn_pick_few(dtype, comm->world, kvpn_few_form_of(p)), used << bits, 1u << bits,
-                                dim3(threads, p->rows), p);
+    p.block_packs = (p.tokens + groups - 1) / groups;
+    p.rows = p.block_packs < rows ? p.block_packs : rows;
+    const uint32_t used = (p.tokens + p.block_packs - 1) / p.block_packs;
+    return kvpn_launch_clusters(c, kvpn_pick_few(d->dtype, comm->world, kvpn_few_form_of(&p)), used << p.share_bits,
+                                1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 
 /* The whole call by own kernels, which must be on (comm->peer[0]). Each launch takes as many tokens as the slots
@@ -5287,11 +5288,11 @@ static kvprim_status kvpn_launch_norm_by(const kvpn_call *c, const kvprim_norm_d
     const uint32_t parts = (row_packs + comm->block_slots - 1) / comm->block_slots, blocks = comm->blocks / parts;
     const int64_t in_slots = (int64_t)blocks * (parts > 1 ? 1 : comm->block_slots / row_packs);
     const int64_t most = way == kvpn_by_two_shot ? in_slots * comm->world : d->tokens;
+    if (way == kvpn_by_one_shot && d->tokens <= kvpn_few_most_tokens(comm, row_packs))
+        return kvpn_launch_few(c, d);
     for (int64_t first = 0; first < d->tokens; first += most) {
         kvpn_norm_params p = kvpn_make_norm_params(d, first, d->tokens - first < most ? d->tokens - first : most);
         kvpn_set_ranks(comm, &p);
-        if (way == kvpn_by_one_shot && d->tokens <= kvpn_few_most_tokens(comm, row_packs))
-            return kvpn_launch_few(c, d->dtype, &p);
         p.parts = parts, p.part_packs = comm->block_slots;
         p.block_bytes *= parts;
         KVPRIM_NCCL_TRY(kvpn_launch_norm_rows(c, way, d->dtype, blocks, &p));
