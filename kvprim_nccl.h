@@ -2990,11 +2990,11 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
     kvpn_few_later<max_ranks> later;
     uint32_t meetings = 0;
     const bool in_cluster = form == kvpn_few_shared || (form == kvpn_few_all && p.share_bits);
+    kvpn_wait_for_predecessor();
     if (in_cluster) {
         kvpn_cluster_arrive(true);
         me.thread += (me.block & ((1u << p.share_bits) - 1)) * me.threads;
     }
-    kvpn_wait_for_predecessor();
     const bool has = kvpn_few_begin<max_ranks, form>(p, me, t);
     kvpn_few_clear<form>(p, me, meetings_of[me.role]);
     __syncthreads();
