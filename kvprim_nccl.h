@@ -542,9 +542,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
 
    In a norm (>>impl_norm) the threads of a row also meet, which cannot block: all of them send a token's packs before
    any of them waits for that token, and they begin a token after they met in the one before. Every block has packs of a
-   token of the first slice, so two sets suffice. A row that has the slots of several blocks also has their turns. Blocks
-   that share a token have their own slots and turns, and are resident at once because there are enough places for
-   clusters (kvpn_can_cluster).
+   token of the first slice, so two sets suffice. A row that has the slots of several blocks also has their turns.
+   Blocks that share a token have their own slots and turns. They are resident at once: kvpn_can_cluster finds out that
+   there is room for so many clusters.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
    words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
@@ -2429,8 +2429,8 @@ template <class T, int packs> struct kvpn_norm_of_memory {
 
    A token of more packs than a block has threads is shared by a cluster of blocks, up to 8, which write what their
    warps have found to each other's shared memory. A cluster takes 0.5 us longer than a block, and a block's time grows
-   by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block has
-   two packs for each thread. Up to 8,192 elements, a block alone is as fast.
+   by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block
+   has two packs for each thread. Up to 8,192 elements, a block alone is as fast.
 
    More tokens than rows take turns. A row sends its next token as soon as one has come, before it finishes that. What a
    multiprocessor loads comes after what it has sent through the link: if a row has sent two tokens when it waits, 512 x

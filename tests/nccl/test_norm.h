@@ -390,7 +390,8 @@ static void test_norm_without_kernels(rank_state &r)
     meet();
 }
 
-/* One block has nobody to share a large token with. Its threads then have several packs, as on GPUs without clusters. */
+/* One block has no other to share a large token with. Its threads then have several packs, as on GPUs without
+   clusters. */
 static void test_norm_of_one_block(rank_state &r)
 {
     kvprim_comm comm = {};
