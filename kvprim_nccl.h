@@ -543,8 +543,9 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    In a norm (>>impl_norm) the threads of a row also meet, which cannot block: all of them send a token's packs before
    any of them waits for that token, and they begin a token after they met in the one before. Every block has packs of a
    token of the first slice, so two sets suffice. A row that has the slots of several blocks also has their turns.
-   Blocks that share a token have their own slots and turns. They are resident at once: kvpn_can_cluster finds out that
-   there is room for so many clusters.
+   Blocks that share a token have their own slots and turns, and also wait for each other: as a cluster they are resident
+   at once. Clusters begin in order (on all GPUs so far; CUDA does not promise it), and each waits only for those of its
+   number, so calls end if one at a time fits beside what else may wait: see kvpn_can_cluster.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
    words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
@@ -3983,10 +3984,17 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 }
 
 /* Whether as many blocks as a launch may have fit in clusters of each size: the multiprocessors of a cluster lie close
-   to each other, so the last ones of each part of a GPU may be too few for one. */
+   to each other, so the last ones of each part of a GPU (a GPC) may be too few for one. Beside another communicator,
+   which waits on half of them, fewer clusters may fit, but one must: if more than 8 * 7 are free in at most 8 parts, one
+   part has 8. (H100, H200 and B200 have 8 parts; where compute capability 12.0 has 12, more than 12 * 7 are free.) */
 static bool kvpn_can_cluster(const kvprim_comm *comm)
 {
+    enum { largest = 1 << kvpn_few_max_share_bits, parts = 8 };
     const void *const kernel = kvpn_pick_few(KVPRIM_BF16, comm->world, kvpn_few_all);
+    int sms;
+    if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device) != cudaSuccess ||
+        sms - sms / 16 * 8 <= parts * (largest - 1))
+        return false;
     for (uint32_t bits = 1; bits <= kvpn_few_max_share_bits; bits++) {
         cudaLaunchAttribute cluster;
         cudaLaunchConfig_t config = {};
