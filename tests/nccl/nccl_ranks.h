@@ -320,11 +320,12 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
 }
 
 /* A graph of what `work` enqueues on the rank's stream. */
-static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work)
+static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work,
+                                cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal)
 {
     cudaGraph_t graph;
     cudaGraphExec_t exec;
-    CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
+    CUDA(cudaStreamBeginCapture(r.stream, mode));
     work();
     CUDA(cudaStreamEndCapture(r.stream, &graph));
     CUDA(cudaGraphInstantiate(&exec, graph, 0));

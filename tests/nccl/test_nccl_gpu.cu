@@ -526,14 +526,16 @@ static void enqueue_broadcast(rank_state &r, kvprim_comm *comm, size_t count)
     CUDA(cudaGetLastError());
 }
 
-/* The first call of a communicator, by NCCL, is captured: NCCL connects the ranks meanwhile. */
+/* The first call of a communicator, by NCCL, is captured: NCCL connects the ranks meanwhile. Processes capture in the
+   strictest mode, which is torch's. */
 static void first_in_graph(rank_state &r, const char *what, const std::function<void(kvprim_comm *)> &call)
 {
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = 1;
     OK(kvprim_comm_init(&comm, &desc));
-    const cudaGraphExec_t exec = captured(r, [&] { call(&comm); });
+    const cudaGraphExec_t exec = captured(
+        r, [&] { call(&comm); }, processes ? cudaStreamCaptureModeGlobal : cudaStreamCaptureModeThreadLocal);
     for (int n = 0; n < 3; n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, what, 0);
