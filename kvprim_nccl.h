@@ -162,7 +162,7 @@ typedef struct kvprim_comm_desc {
     /* the most multiprocessors that an own kernel holds while it runs, which includes its waits for other ranks; 0:
        half of them. The smallest value of all ranks counts. Communicators whose kernels may run at the same time must
        fit on the GPU together: three of them need a third each. A norm that follows NCCL's sum waits for nobody, and
-       may take more */
+       may take more. Below 57, norms of large tokens are slower: they use no clusters of blocks */
     int32_t max_sms;
     /* 1, the same: NCCL 2.27 and newer may use its symmetric kernels for tensors in the buffer. They are faster for
        some calls that NCCL serves, but no abort ends them, and an abort while any of NCCL's work is stuck leaves the
@@ -226,8 +226,8 @@ typedef struct kvprim_comm {
     void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
-    char description[1020];
-    int32_t clusters; /* 1: blocks of own kernels can form clusters, on all ranks */
+    char description[1020];             /* with the next field 1,024 bytes */
+    int32_t clusters;                   /* 1: blocks of own kernels can form clusters, on all ranks */
 
     const struct kvprim_comm *self; /* itself from init to destroy; init's copy ends before this field */
     int32_t state, active_calls;    /* active_calls: of other threads; abort and destroy wait for them */
@@ -252,9 +252,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
-   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Graphs
-   that hold own kernels of the communicator must not be launched any more. Graphs that hold collectives of NCCL's must
-   be destroyed before.
+   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks of
+   one process write to each other's memory: there destroy, also after an abort, waits up to a second for the others to
+   let go of this rank's; from one that comes later still, a thread frees it. Graphs that hold own kernels of the
+   communicator must not be launched any more. Graphs that hold collectives of NCCL's must be destroyed before.
    Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
    because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
    goes on), CUDA, NCCL. */
@@ -543,9 +544,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_ring_take(kvprim_ring *ring, int3
    In a norm (>>impl_norm) the threads of a row also meet, which cannot block: all of them send a token's packs before
    any of them waits for that token, and they begin a token after they met in the one before. Every block has packs of a
    token of the first slice, so two sets suffice. A row that has the slots of several blocks also has their turns.
-   Blocks that share a token have their own slots and turns, and also wait for each other: as a cluster they are resident
-   at once. Clusters begin in order (on all GPUs so far; CUDA does not promise it), and each waits only for those of its
-   number, so calls end if one at a time fits beside what else may wait: see kvpn_can_cluster.
+   Blocks that share a token have their own slots and turns, and also wait for each other: as a cluster they are
+   resident at once. Clusters begin in order (on all GPUs so far; CUDA does not promise it), and each waits only for
+   those of its number, so calls end if one at a time fits beside what else may wait (kvpn_can_cluster). Were one not to
+   fit, they would end by timeout_ms.
 
    A rank stops after a timeout of its own, after an abort, or when another rank tells it to. It then sends no more
    words, because in its call k+2 they could overwrite those of its call k that a late rank has not read yet. It
@@ -1906,7 +1908,7 @@ struct kvpn_norm_params : kvpn_params { /* slice_packs, block_packs: tokens of a
     int64_t sum_stride, residual_out_stride, out_stride, quantised_stride;
     float part_of_hidden, eps, scale_min; /* part_of_hidden: 1 / hidden */
     uint32_t weight_plus_one, scale_per_token;
-    uint32_t share_bits; /* see >>impl_norm_few */
+    uint32_t share_bits; /* 2^share_bits blocks share a token, and block_packs are the tokens of all of them */
 };
 
 enum {
@@ -2418,8 +2420,8 @@ template <class T, int packs> struct kvpn_norm_of_memory {
 
 /* >>impl_norm_few --------------------------------------------------------------------------------------------------
 
-   One shot for few tokens, as in decoding: a pack for each thread of a row, and no other threads but those that
-   complete a warp. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction
+   One shot, fastest for the few tokens of decoding: a pack for each thread of a row, and no other threads except those
+   that complete a warp. It computes what kvpn_norm_one_shot does, and differs in what it leaves out: every instruction
    counts, because a multiprocessor has a whole token. 1 x 4,096 takes 2.4 us (H200), a sum of as many bytes 2.0. What
    helps:
    - weight and residual are loaded after the addend is sent, and the turn ends then, while the exchange is under way
@@ -2431,7 +2433,8 @@ template <class T, int packs> struct kvpn_norm_of_memory {
    A token of more packs than a block has threads is shared by a cluster of blocks, up to 8, which write what their
    warps have found to each other's shared memory. A cluster takes 0.5 us longer than a block, and a block's time grows
    by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block
-   has two packs for each thread. Up to 8,192 elements, a block alone is as fast.
+   has two packs for each thread. Up to 8,192 elements, a block alone is as fast (of 5 to 8 ranks it has half as many
+   threads: clusters begin above 4,096).
 
    More tokens than rows take turns. A row sends its next token as soon as one has come, before it finishes that. What a
    multiprocessor loads comes after what it has sent through the link: if a row has sent two tokens when it waits, 512 x
@@ -2480,7 +2483,8 @@ KVPRIM_NCCL_DEVICE uint32_t kvpn_few_end(const kvpn_norm_params &p, const kvpn_t
     return end < p.tokens ? end : p.tokens;
 }
 
-/* The thread's slot for a token, of area 0, in the block's. */
+/* The thread's slot for a token, of area 0, in the block's. me.thread counts from the first block of a cluster, slots
+   from this block's: hence minus part, which may wrap around on the way. */
 template <kvpn_few_form form>
 KVPRIM_NCCL_DEVICE uint32_t kvpn_few_slot(const kvpn_norm_params &p, const kvpn_thread &me, uint32_t token)
 {
@@ -2973,12 +2977,13 @@ KVPRIM_NCCL_DEVICE void kvpn_few_clear(const kvpn_norm_params &p, const kvpn_thr
     for (uint32_t k = threadIdx.x; k < groups && threadIdx.x < kvpn_norm_lanes; k += kvpn_norm_lanes)
         if (!in_clusters || k >= warps) {
             meeting.found[0][k] = 0;
-            if (in_clusters) /* kvpn_norm_largest needs none */
+            if (in_clusters) /* kvpn_norm_largest reads only what warps have written */
                 meeting.found[1][k] = 0;
         }
 }
 
-/* See >>impl_norm_few. kvpn_end_turn's barrier costs nothing: the row waits for the other ranks anyway. A warp that has
+/* See >>impl_norm_few. In a cluster, me.thread counts on from block to block, and each block has its own turn, which
+   ends as kvpn_end_turn says. The barrier costs nothing: the row waits for the other ranks anyway. A warp that has
    polled in vain has code of its own, after that of the others: it is far away from what they need next. */
 template <class T, int max_ranks, kvpn_few_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
@@ -3269,7 +3274,8 @@ static kvpn_slots *kvpn_retain_slots(uint64_t nonce)
     return slots;
 }
 
-static void kvpn_free_own_slots(kvpn_slots *slots)
+/* Their device is the current one. */
+static void kvpn_free_slots_here(kvpn_slots *slots)
 {
     (void)cudaFree(slots->memory);
     free(slots);
@@ -3282,7 +3288,7 @@ static void *kvpn_free_slots_of_other(void *argument)
     kvpn_slots *const slots = (kvpn_slots *)argument;
     (void)kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     (void)cudaSetDevice(slots->device);
-    kvpn_free_own_slots(slots);
+    kvpn_free_slots_here(slots);
     return NULL;
 }
 
@@ -3299,7 +3305,7 @@ static void kvpn_release_slots(kvpn_slots *slots, bool own)
         *link = slots->next;
     (void)pthread_mutex_unlock(&kvpn_slots_lock);
     if (last && own)
-        kvpn_free_own_slots(slots);
+        kvpn_free_slots_here(slots);
     else if (last)
         kvpn_start_thread_or_run(kvpn_free_slots_of_other, slots);
 }
@@ -3399,8 +3405,8 @@ static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 }
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory, when the others of this process use it no more, who come soon; after a second, the
-   last of them does. */
+   Each rank frees its own memory once the other ranks of this process have released it, which they do soon; after a
+   second, whichever comes last does (kvpn_free_slots_of_other says why not here). */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
@@ -3891,7 +3897,8 @@ static const void *kvpn_kernel_of(kvpn_way way, kvprim_dtype dtype, int world, b
                                 : (const void *)kvpn_pick(way, dtype, world, whole);
 }
 
-/* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says. */
+/* kvpn_by_nccl: the norm alone. packs: of a thread, 1 or as many as kvpn_norm_packs_of says, which one shot always
+   has. */
 template <class T, int max_ranks> static const void *kvpn_pick_norm(kvpn_way way, uint32_t packs)
 {
     enum { many = kvpn_norm_packs, few = max_ranks <= 4 ? kvpn_norm_packs / 2 : kvpn_norm_packs };
@@ -3984,16 +3991,14 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 }
 
 /* Whether as many blocks as a launch may have fit in clusters of each size: the multiprocessors of a cluster lie close
-   to each other, so the last ones of each part of a GPU (a GPC) may be too few for one. Beside another communicator,
-   which waits on half of them, fewer clusters may fit, but one must: if more than 8 * 7 are free in at most 8 parts, one
-   part has 8. (H100, H200 and B200 have 8 parts; where compute capability 12.0 has 12, more than 12 * 7 are free.) */
+   to each other, so the last ones of each part of a GPU (a GPC) may be too few for one. Beside other communicators,
+   which leave as many multiprocessors as this one may have, in any places (desc->max_sms), fewer clusters may fit, but
+   one must: among more than 8 * 7 of them, in at most 8 parts, one part has 8. */
 static bool kvpn_can_cluster(const kvprim_comm *comm)
 {
     enum { largest = 1 << kvpn_few_max_share_bits, parts = 8 };
     const void *const kernel = kvpn_pick_few(KVPRIM_BF16, comm->world, kvpn_few_all);
-    int sms;
-    if (cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device) != cudaSuccess ||
-        sms - sms / 16 * 8 <= parts * (largest - 1))
+    if (comm->blocks <= (uint32_t)(parts * (largest - 1)))
         return false;
     for (uint32_t bits = 1; bits <= kvpn_few_max_share_bits; bits++) {
         cudaLaunchAttribute cluster;
@@ -4028,9 +4033,10 @@ static void kvpn_load_kernels(kvpn_init_task *task)
     for (int form = kvpn_few_plain; form < kvpn_few_forms; form++)
         for (int k = 0; k < 2; k++)
             loaded = loaded && kvpn_load_kernel(task, kvpn_pick_few(types[k], world, (kvpn_few_form)form));
-    (void)cudaGetLastError();
     task->mine.has_kernels = !task->off_reason;
-    task->mine.clusters = task->kernels_wait && kvpn_can_cluster(&task->comm); /* compute capability 9.0, too */
+    /* kernels_wait: compiled for 9.0 or newer, without which a cluster has no instructions */
+    task->mine.clusters = task->kernels_wait && kvpn_can_cluster(&task->comm);
+    (void)cudaGetLastError();
 }
 
 /* Older drivers cannot capture launches with programmatic dependent launch. */
@@ -4040,11 +4046,11 @@ static bool kvpn_can_capture_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s, estimated for more ranks. Other numbers need
-   another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more ranks;
+   `make nccl-limits` measures them. Other numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
-    size_t norm_one_shot;            /* of kvprim_all_reduce_norm */
+    size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend */
     size_t scatter;                  /* what each rank sends */
     size_t gather, gather_odd;       /* what each rank receives; odd: a rank's part is not a multiple of 16 */
     size_t gather_many, gather_most; /* the second begins where the first ends */
@@ -4124,14 +4130,14 @@ static void kvpn_describe(kvpn_init_task *task)
     const kvpn_limits limits = kvpn_limits_of(comm);
     if (comm->peer[0]) {
         used += (size_t)snprintf(text + used, size - used,
-                                 "on, %s, at most %u multiprocessors, %s, all_to_all up to %llu bytes received "
+                                 "on, %s, at most %u multiprocessors, %s%s, all_to_all up to %llu bytes received "
                                  "(%llu if parts differ), all_gather up to %llu bytes received, ",
                                  task->desc.peers                        ? "in the caller's memory"
                                  : comm->mapped[comm->rank == 0] != NULL ? "memory mapped between processes"
                                                                          : "memory of one process",
                                  (unsigned)comm->blocks, comm->pdl ? "dependent launch" : "no dependent launch",
-                                 (unsigned long long)limits.parts_even, (unsigned long long)limits.parts_uneven,
-                                 (unsigned long long)limits.gather_most);
+                                 comm->clusters ? ", clusters" : "", (unsigned long long)limits.parts_even,
+                                 (unsigned long long)limits.parts_uneven, (unsigned long long)limits.gather_most);
         if (comm->deterministic)
             (void)snprintf(text + used, size - used, "reductions of any size");
         else
@@ -5159,7 +5165,7 @@ static kvprim_status kvpn_launch_parts(const kvpn_call *c, kvpn_way way)
 
 /* >>impl_launch_norm ----------------------------------------------------------------------------------------------- */
 
-/* Both take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
+/* All take a description that was checked, with its defaults filled in (strides, scale_min), and at least one token.
    c: function, comm, stream. */
 
 /* Tokens that begin with number `first`. */
@@ -5418,7 +5424,7 @@ static kvprim_status kvpn_enqueue_watched(const kvpn_call *c, const char *name,
     comm->after_nccl |= kvpn_after_nccl_bit(c);
     const enum cudaStreamCaptureMode mode = kvpn_set_capture_mode(cudaStreamCaptureModeRelaxed);
     const ncclResult_t result = kvpn_wait_for_nccl(comm->nccl, enqueue(c), &comm->state, kvpn_alive);
-    (void)kvpn_set_capture_mode(mode); /* both changes: 80 ns */
+    (void)kvpn_set_capture_mode(mode); /* to change it twice takes 80 ns */
     KVPRIM_NCCL_TRY(kvpn_nccl_status(c->function, name, result));
     if (!c->captured)
         kvpn_record_watch_event(comm, c->stream);
@@ -5479,7 +5485,7 @@ static kvprim_status kvpn_add_to_group(kvpn_open_group *group, kvpn_call *c)
     return KVPRIM_OK;
 }
 
-/* Those of the communicator's group. Nothing else of c counts. */
+/* Enqueues the calls of the communicator's open group. Of c, only comm is used. */
 static ncclResult_t kvpn_enqueue_group(const kvpn_call *c)
 {
     const kvprim_comm *const comm = c->comm;

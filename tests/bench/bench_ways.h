@@ -7,8 +7,10 @@
 #include "bench_ranks.h"
 #include <cmath>
 
+/* In the order of kvpn_way. */
 static const char *const way_names[] = {"NCCL", "one shot", "two shots", "scatter", "gather", "many",
                                         "most", "pipeline", "pipeline",  "parts",   "many",   "most"};
+static_assert(sizeof way_names / sizeof *way_names == kvpn_by_parts_most + 1, "a name for each way");
 
 /* ---- collectives ---- */
 
@@ -365,6 +367,7 @@ static const limit_field limits_in_order[] = {
     &kvpn_limits::one_shot, &kvpn_limits::two_shot,   &kvpn_limits::norm_one_shot, &kvpn_limits::scatter,
     &kvpn_limits::gather,   &kvpn_limits::gather_odd, &kvpn_limits::gather_many,   &kvpn_limits::gather_most,
     &kvpn_limits::parts,    &kvpn_limits::parts_many, &kvpn_limits::parts_uneven,  &kvpn_limits::parts_even};
+static_assert(sizeof limits_in_order / sizeof *limits_in_order == sizeof(kvpn_limits) / sizeof(size_t), "all of them");
 
 static void print_limits(const char *whose, const kvpn_limits &limits)
 {

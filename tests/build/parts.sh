@@ -111,8 +111,8 @@ once()
     output=$1
     shift
     made=$(echo "$*" && find kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +)
-    [ ! -e "$output" ] || [ "$made" != "$(cat "$output.made")" ] || return 0
-    "$@" -o "$output.$part" || { rm -f "$output"; return 1; }
+    [ ! -e "$output" ] || [ "$made" != "$(cat "$output.made" 2>/dev/null)" ] || return 0
+    "$@" -o "$output.$part" || { rm -f "$output.$part"; return 1; }
     mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
 }
 

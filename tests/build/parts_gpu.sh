@@ -179,8 +179,8 @@ nccl_cuda()
     read="$NVCC -x cu -std=c++17 -I. $nccl_flags"
     unit kernels "$implement" '#include "kvprim_nccl.h"'
     mv "$build/kernels.c" "$build/kernels.cu"
-    # Kernels for sm_80 have fewer instructions than these, for bf16 and fp16. They are only read, and this PTX is
-    # assembled for sm_80: what they have instead sm_90 has, too.
+    # sm_80 does in one instruction what sm_75 does in several, for bf16 and fp16. So its source is only read, and
+    # sm_75's PTX is assembled for it; the shorter instructions are assembled for sm_90, below.
     kernels_for 75
     assembled_for "$build/kept/kernels.ptx" 80
     cell 'kernels for compute_80' $read $lto_80 $strict -c "$build/kernels.cu" -o "$build/unit.o"

@@ -193,7 +193,7 @@ static void test_missing(rank_state &r)
     one_missing(r, gatherv_of_device, 50000, KVPRIM_F64, true);
     one_missing(r, to_all_of_device, (size_t(36) << 20) / size_t(world), KVPRIM_U8, false);
     one_missing(r, norm_of_device, 4096, KVPRIM_BF16, true);
-    one_missing(r, norm_of_device, 2 << 20, KVPRIM_F16, true);
+    one_missing(r, norm_of_device, 3 << 20, KVPRIM_F16, true);
     one_missing(r, sum_of_device, 1000, KVPRIM_INT32, false);
     one_missing(r, sum_in_buffer, 100000, KVPRIM_F8E4M3, false);
 }

@@ -115,9 +115,10 @@ static void test_norms(rank_state &r)
                 if (count < 128 || (seed & 1) == (dtype == KVPRIM_F16))
                     norm_once(r, &r.comm, norm_call_of(r, dtype, count, hidden, seed, !r.comm.peer[0]), "norm");
         }
-    /* every kernel, in quick tests too: more than 2 MB take two shots */
-    static const int64_t shapes[][2] = {{1, 512},   {1, 4096},   {8, 4096},   {33, 4096}, {3, 7168},   {130, 2880},
-                                        {1, 16384}, {300, 4096}, {140, 8192}, {70, 8200}, {70, 16384}, {600, 4096}};
+    /* every kernel, in quick tests too: more than 4 MB take two shots */
+    static const int64_t shapes[][2] = {{1, 512},    {1, 4096},    {8, 4096},   {33, 4096},  {3, 7168},
+                                        {130, 2880}, {1, 16384},   {300, 4096}, {140, 8192}, {70, 8200},
+                                        {70, 16384}, {140, 16384}, {600, 4096}};
     for (const auto &shape : shapes)
         for (int n = 0; n < 6; n++)
             norm_once(r, &r.comm,
@@ -305,7 +306,7 @@ static void test_norm_dependent(rank_state &r)
     CUDA(cudaGraphExecDestroy(exec));
 }
 
-/* Another communicator's norms and sums at the same time, on another stream. */
+/* Another communicator's norms at the same time, on another stream, all in clusters. */
 static void test_norm_two_communicators(rank_state &r)
 {
     kvprim_comm other = {};
@@ -313,8 +314,8 @@ static void test_norm_two_communicators(rank_state &r)
     const kvprim_comm_desc desc = desc_of(r, 0);
     OK(kvprim_comm_init(&other, &desc));
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-    const norm_call a = norm_call_of(r, KVPRIM_BF16, 7, 4096, 21, !r.comm.peer[0]),
-                    b = norm_call_of(r, KVPRIM_F16, 64, 8192, 22, !r.comm.peer[0]);
+    const norm_call a = norm_call_of(r, KVPRIM_BF16, 7, 12288, 21, !r.comm.peer[0]),
+                    b = norm_call_of(r, KVPRIM_F16, 32, 16384, 22, !r.comm.peer[0]);
     const size_t half = room_bytes / 2;
     for (int k = 0; k < 2; k++) {
         norm_upload(r, r.device[1] + size_t(k) * half, k ? b.before : a.before);
