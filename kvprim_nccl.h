@@ -2442,10 +2442,23 @@ template <class T, int packs> struct kvpn_norm_of_memory {
 
 /* plain: a token in each block, whole warps of packs, a residual, residual_out and out, nothing quantised, no sum, and
    no 1 is added to the weight.
-   shared: the same of a token in each cluster of 2^share_bits blocks.
+   shared: the same of a token in each cluster of 2^share_bits blocks, which all have as many packs.
    any, quantised: whole warps of packs, at most a token in each row, any outputs.
    all: what the others leave out, tokens in turn too. */
 enum kvpn_few_form { kvpn_few_plain, kvpn_few_shared, kvpn_few_any, kvpn_few_quantised, kvpn_few_all, kvpn_few_forms };
+
+/* Ranks may take different forms: slots, blocks and turns are the same. */
+static inline kvpn_few_form kvpn_few_form_of(const kvpn_norm_params *p)
+{
+    const uint32_t unit = (uint32_t)kvpn_norm_lanes << p->share_bits; /* otherwise some threads have no pack */
+    const bool usual = p->residual && p->residual_out && p->out && !p->quantised && !p->sum && !p->weight_plus_one,
+               whole = p->row_packs % unit == 0 && p->block_packs <= p->rows;
+    return !whole || (p->share_bits && !usual) ? kvpn_few_all
+           : p->share_bits                     ? kvpn_few_shared
+           : usual && p->block_packs == 1      ? kvpn_few_plain
+           : p->quantised                      ? kvpn_few_quantised
+                                               : kvpn_few_any;
+}
 
 template <kvpn_few_form form> struct kvpn_few_is {
     enum {
@@ -3947,18 +3960,6 @@ template <class T> static const void *kvpn_pick_few(int world, kvpn_few_form for
 static const void *kvpn_pick_few(kvprim_dtype dtype, int world, kvpn_few_form form)
 {
     return dtype == KVPRIM_BF16 ? kvpn_pick_few<kvpn_bf16>(world, form) : kvpn_pick_few<kvpn_f16>(world, form);
-}
-
-/* Ranks may take different forms: slots, blocks and turns are the same. */
-static kvpn_few_form kvpn_few_form_of(const kvpn_norm_params *p)
-{
-    const bool usual = p->residual && p->residual_out && p->out && !p->quantised && !p->sum && !p->weight_plus_one,
-               whole = p->row_packs % kvpn_norm_lanes == 0 && p->block_packs <= p->rows;
-    return !whole || (p->share_bits && !usual) ? kvpn_few_all
-           : p->share_bits                     ? kvpn_few_shared
-           : usual && p->block_packs == 1      ? kvpn_few_plain
-           : p->quantised                      ? kvpn_few_quantised
-                                               : kvpn_few_any;
 }
 
 /* How many packs a thread has that has more than one. */

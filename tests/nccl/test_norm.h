@@ -124,7 +124,7 @@ static void test_norms(rank_state &r)
             norm_once(r, &r.comm,
                       norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, shape[0], shape[1], ++seed, !r.comm.peer[0]),
                       "norm");
-    for (const int64_t hidden : {512, 4096, 6144, 8192, 12288, 16384})
+    for (const int64_t hidden : {512, 4096, 6144, 8192, 9216, 12288, 16384})
         for (const int64_t count : {1, 7, 9, 64})
             for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
                 norm_once(r, &r.comm, usual_norm_call(r, dtype, count, hidden, ++seed * 100, !r.comm.peer[0]),
