@@ -3994,12 +3994,14 @@ static bool kvpn_load_kernel(kvpn_init_task *task, const void *kernel)
 /* Whether as many blocks as a launch may have fit in clusters of each size: the multiprocessors of a cluster lie close
    to each other, so the last ones of each part of a GPU (a GPC) may be too few for one. Beside other communicators,
    which leave as many multiprocessors as this one may have, in any places (desc->max_sms), fewer clusters may fit, but
-   one must: among more than 8 * 7 of them, in at most 8 parts, one part has 8. */
+   one must: among more than 8 * 7 of them, in at most 8 parts, one part has 8. (Compute capability 12.0: 12 parts.) */
 static bool kvpn_can_cluster(const kvprim_comm *comm)
 {
-    enum { largest = 1 << kvpn_few_max_share_bits, parts = 8 };
+    enum { largest = 1 << kvpn_few_max_share_bits };
     const void *const kernel = kvpn_pick_few(KVPRIM_BF16, comm->world, kvpn_few_all);
-    if (comm->blocks <= (uint32_t)(parts * (largest - 1)))
+    int major;
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, comm->device) != cudaSuccess ||
+        comm->blocks <= (major < 12 ? 8u : 12u) * (largest - 1))
         return false;
     for (uint32_t bits = 1; bits <= kvpn_few_max_share_bits; bits++) {
         cudaLaunchAttribute cluster;
@@ -4047,8 +4049,8 @@ static bool kvpn_can_capture_pdl(void)
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030;
 }
 
-/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more ranks;
-   `make nccl-limits` measures them. Other numbers need another kvpn_protocol. */
+/* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more
+   ranks; `make nccl-limits` measures them. Other numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /* Tests the results of kvprim_nccl.h on two GPUs or more: every collective, type, size and place, enqueued and
-   captured, in threads or processes (nccl_ranks.h says how to call it). test_nccl_faults.cu tests what goes wrong around
-   them.
+   captured, in threads or processes (nccl_ranks.h says how to call it). test_nccl_faults.cu tests what goes wrong
+   around them.
 
        nvcc -arch=native -std=c++17 -O2 -I. -DKVPRIM_IMPLEMENTATION tests/nccl/test_nccl_gpu.cu -lnccl && ./a.out */
 #include "nccl_ranks.h"
