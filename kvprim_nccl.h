@@ -5279,20 +5279,28 @@ static int64_t kvpn_norm_one_shot_tokens(const kvprim_comm *comm, uint32_t row_p
     return wanted < most ? wanted : most;
 }
 
-/* One shot by kvpn_few_kernel, of at most kvpn_few_most_tokens. */
-static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc *d)
+/* What kvpn_few_kernel does for at most kvpn_few_most_tokens, by so many blocks whose rows have so many threads. */
+static kvpn_norm_params kvpn_make_few_params(const kvprim_comm *comm, const kvprim_norm_desc *d, uint32_t *blocks,
+                                             uint32_t *threads)
 {
-    const kvprim_comm *const comm = c->comm;
     kvpn_norm_params p = kvpn_make_norm_params(d, 0, d->tokens);
-    kvpn_set_ranks(comm, &p);
     p.share_bits = kvpn_few_share_bits(comm, p.row_packs, d->tokens);
-    const uint32_t threads = kvpn_few_threads(p.row_packs, p.share_bits), groups = comm->blocks >> p.share_bits;
-    uint32_t rows = p.share_bits ? 1 : kvpn_max_threads_for(comm->world) / threads;
-    rows = rows < kvpn_norm_max_rows ? rows : (uint32_t)kvpn_norm_max_rows;
+    *threads = kvpn_few_threads(p.row_packs, p.share_bits);
+    const uint32_t groups = comm->blocks >> p.share_bits,
+                   fit = p.share_bits ? 1 : kvpn_max_threads_for(comm->world) / *threads,
+                   rows = fit < kvpn_norm_max_rows ? fit : (uint32_t)kvpn_norm_max_rows;
     p.block_packs = (p.tokens + groups - 1) / groups;
     p.rows = p.block_packs < rows ? p.block_packs : rows;
-    const uint32_t used = (p.tokens + p.block_packs - 1) / p.block_packs;
-    return kvpn_launch_clusters(c, kvpn_pick_few(d->dtype, comm->world, kvpn_few_form_of(&p)), used << p.share_bits,
+    *blocks = (p.tokens + p.block_packs - 1) / p.block_packs << p.share_bits;
+    return p;
+}
+
+static kvprim_status kvpn_launch_few(const kvpn_call *c, const kvprim_norm_desc *d)
+{
+    uint32_t blocks, threads;
+    kvpn_norm_params p = kvpn_make_few_params(c->comm, d, &blocks, &threads);
+    kvpn_set_ranks(c->comm, &p);
+    return kvpn_launch_clusters(c, kvpn_pick_few(d->dtype, c->comm->world, kvpn_few_form_of(&p)), blocks,
                                 1u << p.share_bits, dim3(threads, p.rows), &p);
 }
 

@@ -627,6 +627,49 @@ static void test_grids(void)
             }
 }
 
+/* Each token has a row's threads, and these have slots of their own. Each block of a cluster has a pack. Only the forms
+   that ask have threads without one. */
+static bool few_is_right(const kvprim_comm *comm, int64_t hidden, int64_t tokens, bool usual)
+{
+    char memory;
+    kvprim_norm_desc d = {};
+    uint32_t blocks, threads;
+    d.hidden = hidden, d.tokens = tokens, d.residual = usual ? &memory : NULL, d.residual_out = d.out = &memory;
+    const kvpn_norm_params p = kvpn_make_few_params(comm, &d, &blocks, &threads);
+    const kvpn_few_form form = kvpn_few_form_of(&p);
+    const uint32_t shares = 1u << p.share_bits, groups = blocks >> p.share_bits;
+    return blocks <= comm->blocks && blocks % shares == 0 && p.rows >= 1 && threads % kvpn_norm_lanes == 0 &&
+           threads * p.rows <= kvpn_max_threads_for(comm->world) && p.block_packs * threads <= comm->block_slots &&
+           groups * p.block_packs >= p.tokens && (groups - 1) * p.block_packs < p.tokens &&
+           threads * shares >= p.row_packs && threads * (shares - 1) < p.row_packs &&
+           (form == kvpn_few_all || (threads * shares == p.row_packs && p.block_packs <= p.rows)) &&
+           (form == kvpn_few_all || (form == kvpn_few_shared) == (shares > 1)) &&
+           (form != kvpn_few_plain || (usual && p.block_packs == 1)) && (form != kvpn_few_shared || usual);
+}
+
+static void test_grids_of_few(void)
+{
+    static const int blocks[] = {1, 8, 44, 57, 64, 132};
+    size_t shared_by[kvpn_few_max_share_bits + 1] = {};
+    for (int k = 0; k < 7 * 6 * 2; k++) {
+        kvprim_comm comm;
+        open_for_grid(&comm, 2 + k % 7, blocks[k / 7 % 6], kvpn_max_peer_bytes);
+        comm.clusters = k / 42;
+        for (int64_t hidden = 8; hidden <= 16384; hidden += 8) {
+            const int64_t most = kvpn_few_most_tokens(&comm, (uint32_t)hidden / 8);
+            for (int64_t tokens = 1; tokens <= most; tokens += tokens / 5 + 1) {
+                shared_by[kvpn_few_share_bits(&comm, (uint32_t)hidden / 8, tokens)]++;
+                if (!few_is_right(&comm, hidden, tokens, true) || !few_is_right(&comm, hidden, tokens, false))
+                    fail("world %d, %u blocks, clusters %d: %d tokens of %d", comm.world, (unsigned)comm.blocks,
+                         comm.clusters, (int)tokens, (int)hidden);
+            }
+            CHECK(most == 0 || few_is_right(&comm, hidden, most, true));
+        }
+    }
+    for (int bits = 0; bits <= kvpn_few_max_share_bits; bits++)
+        CHECK(shared_by[bits] > 0);
+}
+
 /* For parts of so many bytes, equal or not, and one that stays. Equal parts may have a higher limit. */
 static kvpn_way choose_parts(const kvprim_comm *comm, size_t bytes, size_t own)
 {
@@ -702,6 +745,11 @@ static void test_grids(void)
     skip("not compiled by nvcc");
 }
 
+static void test_grids_of_few(void)
+{
+    test_grids();
+}
+
 static void test_choices(void)
 {
     test_grids();
@@ -730,6 +778,7 @@ __attribute__((weak)) int main(void)
     run("nccl: tensors of a norm", test_norm_tensors);
     run("nccl: tensors of a norm that overlap", test_norm_overlaps);
     run("nccl: grids of launches", test_grids);
+    run("nccl: grids of norms of few tokens", test_grids_of_few);
     run("nccl: which way a call takes", test_choices);
     return finish();
 }
