@@ -2431,10 +2431,10 @@ template <class T, int packs> struct kvpn_norm_of_memory {
    - the usual call has no conditions (0.2 us), and what a warp does that has polled in vain lies apart (0.2 to 0.5 us).
 
    A token of more packs than a block has threads is shared by a cluster of blocks, up to 8, which write what their
-   warps have found to each other's shared memory. A cluster takes 0.5 us longer than a block, and a block's time grows
-   by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block
-   has two packs for each thread. Up to 8,192 elements, a block alone is as fast (of 5 to 8 ranks it has half as many
-   threads: clusters begin above 4,096).
+   warps have found to each other's shared memory. A cluster takes 0.5 us longer than a block (nvcc makes a fence of the
+   whole GPU of its barrier's release), and a block's time grows by 0.2 us per 1,024 elements: 1 x 16,384 takes 3.1 us
+   with 8 blocks, 3.3 with 4, 3.9 with 2, and 5.5 where a block has two packs for each thread. Up to 8,192 elements, a
+   block alone is as fast (of 5 to 8 ranks it has half as many threads: clusters begin above 4,096).
 
    More tokens than rows take turns. A row sends its next token as soon as one has come, before it finishes that. What a
    multiprocessor loads comes after what it has sent through the link: if a row has sent two tokens when it waits, 512 x
