@@ -64,7 +64,7 @@ help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
 	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
-	@echo 'make test      test every function that this machine can test, in about a minute'
+	@echo 'make test      test every function that this machine can test, in two minutes'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
