@@ -2465,6 +2465,7 @@ template <kvpn_few_form form> struct kvpn_few_is {
         usual = form == kvpn_few_plain || form == kvpn_few_shared,
         in_clusters = form == kvpn_few_shared || form == kvpn_few_all,
         in_turn = form == kvpn_few_all,
+        partial = form == kvpn_few_all, /* some threads may have no pack */
         rows = usual ? 1 : (int)kvpn_norm_max_rows,
         groups = in_clusters ? (int)kvpn_norm_max_groups : (int)kvpn_norm_lanes
     };
@@ -2478,7 +2479,7 @@ template <kvpn_few_form form> struct kvpn_few_is {
 /* Whether the thread has a pack. me.thread is the number of its pack: it counts on from block to block of a cluster. */
 template <kvpn_few_form form> KVPRIM_NCCL_DEVICE bool kvpn_few_has(const kvpn_norm_params &p, const kvpn_thread &me)
 {
-    return !kvpn_few_is<form>::in_turn || me.thread < p.row_packs;
+    return !kvpn_few_is<form>::partial || me.thread < p.row_packs;
 }
 
 /* The first token of the block, or of its cluster. */

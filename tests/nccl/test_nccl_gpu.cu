@@ -755,15 +755,22 @@ static void test_choices(rank_state &r)
     CHECK_ERROR(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT, "desc->exchange returned 7");
 }
 
-static void test_given_communicator(rank_state &r)
+/* With a communicator of NCCL's, which the caller ends. */
+static kvprim_comm_desc desc_with_nccl(const rank_state &r)
 {
     ncclUniqueId id;
-    ncclComm_t nccl;
-    kvprim_comm comm = {};
+    ncclComm_t nccl = nullptr;
     kvprim_comm_desc desc = desc_of(r, 0);
     memcpy(&id, &desc.id, sizeof id);
     CHECK(ncclCommInitRank(&nccl, world, id, r.rank) == ncclSuccess);
     desc.nccl = nccl;
+    return desc;
+}
+
+static void test_given_communicator(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_with_nccl(r);
     desc.rank = r.rank == world - 1 ? 0 : r.rank; /* the rank that is wrong tells the others */
     CHECK_ERROR(kvprim_comm_init(&comm, &desc), r.rank == world - 1 ? KVPRIM_ERROR_ARGUMENT : KVPRIM_ERROR_CUDA,
                 r.rank == world - 1 ? "desc->nccl is rank" : "failed, its own message says why");
@@ -772,19 +779,14 @@ static void test_given_communicator(rank_state &r)
         desc.nccl_window = n;
         use(r, desc, "the caller's communicator");
     }
-    CHECK(ncclCommDestroy(nccl) == ncclSuccess);
+    CHECK(ncclCommDestroy(desc.nccl) == ncclSuccess);
 }
 
 /* One rank ends long after the others, who by then wait for it in their next init, and frees what was theirs. */
 static void test_end_late(rank_state &r)
 {
-    ncclComm_t nccl;
-    ncclUniqueId id;
     kvprim_comm comm = {};
-    kvprim_comm_desc desc = desc_of(r, 0);
-    memcpy(&id, &desc.id, sizeof id);
-    CHECK(ncclCommInitRank(&nccl, world, id, r.rank) == ncclSuccess);
-    desc.nccl = nccl;
+    const kvprim_comm_desc desc = desc_with_nccl(r);
     for (int late = 0; late < world; late += world - 1) {
         OK(kvprim_comm_init(&comm, &desc));
         sleep_ms(r.rank == late ? 1500 : 0);
@@ -792,7 +794,7 @@ static void test_end_late(rank_state &r)
     }
     OK(kvprim_comm_init(&comm, &desc));
     OK(kvprim_comm_destroy(&comm));
-    CHECK(ncclCommDestroy(nccl) == ncclSuccess);
+    CHECK(ncclCommDestroy(desc.nccl) == ncclSuccess);
 }
 
 /* Fills `all` with this rank's pointers to every rank's memory. */
