@@ -2593,32 +2593,40 @@ typedef struct kvpi_step {
 typedef struct kvpi_pieces {
     kvpi_step loops[4];
     int count;
-    int64_t piece, span; /* bytes of a piece, and from the first to the last */
+    int64_t at, piece, span; /* bytes from the area's start to the first piece, of a piece, and from the first to the
+                                last */
 } kvpi_pieces;
 
-/* An area's full pages, or its last page if that is not full. Returns 0 if there is no such part. */
-static int kvpi_pieces_of(const kvpi_area *a, int last, kvpi_pieces *p)
+/* `pages` pages of an area, from byte `at` on, of `rows` rows each. */
+static void kvpi_set_pieces(kvpi_pieces *p, const kvpi_area *a, int64_t at, int64_t pages, int64_t rows)
 {
     const kvprim_table *const t = &a->table;
-    const int64_t in_page = t->page_rows && t->page_rows < a->rows ? t->page_rows : a->rows;
-    const int64_t pages = a->rows / in_page, rows = last ? a->rows % in_page : in_page;
-    const kvpi_step loops[4] = {{t->stride, rows},
-                                {t->head_stride, t->heads},
-                                {t->page_stride, last ? 1 : pages},
-                                {a->layer_stride, a->layers}};
-    p->piece = p->span = kvpi_piece_of(t, a->row_bytes);
+    const kvpi_step loops[4] = {
+        {t->stride, rows}, {t->head_stride, t->heads}, {t->page_stride, pages}, {a->layer_stride, a->layers}};
+    p->at = at, p->piece = p->span = kvpi_piece_of(t, a->row_bytes);
     p->count = 0;
     for (int k = 0; k < 4; k++) {
-        int at = p->count;
+        int place = p->count;
         if (loops[k].n < 2 || loops[k].stride == 0)
             continue;
-        for (; at > 0 && p->loops[at - 1].stride < loops[k].stride; at--)
-            p->loops[at] = p->loops[at - 1];
-        p->loops[at] = loops[k];
+        for (; place > 0 && p->loops[place - 1].stride < loops[k].stride; place--)
+            p->loops[place] = p->loops[place - 1];
+        p->loops[place] = loops[k];
         p->span += (loops[k].n - 1) * loops[k].stride;
         p->count++;
     }
-    return rows > 0;
+}
+
+/* An area's full pages, and its last page if that is not full. Returns how many parts there are. */
+static int kvpi_parts_of(const kvpi_area *a, kvpi_pieces *parts)
+{
+    const kvprim_table *const t = &a->table;
+    const int64_t in_page = t->page_rows && t->page_rows < a->rows ? t->page_rows : a->rows;
+    const int64_t pages = a->rows / in_page, in_last = a->rows - pages * in_page;
+    kvpi_set_pieces(&parts[0], a, 0, pages, in_page);
+    if (in_last)
+        kvpi_set_pieces(&parts[1], a, pages * t->page_stride, 1, in_last);
+    return in_last ? 2 : 1;
 }
 
 /* floor(a / b); b > 0. */
@@ -2667,19 +2675,20 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
     if (!kvpi_overlap(a->table.data, kvpi_area_bytes(a, a->layers), b->table.data, kvpi_area_bytes(b, b->layers)))
         return 0;
     const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->table.data - (uint64_t)(uintptr_t)a->table.data);
-    for (int last = 0; last < 4; last++) { /* bit 0: a's last page, bit 1: b's */
-        kvpi_pieces x, y;
-        if (!kvpi_pieces_of(a, last & 1, &x) || !kvpi_pieces_of(b, last >> 1, &y))
-            continue;
-        const int64_t x_at = last & 1 ? a->rows / a->table.page_rows * a->table.page_stride : 0;
-        const int64_t y_at = last >> 1 ? b->rows / b->table.page_rows * b->table.page_stride : 0;
-        if (kvpi_any_meet(delta + y_at - x_at, x, y, budget))
+    kvpi_pieces x[2], y[2];
+    const int x_parts = kvpi_parts_of(a, x), y_parts = kvpi_parts_of(b, y);
+    for (int k = 0; k < x_parts * y_parts; k++) {
+        const kvpi_pieces *const of_a = &x[k % x_parts], *const of_b = &y[k / x_parts];
+        if (kvpi_any_meet(delta + of_b->at - of_a->at, *of_a, *of_b, budget))
             return 1;
     }
     return 0;
 }
 
-enum { kvpi_meet_budget = 1 << 16 }; /* about 10 ms */
+enum {
+    kvpi_meet_budget = 1 << 16, /* about 1 ms */
+    kvpi_pair_budget = 1 << 12  /* engines' layouts of K beside V take up to 5 */
+};
 
 /* Scales of one side lie apart from rows or scales of the same or of another side. */
 static kvprim_status kvpi_check_areas(const char *function, const char *scales_of, const kvpi_area *scales,
@@ -2851,51 +2860,6 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
     return kvpi_check_rejected(m, &dst, &src);
 }
 
-/* One loop over the pieces of K and of V: the step is the same, their numbers may differ. */
-typedef struct kvpi_steps {
-    int64_t stride, k_n, v_n;
-} kvpi_steps;
-
-/* Whether k_bytes at 0 and v_bytes at `delta` overlap for some steps of both tables; s is K's step less V's. The loops
-   have the largest stride first, and each clears what lies inside it. So only the two steps next to delta / stride can
-   bring them together. */
-static int kvpi_pieces_meet(int64_t delta, const kvpi_steps *loops, int count, int64_t k_bytes, int64_t v_bytes)
-{
-    if (count == 0)
-        return delta < k_bytes && -delta < v_bytes;
-    const int64_t stride = loops->stride, k_n = loops->k_n, v_n = loops->v_n;
-    if (k_n == 1 && v_n == 1)
-        return kvpi_pieces_meet(delta, loops + 1, count - 1, k_bytes, v_bytes);
-    const int64_t step = delta / stride - (delta % stride < 0);
-    for (int64_t s = step; s <= step + 1; s++)
-        if (-v_n < s && s < k_n && kvpi_pieces_meet(delta - s * stride, loops + 1, count - 1, k_bytes, v_bytes))
-            return 1;
-    return 0;
-}
-
-/* The same for two tables of one geometry. Their full pages are one table, a last page that is not full is another. */
-static int kvpi_tables_meet(const kvprim_table *t, int64_t delta, int64_t k_bytes, int64_t v_bytes)
-{
-    const int64_t in_page = t->page_rows && t->page_rows < t->rows ? t->page_rows : t->rows;
-    const int64_t pages = t->rows / in_page, in_last = t->rows % in_page;
-    for (int last = 0; last < (in_last ? 4 : 1); last++) {
-        const int k_last = last & 1, v_last = last >> 1;
-        kvpi_steps loops[3] = {{t->stride, k_last ? in_last : in_page, v_last ? in_last : in_page},
-                               {t->head_stride, t->heads, t->heads},
-                               {t->page_stride, k_last ? 1 : pages, v_last ? 1 : pages}};
-        for (int i = 0; i < 3; i++) /* largest stride first */
-            for (int j = i + 1; j < 3; j++)
-                if (loops[j].stride > loops[i].stride) {
-                    const kvpi_steps other = loops[i];
-                    loops[i] = loops[j], loops[j] = other;
-                }
-        const int64_t apart = in_last ? (v_last - k_last) * pages * t->page_stride : 0;
-        if (kvpi_pieces_meet(delta + apart, loops, 3, k_bytes, v_bytes))
-            return 1;
-    }
-    return 0;
-}
-
 /* Scales and counters of K lie apart from what V's move uses, or those of V from what K's uses. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
 {
@@ -2934,13 +2898,12 @@ static kvprim_status kvpi_check_k_beside_v(const kvprim_move *m)
     const kvprim_table *const a = &k->table, *const b = &v->table;
     if (a->rows == 0 || !kvpi_overlap(a->data, k->bytes, b->data, v->bytes))
         return KVPRIM_OK;
-    const int same = a->stride == b->stride && a->page_rows == b->page_rows && a->heads == b->heads &&
-                     (a->page_rows == 0 || a->page_stride == b->page_stride) &&
-                     (a->heads == 1 || a->head_stride == b->head_stride);
-    const int64_t delta = (int64_t)((uint64_t)(uintptr_t)b->data - (uint64_t)(uintptr_t)a->data);
+    const kvpi_area k_rows = kvpi_rows_area(&m[0], k), v_rows = kvpi_rows_area(&m[1], v);
     const int64_t k_piece = kvpi_side_bytes(k) / a->heads, v_piece = kvpi_side_bytes(v) / b->heads;
-    if (!(same ? kvpi_tables_meet(a, delta, k_piece, v_piece) : kvpi_pieces_meet(delta, NULL, 0, k_piece, v_piece)))
-        return KVPRIM_OK;
+    int budget = kvpi_pair_budget;
+    if (!kvpi_areas_meet(&k_rows, &v_rows, &budget) ||
+        (budget < 0 && !kvpi_overlap(a->data, (uint64_t)k_piece, b->data, (uint64_t)v_piece)))
+        return KVPRIM_OK; /* strides that have nothing in common may need too many steps: then only row 0 is compared */
     const kvpi_bytes x = {"a row of v_cache", b->data, (uint64_t)v_piece},
                      y = {"a row of k_cache", a->data, (uint64_t)k_piece};
     return kvpi_fail_overlap("kvprim_store", x, y, "");

@@ -2829,7 +2829,7 @@ static uint64_t kvpc_scales_reach(const kvprim_format *f, const kvprim_side *sid
 static kvprim_status kvpc_check_format(const char *function, const char *side_name, const kvprim_side *side,
                                        const kvprim_move *m)
 {
-    const kvprim_format f = kvprim_side_format(side);
+    const kvprim_format &f = side->format;
     const int64_t rows = side->index || m->count > side->table.rows ? side->table.rows : m->count;
     char name[80];
     snprintf(name, sizeof name, "%s.format.nans", side_name);
@@ -3159,10 +3159,10 @@ static bool kvpc_is_plain_conversion(const kvprim_move *m)
 {
     const int64_t most_units = 32 * 8; /* of a tile that a warp computes the scale of */
     uint64_t bits = 0;
-    if (m->count == 0 || !m->dst.table.format || !kvpc_is_plain(m, &bits))
+    if (m->count == 0 || !m->dst.format.dtype || !kvpc_is_plain(m, &bits))
         return false;
     const kvprim_side *const quantised = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
-    const kvprim_format f = kvprim_side_format(quantised), g = kvprim_side_format(other);
+    const kvprim_format &f = quantised->format, &g = other->format;
     const int64_t n = kvpc_unit_elements(g.dtype);
     if (!kvpi_is_quantised(f.dtype) || kvpi_is_quantised(g.dtype) || !kvpc_is_made_of(other, 16) ||
         !kvpc_is_made_of(quantised, n))
@@ -3188,14 +3188,14 @@ static bool kvpc_is_converted_k_and_v(const kvprim_move *k, const kvprim_move *v
     if (k->zero || v->zero || v->rejected || k->count != v->count || !kvpc_is_same_naming(a, b) ||
         (k_page && v_page && k_page != v_page) || a->table.heads != b->table.heads)
         return false;
-    const kvprim_format f = kvprim_side_format(a);
-    if (!b->table.format)
+    const kvprim_format &f = a->format;
+    if (!b->format.dtype)
         return f.scale == KVPRIM_SCALE_TILE && a->table.heads == 1 && kvpc_is_plain(v, &bits) &&
                (bits | (uint64_t)v->row_bytes) % 16 == 0 && k->row_bytes + v->row_bytes <= 16 * most_words;
-    const kvprim_format g = kvprim_side_format(b);
+    const kvprim_format &g = b->format;
     const bool tiles = f.scale == KVPRIM_SCALE_TILE, heads = f.scale == KVPRIM_SCALE_HEAD;
     return kvpc_is_plain_conversion(v) && ((!tiles && a->table.heads == 1) || k->row_bytes == v->row_bytes) &&
-           f.dtype == g.dtype && k->src.table.format->dtype == v->src.table.format->dtype && f.scale == g.scale &&
+           f.dtype == g.dtype && k->src.format.dtype == v->src.format.dtype && f.scale == g.scale &&
            (!(tiles || heads) || f.tile == g.tile) && f.scale_dtype == g.scale_dtype &&
            f.scale_inverse == g.scale_inverse && f.nans == g.nans && f.scale_power_of_two == g.scale_power_of_two &&
            kvpi_bits_of(f.scale_min) == kvpi_bits_of(g.scale_min);
@@ -3219,9 +3219,9 @@ static kvpc_route kvpc_route_of(const kvprim_move *m, kvpc_plain *p)
         p->page_magic = page.magic;
         p->page_shift = page.shift;
     }
-    if (!t->format)
+    if (!indexed->format.dtype)
         return s;
-    const kvprim_format f = kvprim_side_format(indexed);
+    const kvprim_format &f = indexed->format;
     if (f.scale)
         s.scales = f.scales ? (uintptr_t)f.scales : (uintptr_t)kvprim_side_layer(indexed, 0) + (uint64_t)f.scale_offset;
     s.tile = (uint32_t)f.scale_tile_stride;
@@ -3237,8 +3237,8 @@ static void kvpc_set_convert(kvpc_convert *p, const kvprim_move *m)
 {
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst, *const other = m->zero ? &m->dst : &m->src;
     const kvprim_table *const t = &indexed->table;
-    const kvprim_format f = kvprim_side_format(indexed);
-    const int64_t n = kvpc_unit_elements(kvprim_side_format(other).dtype);
+    const kvprim_format &f = indexed->format;
+    const int64_t n = kvpc_unit_elements(other->format.dtype);
     const bool tiles = f.scale == KVPRIM_SCALE_TILE || f.scale == KVPRIM_SCALE_HEAD;
     const kvpc_divisor head = kvpc_divisor_of(t->heads > 1 ? indexed->piece_bytes / n : 0);
     const kvpc_divisor tile = kvpc_divisor_of(tiles ? f.tile / n : 0);
@@ -3284,9 +3284,9 @@ static uint32_t kvpc_whole_warps(uint32_t threads)
 static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *moves, size_t n, kvpc_convert_tiles *p)
 {
     const kvprim_side *const dst = &moves->dst;
-    const kvprim_format f = kvprim_side_format(dst);
-    const kvprim_dtype from = kvprim_side_format(&moves->src).dtype;
-    const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.table.format;
+    const kvprim_format &f = dst->format;
+    const kvprim_dtype from = moves->src.format.dtype;
+    const bool int8 = f.dtype == KVPRIM_INT8, copies = n == 2 && !moves[1].dst.format.dtype;
     const uint32_t tables = n == 2 && !copies ? 2 : 1;
     p->tile_units = (uint32_t)(f.tile / kvpc_unit_elements(from));
     p->power_of_two = f.scale_power_of_two || p->e8m0;
@@ -3328,7 +3328,7 @@ static kvprim_status kvpc_run_tiles(const kvpc_call *call, const kvprim_move *mo
 /* Bytes from a row's first scale to the end of its last. */
 static uint32_t kvpc_scale_span(const kvprim_side *side)
 {
-    const kvprim_format f = kvprim_side_format(side);
+    const kvprim_format &f = side->format;
     const int64_t tiles = side->piece_bytes * side->table.heads / f.tile;
     return (uint32_t)((tiles - 1) * f.scale_tile_stride + kvpi_dtype_bytes(f.scale_dtype));
 }
@@ -3336,7 +3336,7 @@ static uint32_t kvpc_scale_span(const kvprim_side *side)
 /* Bytes of a row, and of its scales if they follow. */
 static uint32_t kvpc_row_span(const kvprim_side *side)
 {
-    const kvprim_format f = kvprim_side_format(side);
+    const kvprim_format &f = side->format;
     const int64_t row = side->piece_bytes * side->table.heads;
     return (uint32_t)row + (!f.scales && f.scale_offset == row ? kvpc_scale_span(side) : 0);
 }
@@ -3349,8 +3349,8 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         return false;
     const kvprim_move *const m = &moves[0];
     const kvprim_side *const indexed = m->zero ? &m->src : &m->dst;
-    const kvprim_format f = kvprim_side_format(indexed);
-    const kvprim_dtype other = kvprim_side_format(m->zero ? &m->dst : &m->src).dtype;
+    const kvprim_format &f = indexed->format;
+    const kvprim_dtype other = (m->zero ? m->dst : m->src).format.dtype;
     const bool int8 = f.dtype == KVPRIM_INT8;
     kvpc_convert_tiles tiles = {};
     kvpc_convert *const p = &tiles;
@@ -3365,7 +3365,7 @@ static bool kvpc_run_plain_convert(const kvpc_call *call, const kvprim_move *mov
         const int64_t row = m->dst.piece_bytes * m->dst.table.heads;
         const bool inside = !f.scales && f.scale_offset == row;
         const uint32_t scales = kvpc_scale_span(&m->dst), span = kvpc_row_span(&m->dst);
-        const bool tiles_too = n == 2 && moves[1].dst.table.format;
+        const bool tiles_too = n == 2 && moves[1].dst.format.dtype;
         const bool alike =
             !tiles_too || (kvpc_scale_span(&moves[1].dst) == scales && kvpc_row_span(&moves[1].dst) == span);
         const kvpc_route &k = p->route[0], &v = p->route[1];
@@ -3982,7 +3982,7 @@ static kvprim_status kvpc_run(const char *function, kvprim_status checked, const
     if (call.chosen)
         call.launch.max_sms = kvpc_link_sms;
     for (size_t k = 0; k < n; k++)
-        if (moves[k].count > 0 && moves[k].dst.table.format)
+        if (moves[k].count > 0 && moves[k].dst.format.dtype)
             return kvpc_run_convert(&call, moves, n, launch);
     if (call.launch.max_sms == 0 && n <= 2 && kvpc_is_plain(&moves[0], &bits) &&
         (n == 1 || (kvpc_is_plain(&moves[1], &bits) && kvpc_is_k_and_v(&moves[0], &moves[1]))))
@@ -4463,7 +4463,7 @@ static kvpc_layout kvpc_elements_of(const kvprim_side *side, uint32_t shift, uin
 /* How a move converts. The layers start with number `first_layer` of the move. */
 static kvpc_change kvpc_change_of(const kvprim_move *m, int32_t first_layer, kvpc_layout *dst, kvpc_layout *src)
 {
-    const kvprim_format to = kvprim_side_format(&m->dst), from = kvprim_side_format(&m->src);
+    const kvprim_format &to = m->dst.format, &from = m->src.format;
     kvpc_change c = {};
     c.quantises = kvpi_is_quantised(to.dtype) != 0;
     const kvprim_format *const f = c.quantises ? &to : &from;
@@ -4614,7 +4614,7 @@ static kvprim_status kvpc_run_convert(const kvpc_call *call, const kvprim_move *
         if (n > 1 && kvpc_run_plain_convert(call, &moves[k], 1, &status))
             KVPRIM_TRY(status);
         else if (moves[k].count > 0)
-            KVPRIM_TRY(moves[k].dst.table.format ? kvpc_run_conversion(call, &moves[k])
+            KVPRIM_TRY(moves[k].dst.format.dtype ? kvpc_run_conversion(call, &moves[k])
                                                  : kvpc_run(call->function, KVPRIM_OK, &moves[k], 1, launch));
     return KVPRIM_OK;
 }

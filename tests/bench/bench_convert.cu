@@ -148,7 +148,7 @@ static int64_t size_of(kvprim_dtype type)
 
 static plain_side side_of(const kvprim_side &s)
 {
-    return {s.table, kvprim_side_format(&s), s.index, s.piece_bytes, s.index_type == KVPRIM_I64};
+    return {s.table, s.format, s.index, s.piece_bytes, s.index_type == KVPRIM_I64};
 }
 
 static plain_move plain_of(const kvprim_move &m)

@@ -135,11 +135,14 @@ static void case_side(convert_case *c, case_pick *pick, int dst, int64_t n, int3
         span = packed ? tiles * size * (tiled ? pages * (page_rows ? page_rows : rows) : 1) * layers
                       : case_nest(pick, size, loops, 4, size);
         f->scales = case_take(c, span, size, (int64_t)pick((uint64_t)(16 / size)));
+        f->scales_bytes = pick(2) ? span : 0;
         if (!packed) {
             f->scale_tile_stride = f->scale == KVPRIM_SCALE_TENSOR ? 0 : tile_stride;
             f->scale_stride = tiled ? row_stride : 0, f->scale_page_stride = tiled && page_rows ? scale_page_stride : 0;
             f->scale_layer_stride = scale_layer_stride;
         }
+        if (!tiled && layers > 1 && f->scale_layer_stride == 0)
+            f->scale_layer_stride = KVPRIM_SCALES_SHARED;
     }
 }
 

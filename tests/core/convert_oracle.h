@@ -246,6 +246,8 @@ static unsigned char *oracle_scale(const oracle_side *part, int32_t l, int64_t r
     const int64_t tile_stride = f->scale_tile_stride ? f->scale_tile_stride : bytes;
     const int64_t page_rows = t->page_rows ? t->page_rows : t->rows, pages = (t->rows + page_rows - 1) / page_rows;
     int64_t stride = f->scale_stride, page_stride = f->scale_page_stride, layer_stride = f->scale_layer_stride;
+    if (layer_stride == KVPRIM_SCALES_SHARED)
+        layer_stride = 0;
     if (f->scales && stride == 0)
         stride = tiles * tile_stride;
     if (f->scales && page_stride == 0)

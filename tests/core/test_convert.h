@@ -343,32 +343,35 @@ static void test_converting_moves(void)
     for (int i = 0; i < 24; i++)
         (&src[0][0])[i] = (uint16_t)oracle_encode(KVPRIM_F16, (float)i - 11.3f);
     kvprim_gather_desc d = gather_of(formatted(table_of(dst, 4), &f), formatted(table_of(src, 4), &half), 12, index, 4);
-    CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK && m.dst.table.format == &f && m.src.table.format == &half);
+    CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK && !m.dst.table.format && !m.src.table.format);
+    CHECK(m.dst.format.dtype == KVPRIM_F8E5M2 && m.src.format.dtype == KVPRIM_F16);
     CHECK(m.row_bytes == 12 && m.src.piece_bytes == 12 && m.dst.piece_bytes == 6 && m.dst.bytes == 24);
     for (int run = 0; run < 3; run++) {
         if (run == 1)
             scale[0] = 8;
-        f.scales = run == 2 ? &scale[1] : scale, m.count = 4 - run;
+        m.dst.format.scales = run == 2 ? &scale[1] : scale, m.count = 4 - run;
         memset(dst, 77, sizeof dst);
+        memset(&f, 0xff, sizeof f), memset(&half, 0xff, sizeof half); /* a move holds its formats */
         CHECK(kvprim_cpu_move(&m, 1) == KVPRIM_OK);
         for (int i = 0; i < 24; i++)
             CHECK((&dst[0][0])[i] ==
                   (i < 6 * (4 - run)
                        ? oracle_encode(KVPRIM_F8E5M2, oracle_divide((float)oracle_decode(KVPRIM_F16, (&src[0][0])[i]),
-                                                                    *(float *)f.scales))
+                                                                    run == 0   ? 0.5f
+                                                                    : run == 1 ? 8.0f
+                                                                               : 2.0f))
                        : 77));
     }
-    f = plain_format(KVPRIM_F16);
+    f = half = plain_format(KVPRIM_F16);
     d = gather_of(formatted(table_of(copy, 4), &f), formatted(table_of(src, 4), &half), 12, index, 4);
-    CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK && !m.dst.table.format && !m.src.table.format);
-    CHECK(kvprim_side_format(&m.dst).dtype == 0);
+    CHECK(kvprim_gather_moves(&d, &m) == KVPRIM_OK && m.dst.format.dtype == 0 && m.src.format.dtype == 0);
     CHECK(kvprim_gather(&d) == KVPRIM_OK && memcmp(copy, src, sizeof src) == 0);
     const kvprim_format other = f32;
     d = gather_of(formatted(table_of(nan_copy, 2), &f32), formatted(table_of(nan_bits, 2), &other), 4, index, 2);
     CHECK(kvprim_gather(&d) == KVPRIM_OK && memcmp(nan_copy, nan_bits, sizeof nan_bits) == 0);
 }
 
-/* kvprim_side_format, from what >>format says. */
+/* The defaults of a move's formats, from what >>format says. */
 static void test_side_format(void)
 {
     static _Alignas(16) unsigned char cache[4][4096];
@@ -384,32 +387,33 @@ static void test_side_format(void)
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_ERROR_OVERLAP); /* 512 is row 4 */
     f.scale_offset = 64;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
-    kvprim_format g = kvprim_side_format(&m[0].dst);
+    kvprim_format g = m[0].dst.format;
     CHECK(g.scale_dtype == KVPRIM_F32 && g.scale_tile_stride == 4 && g.scale_stride == 128 &&
           g.scale_page_stride == 4096 && g.scale_offset == 64 && g.tile == 16 && g.scale_min == FLT_MIN);
     d.k_cache.stride = 512; /* pages without a gap, in which scales lie with the rows, or not */
     f.scale_offset = 64, f.tile = 0, f.scale_dtype = KVPRIM_F8E8M0;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
-    g = kvprim_side_format(&m[0].dst);
+    g = m[0].dst.format;
     CHECK(g.tile == 64 && g.scale_tile_stride == 1 && g.scale_stride == 512 && g.scale_power_of_two == 1 &&
           m[0].dst.table.page_rows == 0);
     f.scale_stride = 1;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
-    g = kvprim_side_format(&m[0].dst);
+    g = m[0].dst.format;
     CHECK(g.scale_stride == 1 && g.scale_page_stride == 4096 && m[0].dst.table.page_rows == 8);
     f = (kvprim_format){.dtype = KVPRIM_INT8, .scale = KVPRIM_SCALE_HEAD, .scales = scales};
     d.k_cache = formatted(table_of(cache, 32), &f), d.k_cache.heads = 4, d.k_cache.head_stride = 16;
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
-    g = kvprim_side_format(&m[0].dst);
+    g = m[0].dst.format;
     CHECK(g.tile == 16 && g.scale_tile_stride == 4 && m[0].dst.table.heads == 1);
-    g = kvprim_side_format(&m[0].src);
+    g = m[0].src.format;
     CHECK(g.dtype == KVPRIM_BF16 && g.scale == 0 && g.tile == 0);
 
-    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TILE, .scale_offset = 64};
-    d.count = 0; /* nothing is checked, so there is nothing to derive defaults from */
+    f = (kvprim_format){.dtype = KVPRIM_F8E4M3, .scale = KVPRIM_SCALE_TENSOR, .scale_offset = 64};
+    d.k_cache = formatted(table_of(NULL, 0), &f); /* no scale of an empty table is read, as there may be no memory */
     CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK);
-    g = kvprim_side_format(&m[0].dst);
-    CHECK(g.dtype == KVPRIM_F8E4M3 && g.tile == 0);
+    CHECK(m[0].dst.format.dtype == KVPRIM_F8E4M3 && m[0].dst.format.scale == 0 && m[0].dst.format.scale_offset == 0);
+    f.scale = KVPRIM_SCALE_TILE, d.count = 0; /* nothing is checked or moved */
+    CHECK(kvprim_store_moves(&d, m) == KVPRIM_OK && m[0].dst.format.dtype == 0 && !m[0].dst.table.format);
 }
 
 /* ---- presets ---- */
@@ -631,7 +635,7 @@ static void test_format_errors(void)
     REFUSED(b.d.k_bytes = 0, SIZE, "k_bytes is 0, less than 1");
     REFUSED(b.d.k_bytes = -128, SIZE, "k_bytes is -128, less than 1");
     /* fields */
-    REFUSED(b.k_format.reserved[1] = 1, ARGUMENT, "a reserved field of k_cache.format is not 0");
+    REFUSED(b.k_format.reserved = 1, ARGUMENT, "a reserved field of k_cache.format is not 0");
     REFUSED(b.k_format.scale = (kvprim_scale_kind)4, ARGUMENT, "k_cache.format.scale is 4, no kind of scale");
     REFUSED(b.bf16.scale = KVPRIM_SCALE_TENSOR, ARGUMENT, "k.format.scale is 1, but elements that are not quantised");
     REFUSED(b.k_format.scale_dtype = KVPRIM_F16, ARGUMENT, "scale_dtype is 17, neither KVPRIM_F32 nor KVPRIM_F8E8M0");
@@ -663,7 +667,18 @@ static void test_format_errors(void)
     REFUSED(b.k_format.scale_stride = -16, SIZE, "k_cache.format.scale_stride is -16, less than 0");
     REFUSED(b.k_format.scale_tile_stride = -4, SIZE, "k_cache.format.scale_tile_stride is -4, less than 0");
     REFUSED(b.k_format.scale_page_stride = INT64_MIN, SIZE, "scale_page_stride is -9223372036854775808, less than 0");
-    REFUSED((b.v_format.scale_layer_stride = -1), SIZE, "v_cache.format.scale_layer_stride is -1, less than 0");
+    REFUSED((b.v_format.scale_layer_stride = -2), SIZE, "v_cache.format.scale_layer_stride is -2, less than 0");
+    TAKEN((b.v_format.scale_layer_stride = KVPRIM_SCALES_SHARED));
+    REFUSED((b.k_format.scale_offset = 0, b.k_format.scales = b.outside + 64,
+             b.k_format.scale_layer_stride = KVPRIM_SCALES_SHARED),
+            SIZE, "k_cache.format.scale_layer_stride is -1, less than 0");
+    REFUSED(b.k_format.scales_bytes = 256, ARGUMENT, "scales_bytes is set, but has no meaning with scale 3 in the tab");
+    REFUSED(b.v_format.scales_bytes = -1, SIZE, "v_cache.format.scales_bytes is -1, less than 0");
+    REFUSED(b.v_format.scales_bytes = 7, SIZE, "v_cache.format.scales_bytes is 7, but its scales reach 8");
+    TAKEN(b.v_format.scales_bytes = 8);
+    REFUSED((b.k_format.scales = b.outside + 64, b.k_format.scale_offset = 0, b.k_format.scales_bytes = 16 * 16 - 1),
+            SIZE, "k_cache.format.scales_bytes is 255, but its scales reach 256");
+    TAKEN((b.k_format.scales = b.outside + 64, b.k_format.scale_offset = 0, b.k_format.scales_bytes = 16 * 16));
     /* alignment */
     REFUSED(b.d.k.data = (char *)b.k + 1, ARGUMENT, "kvprim_store: k.data (");
     REFUSED((b.d.k.rows = 15, b.d.count = 15, b.d.k.stride = 129), SIZE,
@@ -774,13 +789,20 @@ static void test_format_errors_of_transfers(void)
     d.same_cache = 1;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "same_cache is 1, but elements of src become those of dst");
     d.same_cache = 0, d.layers = 3;
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT,
+                "src.format.scale_layer_stride is 0, and there are several layers: set it, or KVPRIM_SCALES_SHARED");
+    f.scale_layer_stride = 12, f.scales_bytes = 27;
+    CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src.format.scales_bytes is 27, but its scales reach 28");
+    f.scales_bytes = 28;
+    CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
+    f.scale_layer_stride = KVPRIM_SCALES_SHARED, f.scales_bytes = 4;
     d.dst_layers = float_layers;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "dst.data of a layer (");
     float_layers[1] = rows[1];
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
     d.src_layers = layers;
     CHECK(kvprim_transfer_check(&d, NULL) == KVPRIM_OK);
-    f.scales = NULL, f.scale_offset = 64;
+    f.scales = NULL, f.scale_offset = 64, f.scale_layer_stride = f.scales_bytes = 0;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT, "src.data of a layer (");
     d.src_layers = NULL, d.src_layer_stride = 66;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src_layer_stride is 66, no multiple");

@@ -1584,26 +1584,71 @@ static void one_pair(const pair_case *c)
     }
 }
 
-/* V lies between rows of K, in other strides than K. With the strides of K it would lie on them. */
+/* Whether a row of k overlaps a row of v, by comparing each with each. */
+static int pair_meets(const kvprim_table *k, const kvprim_table *v, int64_t piece)
+{
+    for (int64_t i = 0; i < k->rows * k->heads; i++)
+        for (int64_t j = 0; j < v->rows * v->heads; j++) {
+            const char *const x = (char *)kvprim_table_row(k, i / k->heads) + i % k->heads * k->head_stride;
+            const char *const y = (char *)kvprim_table_row(v, j / v->heads) + j % v->heads * v->head_stride;
+            if (x < y + piece && y < x + piece)
+                return 1;
+        }
+    return 0;
+}
+
+/* V lies in other strides than K, from 1,200 bytes before the place that is given to 1,200 after it. */
 static void check_unlike_pair(kvprim_table k_cache, kvprim_table v_cache)
 {
     static unsigned char input[2][1024];
     static const int32_t slot[1] = {0};
-    const int64_t row_bytes = k_cache.heads ? 64 : 32;
-    kvprim_store_desc d = store_of(k_cache, table_of(input[0], 1), row_bytes, slot, 1);
-    add_v(&d, v_cache, table_of(input[1], 1), row_bytes);
-    CHECK(kvprim_store(&d) == KVPRIM_OK);
+    const int64_t row_bytes = k_cache.heads ? 64 : 32, piece = 32;
+    int both[2] = {0, 0};
+    for (int64_t shift = -1200; shift <= 1200; shift++) {
+        kvprim_store_desc d = store_of(k_cache, table_of(input[0], 1), row_bytes, slot, 1);
+        add_v(&d, v_cache, table_of(input[1], 1), row_bytes);
+        d.v_cache.data = (char *)v_cache.data + shift;
+        const kvprim_table k = kvprim_table_resolve(d.k_cache, row_bytes);
+        const kvprim_table v = kvprim_table_resolve(d.v_cache, row_bytes);
+        const int meets = pair_meets(&k, &v, piece);
+        both[meets]++;
+        if (kvprim_store_check(&d, NULL) != (meets ? KVPRIM_ERROR_OVERLAP : KVPRIM_OK))
+            fail("V %lld bytes after K: the check %s", (long long)((char *)d.v_cache.data - (char *)k_cache.data),
+                 meets ? "overlooks an overlap" : kvprim_last_error());
+    }
+    CHECK(both[0] > 0 && both[1] > 0);
+}
+
+/* Strides of 2^20 rows that have nothing in common take too many steps. Such caches are taken as long as row 0 of V does
+   not lie on row 0 of K. Nothing is at these addresses. */
+static void check_hopeless_pair(void)
+{
+#if UINTPTR_MAX == UINT64_MAX
+    static unsigned char input[2][64];
+    static const int32_t slot[1] = {0};
+    char *const far = (char *)((uintptr_t)1 << 40);
+    kvprim_store_desc d = store_of(strided_table(far, 1 << 20, 1018), table_of(input[0], 1), 1, slot, 1);
+    add_v(&d, strided_table(far + 1, 1 << 20, 1026), table_of(input[1], 1), 1);
+    const clock_t start = clock();
+    CHECK(kvprim_store_check(&d, NULL) == KVPRIM_OK);
+    CHECK((double)(clock() - start) / CLOCKS_PER_SEC < 1);
+    d.v_cache.data = far;
+    CHECK_ERROR(kvprim_store_check(&d, NULL), KVPRIM_ERROR_OVERLAP, "a row of v_cache (");
+#endif
 }
 
 static void test_k_beside_v(void)
 {
-    static unsigned char cache[2048], *const k = cache + 1024;
+    static unsigned char cache[8192], *const k = cache + 4096;
     for (size_t i = 0; i < LENGTH(pair_cases); i++)
         one_pair(&pair_cases[i]);
     check_unlike_pair(paged_table(k, 8, 4, 512), paged_table(k - 512, 8, 4, 640));
     check_unlike_pair(paged_table(k, 16, 8, 512), paged_table(k - 640, 16, 4, 512));
-    check_unlike_pair(strided_table(k, 4, 128), strided_table(k - 128, 4, 160));
+    check_unlike_pair(paged_table(k, 11, 4, 512), strided_table(k + 128, 11, 128));
+    check_unlike_pair(strided_table(k, 4, 64), strided_table(k + 256, 4, 128));
     check_unlike_pair(with_heads(strided_table(k, 4, 32), 2, 256), with_heads(strided_table(k - 256, 4, 32), 2, 384));
+    check_unlike_pair(with_heads(strided_table(k, 4, 96), 2, 48), with_heads(strided_table(k, 4, 32), 2, 512));
+    check_hopeless_pair();
 }
 
 /* Rows that follow each other on both sides move together. The row after the last one of these is the first one: it

@@ -50,13 +50,14 @@ static void spoil(convert_case *c)
     kvprim_table *const t = dst ? &c->move.dst.table : &c->move.src.table;
     int64_t *const strides[] = {&t->stride, &t->head_stride, &t->page_stride, &t->page_rows, &t->rows};
     int64_t *const numbers[] = {&f->tile,         &f->scale_offset,      &f->scale_tile_stride,
-                                &f->scale_stride, &f->scale_page_stride, &f->scale_layer_stride};
+                                &f->scale_stride, &f->scale_page_stride, &f->scale_layer_stride,
+                                &f->scales_bytes};
     const uint64_t which = pick(24);
     if (which < 5) {
         const int64_t value = spoiled(*strides[which]);
         *strides[which] = value ? value : *strides[which];
     } else if (which < 16) {
-        int64_t *const number = numbers[(which - 5) % 6];
+        int64_t *const number = numbers[(which - 5) % 7];
         *number = spoiled(*number);
     } else if (which == 16) {
         c->move.row_bytes = spoiled(c->move.row_bytes);
@@ -107,8 +108,9 @@ static int own_side(const convert_case *c, int dst, int32_t layer)
     const kvprim_format *const f = t->format;
     const int64_t limit = (int64_t)1 << 40, size = f->scale_dtype == KVPRIM_F8E8M0 ? 1 : 4;
     const int64_t n = c->move.row_bytes / oracle_type_of(c->src.dtype)->bytes, bytes = oracle_type_of(f->dtype)->bytes;
-    const int64_t numbers[] = {t->stride,       t->page_stride,       t->head_stride,        f->scale_offset,
-                               f->scale_stride, f->scale_page_stride, f->scale_layer_stride, f->scale_tile_stride};
+    const int64_t layer_stride = f->scale_layer_stride == KVPRIM_SCALES_SHARED ? 0 : f->scale_layer_stride;
+    const int64_t numbers[] = {t->stride,       t->page_stride,       t->head_stride, f->scale_offset,
+                               f->scale_stride, f->scale_page_stride, layer_stride,   f->scale_tile_stride};
     const int64_t rows = part->index ? t->rows : c->move.count;
     for (size_t k = 0; k < sizeof numbers / sizeof *numbers; k++)
         if (numbers[k] < 0 || numbers[k] > limit)
@@ -123,9 +125,12 @@ static int own_side(const convert_case *c, int dst, int32_t layer)
         }
     const int tiled = f->scale == KVPRIM_SCALE_TILE;
     for (int64_t row = 0; f->scale && row < (tiled ? rows : 1); row++)
-        for (int64_t e = 0; e < n; e += oracle_tile(part, n))
-            own(c, (wide)(uintptr_t)oracle_scale(part, layer, row, n, e) - (wide)(uintptr_t)c->memory, size,
-                dst && tiled ? scale_bytes : src_bytes, dst && tiled, size);
+        for (int64_t e = 0; e < n; e += oracle_tile(part, n)) {
+            const unsigned char *const at = oracle_scale(part, layer, row, n, e);
+            own(c, (wide)(uintptr_t)at - (wide)(uintptr_t)c->memory, size, dst && tiled ? scale_bytes : src_bytes,
+                dst && tiled, size);
+            outside |= f->scales_bytes && at + size > (unsigned char *)f->scales + f->scales_bytes;
+        }
     return 1;
 }
 

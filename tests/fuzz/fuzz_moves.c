@@ -315,21 +315,13 @@ static int rows_meet(const struct layout *a, const struct layout *b)
     return 0;
 }
 
-/* K and V may interleave. If their strides differ, an overlap of rows need not be noticed. */
+/* K and V may interleave. */
 static void judge_pair(struct verdict *v, const struct layout *k, const struct layout *v_cache)
 {
-    const int equal = k->stride == v_cache->stride && k->page_rows == v_cache->page_rows &&
-                      k->heads == v_cache->heads && (k->page_rows == 0 || k->page_stride == v_cache->page_stride) &&
-                      (k->heads == 1 || k->head_stride == v_cache->head_stride);
     struct verdict shared = {0, 0, v->outside};
     judge_overlap(&shared, k, v_cache);
     may(v, v->outside, KVPRIM_ERROR_OVERLAP);
-    if (!shared.must || !rows_meet(k, v_cache))
-        return;
-    if (equal)
-        must(v, 1, KVPRIM_ERROR_OVERLAP);
-    else
-        may(v, 1, KVPRIM_ERROR_OVERLAP);
+    must(v, shared.must && rows_meet(k, v_cache), KVPRIM_ERROR_OVERLAP);
 }
 
 /* How a side names its rows. `data` NULL: row i. */
