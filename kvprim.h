@@ -110,7 +110,7 @@
 #include <stdint.h>
 
 #define KVPRIM_VERSION_MAJOR 0
-#define KVPRIM_VERSION_MINOR 2
+#define KVPRIM_VERSION_MINOR 3
 #define KVPRIM_VERSION_PATCH 0
 #define KVPRIM_VERSION (KVPRIM_VERSION_MAJOR * 10000 + KVPRIM_VERSION_MINOR * 100 + KVPRIM_VERSION_PATCH)
 
@@ -321,12 +321,15 @@ typedef struct kvprim_format {
     int64_t scale_tile_stride;  /* bytes from one tile's or head's scale to the next; 0: packed */
     int64_t scale_stride;       /* bytes from one row's to the next; 0: packed, or the table's without `scales` */
     int64_t scale_page_stride;  /* bytes from one page's to the next; 0: likewise */
-    int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. 0: SCALE_TILE: packed; others: all
-                                   layers have the same scales */
+    int64_t scale_layer_stride; /* bytes from layer to layer, only with `scales`. SCALE_TILE: 0 is packed. Others: with
+                                   several layers it must be set, to KVPRIM_SCALES_SHARED if all have the same */
     uint32_t *nans;             /* optional: NaNs that became 0 in INT8. Moves to this side add to it, as to `rejected`;
                                    other types leave it alone */
-    int64_t reserved[2];        /* 0 */
+    int64_t scales_bytes;       /* of the memory at `scales`, for all layers; 0: unknown. Scales past it are an error */
+    int64_t reserved;           /* 0 */
 } kvprim_format;
+
+enum { KVPRIM_SCALES_SHARED = -1 }; /* a scale_layer_stride: all layers have the same scales */
 
 /* >>table ----------------------------------------------------------------------------------------------------------
 
@@ -357,8 +360,8 @@ typedef struct kvprim_table {
     int64_t head_stride;         /* piece to piece; required if heads > 1 */
     int64_t bytes;               /* of the memory at data, with all layers that start there and scales that lie in it;
                                     0: unknown. A table that reaches past it is an error */
-    const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, valid
-                                    until the call returns, or as long as moves that were made from it run */
+    const kvprim_format *format; /* what its elements are, if a move converts them; NULL: bytes. Host memory, free to
+                                    reuse when the call returns */
     int64_t reserved;
 } kvprim_table;
 
@@ -647,13 +650,14 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_copy(const kvprim_copy_desc *desc
 
    A move holds the pointers of its descriptor, not what they point to: each run reads the layer arrays and the
    indices again. Between runs the caller may point table.data (or layers or device_layers, if it is set), index or
-   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with scales and
-   nans of a format, too. All other fields are read-only, and so is rejected of a store's V move, which does not
-   count. A captured graph keeps the pointers that it was captured with. */
+   rejected at other memory of the same kind, layout and alignment, and may lower count. It may do so with format.scales
+   and format.nans, too. All other fields are read-only, and so is rejected of a store's V move, which does not count. A
+   captured graph keeps the pointers that it was captured with. */
 
 /* One side: where its rows lie and what names them. */
 typedef struct kvprim_side {
-    kvprim_table table;           /* resolved; pages and heads that follow each other without a gap are left out */
+    kvprim_table table;           /* resolved; pages and heads that follow each other without a gap are left out.
+                                     table.format is NULL */
     const void *index;            /* NULL: row i */
     kvprim_index_type index_type; /* KVPRIM_I32 or KVPRIM_I64, or 0 without an index */
     int32_t page_shift;           /* page_rows == 1 << page_shift; -1: no power of two */
@@ -664,7 +668,11 @@ typedef struct kvprim_side {
     uint64_t bytes;             /* of one layer, from data to the end of the last row that a move can touch */
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index;
-    int32_t scale_heads; /* the table's heads, also where they follow each other and are left out of it */
+    int32_t reserved;
+    kvprim_format
+        format; /* the table's, with its defaults. If bytes move as they are, dtype, scale, scales and nans are
+                             0, and the rest is unspecified. An empty table has no scales. If layers share theirs,
+                             scale_layer_stride is 0 */
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -684,9 +692,9 @@ typedef struct kvprim_move {
 } kvprim_move;
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
-   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). Where both formats are the same
-   type without scales, both are NULL in the move: a move converts if dst.table.format is set. After an error the
-   contents of `moves` are unspecified. Errors also: NULL (moves). */
+   writes its moves: one, or two for a store (K, V; V has count 0 if there is none). A move converts if dst.format.dtype
+   is not 0; where both formats are the same type without scales, it does not. After an error the contents of `moves` are
+   unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_transfer_desc *desc, kvprim_move *moves);
@@ -694,18 +702,14 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_moves(const kvprim_trans
 /* Runs n moves one after the other. Errors: NULL (moves, with n > 0). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves, size_t n);
 
-/* The format of a side with all defaults filled in; dtype 0 if its bytes move as they are. The count of its move must
-   not be 0. */
-KVPRIM_API kvprim_format kvprim_side_format(const kvprim_side *side);
-
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
 /* >>check ----------------------------------------------------------------------------------------------------------
 
    The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
-   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: for their
-   defaults see kvprim_side_format(). */
+   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: their defaults
+   are in moves. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
                                                             kvprim_gather_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
@@ -1075,8 +1079,8 @@ KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_item) == 16 && offsetof(kvprim_un
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_desc) == 24, "kvprim_copy_desc");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_item) == 24, "kvprim_copy_item");
 KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 160, "kvprim_side");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 368, "kvprim_move");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 264, "kvprim_side");
+KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 576, "kvprim_move");
 #endif
 
 KVPRIM_API uint32_t kvprim_version(void)
@@ -1738,49 +1742,46 @@ static int64_t kvpi_side_bytes(const kvprim_side *side)
     return side->piece_bytes;
 }
 
-/* The format of a side with its defaults; row_bytes as kvpi_side_bytes() returns them. */
-KVPRIM_SELDOM kvprim_format kvpi_format_of(const kvprim_side *side, int64_t row_bytes)
+/* Fills in the format of a side. Its table has its defaults, and all its heads. */
+KVPRIM_SELDOM void kvpi_resolve_format(kvprim_side *side)
 {
     const kvprim_table *const t = &side->table;
-    kvprim_format f;
-    memset(&f, 0, sizeof f);
-    if (!t->format)
-        return f;
-    f = *t->format;
-    if (!f.scale || row_bytes < 1) /* nothing was checked of a move of 0 rows */
-        return f;
-    f.scale_dtype = f.scale_dtype ? f.scale_dtype : KVPRIM_F32;
-    f.scale_power_of_two |= f.scale_dtype == KVPRIM_F8E8M0;
-    f.scale_min = f.scale_min > 0 ? f.scale_min : FLT_MIN;
-    const int64_t elements = row_bytes / kvpi_dtype_bytes(f.dtype);
-    if (f.tile == 0)
-        f.tile = f.scale == KVPRIM_SCALE_HEAD ? elements / side->scale_heads : elements;
-    if (f.scale_tile_stride == 0)
-        f.scale_tile_stride = kvpi_dtype_bytes(f.scale_dtype);
-    if (f.scale != KVPRIM_SCALE_TILE)
-        return f;
-    const uint64_t tiles = (uint64_t)(elements / f.tile);
-    if (f.scale_stride == 0)
-        f.scale_stride = f.scales ? (int64_t)kvpi_mul(tiles, (uint64_t)f.scale_tile_stride) : t->stride;
-    if (f.scale_page_stride == 0)
-        f.scale_page_stride = f.scales       ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride)
-                              : t->page_rows ? t->page_stride
-                                             : 0;
-    if (f.scale_layer_stride == 0 && f.scales) { /* any of the loops may be outside */
+    kvprim_format *const f = &side->format;
+    *f = *t->format;
+    if (t->rows == 0) { /* no scale is ever read or written: data may be NULL */
+        memset(f, 0, sizeof *f);
+        f->dtype = t->format->dtype, f->nans = t->format->nans;
+    }
+    if (!f->scale)
+        return;
+    f->scale_dtype = f->scale_dtype ? f->scale_dtype : KVPRIM_F32;
+    f->scale_power_of_two |= f->scale_dtype == KVPRIM_F8E8M0;
+    f->scale_min = f->scale_min > 0 ? f->scale_min : FLT_MIN;
+    const int64_t elements = kvpi_side_bytes(side) / kvpi_dtype_bytes(f->dtype);
+    if (f->tile == 0)
+        f->tile = f->scale == KVPRIM_SCALE_HEAD ? elements / t->heads : elements;
+    if (f->scale_tile_stride == 0)
+        f->scale_tile_stride = kvpi_dtype_bytes(f->scale_dtype);
+    if (f->scale_layer_stride == KVPRIM_SCALES_SHARED)
+        f->scale_layer_stride = 0;
+    if (f->scale != KVPRIM_SCALE_TILE)
+        return;
+    const uint64_t tiles = (uint64_t)(elements / f->tile);
+    if (f->scale_stride == 0)
+        f->scale_stride = f->scales ? (int64_t)kvpi_mul(tiles, (uint64_t)f->scale_tile_stride) : t->stride;
+    if (f->scale_page_stride == 0)
+        f->scale_page_stride = f->scales      ? (int64_t)kvpi_mul((uint64_t)t->page_rows, (uint64_t)f->scale_stride)
+                               : t->page_rows ? t->page_stride
+                                              : 0;
+    if (f->scale_layer_stride == 0 && f->scales) { /* any of the loops may be outside */
         const uint64_t page_rows = (uint64_t)(t->page_rows ? t->page_rows : t->rows);
         const uint64_t pages = page_rows ? ((uint64_t)t->rows + page_rows - 1) / page_rows : 0;
-        const uint64_t by_page = kvpi_mul(t->page_rows ? pages : 0, (uint64_t)f.scale_page_stride);
-        const uint64_t by_row = kvpi_mul(page_rows, (uint64_t)f.scale_stride);
-        const uint64_t by_tile = kvpi_mul(tiles, (uint64_t)f.scale_tile_stride);
+        const uint64_t by_page = kvpi_mul(t->page_rows ? pages : 0, (uint64_t)f->scale_page_stride);
+        const uint64_t by_row = kvpi_mul(page_rows, (uint64_t)f->scale_stride);
+        const uint64_t by_tile = kvpi_mul(tiles, (uint64_t)f->scale_tile_stride);
         const uint64_t most = by_page > by_row ? by_page : by_row;
-        f.scale_layer_stride = (int64_t)(most > by_tile ? most : by_tile);
+        f->scale_layer_stride = (int64_t)(most > by_tile ? most : by_tile);
     }
-    return f;
-}
-
-KVPRIM_API kvprim_format kvprim_side_format(const kvprim_side *side)
-{
-    return kvpi_format_of(side, side->piece_bytes * side->table.heads);
 }
 
 /* Where the last byte of rows 0 to `rows` - 1 ends. A whole page may reach further than a last one that is not full. */
@@ -1804,25 +1805,16 @@ static uint64_t kvpi_reach(const kvprim_table *t, int64_t rows, int64_t row_byte
     return kvpi_add(last, (uint64_t)kvpi_piece_of(t, row_bytes));
 }
 
-/* Whether scales of tiles lie by pages. The default layer stride of a table whose last page is not full counts whole
-   pages. */
-KVPRIM_SELDOM int kvpi_scales_have_pages(const kvprim_side *side, int64_t row_bytes)
-{
-    const kvprim_table *const t = &side->table;
-    const kvprim_format f = kvpi_format_of(side, row_bytes);
-    return f.scale == KVPRIM_SCALE_TILE &&
-           ((uint64_t)f.scale_page_stride != kvpi_mul((uint64_t)t->page_rows, (uint64_t)f.scale_stride) ||
-            (f.scales && t->rows % t->page_rows != 0));
-}
-
-/* Pages that follow each other without a gap are no pages, and heads that do so are one. */
+/* Pages that follow each other without a gap are no pages, unless their scales do not; and heads that do so are one. */
 static void kvpi_simplify(kvprim_side *side, int64_t row_bytes)
 {
     kvprim_table *const t = &side->table;
+    const kvprim_format *const f = &side->format;
     if (t->heads > 1 && t->head_stride == row_bytes / t->heads)
         t->heads = 1;
     if (t->page_rows > 0 && t->page_stride / t->page_rows == t->stride && t->page_stride % t->page_rows == 0 &&
-        !(t->format && kvpi_scales_have_pages(side, row_bytes)))
+        (f->scale != KVPRIM_SCALE_TILE ||
+         (uint64_t)f->scale_page_stride == kvpi_mul((uint64_t)t->page_rows, (uint64_t)f->scale_stride)))
         t->page_rows = 0;
     side->piece_bytes = kvpi_piece_of(t, row_bytes);
     side->page_shift = 0;
@@ -2053,7 +2045,7 @@ static kvprim_status kvpi_check_format_values(const kvprim_move *m, const kvprim
 {
     const kvprim_format *const f = side->table.format;
     const int kind = (int)f->scale;
-    if (f->reserved[0] | f->reserved[1])
+    if (f->reserved)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
                            "%s: a reserved field of %s.format is not 0: zero-initialise the structure",
                            m->names->function, kvpi_name(m, side));
@@ -2097,7 +2089,9 @@ static kvprim_status kvpi_check_format_fields(const kvprim_move *m, const kvprim
                   {"scale_tile_stride", f->scale_tile_stride, kind >= KVPRIM_SCALE_HEAD, 1},
                   {"scale_stride", f->scale_stride, kind == KVPRIM_SCALE_TILE, 1},
                   {"scale_page_stride", f->scale_page_stride, kind == KVPRIM_SCALE_TILE, 1},
-                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL, 1}};
+                  {"scale_layer_stride", f->scale_layer_stride, f->scales != NULL,
+                   f->scale_layer_stride != KVPRIM_SCALES_SHARED || kind == KVPRIM_SCALE_TILE},
+                  {"scales_bytes", f->scales_bytes, f->scales != NULL, 1}};
     for (size_t k = 0; k < sizeof fields / sizeof *fields; k++) {
         if (fields[k].value && !fields[k].is_used)
             return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: %s.format.%s is set, but has no meaning with scale %d%s",
@@ -2169,6 +2163,9 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
                                (uint64_t)elements);
     if (tiles > INT32_MAX)
         return kvpi_fail_field(m, side, "format.tile", f->tile, "which makes more tiles than", INT32_MAX);
+    if (f->scales && f->scale != KVPRIM_SCALE_TILE && f->scale_layer_stride == 0 && m->layers > 1)
+        return kvpi_fail_format(m, side, "scale_layer_stride", 0,
+                                "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
     if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)
         KVPRIM_TRY(kvpi_check_aligned(m, side, "format.scales", f->scales, 4));
     return kvpi_check_table_aligned(m, side, bytes);
@@ -2192,7 +2189,7 @@ static kvpi_area kvpi_rows_area(const kvprim_move *m, const kvprim_side *side)
 /* Where a side's scales lie in layer 0. In the table's memory they lie in its layers. */
 static kvpi_area kvpi_scales_area(const kvprim_move *m, const kvprim_side *side)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
+    const kvprim_format f = side->format;
     const int tiled = f.scale == KVPRIM_SCALE_TILE;
     kvpi_area area = kvpi_rows_area(m, side);
     kvprim_table *const t = &area.table;
@@ -2242,7 +2239,7 @@ static kvprim_status kvpi_check_scales_aligned(const kvprim_move *m, const kvpri
    known. If they lie in the table's memory, they extend the side's bytes and the default layer stride. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side *side, int packed_layers)
 {
-    const kvprim_format f = kvpi_format_of(side, kvpi_side_bytes(side));
+    const kvprim_format f = side->format;
     const int32_t bytes = kvpi_dtype_bytes(f.scale_dtype);
     kvpi_area a = kvpi_scales_area(m, side);
     const uint64_t rows = (uint64_t)a.table.rows, offset = (uint64_t)f.scale_offset;
@@ -2268,6 +2265,8 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales(const kvprim_move *m, kvprim_side 
         uint64_t span;
         KVPRIM_TRY(kvpi_span(m, side, loops, 4, (uint64_t)bytes, &span));
     }
+    if (f.scales && f.scales_bytes && reach > (uint64_t)f.scales_bytes)
+        return kvpi_fail_field(m, side, "format.scales_bytes", f.scales_bytes, "but its scales reach", reach);
     if (f.scales)
         return KVPRIM_OK;
     if (side->table.bytes && reach > (uint64_t)side->table.bytes)
@@ -2285,9 +2284,11 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
     kvprim_table *const t = &side->table;
     KVPRIM_TRY(kvpi_check_fields(m, side));
     kvpi_resolve(t, kvpi_side_bytes(side));
-    side->scale_heads = t->heads;
-    if (!KVPRIM_LIKELY(!t->format))
+    if (!KVPRIM_LIKELY(!t->format)) {
         KVPRIM_TRY(kvpi_check_format(m, side));
+        if (!kvpi_same_bytes(m->dst.table.format, m->src.table.format))
+            kvpi_resolve_format(side);
+    }
     const int packed_layers = side->layer_stride == 0;
     if (t->rows == 0) {
         side->layer_stride = 0; /* nothing of it is ever touched */
@@ -2299,7 +2300,7 @@ static kvprim_status kvpi_check_side(const kvprim_move *m, kvprim_side *side)
         KVPRIM_TRY(kvpi_check_loops(m, side));
     if (t->bytes)
         KVPRIM_TRY(kvpi_check_bytes(m, side));
-    if (!KVPRIM_LIKELY(!t->format) && t->format->scale)
+    if (!KVPRIM_LIKELY(!side->format.scale))
         KVPRIM_TRY(kvpi_check_scales(m, side, packed_layers));
     if (!t->data && !side->device_layers && kvpi_used_rows(m, side) > 0)
         return kvprim_fail(KVPRIM_ERROR_NULL, "%s: %s.data is NULL", m->names->function, kvpi_name(m, side));
@@ -2708,7 +2709,7 @@ static kvprim_status kvpi_check_areas(const char *function, const char *scales_o
 static kvprim_status kvpi_check_scales_beside_rows(const kvprim_move *m, const kvprim_side *side)
 {
     kvpi_area scales = kvpi_scales_area(m, side), rows = kvpi_rows_area(m, side);
-    const int32_t layers = side->layers && side->table.format->scales ? m->layers : 1;
+    const int32_t layers = side->layers && side->format.scales ? m->layers : 1;
     int budget = kvpi_meet_budget + 16 * layers;
     if (rows.rows == 0 || !rows.table.data)
         return KVPRIM_OK;
@@ -2730,7 +2731,7 @@ static kvprim_status kvpi_check_bytes_apart(const kvprim_move *m, const kvpi_hul
         if (side == own || (k && !written))
             continue;
         KVPRIM_TRY(kvpi_check_outside(m, side, k ? src : dst, bytes.name, bytes.data, bytes.bytes));
-        if (side->table.format && side->table.format->scales) {
+        if (side->format.scales) {
             const kvpi_area scales = kvpi_scales_area(m, side);
             const kvpi_bytes other = {"scales", scales.table.data, kvpi_area_bytes(&scales, scales.layers)};
             if ((written || scales.written) && kvpi_overlap(bytes.data, bytes.bytes, other.data, other.bytes))
@@ -2766,13 +2767,13 @@ KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kv
     char name[64];
     for (int k = 0; k < 2; k++) {
         const kvprim_side *const side = k ? &m->src : &m->dst;
-        if (!side->table.format->scale || side->table.rows == 0)
+        if (!side->format.scale || side->table.rows == 0)
             continue;
         const kvpi_area scales = kvpi_scales_area(m, side);
         const uint64_t bytes = kvpi_area_bytes(&scales, scales.layers);
         if (side == &m->dst)
             KVPRIM_TRY(kvpi_check_scales_beside_rows(m, side));
-        if (!side->table.format->scales)
+        if (!side->format.scales)
             continue;
         const kvpi_bytes own = {kvpi_join(name, kvpi_name(m, side), ".format.scales"), scales.table.data, bytes};
         const kvpi_bytes rejected = {"rejected", m->rejected, 4};
@@ -2780,7 +2781,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_conversion(const kvprim_move *m, const kv
         if (m->rejected && kvpi_overlap(own.data, own.bytes, rejected.data, rejected.bytes))
             return kvpi_fail_overlap(function, rejected, own, "");
     }
-    const void *const nans = m->dst.table.format->nans;
+    const void *const nans = m->dst.format.nans;
     if (!nans)
         return KVPRIM_OK;
     KVPRIM_TRY(kvpi_check_aligned(m, &m->dst, "format.nans", nans, 4));
@@ -2855,7 +2856,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
             KVPRIM_TRY(
                 kvpi_check_outside(m, &m->dst, &dst, kvpi_index_name(m, side), side->index, kvpi_index_bytes(m, side)));
     }
-    if (!KVPRIM_LIKELY(!m->dst.table.format) && !kvpi_same_bytes(m->dst.table.format, m->src.table.format))
+    if (!KVPRIM_LIKELY(!m->dst.format.dtype))
         KVPRIM_TRY(kvpi_check_conversion(m, &dst, &src));
     return kvpi_check_rejected(m, &dst, &src);
 }
@@ -2863,7 +2864,7 @@ static kvprim_status kvpi_check_move(kvprim_move *m)
 /* Scales and counters of K lie apart from what V's move uses, or those of V from what K's uses. */
 KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const kvprim_move *other)
 {
-    const kvprim_format *const f = m->dst.table.format, *const g = other->dst.table.format;
+    const kvprim_format *const f = &m->dst.format, *const g = &other->dst.format;
     const kvpi_hull dst = kvpi_hull_of(other, &other->dst), src = kvpi_hull_of(other, &other->src);
     char name[64];
     int budget = kvpi_meet_budget;
@@ -2871,7 +2872,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const
         const kvpi_area scales = kvpi_scales_area(m, &m->dst), rows = kvpi_rows_area(other, &other->dst);
         KVPRIM_TRY(
             kvpi_check_areas(m->names->function, m->names->dst, &scales, "row", other->names->dst, &rows, &budget));
-        if (g && g->scale) {
+        if (g->scale) {
             const kvpi_area others = kvpi_scales_area(other, &other->dst);
             KVPRIM_TRY(kvpi_check_areas(m->names->function, m->names->dst, &scales, "scale", other->names->dst, &others,
                                         &budget));
@@ -2881,7 +2882,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_scales_beside(const kvprim_move *m, const
         if (f->scales && scales.written)
             KVPRIM_TRY(kvpi_check_bytes_apart(other, &dst, &src, own, &other->dst, 1));
     }
-    if (m->src.table.format->scales && m->src.table.rows > 0) {
+    if (m->src.format.scales && m->src.table.rows > 0) {
         const kvpi_area scales = kvpi_scales_area(m, &m->src);
         const kvpi_bytes own = {kvpi_join(name, m->names->src, ".format.scales"), scales.table.data,
                                 kvpi_area_bytes(&scales, 1)};
@@ -2927,8 +2928,10 @@ static void kvpi_set_side(kvprim_side *side, const kvprim_table *table, const vo
     side->index = index, side->index_type = index ? type : (kvprim_index_type)0;
     side->index_base = base, side->index_stride = stride;
     side->layers = NULL, side->layer_stride = 0, side->device_layers = NULL;
-    side->host_index = 0, side->scale_heads = 1;
+    side->host_index = side->reserved = 0;
     side->bytes = 0;
+    side->format.dtype = (kvprim_dtype)0, side->format.scale = (kvprim_scale_kind)0;
+    side->format.scales = NULL, side->format.nans = NULL;
 }
 
 static void kvpi_set_move(kvprim_move *m, const kvprim_move_names *names, int64_t row_bytes, int64_t count,
@@ -2967,9 +2970,9 @@ static kvprim_status kvpi_check_k_and_v(kvprim_move *m, const kvprim_store_desc 
         return kvpi_fail_field(&m[1], &m[1].dst, "rows", d->v_cache.rows, "but k_cache.rows is",
                                (uint64_t)d->k_cache.rows);
     m[1].rejected = NULL; /* one slot counts once */
-    if (m[0].dst.table.format)
+    if (m[0].dst.format.dtype)
         KVPRIM_TRY(kvpi_check_scales_beside(&m[0], &m[1]));
-    if (m[1].dst.table.format)
+    if (m[1].dst.format.dtype)
         KVPRIM_TRY(kvpi_check_scales_beside(&m[1], &m[0]));
     return kvpi_check_k_beside_v(m);
 }
@@ -3102,12 +3105,11 @@ KVPRIM_API kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
 
 static void kvpi_finish_move(kvprim_move *m)
 {
+    m->dst.table.format = m->src.table.format = NULL;
     if (m->count == 0) {
         m->dst.piece_bytes = m->src.piece_bytes = 0;
         return;
     }
-    if (m->dst.table.format && kvpi_same_bytes(m->dst.table.format, m->src.table.format))
-        m->dst.table.format = m->src.table.format = NULL;
     kvpi_simplify(&m->dst, kvpi_side_bytes(&m->dst));
     kvpi_simplify(&m->src, kvpi_side_bytes(&m->src));
     if (m->dst.table.rows == 0 || (m->src.table.rows == 0 && !m->zero))
@@ -3585,7 +3587,7 @@ KVPRIM_CONVERT(avx512, KVPRIM_AVX512)
 /* One side of a move that converts. */
 typedef struct kvpi_typed_side {
     const kvprim_side *side;
-    kvprim_format format; /* with its defaults */
+    kvprim_format format; /* the side's */
     char *data, *scales;  /* of the layer */
     int64_t piece, bytes; /* elements of a piece, bytes of an element */
 } kvpi_typed_side;
@@ -3603,7 +3605,7 @@ typedef struct kvpi_conversion {
 static void kvpi_set_typed(kvpi_typed_side *typed, const kvprim_side *side)
 {
     typed->side = side;
-    typed->format = kvprim_side_format(side);
+    typed->format = side->format;
     typed->bytes = kvpi_dtype_bytes(typed->format.dtype);
     typed->piece = side->piece_bytes / typed->bytes;
     typed->data = typed->scales = NULL;
@@ -3790,7 +3792,7 @@ static void kvpi_run_moves(const kvprim_move *moves, size_t n)
     for (size_t k = 0; k < n; k++) {
         if (moves[k].count == 0)
             continue;
-        if (moves[k].dst.table.format) {
+        if (moves[k].dst.format.dtype) {
             kvpi_run_conversion(&moves[k]);
             continue;
         }

@@ -82,8 +82,8 @@
 
 #include "kvprim.h"
 
-#if KVPRIM_VERSION != 200
-#error "kvprim_cuda.cuh 0.2.0 meets a kvprim.h of another version"
+#if KVPRIM_VERSION != 300
+#error "kvprim_cuda.cuh 0.3.0 meets a kvprim.h of another version"
 #endif
 
 #ifdef __cplusplus

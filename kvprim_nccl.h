@@ -102,8 +102,8 @@
 
 #include "kvprim.h"
 
-#if KVPRIM_VERSION != 200
-#error "kvprim_nccl.h 0.2.0 meets a kvprim.h of another version"
+#if KVPRIM_VERSION != 300
+#error "kvprim_nccl.h 0.3.0 meets a kvprim.h of another version"
 #endif
 
 #ifdef __cplusplus
@@ -3093,7 +3093,7 @@ enum {
 static_assert(sizeof(void *) != 8 ||
                   (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
                    sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
-              "public structs have the sizes that bindings to 0.2 know");
+              "public structs have the sizes that bindings to 0.3 know");
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {

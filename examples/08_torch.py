@@ -32,9 +32,10 @@ try:
 except ImportError:
     torch = None
 
-VERSION = 200  # the KVPRIM_VERSION whose structures these are: major * 10000 + minor * 100 + patch
+VERSION = 300  # the KVPRIM_VERSION whose structures these are: major * 10000 + minor * 100 + patch
 I32, I64 = 1, 2  # kvprim_index_type; 0 is "not set", which the library refuses
 SCALE_TENSOR, SCALE_HEAD, SCALE_TILE = 1, 2, 3  # kvprim_scale_kind
+SCALES_SHARED = -1  # KVPRIM_SCALES_SHARED
 DTYPES = {"uint8": ("KVPRIM_U8", 16), "float16": ("KVPRIM_F16", 17), "bfloat16": ("KVPRIM_BF16", 18),
           "float32": ("KVPRIM_F32", 19), "int8": ("KVPRIM_INT8", 21), "float8_e4m3fn": ("KVPRIM_F8E4M3", 24),
           "float8_e5m2": ("KVPRIM_F8E5M2", 25), "float8_e8m0fnu": ("KVPRIM_F8E8M0", 26)}  # torch's name: kvprim_dtype
@@ -46,7 +47,8 @@ class Format(ctypes.Structure):
                 ("scale_min", ctypes.c_float), ("tile", ctypes.c_int64), ("scales", ctypes.c_void_p),
                 ("scale_offset", ctypes.c_int64), ("scale_tile_stride", ctypes.c_int64),
                 ("scale_stride", ctypes.c_int64), ("scale_page_stride", ctypes.c_int64),
-                ("scale_layer_stride", ctypes.c_int64), ("nans", ctypes.c_void_p), ("reserved", ctypes.c_int64 * 2)]
+                ("scale_layer_stride", ctypes.c_int64), ("nans", ctypes.c_void_p), ("scales_bytes", ctypes.c_int64),
+                ("reserved", ctypes.c_int64)]
 
 
 class Table(ctypes.Structure):
@@ -126,7 +128,7 @@ def layout():
              f'_Static_assert(KVPRIM_VERSION / 100 == {VERSION // 100}, "KVPRIM_VERSION");',
              f'_Static_assert(KVPRIM_I32 == {I32} && KVPRIM_I64 == {I64}, "kvprim_index_type");',
              f"_Static_assert(KVPRIM_SCALE_TENSOR == {SCALE_TENSOR} && KVPRIM_SCALE_HEAD == {SCALE_HEAD} && "
-             f'KVPRIM_SCALE_TILE == {SCALE_TILE}, "kvprim_scale_kind");']
+             f'KVPRIM_SCALE_TILE == {SCALE_TILE} && KVPRIM_SCALES_SHARED == {SCALES_SHARED}, "kvprim_scale_kind");']
     lines += [f'_Static_assert({name} == {value}, "kvprim_dtype");' for name, value in DTYPES.values()]
     for name, structure in STRUCTURES.items():
         lines.append(f'_Static_assert(sizeof({name}) == {ctypes.sizeof(structure)}, "{name}");')
@@ -267,7 +269,9 @@ def typed(table, scale=None, nans=None, **fields):
         if any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
             raise ValueError(f"scale has strides {scale.stride()}: it is expanded, make it contiguous")
         form.scales, form.scale_dtype = scale.data_ptr(), dtype_of(scale.dtype)
+        form.scales_bytes = scale.untyped_storage().nbytes() - scale.storage_offset() * scale.element_size()
         strides = [stride * scale.element_size() for stride in scale.stride()]
+        form.scale_layer_stride = SCALES_SHARED if scale.dim() < 2 else 0
         if scale.numel() == 1 and scale.dim() < 2:
             form.scale = SCALE_TENSOR
         elif scale.dim() > 3 or table.elements % scale.shape[-1] != 0:

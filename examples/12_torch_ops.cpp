@@ -348,7 +348,7 @@ void set_scale(kvprim_format &format, const Call &call, const char *name, const 
     format.tile = heads > 1 ? elements / heads : 0;
     format.scales = scale.data_ptr();
     format.scale_tile_stride = heads > 1 ? scale.stride(dims - 1) * 4 : 0;
-    format.scale_layer_stride = each && layers > 1 ? scale.stride(0) * 4 : 0;
+    format.scale_layer_stride = layers == 1 ? 0 : each ? scale.stride(0) * 4 : KVPRIM_SCALES_SHARED;
     EXPECT((heads == 1 || format.scale_tile_stride > 0) && (!each || layers == 1 || scale.stride(0) > 0), name,
            " is expanded; make it contiguous");
 }

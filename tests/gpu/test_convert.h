@@ -161,6 +161,8 @@ static void place_own_scales(arena *a, const convert_case *c, convert_side *s, i
         memcpy(static_cast<char *>(f->scales) + i * static_cast<size_t>(size), &scale, static_cast<size_t>(size));
     }
     s->given = *f;
+    if (layers > 1 && f->scale_layer_stride == 0)
+        s->given.scale_layer_stride = KVPRIM_SCALES_SHARED;
     if (f->scale == KVPRIM_SCALE_TENSOR)
         s->given.scale_tile_stride = 0;
     if (tiles && f->scale_tile_stride == size && c->n % 3 != 1 && c->n % 4 != 1 && c->n % 7 != 0)
