@@ -2998,7 +2998,8 @@ KVPRIM_NCCL_DEVICE void kvpn_few_clear(const kvpn_norm_params &p, const kvpn_thr
 
 /* See >>impl_norm_few. In a cluster, me.thread counts on from block to block, and each block has its own turn, which
    ends as kvpn_end_turn says. The barrier costs nothing: the row waits for the other ranks anyway. A warp that has
-   polled in vain has code of its own, after that of the others: it is far away from what they need next. */
+   polled in vain waits and sums in code of its own, so that the others' sum has no branches. What follows has barriers,
+   so it must be the same code for all warps of a block. */
 template <class T, int max_ranks, kvpn_few_form form>
 static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (int)kvpn_max_threads_of_8,
                                     1) void kvpn_few_kernel(const KVPRIM_GRID_CONSTANT kvpn_norm_params p)
@@ -3029,14 +3030,13 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
         const bool here = kvpn_few_poll<T, max_ranks, form>(p, me, t, a);
         if (KVPRIM_NCCL_LIKELY(__all_sync(0xffffffff, here))) {
             kvpn_few_sum<T, max_ranks>(p, a, t);
-            kvpn_few_finish<T, max_ranks, form>(p, me, meetings_of[me.role], meetings, t, later);
-            continue;
+        } else {
+            if (here || kvpn_few_wait<max_ranks>(p, me, a))
+                kvpn_few_sum<T, max_ranks>(p, a, t);
+            else /* at once: the row's other threads may wait for long */
+                kvpn_stop_rank(p, me);
+            __syncwarp();
         }
-        if (here || kvpn_few_wait<max_ranks>(p, me, a))
-            kvpn_few_sum<T, max_ranks>(p, a, t);
-        else /* at once: the row's other threads may wait for long */
-            kvpn_stop_rank(p, me);
-        __syncwarp();
         kvpn_few_finish<T, max_ranks, form>(p, me, meetings_of[me.role], meetings, t, later);
     } while (kvpn_few_next<max_ranks, form>(p, me, t, later));
 }

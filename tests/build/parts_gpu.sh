@@ -70,6 +70,23 @@ sass()
 
 # ---- nccl ----
 
+# meets_once PTX: in sm_90's kernels for norms of few tokens, each meeting of a block is one place in the code, as CUDA
+# asks and synccheck checks. The numbers are the barriers of each form: of its turn, sum, scale and cluster.
+meets_once()
+{
+    awk '
+        /[.]entry/ { form = match($0, /kvpn_few_form[0-4]/) ? substr($0, RSTART + 13, 1) + 1 : 0; kernels[form]++ }
+        /bar[.]sync|cluster[.]arrive/ { barriers[form]++ }
+        END {
+            split("2 3 3 5 8", expected)
+            for (form = 1; form <= 5; form++)
+                if (barriers[form] != expected[form] * kernels[form] || !kernels[form]) {
+                    print "form " form - 1 ": " barriers[form] " barriers in " kernels[form] " kernels"
+                    exit 1
+                }
+        }' "$1"
+}
+
 # nccl_emulated FLAGS [quick]: runs the kernels of kvprim_nccl.h on the CPU.
 nccl_emulated()
 {
@@ -192,6 +209,7 @@ nccl_cuda()
     assembled_for "$build/kept/test_nccl.ptx" 100 120
     group 'kernels of kvprim_nccl.h'
     cell 'PTX of kvprim_nccl.h' grep -x '[.]target sm_90' "$build/kept/test_nccl.ptx"
+    cell 'warps of a block meet in one place' meets_once "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
     sass "$build/test_nccl.o" "$build/kept/test_nccl.ptx"
     cu="$cu $quickly" # what follows is only compiled
