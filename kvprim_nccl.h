@@ -82,6 +82,8 @@
                   kvprim_comm_check and kvprim_comm_abort may be called from any thread, from the start of init to the
                   call of destroy, also while another thread is inside init or a collective, and while streams are
                   captured in any mode.
+       Processes  Only the process that called init uses the communicator. In a child that fork() made later, check,
+                  abort and destroy return KVPRIM_ERROR_ARGUMENT and touch nothing; the other calls must not be made.
        Failure    A rank that gives up or is aborted sends nothing more and tells the others. Each call that an own
                   kernel serves then either has the right result or is followed by an error on its rank.
        Alignment  Pointers are aligned to the element type. Multiples of 16 bytes are fastest.
@@ -232,7 +234,7 @@ typedef struct kvprim_comm {
     const struct kvprim_comm *self; /* itself from init to destroy; init's copy ends before this field */
     int32_t state, active_calls;    /* active_calls: of other threads; abort and destroy wait for them */
     int32_t notifying;              /* 1: kvpn_notify_ranks runs */
-    int32_t padding_at_end;
+    int32_t process;                /* which called init */
 } kvprim_comm;
 
 /* Errors: NULL, NCCL. */
@@ -256,7 +258,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, cons
    one process write to each other's memory: there destroy, also after an abort, waits up to a second for the others to
    let go of this rank's; from one that comes later still, a thread frees it. Graphs that hold own kernels of the
    communicator must not be launched any more. Graphs that hold collectives of NCCL's must be destroyed before.
-   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved, a forked process), TIMEOUT (NCCL has not ended after timeout_ms
    because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
    goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
@@ -265,11 +267,11 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
    lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
    graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
    init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
-   Errors: NULL, ARGUMENT (not initialised, already aborted, moved). */
+   Errors: NULL, ARGUMENT (not initialised, already aborted, moved, a forked process). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
 /* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
-   Errors: NULL, ARGUMENT (not initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the
+   Errors: NULL, ARGUMENT (not initialised, aborted, moved, a forked process), NCCL (an error of a peer or of the network), CUDA (the
    device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
    rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
    result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
@@ -3066,6 +3068,7 @@ static __global__ __launch_bounds__(max_ranks <= 4 ? (int)kvpn_max_threads : (in
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #if NCCL_VERSION_CODE < NCCL_VERSION(2, 19, 0)
 #error "kvprim_nccl.h needs NCCL 2.19 or newer"
@@ -3231,6 +3234,16 @@ static kvprim_status kvpn_fail_not_alive(const char *function, const kvprim_comm
     if (kvpn_has_state(comm, kvpn_aborted))
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was aborted: destroy it", function);
     return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "%s: comm was not initialised, was moved, or has ended", function);
+}
+
+/* After fork(), memory that CUDA pinned is still the parent's: a child that aborts would stop the parent's kernels. */
+static kvprim_status kvpn_check_process(const char *function, const kvprim_comm *comm)
+{
+    if (!comm || __atomic_load_n(&comm->self, __ATOMIC_SEQ_CST) != comm || comm->process == (int32_t)getpid())
+        return KVPRIM_OK;
+    return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
+                       "%s: comm belongs to process %d, which called init, and this is process %d", function,
+                       (int)comm->process, (int)getpid());
 }
 
 static void kvpn_leave(kvprim_comm *comm)
@@ -4374,7 +4387,7 @@ KVPRIM_API kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_d
     if (!task)
         return kvprim_fail(KVPRIM_ERROR_CUDA, "%s: no host memory", f);
     memset(comm, 0, sizeof *comm);
-    comm->active_calls = 1;
+    comm->active_calls = 1, comm->process = (int32_t)getpid();
     __atomic_store_n(&comm->state, (int32_t)kvpn_initialising, __ATOMIC_SEQ_CST);
     __atomic_store_n(&comm->self, comm, __ATOMIC_SEQ_CST);
     if (!kvpn_start_thread(kvpn_run_init_task, task))
@@ -4408,6 +4421,7 @@ KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_abort";
     KVPRIM_RANGE(f);
+    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
     if (kvpn_enter(comm, kvpn_initialising, kvpn_aborted)) {
         (void)kvpn_wait_until(&comm->state, 0, kvpn_cancel_ms + kvpn_nccl_ms + kvpn_calls_ms);
         kvpn_leave(comm);
@@ -4454,6 +4468,7 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm)
     const char *const f = "kvprim_comm_destroy";
     KVPRIM_RANGE(f);
     int device = 0;
+    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
     if (!kvpn_enter(comm, kvpn_alive, kvpn_destroying) && !kvpn_enter(comm, kvpn_aborted, kvpn_destroying))
         return kvpn_fail_not_alive(f, comm);
     (void)cudaGetDevice(&device);
@@ -4559,6 +4574,7 @@ KVPRIM_API kvprim_status kvprim_comm_check(kvprim_comm *comm)
 {
     const char *const f = "kvprim_comm_check";
     ncclResult_t result = ncclSuccess;
+    KVPRIM_NCCL_TRY(kvpn_check_process(f, comm));
     if (kvpn_has_state(comm, kvpn_initialising))
         return KVPRIM_OK;
     if (!kvpn_enter(comm, kvpn_alive, kvpn_alive))

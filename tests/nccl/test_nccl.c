@@ -119,7 +119,7 @@ static void test_not_alive(void)
     memset(&comm, 0xa5, sizeof comm);
     refuses(&comm, KVPRIM_ERROR_ARGUMENT, "not initialised");
     comm.self = &comm;
-    comm.state = kvpn_alive;
+    comm.state = kvpn_alive, comm.process = (int32_t)getpid();
     moved = comm;
     refuses(&moved, KVPRIM_ERROR_ARGUMENT, "moved");
     comm.state = kvpn_initialising; /* init runs */

@@ -6,8 +6,11 @@
 
    With -fsanitize=thread, set TSAN_OPTIONS=history_size=7, or a race is not reported if its first access is
    forgotten. */
+#define _GNU_SOURCE /* MAP_ANONYMOUS */
 #include "nccl_fake.h"
 #include "../harness.h"
+#include <sys/mman.h>
+#include <sys/wait.h>
 
 static void begin(void)
 {
@@ -226,6 +229,35 @@ static void test_aborts(void)
         CHECK(k % 2 || result_of(&w) == KVPRIM_OK);
         CHECK(called("CommAbort"));
     }
+}
+
+/* What a child of fork() makes of its parent's communicator: 0: it is told whose it is, and calls nothing. */
+static int use_in_child(kvprim_comm *comm)
+{
+    CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_ARGUMENT, "comm belongs to process");
+    CHECK_ERROR(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "comm belongs to process");
+    CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "which called init");
+    CHECK(called("") && load(&comm->state) == kvpn_alive);
+    (void)fflush(stdout);
+    return counts->faults;
+}
+
+/* A forked child shares the stop word, as it shares memory that CUDA pinned. */
+static void test_fork(void)
+{
+    const kvprim_comm_desc d = desc_of(1);
+    kvprim_comm *const comm = open_comm(&d, OPENED);
+    int code = -1;
+    comm->stop = (uint32_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && comm->stop != MAP_FAILED);
+    const pid_t child = fork();
+    if (child == 0)
+        _exit(use_in_child(comm));
+    CHECK(waitpid(child, &code, 0) == child && code == 0);
+    CHECK(*comm->stop == 0 && kvprim_comm_check(comm) == KVPRIM_OK);
+    (void)munmap(comm->stop, 4096);
+    comm->stop = NULL;
+    close_comm(comm, "CommDestroy");
 }
 
 /* NCCL does not end, neither after destroy nor after abort. */
@@ -1064,6 +1096,7 @@ int main(void)
     live("life: exchanges that hang", test_late_exchanges);
     live("life: checks during init", test_checks_during_init);
     live("life: abort, and destroy at once", test_aborts);
+    live("life: a forked child", test_fork);
     live("life: NCCL does not end", test_no_end);
     live("life: collectives, blocking or not", test_collectives);
     live("life: tensors in a window", test_window);
