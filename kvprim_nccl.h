@@ -138,8 +138,8 @@ typedef struct kvprim_comm_id {
 } kvprim_comm_id;
 
 /* An all-gather that the caller provides: on every rank it copies what rank r passes as `mine` to (char *)all + r *
-   bytes. Returns 0 for success. init calls it up to three times, on the thread that called init. It must end by itself:
-   neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
+   bytes. Returns 0 for success. init calls it up to four times, on the thread that called init, first with fewer bytes.
+   It must end by itself: neither init_timeout_ms nor kvprim_comm_abort interrupts it. */
 typedef int (*kvprim_exchange)(void *context, const void *mine, void *all, size_t bytes);
 
 /* Zero-initialise, then set what differs. "The same" means the same on every rank; otherwise init fails on all of them.
@@ -186,7 +186,7 @@ typedef struct kvprim_comm_desc {
     /* the same for the bytes that each rank receives; at most 4 MB where a rank's part is not a multiple of 16. Of
        all_gatherv, all_to_all and all_to_allv, `world` times the largest part counts that one rank sends to another; by
        default less if parts differ. All three limits: the same on every rank; 0: see kvprim_comm_describe. The defaults
-       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more */
+       are measured on H200s for 2 to 4 ranks (all_to_all: for 2), and estimated for more and for PCIe */
     size_t all_gather_limit;
     /* init exchanges its data with this and not through NCCL, for callers that do not want NCCL to run before the first
        collective; on every rank or on none */
@@ -228,8 +228,9 @@ typedef struct kvprim_comm {
     void *sums;                         /* for kvpn_norm_by_nccl: kvpn_sums_bytes of device memory, or NULL */
     struct kvpn_teardown *teardown;     /* of nccl */
     struct CUstream_st *checked_stream; /* the last one that was found to be on the right device */
-    char description[1020];             /* with the next field 1,024 bytes */
+    char description[1016];             /* with the next two fields 1,024 bytes */
     int32_t clusters;                   /* 1: blocks of own kernels can form clusters, on all ranks */
+    int32_t link;                       /* the slowest between two ranks: kvpn_link */
 
     const struct kvprim_comm *self; /* itself from init to destroy; init's copy ends before this field */
     int32_t state, active_calls;    /* active_calls: of other threads; abort and destroy wait for them */
@@ -243,14 +244,15 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 /* Collective, on the current device: returns when all `world` ranks have called it. Allocates and registers everything;
    nothing later does. Ranks may be processes or threads of one process.
    Own kernels are on if all ranks have them and can write to each other's memory on one machine (which init finds out
-   by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. They take 32 MB
-   of device memory; where they are compiled but off, kvprim_all_reduce_norm takes 8 MB. kvprim_comm_describe says
-   whether they are on, and if not, why.
+   by writing), for 2 to 8 ranks, unless the environment has NCCL_P2P_DISABLE=1 or NCCL_P2P_LEVEL=LOC. Over PCIe they
+   are on for two ranks only, and off if NCCL_P2P_LEVEL is set to less than SYS; a GPU that CUDA_VISIBLE_DEVICES hides
+   from another rank's process counts as connected by NVLink. They take 32 MB of device memory; where they are compiled
+   but off, kvprim_all_reduce_norm takes 8 MB. kvprim_comm_describe says whether they are on, and if not, why.
    Errors, on every rank where it is something that ranks compare, and where another rank failed after NCCL's
    communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
-   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic), TIMEOUT
-   (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error everything is freed again;
-   after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
+   limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of
+   kvprim that differ), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
+   everything is freed again; after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
@@ -258,7 +260,7 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, cons
    one process write to each other's memory: there destroy, also after an abort, waits up to a second for the others to
    let go of this rank's; from one that comes later still, a thread frees it. Graphs that hold own kernels of the
    communicator must not be launched any more. Graphs that hold collectives of NCCL's must be destroyed before.
-   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved, a forked process), TIMEOUT (NCCL has not ended after timeout_ms
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
    because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
    goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
@@ -267,11 +269,11 @@ KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
    lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
    graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
    init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
-   Errors: NULL, ARGUMENT (not initialised, already aborted, moved, a forked process). */
+   Errors: NULL, ARGUMENT (not initialised, already aborted, moved). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
 /* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
-   Errors: NULL, ARGUMENT (not initialised, aborted, moved, a forked process), NCCL (an error of a peer or of the network), CUDA (the
+   Errors: NULL, ARGUMENT (not initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the
    device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
    rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
    result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
@@ -285,8 +287,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
    as fast on any other memory. */
 KVPRIM_API void *kvprim_comm_buffer(kvprim_comm *comm, size_t *bytes);
 
-/* Says versions, links, multiprocessors, limits, timeouts, which fast paths are on, and why the others are off. Valid
-   as long as comm. */
+/* Says versions, the slowest link between ranks, multiprocessors, limits, timeouts, which fast paths are on, and why
+   the others are off. Valid as long as comm. */
 KVPRIM_API const char *kvprim_comm_describe(const kvprim_comm *comm);
 
 /* >>collective -----------------------------------------------------------------------------------------------------
@@ -3086,7 +3088,7 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 5,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol = 6,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3437,7 +3439,7 @@ static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
-    kvpn_slots *const own = comm->slots[comm->rank];
+    kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
     for (int r = 0; r < kvpn_max_world; r++) {
         if (comm->mapped[r])
             (void)cudaIpcCloseMemHandle(comm->mapped[r]);
@@ -3569,10 +3571,20 @@ enum { kvpn_setting_count = 6 };
 static const char *const kvpn_setting_names[kvpn_setting_count] = {
     "buffer_bytes", "deterministic", "nccl_window", "all_reduce_limit", "reduce_scatter_limit", "all_gather_limit"};
 
+/* What ranks tell each other before anything else, so that other versions understand it: it never changes. */
+typedef struct kvpn_hello {
+    char magic[8];
+    uint32_t version, protocol, info_bytes; /* info_bytes: of kvpn_rank_info */
+    int32_t ok;                             /* 1: the rank's last step succeeded */
+    uint64_t reserved;
+} kvpn_hello;
+static_assert(sizeof(kvpn_hello) == 32, "the same in all versions");
+
 typedef struct kvpn_rank_info {
-    uint64_t layout; /* version and protocol */
+    kvpn_hello hello;
     uint64_t settings[kvpn_setting_count], machine, nonce, peer_bytes;
-    int32_t ok, has_kernels, max_sms, device, mappable, window, reduces_f8, clusters;
+    int32_t has_kernels, max_sms, device, mappable, window, reduces_f8, clusters, link;
+    char bus[16];              /* of its GPU, as CUDA writes it */
     cudaIpcMemHandle_t handle; /* if mappable */
 } kvpn_rank_info;
 
@@ -3581,6 +3593,7 @@ typedef struct kvpn_init_task {
     kvprim_comm comm; /* becomes the caller's when init has succeeded */
     kvprim_comm_desc desc;
     kvpn_rank_info mine, *all; /* all: of every rank */
+    size_t exchange_bytes;     /* how many of `mine` are exchanged; `all` is packed */
     const char *off_reason;    /* why kernels are off; NULL: so far they are not */
     int32_t refs, done, cancelled;
     int32_t exchange_requested; /* 1: the caller's thread is to call desc.exchange */
@@ -3609,7 +3622,7 @@ static kvprim_status kvpn_exchange_by_nccl(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
     const kvprim_comm *const comm = &task->comm;
-    const size_t one = sizeof task->mine, all = one * (size_t)comm->world;
+    const size_t one = task->exchange_bytes, all = one * (size_t)comm->world;
     char *const scratch = (char *)comm->scratch;
     KVPRIM_NCCL_TRY(kvpn_copy_and_wait(comm, scratch + all, &task->mine, one));
     if (kvpn_is_cancelled(task)) /* while it copied; kvpn_exchange_infos reports it */
@@ -3632,12 +3645,29 @@ static kvprim_status kvpn_exchange_by_caller(kvpn_init_task *task)
                              (int)task->exchange_result);
 }
 
-/* Gives every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step failed on one
-   rank, all ranks give up together; one alone would leave the others waiting. */
-static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status)
+static kvprim_status kvpn_check_hello(const kvpn_hello *mine, const kvpn_hello *theirs, int r)
+{
+    if (memcmp(theirs->magic, mine->magic, sizeof mine->magic) != 0)
+        return kvprim_fail(KVPRIM_ERROR_ARGUMENT, "kvprim_comm_init: what came from rank %d is not kvprim's", r);
+    if (theirs->version / 100 != mine->version / 100 || theirs->protocol != mine->protocol ||
+        theirs->info_bytes != mine->info_bytes)
+        return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED,
+                           "kvprim_comm_init: rank %d runs kvprim %u.%u.%u (protocol %u), but this rank %u.%u.%u (%u)",
+                           r, (unsigned)theirs->version / 10000, (unsigned)theirs->version / 100 % 100,
+                           (unsigned)theirs->version % 100, (unsigned)theirs->protocol, (unsigned)mine->version / 10000,
+                           (unsigned)mine->version / 100 % 100, (unsigned)mine->version % 100,
+                           (unsigned)mine->protocol);
+    if (!theirs->ok)
+        return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
+    return KVPRIM_OK;
+}
+
+/* Gives so many bytes of every rank's kvpn_rank_info to every rank, with the status of the step before it. If that step
+   failed on one rank, all ranks give up together; one alone would leave the others waiting. */
+static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status status, size_t bytes)
 {
     kvprim_status s = status;
-    task->mine.ok = status == KVPRIM_OK;
+    task->mine.hello.ok = status == KVPRIM_OK, task->exchange_bytes = bytes;
     if (task->can_exchange && !kvpn_is_cancelled(task))
         s = task->desc.exchange ? kvpn_exchange_by_caller(task) : kvpn_exchange_by_nccl(task);
     if (status != KVPRIM_OK || s != KVPRIM_OK)
@@ -3645,12 +3675,20 @@ static kvprim_status kvpn_exchange_infos(kvpn_init_task *task, kvprim_status sta
     if (kvpn_is_cancelled(task)) /* then they may be old: NCCL was ended, and did not say so */
         return kvprim_fail(KVPRIM_ERROR_TIMEOUT, "kvprim_comm_init: cancelled");
     for (int r = 0; r < task->comm.world; r++) {
-        if (!task->all[r].ok)
-            return kvprim_fail(KVPRIM_ERROR_CUDA, "kvprim_comm_init: rank %d failed, its own message says why", r);
-        if (!task->off_reason && !task->all[r].has_kernels)
+        KVPRIM_NCCL_TRY(
+            kvpn_check_hello(&task->mine.hello, (const kvpn_hello *)((const char *)task->all + bytes * (size_t)r), r));
+        if (bytes == sizeof task->mine && !task->off_reason && !task->all[r].has_kernels)
             task->off_reason = "another rank's kernels are off";
     }
     return KVPRIM_OK;
+}
+
+/* The first exchange. */
+static kvprim_status kvpn_greet_ranks(kvpn_init_task *task, kvprim_status status)
+{
+    const kvpn_hello hello = {"kvprim", KVPRIM_VERSION, kvpn_protocol, sizeof task->mine, 0, 0};
+    task->mine.hello = hello;
+    return kvpn_exchange_infos(task, status, sizeof hello);
 }
 
 /* Allocates this rank's page and slots, and finds out whether other processes can map them. */
@@ -3692,7 +3730,7 @@ static kvprim_status kvpn_init_slots(kvpn_init_task *task)
     return KVPRIM_OK;
 }
 
-/* What this rank does by itself, before the first exchange. */
+/* What this rank does by itself, before the second exchange. */
 static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
 {
     const char *const f = "kvprim_comm_init";
@@ -3703,9 +3741,9 @@ static kvprim_status kvpn_prepare_rank(kvpn_init_task *task)
                                                    d->reduce_scatter_limit,  d->all_gather_limit};
     int sms = 0, capability = 0;
     memcpy(task->mine.settings, settings, sizeof settings);
-    task->mine.layout = KVPRIM_VERSION_MAJOR << 16 | KVPRIM_VERSION_MINOR << 8 | kvpn_protocol;
     task->mine.machine = kvpn_hash_first_line("/proc/sys/kernel/random/boot_id"); /* the same in all containers */
     task->mine.nonce = kvpn_hash_first_line("/proc/sys/kernel/random/uuid"), task->mine.device = comm->device;
+    KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetPCIBusId(task->mine.bus, (int)sizeof task->mine.bus, comm->device));
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, comm->device));
     KVPRIM_NCCL_TRY_CUDA(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, comm->device));
     task->mine.reduces_f8 = comm->nccl_version >= NCCL_VERSION(2, 24, 0) && capability >= 9;
@@ -3731,7 +3769,7 @@ static void kvpn_set_block_slots(kvprim_comm *comm, size_t bytes)
     comm->block_slots = (uint32_t)((bytes - 2 * kvpn_page) / (4 * 16 * 8 * (size_t)comm->world * comm->blocks) * 8);
 }
 
-/* After the first exchange: compares what must be the same everywhere, and takes the least of what may differ. */
+/* After the second exchange: compares what must be the same everywhere, and takes the least of what may differ. */
 static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 {
     int32_t blocks = kvpn_max_blocks;
@@ -3739,8 +3777,6 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
     task->comm.nccl_reduces_f8 = 1;
     for (int r = 0; r < task->comm.world; r++) {
         const kvpn_rank_info *const info = &task->all[r];
-        if (info->layout != task->mine.layout)
-            return kvprim_fail(KVPRIM_ERROR_UNSUPPORTED, "kvprim_comm_init: rank %d runs another version of kvprim", r);
         for (int k = 0; k < kvpn_setting_count; k++)
             if (info->settings[k] != task->mine.settings[k])
                 return kvprim_fail(k == 0 ? KVPRIM_ERROR_SIZE : KVPRIM_ERROR_ARGUMENT,
@@ -3757,6 +3793,41 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 }
 
 /* >>impl_peers ----------------------------------------------------------------------------------------------------- */
+
+/* What connects two ranks, the slowest last. hidden: CUDA_VISIBLE_DEVICES leaves out the other's GPU. */
+typedef enum kvpn_link { kvpn_same_gpu, kvpn_nvlink, kvpn_hidden_link, kvpn_pcie, kvpn_network } kvpn_link;
+
+/* CUDA does not name links, but atomics reach a peer's memory over NVLink only: cudaDevP2PAttrNativeAtomicSupported is
+   1 between B300s, and 0 between RTX 4090s. */
+static kvpn_link kvpn_link_to(const kvpn_init_task *task, int r)
+{
+    const kvpn_rank_info *const info = &task->all[r];
+    int device, native = 0;
+    if (info->machine != task->mine.machine || info->machine == 0)
+        return kvpn_network;
+    if (cudaDeviceGetByPCIBusId(&device, info->bus) != cudaSuccess)
+        return kvpn_hidden_link;
+    if (device == task->comm.device)
+        return kvpn_same_gpu;
+    (void)cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, task->comm.device, device);
+    return native ? kvpn_nvlink : kvpn_pcie;
+}
+
+/* Finds the slowest link. Turns kernels off over PCIe where they would flood it, or where NCCL might not use it: how
+   many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
+static void kvpn_find_links(kvpn_init_task *task)
+{
+    const char *const level = getenv("NCCL_P2P_LEVEL");
+    const bool allowed = !level || strcmp(level, "SYS") == 0 || strtol(level, NULL, 0) >= 4;
+    for (int r = 0; r < task->comm.world; r++) {
+        const kvpn_link link = kvpn_link_to(task, r);
+        task->mine.link = (int)link > task->mine.link ? (int)link : task->mine.link;
+        if (link == kvpn_pcie && !task->off_reason && (task->comm.world > 2 || !allowed))
+            task->off_reason = allowed ? "more than two ranks, and not all of them connected by NVLink"
+                                       : "ranks connected by PCIe, and NCCL_P2P_LEVEL is not SYS";
+    }
+    (void)cudaGetLastError();
+}
 
 /* Rank r's memory: of a rank of this process as it is, of one of another process through CUDA's IPC. NULL: out of
    reach. */
@@ -3804,7 +3875,7 @@ static void kvpn_connect_peers(kvpn_init_task *task)
     task->mine.has_kernels = !task->off_reason;
 }
 
-/* After the second exchange: the nonces of all ranks must have arrived. */
+/* After the third exchange: the nonces of all ranks must have arrived. */
 static kvprim_status kvpn_check_nonces(kvpn_init_task *task)
 {
     uint64_t nonces[kvpn_max_world];
@@ -4064,7 +4135,8 @@ static bool kvpn_can_capture_pdl(void)
 }
 
 /* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more
-   ranks; `make nccl-limits` measures them. Other numbers need another kvpn_protocol. */
+   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest (vLLM's
+   custom all-reduce ends at 8 MB there, too). Other numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend */
@@ -4083,7 +4155,7 @@ static kvpn_limits kvpn_limits_of(const kvprim_comm *comm)
                               8 << 20,   8 << 20,  256 << 10, 8 << 20,  8 << 20,   8 << 20},
                       eight = {32 << 10, 8 << 20, 32 << 10,  16 << 20, 256 << 10, 512 << 10,
                                4 << 20,  4 << 20, 256 << 10, 4 << 20,  4 << 20,   4 << 20};
-    kvpn_limits l = comm->world == 2 ? two : comm->world <= 4 ? four : eight;
+    kvpn_limits l = comm->link == kvpn_pcie ? eight : comm->world == 2 ? two : comm->world <= 4 ? four : eight;
     const size_t reduce = comm->all_reduce_limit, gather = comm->all_gather_limit;
     if (reduce)
         l.two_shot = reduce;
@@ -4127,6 +4199,7 @@ static bool kvpn_nccl_starts_early(int running)
 
 static void kvpn_describe(kvpn_init_task *task)
 {
+    static const char *const links[] = {"one GPU", "NVLink", "hidden by CUDA_VISIBLE_DEVICES", "PCIe", "a network"};
     kvprim_comm *const comm = &task->comm;
     const int running = comm->nccl_version;
     struct cudaDeviceProp device;
@@ -4136,11 +4209,12 @@ static void kvpn_describe(kvpn_init_task *task)
         memcpy(device.name, "?", 2);
     size_t used = (size_t)snprintf(
         text, size,
-        "rank %d of %d on device %d, %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; buffer of %llu bytes, "
+        "rank %d of %d on device %d, %s; slowest link: %s; NCCL %d.%d.%d, compiled with %d.%d.%d, %s communicator; "
+        "buffer of %llu bytes, "
         "%s%s; timeout %d ms; own kernels ",
-        (int)comm->rank, (int)comm->world, (int)comm->device, device.name, running / 10000, running / 100 % 100,
-        running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH, comm->nccl_borrowed ? "the caller's" : "own",
-        (unsigned long long)comm->buffer_bytes,
+        (int)comm->rank, (int)comm->world, (int)comm->device, device.name, links[comm->link], running / 10000,
+        running / 100 % 100, running % 100, NCCL_MAJOR, NCCL_MINOR, NCCL_PATCH,
+        comm->nccl_borrowed ? "the caller's" : "own", (unsigned long long)comm->buffer_bytes,
         comm->in_windows && comm->window ? "in a window of NCCL's" : "no window",
         comm->nccl_starts_early ? ", a memset before NCCL's symmetric kernels" : "", (int)comm->timeout_ms);
 #ifdef KVPRIM_NCCL_KERNELS
@@ -4217,8 +4291,10 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
     comm->in_windows = comm->nccl_window, comm->clusters = 1;
     for (int r = 0; r < comm->world && !comm->nccl_borrowed; r++)
         comm->in_windows = comm->in_windows && task->all[r].window;
-    for (int r = 0; r < comm->world; r++)
+    for (int r = 0; r < comm->world; r++) {
         comm->clusters = comm->clusters && task->all[r].clusters;
+        comm->link = task->all[r].link > comm->link ? task->all[r].link : comm->link;
+    }
     comm->nccl_starts_early = comm->in_windows && kvpn_nccl_starts_early(comm->nccl_version);
     kvpn_describe(task);
     return KVPRIM_OK;
@@ -4227,19 +4303,21 @@ static kvprim_status kvpn_decide(kvpn_init_task *task)
 /* Each step fails on all ranks or on none: the exchange after it tells all of them. */
 static kvprim_status kvpn_run_init_steps(kvpn_init_task *task)
 {
-    kvprim_status s = kvpn_make_nccl(task);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s == KVPRIM_OK ? kvpn_prepare_rank(task) : s));
+    const size_t all = sizeof task->mine;
+    KVPRIM_NCCL_TRY(kvpn_greet_ranks(task, kvpn_make_nccl(task)));
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, kvpn_prepare_rank(task), all));
     KVPRIM_NCCL_TRY(kvpn_compare_ranks(task));
+    kvpn_find_links(task);
     kvpn_connect_peers(task);
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK));
-    s = kvpn_check_nonces(task);
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, KVPRIM_OK, all));
+    kvprim_status s = kvpn_check_nonces(task);
 #ifdef KVPRIM_NCCL_KERNELS
     if (!task->off_reason)
         kvpn_load_kernels(task);
 #endif
     s = s == KVPRIM_OK ? kvpn_prepare_norm(task) : s;
     kvpn_register_window(task); /* on all ranks or none: it waits for the others */
-    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s));
+    KVPRIM_NCCL_TRY(kvpn_exchange_infos(task, s, all));
     return kvpn_decide(task);
 }
 
@@ -4305,7 +4383,8 @@ static void kvpn_call_exchange(kvpn_init_task *task)
 {
     int device = 0;
     (void)cudaGetDevice(&device);
-    task->exchange_result = task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, sizeof task->mine);
+    task->exchange_result =
+        task->desc.exchange(task->desc.exchange_context, &task->mine, task->all, task->exchange_bytes);
     (void)cudaSetDevice(device);
     __atomic_store_n(&task->exchange_requested, 0, __ATOMIC_SEQ_CST);
 }

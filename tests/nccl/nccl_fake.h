@@ -29,12 +29,15 @@ static struct {
     int refuses;                              /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
     int dead;                                 /* 1: the device's context is dead */
     void (*other_rank)(kvpn_rank_info *info); /* changes a copy of this rank's info into the other rank's */
-    kvprim_comm *checked;                     /* if set, cudaEventRecord checks it half way */
-    kvprim_status check;                      /* what that returned */
-    int gathers, copies;                      /* how many so far */
-    ncclDataType_t type;                      /* of the last all-reduce or broadcast */
-    enum cudaStreamCaptureMode mode_at_end;   /* the mode in which ncclCommAbort or ncclCommDestroy was called */
-    void *slots;                              /* cudaFree of this hangs until `gate` is 1, and notes what follows */
+    void (*other_hello)(kvpn_hello *hello);   /* the same of what is exchanged first */
+    /* where this process sees the GPU with a bus's number; whether atomics reach it; how many mappings were closed */
+    int bus_device[4], native[4], closed;
+    kvprim_comm *checked;                   /* if set, cudaEventRecord checks it half way */
+    kvprim_status check;                    /* what that returned */
+    int gathers, copies;                    /* how many so far */
+    ncclDataType_t type;                    /* of the last all-reduce or broadcast */
+    enum cudaStreamCaptureMode mode_at_end; /* the mode in which ncclCommAbort or ncclCommDestroy was called */
+    void *slots;                            /* cudaFree of this hangs until `gate` is 1, and notes what follows */
     int device_at_free;
     enum cudaStreamCaptureMode mode_at_free;
     /* atomic; hanging: a call hangs; stuck: copies hang; work_hangs: events do not finish */
@@ -180,11 +183,16 @@ CUDA(cudaSetDevice, (int device), (current_device = device, cudaSuccess))
 CUDA(cudaDeviceSynchronize, (void), cudaSuccess)
 CUDA(cudaDeviceGetAttribute, (int *to, enum cudaDeviceAttr which, int device), (*to = 132, cudaSuccess))
 CUDA(cudaGetDeviceProperties, (struct cudaDeviceProp *to, int device), (memcpy(to->name, "a", 2), cudaSuccess))
+CUDA(cudaDeviceGetPCIBusId, (char *to, int bytes, int device), (snprintf(to, (size_t)bytes, "0"), cudaSuccess))
+CUDA(cudaDeviceGetByPCIBusId, (int *to, const char *bus),
+     (*to = fake.bus_device[atoi(bus)], *to < 0 ? cudaErrorInvalidDevice : cudaSuccess))
+CUDA(cudaDeviceGetP2PAttribute, (int *to, enum cudaDeviceP2PAttr which, int device, int peer),
+     (*to = which == cudaDevP2PAttrNativeAtomicSupported && fake.native[peer % 4], cudaSuccess))
 CUDA(cudaDeviceCanAccessPeer, (int *to, int device, int peer), (*to = 0, cudaSuccess))
 CUDA(cudaDeviceEnablePeerAccess, (int peer, unsigned flags), cudaErrorUnknown)
 CUDA(cudaIpcGetMemHandle, (cudaIpcMemHandle_t *to, void *memory), cudaErrorUnknown)
 CUDA(cudaIpcOpenMemHandle, (void **to, cudaIpcMemHandle_t handle, unsigned flags), cudaErrorUnknown)
-CUDA(cudaIpcCloseMemHandle, (void *memory), cudaErrorUnknown)
+CUDA(cudaIpcCloseMemHandle, (void *memory), (__atomic_add_fetch(&fake.closed, 1, __ATOMIC_SEQ_CST), cudaSuccess))
 CUDA(cudaHostAlloc, (void **to, size_t bytes, unsigned flags), fake_alloc_to(to, bytes))
 CUDA(cudaHostGetDevicePointer, (void **to, void *host, unsigned flags), (*to = host, cudaSuccess))
 CUDA(cudaFreeHost, (void *memory), fake_free(memory))
@@ -427,12 +435,15 @@ ncclResult_t ncclGroupEnd(void)
     return fake.no_blocking ? ncclInProgress : ncclSuccess;
 }
 
-/* Copies data only in init's exchanges. Every rank says what this rank says, except what `other_rank` changes. */
+/* Copies data only in init's exchanges, of hellos first. Every rank says what this rank says, except what `other_hello`
+   and `other_rank` change. */
 ncclResult_t ncclAllGather(MOVES, BY)
 {
     const int world = comm->world, rank = comm->rank;
     const ncclResult_t result = enqueue(comm, __func__);
-    if (type != ncclChar || count != sizeof(kvpn_rank_info) || (result != ncclSuccess && result != ncclInProgress))
+    const bool greets = count == sizeof(kvpn_hello);
+    if (type != ncclChar || (!greets && count != sizeof(kvpn_rank_info)) ||
+        (result != ncclSuccess && result != ncclInProgress))
         return result;
     if (++fake.gathers == fake.hang_gather) {
         store(&fake.stuck, 1);
@@ -440,7 +451,9 @@ ncclResult_t ncclAllGather(MOVES, BY)
     }
     for (int r = 0; r < world; r++)
         memcpy((char *)recv + (size_t)r * count, send, count);
-    if (world > 1 && fake.other_rank)
+    if (world > 1 && greets && fake.other_hello)
+        fake.other_hello((kvpn_hello *)recv + !rank);
+    if (world > 1 && !greets && fake.other_rank)
         fake.other_rank((kvpn_rank_info *)recv + !rank);
     return result;
 }

@@ -49,7 +49,7 @@ static kvprim_comm *new_comm(void)
     return (kvprim_comm *)calloc(1, sizeof(kvprim_comm));
 }
 
-#define OPENED "CommInitRank AllGather AllGather AllGather"
+#define OPENED "CommInitRank AllGather AllGather AllGather AllGather"
 
 /* Opens one with these calls, and closes it with those. */
 static kvprim_comm *open_comm(const kvprim_comm_desc *desc, const char *calls_made)
@@ -188,11 +188,11 @@ static void test_checks_during_init(void)
 static void test_late_exchanges(void)
 {
     static const char *const ends[] = {"CommInitRank AllGather CommAbort", "CommInitRank AllGather AllGather CommAbort",
-                                       OPENED " CommAbort"};
+                                       "CommInitRank AllGather AllGather AllGather CommAbort", OPENED " CommAbort"};
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.init_timeout_ms = short_timeout_ms;
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 4; k++) {
         fake.hang_gather = k + 1;
         CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
         end();
@@ -310,7 +310,7 @@ static void test_collectives(void)
 }
 
 #ifdef KVPRIM_NCCL_WINDOWS
-#define IN_WINDOW "CommInitRank MemAlloc AllGather AllGather CommWindowRegister AllGather"
+#define IN_WINDOW "CommInitRank AllGather MemAlloc AllGather AllGather CommWindowRegister AllGather"
 
 /* The memset precedes only what NCCL may serve with its symmetric kernels. What these sum wrongly goes through other
    calls. */
@@ -359,7 +359,7 @@ static void test_aborts_with_window(void)
     }
     kvprim_comm *const comm = new_comm();
     d.init_timeout_ms = short_timeout_ms;
-    fake.hang_gather = 3; /* after the window was made */
+    fake.hang_gather = 4; /* after the window was made */
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
     CHECK(called(IN_WINDOW " CommAbort MemFree"));
@@ -393,7 +393,7 @@ static void test_foreign(void)
         CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(called("MemAlloc AllGather AllGather AllGather MemFree"));
+        CHECK(called("AllGather MemAlloc AllGather AllGather AllGather MemFree"));
     }
     d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
@@ -422,7 +422,7 @@ static int exchange(void *context, const void *mine, void *all, size_t bytes)
 static void test_exchange(void)
 {
     kvprim_comm *const comm = new_comm();
-    for (int fails_at = 0; fails_at <= 3; fails_at++) {
+    for (int fails_at = 0; fails_at <= 4; fails_at++) {
         kvprim_comm_desc d = desc_of(1);
         exchanges e = {0, fails_at, false, pthread_self()};
         d.exchange = exchange, d.exchange_context = &e;
@@ -430,7 +430,7 @@ static void test_exchange(void)
             CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_ARGUMENT, "desc->exchange returned 5");
         else
             CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(e.made == (fails_at ? fails_at : 3) && !e.elsewhere);
+        CHECK(e.made == (fails_at ? fails_at : 4) && !e.elsewhere);
         CHECK(called(fails_at ? "CommInitRank CommAbort" : "CommInitRank CommDestroy"));
         end(), begin();
     }
@@ -1050,14 +1050,34 @@ static void test_norm(void)
     close_comm(comm, "");
 }
 
-static void info_failed(kvpn_rank_info *info)
+static void hello_failed(kvpn_hello *hello)
 {
-    info->ok = 0;
+    hello->ok = 0;
 }
 
-static void info_of_another_version(kvpn_rank_info *info)
+static void hello_of_another_version(kvpn_hello *hello)
 {
-    info->layout++;
+    hello->version = 10203;
+}
+
+static void hello_of_another_protocol(kvpn_hello *hello)
+{
+    hello->protocol = 99;
+}
+
+static void hello_of_another_size(kvpn_hello *hello)
+{
+    hello->info_bytes += 8;
+}
+
+static void no_hello(kvpn_hello *hello)
+{
+    memset(hello, 0, sizeof *hello);
+}
+
+static void info_failed(kvpn_rank_info *info)
+{
+    info->hello.ok = 0;
 }
 
 static void info_of_another_size(kvpn_rank_info *info)
@@ -1065,27 +1085,99 @@ static void info_of_another_size(kvpn_rank_info *info)
     info->settings[0] = 128;
 }
 
-/* If the other rank's info is wrong, this rank takes no further step and ends its communicator. */
+#define TEXT(x) #x
+#define DOTTED(major, minor, patch) TEXT(major) "." TEXT(minor) "." TEXT(patch)
+#define VERSION DOTTED(KVPRIM_VERSION_MAJOR, KVPRIM_VERSION_MINOR, KVPRIM_VERSION_PATCH)
+
+/* If what the other rank says is wrong, this rank takes no further step and ends its communicator. Versions, each named
+   on each rank, are compared before any is asked for more than they all know. */
 static void test_other_rank(void)
 {
     const struct {
-        void (*change)(kvpn_rank_info *);
+        void (*hello)(kvpn_hello *);
+        void (*info)(kvpn_rank_info *);
         kvprim_status status;
         const char *word;
-    } cases[] = {{info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
-                 {info_of_another_version, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs another version"},
-                 {info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"}};
+    } cases[] = {
+        {hello_failed, NULL, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+        {hello_of_another_version, NULL, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim 1.2.3 (protocol "},
+        {hello_of_another_version, NULL, KVPRIM_ERROR_UNSUPPORTED, "this rank " VERSION " ("},
+        {hello_of_another_protocol, NULL, KVPRIM_ERROR_UNSUPPORTED, "(protocol 99)"},
+        {hello_of_another_size, NULL, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim"},
+        {no_hello, NULL, KVPRIM_ERROR_ARGUMENT, "what came from rank 0 is not kvprim's"},
+        {NULL, info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+        {NULL, info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"},
+    };
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.rank = 1, d.buffer_bytes = 64;
-    for (int k = 0; k < 3; k++) {
-        fake.other_rank = cases[k].change;
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
+        fake.other_hello = cases[k].hello, fake.other_rank = cases[k].info;
         CHECK_ERROR(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
-        CHECK(called("CommInitRank AllGather CommAbort"));
+        CHECK(
+            called(cases[k].hello ? "CommInitRank AllGather CommAbort" : "CommInitRank AllGather AllGather CommAbort"));
         end(), begin();
     }
     CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
     free(comm);
+}
+
+/* A rank beyond those that may have kernels. */
+static void test_many_ranks(void)
+{
+    kvprim_comm_desc d = desc_of(40);
+    for (d.rank = 7; d.rank < 40; d.rank += 5)
+        close_comm(open_comm(&d, OPENED), "CommDestroy");
+}
+
+#define CHECK_WORDS(text, words) check_words(__LINE__, text, words)
+static void check_words(int line, const char *text, const char *words)
+{
+    if (!text || !strstr(text, words))
+        fail("line %d: \"%s\" does not say \"%s\"", line, text ? text : "NULL", words);
+}
+
+/* Why kernels are off for so many ranks on the GPUs that `fake` has, with this NCCL_P2P_LEVEL; NULL: they are not. */
+static const char *off_by(int world, const char *level, kvpn_link *slowest)
+{
+    kvpn_init_task task;
+    kvpn_rank_info infos[4];
+    memset(&task, 0, sizeof task);
+    memset(infos, 0, sizeof infos);
+    task.comm.world = world, task.comm.device = home, task.all = infos, task.mine.machine = 5;
+    for (int r = 0; r < world; r++)
+        infos[r].machine = 5, infos[r].bus[0] = (char)('0' + r);
+    (void)(level ? setenv("NCCL_P2P_LEVEL", level, 1) : unsetenv("NCCL_P2P_LEVEL"));
+    kvpn_find_links(&task);
+    (void)unsetenv("NCCL_P2P_LEVEL");
+    *slowest = (kvpn_link)task.mine.link;
+    return task.off_reason;
+}
+
+/* Kernels are off above two ranks over PCIe, and where NCCL_P2P_LEVEL may forbid it. */
+static void test_links(void)
+{
+    static const char *const forbid[] = {"NVL", "PIX", "PXB", "PHB", "1", "3"}, *const allow[] = {"SYS", "4", "5"};
+    kvpn_link slowest;
+    fake.bus_device[0] = home, fake.bus_device[1] = fake.bus_device[2] = fake.bus_device[3] = home;
+    CHECK(off_by(4, "NVL", &slowest) == NULL && slowest == kvpn_same_gpu);
+    fake.bus_device[1] = 5, fake.native[1] = 1;
+    CHECK(off_by(4, "NVL", &slowest) == NULL && slowest == kvpn_nvlink);
+    fake.bus_device[2] = -1; /* hidden from this process */
+    CHECK(off_by(4, "NVL", &slowest) == NULL && slowest == kvpn_hidden_link);
+    fake.bus_device[2] = 7;
+    CHECK_WORDS(off_by(3, "SYS", &slowest), "not all of them connected by NVLink");
+    CHECK(slowest == kvpn_pcie);
+    fake.native[1] = 0;
+    CHECK(off_by(2, NULL, &slowest) == NULL && slowest == kvpn_pcie);
+    for (int k = 0; k < 6; k++)
+        CHECK_WORDS(off_by(2, forbid[k], &slowest), "NCCL_P2P_LEVEL is not SYS");
+    for (int k = 0; k < 3; k++)
+        CHECK(off_by(2, allow[k], &slowest) == NULL);
+    const kvprim_comm_desc d = desc_of(2);
+    kvprim_comm *const comm = open_comm(&d, OPENED); /* its ranks say the same GPU */
+    CHECK(strstr(kvprim_comm_describe(comm), "slowest link: one GPU") != NULL);
+    close_comm(comm, "CommDestroy");
 }
 
 int main(void)
@@ -1122,5 +1214,7 @@ int main(void)
     live("life: index types are not element types", test_no_dtypes);
     live("life: a norm without a kernel", test_norm);
     live("life: the other rank reports an error", test_other_rank);
+    live("life: more ranks than may have kernels", test_many_ranks);
+    live("life: links", test_links);
     return finish();
 }
