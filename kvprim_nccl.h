@@ -256,10 +256,12 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
-   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks of
-   one process write to each other's memory: there destroy, also after an abort, waits up to a second for the others to
-   let go of this rank's; from one that comes later still, a thread frees it. Graphs that hold own kernels of the
-   communicator must not be launched any more. Graphs that hold collectives of NCCL's must be destroyed before.
+   collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks
+   write to each other's memory, so destroy waits for the others to let go of this rank's: for those of this process up
+   to a second, and if one comes later still, a thread frees it; for those of other processes up to timeout_ms, after an
+   abort or a TIMEOUT up to a second, and if one comes later still, 32 MB are freed only when the process ends. Graphs
+   that hold own kernels of the communicator must not be launched any more. Graphs that hold collectives of NCCL's must
+   be destroyed before.
    Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
    because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
    goes on), CUDA, NCCL. */
@@ -3088,7 +3090,8 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol = 6,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
+    kvpn_protocol =
+        6, /* raised when ranks of two builds would choose other ways, place packs elsewhere, or part otherwise */
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3269,8 +3272,8 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 /* >>impl_slots ----------------------------------------------------------------------------------------------------- */
 
 /* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
-   which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, which
-   keeps the memory when its owner frees it or dies (seen on H200s; CUDA leaves it undefined). */
+   which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, and
+   the owner waits until it is closed. (If the owner dies, it keeps the memory: seen on H200s, undefined in CUDA.) */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
@@ -3433,16 +3436,58 @@ static bool kvpn_wait_for_teardown(kvprim_comm *comm, int64_t timeout_ms)
            kvpn_wait_until(&comm->teardown->done, 1, timeout_ms);
 }
 
+static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
+{
+    return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
+}
+
+/* Lets go of other processes' memory: takes this rank's nonce away from each page, and closes its mapping. Then waits
+   until those ranks have let go of this rank's memory, or can be waited for no longer. Returns whether they have. */
+static bool kvpn_part_from_processes(kvprim_comm *comm, int64_t timeout_ms)
+{
+    enum { closing_ms = 10 }; /* a nonce goes before its mapping does, by some 100 us */
+    const uint64_t none = 0;
+    uint64_t nonces[kvpn_max_world];
+    const int64_t start_us = kvpn_now_us();
+    bool here = true;
+    for (int r = 0; r < kvpn_max_world; r++)
+        if (comm->mapped[r])
+            (void)cudaMemcpyAsync(kvpn_nonce_at(comm, r, comm->rank), &none, sizeof none, cudaMemcpyDefault,
+                                  comm->stream);
+    (void)cudaStreamSynchronize(comm->stream);
+    for (int r = 0; r < kvpn_max_world; r++)
+        if (comm->mapped[r])
+            (void)cudaIpcCloseMemHandle(comm->mapped[r]);
+    while (here && kvpn_now_us() - start_us <= timeout_ms * 1000) {
+        if (cudaMemcpyAsync(nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces, cudaMemcpyDefault,
+                            comm->stream) != cudaSuccess ||
+            cudaStreamSynchronize(comm->stream) != cudaSuccess)
+            return true; /* the context is dead */
+        here = false;
+        for (int r = 0; r < comm->world; r++)
+            here = here || (!comm->slots[r] && nonces[r]);
+        (void)poll(NULL, 0, here ? 1 : closing_ms);
+    }
+    return !here;
+}
+
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory once the other ranks of this process have released it, which they do soon; after a
-   second, whichever comes last does (kvpn_free_slots_of_other says why not here). */
+   Each rank frees its own memory once the other ranks have let go of it, which they do soon. In this process, whichever
+   comes last after a second does (kvpn_free_slots_of_other says why not here). Of ranks in other processes, destroy
+   waits for those that have not been told to stop, and others_ms for those; if one comes later still, the memory stays
+   until the process ends: CUDA does not define what becomes of a mapping whose memory is freed. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
+    const bool patient =
+        own && kvpn_has_state(comm, kvpn_destroying) && __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) == 0;
+    bool alone = true; /* in this process */
+    for (int r = 0; own && r < comm->world; r++)
+        alone = alone && comm->slots[r];
+    if (!alone && own->memory && !kvpn_part_from_processes(comm, patient ? comm->timeout_ms : others_ms))
+        own->memory = NULL;
     for (int r = 0; r < kvpn_max_world; r++) {
-        if (comm->mapped[r])
-            (void)cudaIpcCloseMemHandle(comm->mapped[r]);
         if (r != comm->rank)
             kvpn_release_slots(comm->slots[r], false);
         comm->mapped[r] = comm->peer[r] = NULL;
@@ -3848,11 +3893,6 @@ static void *kvpn_map_peer(kvpn_init_task *task, int r)
         return NULL;
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(info->device, 0);
     return enabled == cudaSuccess || enabled == cudaErrorPeerAccessAlreadyEnabled ? comm->slots[r]->memory : NULL;
-}
-
-static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
-{
-    return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
 /* Reaches every other rank's memory and writes this rank's nonce there. So far kernels are on for all ranks or for

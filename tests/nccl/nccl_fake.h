@@ -32,6 +32,8 @@ static struct {
     void (*other_hello)(kvpn_hello *hello);   /* the same of what is exchanged first */
     /* where this process sees the GPU with a bus's number; whether atomics reach it; how many mappings were closed */
     int bus_device[4], native[4], closed;
+    uint64_t *let_go; /* another rank's nonce, which it clears at let_go_us; NULL: none does */
+    int64_t let_go_us;
     kvprim_comm *checked;                   /* if set, cudaEventRecord checks it half way */
     kvprim_status check;                    /* what that returned */
     int gathers, copies;                    /* how many so far */
@@ -247,6 +249,8 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
 cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream)
 {
     (void)__atomic_add_fetch(&stream->uses, 1, __ATOMIC_RELAXED);
+    if (fake.let_go && kvpn_now_us() >= fake.let_go_us)
+        *fake.let_go = 0;
     if (++fake.copies == fake.hang_copy)
         store(&fake.stuck, 1);
     memcpy(dst, src, bytes);
