@@ -714,6 +714,13 @@ static void test_choices(void)
         CHECK(kvpn_choose_scatter(&comm, 2, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_scatter);
         CHECK(kvpn_choose_scatter(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
         CHECK(kvpn_choose(&comm, (size_t)1 << 30, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
+        for (int link = kvpn_nvlink; world == 2 && link <= kvpn_pcie; link++) { /* what is measured on NVLink */
+            comm.link = link;
+            CHECK(kvpn_choose(&comm, (size_t)8 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_two_shot);
+            CHECK((kvpn_choose(&comm, (size_t)9 << 20, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl) == (link == kvpn_pcie));
+            CHECK((kvpn_choose_gather(&comm, (size_t)3 << 20) == kvpn_by_nccl) == (link == kvpn_pcie));
+        }
+        comm.link = 0;
         comm.all_reduce_limit = 1024, comm.reduce_scatter_limit = 1024, comm.all_gather_limit = 1024;
         CHECK(kvpn_choose(&comm, 1024, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_one_shot);
         CHECK(kvpn_choose(&comm, 1028, KVPRIM_F32, KVPRIM_SUM) == kvpn_by_nccl);
