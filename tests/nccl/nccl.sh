@@ -5,15 +5,16 @@
 #
 # Needs NCCL and at least one GPU; otherwise it says what is missing. Builds the tests or the benchmarks of the
 # collectives and runs them on 2 GPUs, and on more if there are so many: the benchmarks on 4 and 8; the tests on 3, 4
-# and 8, and except for quick ones on 5, 6 and 7; limits on 3 to 8. compute-sanitizer's tools run on 2. With one GPU,
-# tests run as two processes that share it. A program that hangs is killed after ten minutes. What the programs print
-# also goes to build/results/, after the checksums of the headers.
+# and 8, and except for quick ones on 5, 6 and 7; limits on 3 to 8. With one GPU, tests run as two processes that share
+# it, and as 2, 3, 4, 5 and 8 threads whose kernels run on it at the same time, without NCCL (nccl_ranks.h).
+# compute-sanitizer's tools run on 2, 4 and 8 such threads. A program that hangs is killed after ten minutes. What the
+# programs print also goes to build/results/, after the checksums of the headers.
 #
 # limits measures every way of each collective, and ends with the limits of kvprim_nccl.h and those that the times
 # suggest, which can be pasted into its kvpn_limits_of.
 #
-# WORLDS, of test, bench and limits: on how many GPUs, each from 2 to 8, such as '3 5 8' or 2. The result is then kept
-# as nccl_test_3_5_8.txt, say, beside that of a whole run.
+# WORLDS, of test, bench and limits: on how many GPUs, each from 2 to 8, such as '3 5 8' or 2; of test with one GPU: how
+# many threads. The result is then kept as nccl_test_3_5_8.txt, say, beside that of a whole run.
 #
 # Tests run as threads and as processes; on two GPUs also in the environments that engines set, with each libnccl.so.2
 # that NCCL_OTHERS lists (files of other versions than the one they were built with), and in 3, 5 and 8 processes
@@ -27,14 +28,18 @@ if [ "$gpus" -eq 0 ] && [ "$1" != handover ]; then
     exit 1
 fi
 worlds='2 3 4 5 6 7 8' part=
+most=$gpus
 case $1 in
-test) [ -z "$quick" ] || worlds='2 3 4 8' ;; # 3: not a power of two, and fewer than the kernels for 4 allow
+test)
+    [ -z "$quick" ] || worlds='2 3 4 8' # 3: not a power of two, and fewer than the kernels for 4 allow
+    [ "$gpus" -ne 1 ] || worlds='2 3 4 5 8' most=8
+    ;;
 bench) worlds='2 4 8' ;;
 handover | sanitize) worlds=2 WORLDS= ;;
 esac
 for world in $WORLDS; do
     case $world in
-    [2-8]) [ "$world" -gt "$gpus" ] || continue ;;
+    [2-8]) [ "$world" -gt "$most" ] || continue ;;
     esac
     echo "WORLDS='$WORLDS': each must be a number from 2 to 8, and at most that of the GPUs here, $gpus" >&2
     exit 1
@@ -45,12 +50,12 @@ if [ -n "$WORLDS" ]; then
     part=$(printf '_%s' $WORLDS)
 fi
 least=2
-[ "$1" != test ] || least=1
+case $1 in test | sanitize) least=1 ;; esac
 if [ "$gpus" -lt $least ]; then
     echo "skip collectives: $gpus GPUs here, at least $least needed"
     exit 0
 fi
-if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
+if [ -z "$NVCC" ] || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY$(echo "$1" | grep sanitize)" ]; then
     echo 'skip collectives: no nvcc, no nccl.h or no libnccl.so.2 (under NCCL_HOME or in the usual places)'
     exit 0
 fi
@@ -64,6 +69,13 @@ build()
     shift
     rm -f "$output"
     $cuda -x cu "$source" "$@" -o "$output" $nccl_link
+}
+
+# build_one TEST IMPLEMENTATION: links with nccl_none.cpp in place of NCCL, for threads that share a GPU.
+build_one()
+{
+    rm -f "build/$1_one"
+    $cuda -x cu "tests/nccl/$1.cu" tests/nccl/nccl_none.cpp -Xlinker "build/$2.o" -o "build/$1_one" -lpthread
 }
 
 # Compiles the implementation, which most programs link with.
@@ -168,6 +180,15 @@ shared_tests()
     done
 }
 
+# Runs them as threads that share a GPU.
+one_gpu_tests()
+{
+    for ranks in $worlds; do
+        run 1 build/test_nccl_gpu_one "ranks=$ranks" $quick on
+        run 1 build/test_nccl_faults_one "ranks=$ranks" $quick on
+    done
+}
+
 run_tests()
 {
     [ "$gpus" -eq 1 ] || build examples/06_allreduce.c &
@@ -177,9 +198,13 @@ run_tests()
         -DKVPRIM_NCCL_KERNELS -Xlinker build/kvprim_nccl.o & # as if it had implemented the headers: in seconds
     build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl.o &
     build tests/nccl/test_nccl_faults.cu -Xlinker build/kvprim_nccl.o &
+    [ "$gpus" -ne 1 ] || build_one test_nccl_gpu kvprim_nccl &
+    [ "$gpus" -ne 1 ] || build_one test_nccl_faults kvprim_nccl &
     wait # a program that does not compile is missing when it is run
     run 1 build/17_all_reduce_norm
     if [ "$gpus" -eq 1 ]; then
+        one_gpu_tests
+        [ -z "$part" ] || return $code
         run 1 build/test_nccl_gpu processes $quick on
         run 1 build/test_nccl_faults processes $quick on
         return $code
@@ -231,12 +256,12 @@ run_limits()
     return $code
 }
 
-# Runs three of compute-sanitizer's four tools. The implementation also says which kernels were launched.
+# Runs compute-sanitizer's four tools. The implementation also says which kernels were launched.
 run_sanitizers()
 {
     $cuda -c tests/nccl/counted.cu -o build/kvprim_nccl_counted.o &&
-        build tests/nccl/test_nccl_gpu.cu -Xlinker build/kvprim_nccl_counted.o || return 1
-    CUDA_VISIBLE_DEVICES=0,1 python3 tests/profile/profile.py sanitize-collectives
+        build_one test_nccl_gpu kvprim_nccl_counted || return 1
+    CUDA_VISIBLE_DEVICES=0 python3 tests/profile/profile.py sanitize-collectives
 }
 
 case $1 in

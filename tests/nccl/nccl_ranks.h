@@ -1,12 +1,22 @@
 /* SPDX-License-Identifier: MIT */
 /* What the tests of kvprim_nccl.h on GPUs share: ranks, which are threads of one process or a process each; checks;
-   sums that are made and verified on the GPU. Each rank has a GPU. The headers may be implemented by another object.
+   sums that are made and verified on the GPU. The headers may be implemented by another object.
 
        program [OPTION...]                a thread per GPU
        program processes [OPTION...]      a process per GPU; with one GPU, two processes that share it
+       program_one [OPTION...]            linked with nccl_none.cpp: two threads that share one GPU
 
-   quick: fewer cases; on, off: whether own kernels must be on; only=TEXT: only tests whose names hold it; ranks=N, with
-   processes: so many of them, which share the GPUs if these are fewer. */
+   quick: fewer cases; on, off: whether own kernels must be on; only=TEXT: only tests whose names hold it, or one of
+   several texts, with | between them; ranks=N, not for a thread per GPU: so many ranks, which share the GPUs if these
+   are fewer. program_one takes several of these, and runs one after another.
+
+   Processes that share a GPU take turns. The kernels of threads that share one run at the same time, and so do the
+   tools of compute-sanitizer see them. For these threads:
+   - A communicator gets its memory and its exchange from the test (desc.peers, desc.exchange), and own kernels serve
+     every size that they can. What is NCCL's fails, so tests skip it.
+   - CUDA waits for all running kernels, which may wait for a rank that stands in this call, when it frees memory,
+     destroys a communicator or a graph, instantiates a graph, loads a kernel, or first uses a stream. So ranks meet
+     after such calls, and kernels and streams are ready before the tests begin. */
 #ifndef NCCL_RANKS_H
 #define NCCL_RANKS_H
 
@@ -16,6 +26,8 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <climits>
+#include <csignal>
 #include <functional>
 #include <string>
 #include <thread>
@@ -38,8 +50,8 @@ struct shared_state {
     char bytes[8][512];
 };
 static shared_state *shared;
-static bool quick, processes;
-static int world, gpus, only_rank; /* only_rank: the rank of this process, if each rank is one */
+static bool quick, processes, one_gpu; /* one_gpu: ranks are threads that share it, and NCCL is nccl_none.cpp */
+static int world, gpus, only_rank;     /* only_rank: the rank of this process, if each rank is one */
 static const char *expected = "", *only = "";
 
 /* Ends the program, because the other ranks would wait for ever. */
@@ -88,16 +100,30 @@ static void meet()
     }
 }
 
+/* After a call in which CUDA may wait for the kernels of all ranks: see above. */
+static void meet_on_gpu()
+{
+    if (one_gpu)
+        meet();
+}
+
 struct rank_state {
     int rank;
     kvprim_comm comm;
-    cudaStream_t stream;
+    cudaStream_t stream, other_stream;
     char *device[3];     /* room_bytes each */
     uint32_t *wrong;     /* on the device; verify counts into it */
     uint64_t *iteration; /* on the device; advance counts it up */
 };
 static const size_t room_bytes = size_t(80) << 20, buffer_bytes = size_t(176) << 20;
 static std::vector<rank_state> ranks;
+
+/* With one_gpu: what communicators exchange through, by turns, and all ranks' pointers to it. The first one is for
+   rank_state's, which lives all the time. */
+enum { peer_sets = 4 };
+static const size_t peer_bytes = size_t(33) << 20;
+static void *peers_of[peer_sets][8];
+static int descs_made[8]; /* by each rank */
 
 /* Which GPU a rank has. NCCL accepts two ranks on one GPU if it believes them to be on two machines. */
 static int device_of(int rank)
@@ -107,7 +133,7 @@ static int device_of(int rank)
 
 static void take_device(int rank)
 {
-    if (gpus < world)
+    if (gpus < world && processes)
         setenv("NCCL_HOSTID", std::to_string(rank).c_str(), 1);
     CUDA(cudaSetDevice(device_of(rank)));
 }
@@ -133,12 +159,39 @@ static bool speaks()
     return !processes || only_rank == 0;
 }
 
+static bool is_wanted(const char *name)
+{
+    for (const char *text = only;; text++) {
+        const size_t length = strcspn(text, "|");
+        if (strstr(name, std::string(text, length).c_str()))
+            return true;
+        text += length;
+        if (!*text)
+            return false;
+    }
+}
+
+/* A test that hangs ends the program. */
+static const char *running = "";
+static void end_hung_test(int)
+{
+    static const char said[] = "FAIL, not done in 200 s: ";
+    (void)!write(1, said, sizeof said - 1);
+    (void)!write(1, running, strlen(running));
+    (void)!write(1, "\n", 1);
+    _exit(2);
+}
+
 static void run(const char *name, const std::function<void(rank_state &)> &body)
 {
-    if (!strstr(name, only) && strcmp(name, "open") != 0 && strcmp(name, "close") != 0)
+    if (!is_wanted(name) && strcmp(name, "open") != 0 && strcmp(name, "close") != 0)
         return;
     const double begun = seconds();
+    running = name;
+    signal(SIGALRM, end_hung_test);
+    alarm(200);
     on_all(body);
+    alarm(0);
     if (speaks()) {
         char text[120];
         snprintf(text, sizeof text, "nccl: %s (%.1f s)", name, seconds() - begun);
@@ -160,6 +213,32 @@ static kvprim_comm_id shared_id(const rank_state &r)
     return mine;
 }
 
+/* desc.exchange for ranks that can meet. */
+static int exchange_by_meeting(void *context, const void *mine, void *all, size_t bytes)
+{
+    const rank_state &r = *static_cast<rank_state *>(context);
+    if (bytes > sizeof shared->bytes[0])
+        return 1;
+    memcpy(shared->bytes[r.rank], mine, bytes);
+    meet();
+    for (int other = 0; other < world; other++)
+        memcpy(static_cast<char *>(all) + size_t(other) * bytes, shared->bytes[other], bytes);
+    meet();
+    return 0;
+}
+
+/* desc.max_sms, or 0 for the default: with one_gpu at most so many that kernels of two communicators and all ranks fit
+   on it at once. */
+static int fitting_sms(int wanted)
+{
+    int sms = 0;
+    if (!one_gpu)
+        return wanted;
+    CUDA(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+    const int most = std::max(1, sms / (2 * world));
+    return wanted && wanted < most ? wanted : most;
+}
+
 static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_ms = 0, int deterministic = 0)
 {
     kvprim_comm_desc desc = {};
@@ -169,6 +248,13 @@ static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_m
     desc.buffer_bytes = bytes;
     desc.timeout_ms = timeout_ms;
     desc.deterministic = deterministic;
+    desc.max_sms = fitting_sms(0);
+    if (one_gpu) {
+        const int made = descs_made[r.rank]++;
+        desc.exchange = exchange_by_meeting, desc.exchange_context = &ranks[size_t(r.rank)];
+        desc.peers = peers_of[made ? 1 + made % (peer_sets - 1) : 0], desc.peer_bytes = peer_bytes;
+        desc.all_reduce_limit = desc.reduce_scatter_limit = desc.all_gather_limit = SIZE_MAX;
+    }
     return desc;
 }
 
@@ -319,6 +405,20 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
     with_sum_type(dtype, [&](auto x) { enqueue_sum<decltype(x)>(r, comm, stream, send, recv, count, dtype, seed); });
 }
 
+/* Whether all_gather of so many bytes from each rank needs no NCCL: kvprim_comm_desc says up to what an odd one does. */
+static bool can_gather(size_t bytes)
+{
+    return !one_gpu || bytes % 16 == 0 || bytes * size_t(world) <= size_t(3) << 20;
+}
+
+/* Says that a test cannot run here, and why; false: it can. */
+static bool lacks_nccl(const char *what)
+{
+    if (one_gpu)
+        skip("%s, and NCCL runs no two ranks on one GPU", what);
+    return one_gpu;
+}
+
 /* A graph of what `work` enqueues on the rank's stream. */
 static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work,
                                 cudaStreamCaptureMode mode = cudaStreamCaptureModeThreadLocal)
@@ -330,7 +430,18 @@ static cudaGraphExec_t captured(rank_state &r, const std::function<void()> &work
     CUDA(cudaStreamEndCapture(r.stream, &graph));
     CUDA(cudaGraphInstantiate(&exec, graph, 0));
     CUDA(cudaGraphDestroy(graph));
+    if (one_gpu) {
+        CUDA(cudaGraphUpload(exec, r.stream));
+        CUDA(cudaStreamSynchronize(r.stream));
+        meet();
+    }
     return exec;
+}
+
+static void destroy_graph(cudaGraphExec_t exec)
+{
+    CUDA(cudaGraphExecDestroy(exec));
+    meet_on_gpu();
 }
 
 /* How many elements verify has found wrong since the last call of this. */
@@ -356,12 +467,24 @@ static void expect_none_wrong(rank_state &r, const char *what, size_t n)
 static void open_ranks(rank_state &r)
 {
     CUDA(cudaStreamCreateWithFlags(&r.stream, cudaStreamNonBlocking));
+    CUDA(cudaStreamCreateWithFlags(&r.other_stream, cudaStreamNonBlocking));
     for (char *&d : r.device)
         CUDA(cudaMalloc(reinterpret_cast<void **>(&d), room_bytes));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.wrong), sizeof *r.wrong));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&r.iteration), sizeof *r.iteration));
     CUDA(cudaMemset(r.wrong, 0, sizeof *r.wrong));
     CUDA(cudaMemset(r.iteration, 0, sizeof *r.iteration));
+    for (int set = 0; set < (one_gpu ? int(peer_sets) : 0); set++)
+        CUDA(cudaMalloc(&peers_of[set][r.rank], peer_bytes));
+    descs_made[r.rank] = 0;
+    std::vector<char> host(one_gpu ? room_bytes : 1); /* CUDA gets what it needs for such copies */
+    for (const cudaStream_t stream : {r.stream, r.other_stream}) {
+        CUDA(cudaMemcpyAsync(r.device[0], host.data(), host.size(), cudaMemcpyHostToDevice, stream));
+        CUDA(cudaMemcpyAsync(host.data(), r.device[0], host.size(), cudaMemcpyDeviceToHost, stream));
+        advance<<<1, 1, 0, stream>>>(r.iteration);
+        CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, stream));
+        CUDA(cudaStreamSynchronize(stream));
+    }
     CUDA(cudaDeviceSynchronize());
     const kvprim_comm_desc desc = desc_of(r, buffer_bytes);
     OK(kvprim_comm_init(&r.comm, &desc));
@@ -377,9 +500,13 @@ static void close_ranks(rank_state &r)
     OK(kvprim_comm_destroy(&r.comm));
     for (char *d : r.device)
         CUDA(cudaFree(d));
+    meet_on_gpu(); /* nobody's communicator is left */
+    for (int set = 0; set < (one_gpu ? int(peer_sets) : 0); set++)
+        CUDA(cudaFree(peers_of[set][r.rank]));
     CUDA(cudaFree(r.wrong));
     CUDA(cudaFree(r.iteration));
     CUDA(cudaStreamDestroy(r.stream));
+    CUDA(cudaStreamDestroy(r.other_stream));
 }
 
 /* The memory that processes share, behind a file that has no name. They inherit its descriptor. */
@@ -457,15 +584,22 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
                        const std::function<void()> &tests)
 {
     static shared_state own;
-    int next = 1, asked = 0;
+    std::vector<int> worlds;
+    int next = 1, asked = 0, version = 0;
     shared = &own, counts = &own.counts;
+    one_gpu = ncclGetVersion(&version) == ncclSuccess && version == 0;
+    if (one_gpu) { /* before CUDA starts: no kernel is loaded later, and streams share no queue */
+        setvbuf(stdout, nullptr, _IOLBF, 0);
+        setenv("CUDA_MODULE_LOADING", "EAGER", 1);
+        setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1);
+    }
     if (argc >= 5 && strcmp(argv[1], "rank") == 0) {
         processes = true;
         only_rank = atoi(argv[2]), world = atoi(argv[3]), gpus = count_gpus();
         map_shared(atoi(argv[4]));
         next = 5;
     }
-    const bool parent = next == 1 && argc > 1 && strcmp(argv[1], "processes") == 0;
+    const bool parent = next == 1 && argc > 1 && strcmp(argv[1], "processes") == 0 && !one_gpu;
     for (int i = next + parent; i < argc; i++) {
         if (strcmp(argv[i], "quick") == 0)
             quick = true;
@@ -473,17 +607,20 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
             expected = argv[i];
         else if (strncmp(argv[i], "only=", 5) == 0)
             only = argv[i] + 5;
-        else if ((processes || parent) && sscanf(argv[i], "ranks=%d", &asked) == 1 && asked >= 2 && asked <= 8)
-            continue;
+        else if ((processes || parent || one_gpu) && sscanf(argv[i], "ranks=%d", &asked) == 1 && asked >= 2 &&
+                 asked <= 8)
+            worlds.push_back(asked);
         else {
-            fprintf(stderr, "usage: %s [processes [ranks=2..8]] [quick] [on | off] [only=TEXT]\n", argv[0]);
+            fprintf(stderr, "usage: %s [processes] [ranks=2..8] [quick] [on | off] [only=TEXT]\n", argv[0]);
             return 2;
         }
     }
     if (!processes)
         world = gpus = count_gpus();
-    if (parent && gpus > 0)
-        world = asked ? asked : gpus == 1 ? 2 : gpus;
+    if ((parent || one_gpu) && gpus > 0)
+        world = asked ? asked : gpus == 1 || one_gpu ? 2 : gpus;
+    if (one_gpu)
+        gpus = std::min(gpus, 1);
     if (world < 2) {
         skip("%d GPUs, it takes two, or one and the argument processes", gpus);
         finish_test("nccl");
@@ -497,14 +634,19 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
             before_gpus();
         return run_processes(fd, argc, argv);
     }
-    ranks.resize(size_t(world));
-    for (int r = 0; r < world; r++)
-        ranks[size_t(r)].rank = r;
     if (processes)
         take_device(only_rank);
-    const int failed = counts->failed;
-    run("open", open_ranks);
-    if (counts->failed == failed) {
+    if (!one_gpu || worlds.empty())
+        worlds.assign(1, world);
+    for (const int n : worlds) {
+        world = n;
+        ranks.assign(size_t(world), {});
+        for (int r = 0; r < world; r++)
+            ranks[size_t(r)].rank = r;
+        const int failed = counts->failed;
+        run("open", open_ranks);
+        if (counts->failed != failed)
+            break;
         tests();
         run("close", close_ranks);
     }

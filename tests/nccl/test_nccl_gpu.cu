@@ -137,6 +137,8 @@ static void test_placement(rank_state &r)
         enqueue_sum(r, &r.comm, r.stream, r.rank == 0 ? buffer : r.device[0],
                     r.rank == 1 ? buffer + (16 << 20) : r.device[1], count, KVPRIM_F32, 3);
         expect_none_wrong(r, "in the buffer, count", count);
+        if (one_gpu) /* whose default stream all ranks share: one would wait behind another */
+            continue;
         enqueue_sum(r, &r.comm, nullptr, r.device[0], r.device[1], count, KVPRIM_F16, 4);
         CUDA(cudaStreamSynchronize(cudaStreamLegacy));
         expect_none_wrong(r, "on the default stream, count", count);
@@ -154,7 +156,7 @@ static void test_sizes_in_turn(rank_state &r)
         const size_t count = n < 200 ? fixed[n % 8] : 1 + (random >> 33) % (size_t(1) << (1 + n % 19));
         if (count * 4 > own_limit)
             continue;
-        if (n % 6 == 2 && count * 4 * size_t(world) <= room_bytes)
+        if (n % 6 == 2 && count * 4 * size_t(world) <= room_bytes && can_gather(count * 4))
             enqueue_gather(r, &r.comm, r.device[n % 2], r.device[2], count, random);
         if (n % 6 == 5)
             enqueue_scatter(r, &r.comm, r.device[n % 2], r.device[2], (count + 7) / 8, sum_types[n % 3], random);
@@ -184,7 +186,7 @@ static void test_graph(rank_state &r)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "graph", 0);
     OK(kvprim_comm_check(&r.comm));
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
     enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_F16, 5);
     expect_none_wrong(r, "after the graph", 0);
     CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
@@ -193,8 +195,8 @@ static void test_graph(rank_state &r)
 
 static void test_same_bits(rank_state &r)
 {
-    unsigned long long *const sums = shared->scratch, *on_gpu, first = 0;
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&on_gpu), 8));
+    unsigned long long *const sums = shared->scratch;
+    unsigned long long *const on_gpu = reinterpret_cast<unsigned long long *>(r.device[2]), first = 0;
     for (const size_t count : {size_t(2000), size_t(100000), size_t(1000000)})
         for (int n = 0; n < 5; n++) {
             fill_values<__nv_bfloat16><<<256, 256, 0, r.stream>>>(reinterpret_cast<__nv_bfloat16 *>(r.device[0]), count,
@@ -210,7 +212,6 @@ static void test_same_bits(rank_state &r)
             first = sums[0];
             meet();
         }
-    CUDA(cudaFree(on_gpu));
 }
 
 static void test_deterministic(rank_state &r)
@@ -238,7 +239,7 @@ static void test_pipelines(rank_state &r)
 {
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
-    desc.max_sms = 24;
+    desc.max_sms = fitting_sms(24);
     OK(kvprim_comm_init(&comm, &desc));
     for (const kvprim_dtype t : sum_types)
         for (const size_t bytes : {(size_t(12) << 20) + 48, size_t(31) << 20}) {
@@ -262,7 +263,7 @@ static void test_pipelines(rank_state &r)
     for (int n = 0; n < (quick ? 3 : 30); n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "graph of pipelines", 0);
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
     CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
     OK(kvprim_comm_check(&comm));
     OK(kvprim_comm_destroy(&comm));
@@ -468,6 +469,8 @@ static double exchanged(int from, int to, size_t i)
 
 static void test_groups(rank_state &r)
 {
+    if (lacks_nccl("groups are NCCL's"))
+        return;
     static const size_t counts[] = {1, 1023, 65536, 1 << 20};
     for (const size_t count : counts)
         for (int graph = 0; graph < (quick && count > 1023 ? 0 : 2); graph++) {
@@ -488,7 +491,7 @@ static void test_groups(rank_state &r)
                                         }});
             }
             if (graph)
-                CUDA(cudaGraphExecDestroy(exec));
+                destroy_graph(exec);
         }
     OK(kvprim_group_start(&r.comm));
     IS(kvprim_all_reduce(&r.comm, r.device[1], r.device[0], 8, KVPRIM_BF16, KVPRIM_SUM, r.stream),
@@ -540,13 +543,15 @@ static void first_in_graph(rank_state &r, const char *what, const std::function<
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, what, 0);
     meet();
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
     OK(kvprim_comm_check(&comm));
     OK(kvprim_comm_destroy(&comm));
 }
 
 static void test_first_in_graphs(rank_state &r)
 {
+    if (lacks_nccl("a first call of NCCL's is captured"))
+        return;
     const size_t count = 5000, many = size_t(4) << 20;
     void *const a = r.device[0], *const b = r.device[1];
     first_in_graph(r, "an exchange",
@@ -559,6 +564,12 @@ static void test_first_in_graphs(rank_state &r)
     }
     first_in_graph(r, "a gather", [&](kvprim_comm *comm) { enqueue_gather(r, comm, a, b, count, 5); });
     first_in_graph(r, "a scatter", [&](kvprim_comm *comm) { enqueue_scatter(r, comm, a, b, count, KVPRIM_F32, 5); });
+}
+
+/* What own kernels reduce. */
+static bool is_own(kvprim_dtype t, kvprim_op op)
+{
+    return op != KVPRIM_PROD && (t == KVPRIM_F16 || t == KVPRIM_BF16 || t == KVPRIM_F32 || t >= KVPRIM_F8E4M3);
 }
 
 static void test_collectives(rank_state &r)
@@ -575,10 +586,14 @@ static void test_collectives(rank_state &r)
                 char *const send = (place & 2 ? buffer : r.device[0]) + shift;
                 char *const recv = place & 1 ? send : (place & 2 ? buffer + (16 << 20) : r.device[1]) + shift;
                 for (int op = 0; op <= KVPRIM_AVG; op++) {
+                    if (one_gpu && !is_own(type, kvprim_op(op)))
+                        continue;
                     one_all_reduce(r, send, recv, count, type, kvprim_op(op));
                     one_reduce_scatter(r, send, recv, count, type, kvprim_op(op));
                 }
                 one_all_gather(r, send, recv, count, type);
+                if (one_gpu)
+                    continue;
                 one_broadcast(r, send, count, type, int(count) % world);
                 if (send != recv)
                     one_ring(r, send, recv, count, type);
@@ -613,10 +628,16 @@ static void test_gathers(rank_state &r)
     const size_t most = quick ? 3000 : std::min(size_t(9) << 20, (room_bytes - 64) / size_t(world));
     for (size_t n = 1; n < most; n += n / 3 + 1)
         for (const size_t count : {n, n / 16 * 16})
-            for (size_t shift = 0; shift < (count == 0 ? 0u : count < 600000 ? 9u : 1u); shift += 4)
+            for (size_t shift = 0; shift < (count == 0 || !can_gather(count) ? 0u
+                                            : count < 600000                 ? 9u
+                                                                             : 1u);
+                 shift += 4)
                 one_gather(r, count, shift, shift / 4);
     for (const size_t shift : {4, 3}) /* by 4 bytes and by one */
         one_gather(r, quick ? 4096 : 400000, shift, 2 * shift);
+    for (const size_t count : {size_t(320) << 10, size_t(5) << 20}) /* the other kernels, in quick tests too */
+        for (const size_t shift : {0, 4})
+            one_gather(r, count, shift, shift);
 }
 
 /* Kernels that are launched dependent on one that ends late read what it wrote, enqueued and captured. */
@@ -652,7 +673,7 @@ static void test_dependent(rank_state &r)
     for (int n = 0; n < 10; n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "after a kernel that ends late, in a graph", 0);
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
 }
 
 /* ---- several communicators ---- */
@@ -660,12 +681,11 @@ static void test_dependent(rank_state &r)
 static void with_another(rank_state &r, int no_pdl)
 {
     kvprim_comm other = {};
-    cudaStream_t stream;
+    const cudaStream_t stream = r.other_stream;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_pdl = no_pdl;
     OK(kvprim_comm_init(&other, &desc));
     CHECK(!no_pdl || !other.peer[0] || strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaStreamSynchronize(r.stream));
     for (int n = 0; n < (quick ? 20 : 600); n++) {
         static const size_t counts[] = {100, 8192, 200000, 1000000, 3};
@@ -676,7 +696,6 @@ static void with_another(rank_state &r, int no_pdl)
     expect_none_wrong(r, "two communicators", 0);
     OK(kvprim_comm_check(&other));
     OK(kvprim_comm_destroy(&other));
-    CUDA(cudaStreamDestroy(stream));
 }
 
 static void test_two_communicators(rank_state &r)
@@ -707,19 +726,6 @@ static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
     OK(kvprim_comm_destroy(&comm));
 }
 
-static int exchange(void *context, const void *mine, void *all, size_t bytes)
-{
-    const rank_state &r = *static_cast<rank_state *>(context);
-    if (bytes > sizeof shared->bytes[0])
-        return 1;
-    memcpy(shared->bytes[r.rank], mine, bytes);
-    meet();
-    for (int other = 0; other < world; other++)
-        memcpy(static_cast<char *>(all) + size_t(other) * bytes, shared->bytes[other], bytes);
-    meet();
-    return 0;
-}
-
 static int exchange_in_vain(void *, const void *, void *, size_t)
 {
     return 7;
@@ -730,16 +736,22 @@ static void test_choices(rank_state &r)
     const bool own = r.comm.peer[0] != nullptr;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
-    use(r, desc, r.rank == 0 ? "off: desc->no_kernels is 1" : own ? "off: another rank's kernels are off" : "off: ");
+    if (!one_gpu)
+        use(r, desc,
+            r.rank == 0 ? "off: desc->no_kernels is 1"
+            : own       ? "off: another rank's kernels are off"
+                        : "off: ");
     for (const int sms : {1, 16, 1000}) {
+        const std::string says = "at most " + std::to_string(fitting_sms(std::min(sms, 100))) + " ";
         desc = desc_of(r, 0);
-        desc.max_sms = r.rank == 0 ? sms : 100;
-        use(r, desc, !own ? "off: " : sms == 1 ? "at most 1 " : sms == 16 ? "at most 16 " : "at most 100 ");
+        desc.max_sms = fitting_sms(r.rank == 0 ? sms : 100);
+        use(r, desc, own ? says.c_str() : "off: ");
     }
     desc = desc_of(r, 4096);
     desc.all_reduce_limit = 12345, desc.reduce_scatter_limit = 1, desc.all_gather_limit = 77;
-    use(r, desc,
-        own ? "all_gather up to 77 bytes received, all_reduce and reduce_scatter up to 12345 and 1 sent" : "off");
+    if (!one_gpu)
+        use(r, desc,
+            own ? "all_gather up to 77 bytes received, all_reduce and reduce_scatter up to 12345 and 1 sent" : "off");
     desc = desc_of(r, 0);
     desc.all_gather_limit = 100 + size_t(r.rank);
     kvprim_comm comm = {};
@@ -748,7 +760,7 @@ static void test_choices(rank_state &r)
     desc.nccl_window = 1;
     use(r, desc, "buffer of 8388608 bytes");
     desc = desc_of(r, 0);
-    desc.exchange = exchange, desc.exchange_context = &r;
+    desc.exchange = exchange_by_meeting, desc.exchange_context = &r;
     use(r, desc, own ? "on, " : "off: ");
     desc = desc_of(r, 0);
     desc.exchange = exchange_in_vain;
@@ -835,7 +847,7 @@ static void test_given_memory(rank_state &r)
     CHECK_ERROR(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_ARGUMENT, "aligned to 16");
     all[world - 1] = last;
     for (const int sms : {0, 1000}) { /* more blocks have fewer slots each */
-        desc.max_sms = sms, desc.id = desc_of(r, 0).id;
+        desc.max_sms = fitting_sms(sms), desc.id = desc_of(r, 0).id;
         use(r, desc, "in the caller's memory");
     }
     std::vector<char> end(4096);

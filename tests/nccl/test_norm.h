@@ -166,7 +166,7 @@ static void test_norms_in_turn(rank_state &r)
         norm_compare<<<16, 256, 0, r.stream>>>(work, wanted, calls[k].c.bytes, r.wrong);
         if (n % 3 == 0)
             enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[0], count, KVPRIM_BF16, draw);
-        if (n % 5 == 0)
+        if (n % 5 == 0 && can_gather(count))
             OK(kvprim_all_gather(&r.comm, r.device[0] + (32 << 20), r.device[0], count, KVPRIM_U8, r.stream));
         if (n % 100 == 99 && r.rank == n / 100 % world)
             sleep_ms(3);
@@ -208,7 +208,7 @@ static void test_norm_graphs(rank_state &r)
             c.seed = hash_u64(c.seed);
             call = norm_call_of(c, r.rank, world);
         }
-        CUDA(cudaGraphExecDestroy(exec));
+        destroy_graph(exec);
     }
     OK(kvprim_comm_check(&r.comm));
     meet();
@@ -217,8 +217,8 @@ static void test_norm_graphs(rank_state &r)
 /* All ranks get the same bits of all outputs, NaN too, again and again. */
 static void test_norm_same_bits(rank_state &r)
 {
-    unsigned long long *const sums = shared->scratch, *on_gpu, first = 0;
-    CUDA(cudaMalloc(reinterpret_cast<void **>(&on_gpu), 8));
+    unsigned long long *const sums = shared->scratch;
+    unsigned long long *const on_gpu = reinterpret_cast<unsigned long long *>(r.device[2]), first = 0;
     for (const int64_t tokens : {int64_t(1), int64_t(40), int64_t(700)})
         for (int n = 0; n < 5; n++) {
             norm_case c = norm_draw(KVPRIM_BF16, tokens, 4096, !r.comm.peer[0], 77, 99);
@@ -240,7 +240,6 @@ static void test_norm_same_bits(rank_state &r)
             first = sums[0];
             meet();
         }
-    CUDA(cudaFree(on_gpu));
 }
 
 /* A layer after another, as a model has them: sum and norm, with the residual in place, and sums and gathers between.
@@ -288,7 +287,7 @@ static void test_norm_dependent(rank_state &r)
     for (int n = 0; n < (quick ? 3 : 100); n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "layers in a graph", 0);
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
     /* constants: y = weight, if all numbers are small enough for their mean to be exact */
     const std::vector<uint16_t> half(16384, 0x3f00);
     CUDA(cudaMemcpyAsync(r.device[1], half.data(), 32768, cudaMemcpyHostToDevice, r.stream));
@@ -303,17 +302,16 @@ static void test_norm_dependent(rank_state &r)
     for (int n = 0; n < 10; n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "norm after a kernel that ends late, in a graph", 0);
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
 }
 
 /* Another communicator's norms at the same time, on another stream, all in clusters. */
 static void test_norm_two_communicators(rank_state &r)
 {
     kvprim_comm other = {};
-    cudaStream_t stream;
+    const cudaStream_t stream = r.other_stream;
     const kvprim_comm_desc desc = desc_of(r, 0);
     OK(kvprim_comm_init(&other, &desc));
-    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     const norm_call a = norm_call_of(r, KVPRIM_BF16, 7, 12288, 21, !r.comm.peer[0]),
                     b = norm_call_of(r, KVPRIM_F16, 32, 16384, 22, !r.comm.peer[0]);
     const size_t half = room_bytes / 2;
@@ -336,13 +334,13 @@ static void test_norm_two_communicators(rank_state &r)
     expect_none_wrong(r, "norms of two communicators", 0);
     OK(kvprim_comm_check(&other));
     OK(kvprim_comm_destroy(&other));
-    CUDA(cudaStreamDestroy(stream));
 }
 
-/* Own kernels are off: NCCL's sum, in one part and in several, from strided addends too; and one rank, which needs no
-   sum. */
+/* Own kernels are off: NCCL's sum, in one part and in several, from strided addends too. */
 static void test_norm_without_kernels(rank_state &r)
 {
+    if (lacks_nccl("the sum is NCCL's"))
+        return;
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
@@ -374,11 +372,18 @@ static void test_norm_without_kernels(rank_state &r)
     for (int n = 0; n < 5; n++)
         CUDA(cudaGraphLaunch(exec, r.stream));
     expect_none_wrong(r, "norm by NCCL in a graph", 0);
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
     OK(kvprim_comm_check(&comm));
     meet();
     OK(kvprim_comm_destroy(&comm));
-    desc = {};
+    meet();
+}
+
+/* One rank needs no sum. */
+static void test_norm_of_one_rank(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = {};
     desc.world = 1;
     OK(kvprim_comm_new_id(&desc.id));
     OK(kvprim_comm_init(&comm, &desc));
@@ -389,6 +394,32 @@ static void test_norm_without_kernels(rank_state &r)
     }
     OK(kvprim_comm_destroy(&comm));
     meet();
+}
+
+/* Tokens that several blocks share, of a communicator with as few multiprocessors as that takes. Ranks that share a GPU
+   have fewer clusters of 8 at once: it has room for 14 or more. */
+static void test_norm_clusters(rank_state &r)
+{
+    kvprim_comm comm = {};
+    kvprim_comm_desc desc = desc_of(r, 0);
+    cudaDeviceProp device;
+    uint64_t seed = 5000;
+    desc.max_sms = 57;
+    CUDA(cudaGetDeviceProperties(&device, device_of(r.rank)));
+    if (!r.comm.peer[0] || device.major < 9 || device.multiProcessorCount < 2 * desc.max_sms)
+        return skip("no clusters on this GPU, or own kernels are off");
+    OK(kvprim_comm_init(&comm, &desc));
+    CHECK(strstr(kvprim_comm_describe(&comm), ", clusters") != nullptr);
+    for (const int64_t tokens : {1, 2, 3, 7, 15, 40, 130})
+        for (const int64_t hidden : {8200, 9216, 12288, 16376, 16384, 8192, 6144}) /* the last: of more than 4 ranks */
+            for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
+                for (int n = 0; n < (!one_gpu || world == 2 || tokens <= 14 / world ? quick ? 2 : 6 : 0); n++)
+                    norm_once(r, &comm,
+                              n % 2 ? norm_call_of(r, dtype, tokens, hidden, ++seed)
+                                    : usual_norm_call(r, dtype, tokens, hidden, ++seed * 100, false),
+                              "norm in clusters");
+    OK(kvprim_comm_check(&comm));
+    OK(kvprim_comm_destroy(&comm));
 }
 
 /* One block has no other to share a large token with. Its threads then have several packs, as on GPUs without
@@ -451,7 +482,9 @@ static void run_norm_tests()
     run("norm: layers, and dependent launches", test_norm_dependent);
     run("norm: two communicators at once", test_norm_two_communicators);
     run("norm: one block", test_norm_of_one_block);
-    run("norm: NCCL's sum, and one rank", test_norm_without_kernels);
+    run("norm: tokens shared by clusters of blocks", test_norm_clusters);
+    run("norm: NCCL's sum", test_norm_without_kernels);
+    run("norm: one rank", test_norm_of_one_rank);
     run("norm: bad calls", test_norm_bad_calls);
 }
 

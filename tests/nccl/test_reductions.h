@@ -130,7 +130,7 @@ static void graph_of_reductions(rank_state &r, const reduction &d)
         for (int k = 0; k < 4; k++)
             reduction_check(r, d, "all_reduce in a graph", r.device[1] + places[k], 0, counts[k], true);
     }
-    CUDA(cudaGraphExecDestroy(exec));
+    destroy_graph(exec);
 }
 
 static const kvprim_dtype reduction_types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32, KVPRIM_F8E4M3, KVPRIM_F8E5M2};

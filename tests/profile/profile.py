@@ -18,7 +18,7 @@
     source    prints the lines at which the warps of a kernel wait; needs a GPU
     nsys      records a program's timeline, and prints where its time went; without PROGRAM only says whether it can
     sanitize  runs compute-sanitizer's four tools on some cases of every kernel, build/test_cuda; needs a GPU
-    sanitize-collectives   the same for build/test_nccl_gpu, on two GPUs
+    sanitize-collectives   the same for build/test_nccl_gpu_one, whose ranks share a GPU
 
 CUDA_HOME, NVCC, CUDA_ARCH, NCCL_INCLUDE and NCCL_LIBRARY (a file) say what to build with, as the Makefile found it.
 Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put them. Exits with 1 if something is not as
@@ -751,16 +751,17 @@ def sanitize():
                     lambda: each_sanitizer(sanitizer, SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
 
 
+# Tests of test_nccl_gpu that reach every kernel, also two at a time.
+SANITIZED = ('sums, sizes', 'reduce_scatter, sizes', 'pipeline', 'a graph replayed', 'gathers', 'exchanges of parts',
+             'exchanges in chunks', 'dependent launches', 'deterministic', 'two communicators', 'norm: ')
+
+
 def sanitize_collectives():
-    """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. Two ranks run the kernels for two.
-    NCCL's own kernels are left out: their barriers are not those that synccheck expects. Errors of the API are not
-    reported: NCCL asks CUDA for things that do not exist, and uses the error as the answer."""
-    print('without initcheck: it does not see what another GPU writes, and reports every word that is received')
-    kernels = kernels_in('build/kvprim_nccl_counted.o',
-                         r'kvpn_((few_)?kernel.*Li2E|norm_kernel.*_Li2E|parts_kernelI\d+kvpn_parts_(pair|many|most))')
-    return each_sanitizer(find_sanitizer(), SANITIZERS[:3], kernels,
-                          ['build/test_nccl_gpu', 'quick', 'on'], '--report-api-errors', 'no', '--kernel-name',
-                          'kernel_substring=kvpn_')
+    """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. The ranks share a GPU, and there is no
+    NCCL: 2, 4 and 8 of them have kernels of their own."""
+    return each_sanitizer(find_sanitizer(), SANITIZERS, kernels_in('build/kvprim_nccl_counted.o', 'kvpn_'),
+                          ['build/test_nccl_gpu_one', 'quick', 'on', 'ranks=2', 'ranks=4', 'ranks=8',
+                           'only=' + '|'.join(SANITIZED)])
 
 
 def main(job='', *inputs):
