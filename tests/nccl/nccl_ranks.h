@@ -182,6 +182,22 @@ static void end_hung_test(int)
     _exit(2);
 }
 
+/* With one_gpu, says that a test cannot run, or not all of it, and why. Returns one_gpu. */
+static std::atomic<const char *> left_out;
+static bool lacks_nccl(const char *what)
+{
+    if (one_gpu)
+        skip("%s, and NCCL runs no two ranks on one GPU", what);
+    return one_gpu;
+}
+
+static bool leaves_out(const char *what)
+{
+    if (one_gpu)
+        left_out = what;
+    return one_gpu;
+}
+
 static void run(const char *name, const std::function<void(rank_state &)> &body)
 {
     if (!is_wanted(name) && strcmp(name, "open") != 0 && strcmp(name, "close") != 0)
@@ -196,6 +212,11 @@ static void run(const char *name, const std::function<void(rank_state &)> &body)
         char text[120];
         snprintf(text, sizeof text, "nccl: %s (%.1f s)", name, seconds() - begun);
         finish_test(text);
+        if (const char *const what = left_out.exchange(nullptr)) {
+            skip("%s", what);
+            snprintf(text, sizeof text, "nccl: the rest of that");
+            finish_test(text);
+        }
     }
     if (processes) /* nobody fails the next test before this one is counted */
         meet();
@@ -409,14 +430,6 @@ static void enqueue_sum(rank_state &r, kvprim_comm *comm, cudaStream_t stream, v
 static bool can_gather(size_t bytes)
 {
     return !one_gpu || bytes % 16 == 0 || bytes * size_t(world) <= size_t(3) << 20;
-}
-
-/* Says that a test cannot run here, and why; false: it can. */
-static bool lacks_nccl(const char *what)
-{
-    if (one_gpu)
-        skip("%s, and NCCL runs no two ranks on one GPU", what);
-    return one_gpu;
 }
 
 /* A graph of what `work` enqueues on the rank's stream. */

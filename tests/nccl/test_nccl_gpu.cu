@@ -137,7 +137,7 @@ static void test_placement(rank_state &r)
         enqueue_sum(r, &r.comm, r.stream, r.rank == 0 ? buffer : r.device[0],
                     r.rank == 1 ? buffer + (16 << 20) : r.device[1], count, KVPRIM_F32, 3);
         expect_none_wrong(r, "in the buffer, count", count);
-        if (one_gpu) /* whose default stream all ranks share: one would wait behind another */
+        if (leaves_out("all ranks share the default stream: one would wait behind another"))
             continue;
         enqueue_sum(r, &r.comm, nullptr, r.device[0], r.device[1], count, KVPRIM_F16, 4);
         CUDA(cudaStreamSynchronize(cudaStreamLegacy));
@@ -575,6 +575,7 @@ static bool is_own(kvprim_dtype t, kvprim_op op)
 static void test_collectives(rank_state &r)
 {
     static const size_t counts[] = {1, 7, 1023, 65536};
+    const char *const of_nccl = "integers, F64, PROD, broadcasts, sends and receives are NCCL's";
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
     for (int t = KVPRIM_U8; t <= KVPRIM_F8E5M2; t++)
         for (const size_t count : counts)
@@ -586,13 +587,13 @@ static void test_collectives(rank_state &r)
                 char *const send = (place & 2 ? buffer : r.device[0]) + shift;
                 char *const recv = place & 1 ? send : (place & 2 ? buffer + (16 << 20) : r.device[1]) + shift;
                 for (int op = 0; op <= KVPRIM_AVG; op++) {
-                    if (one_gpu && !is_own(type, kvprim_op(op)))
+                    if (!is_own(type, kvprim_op(op)) && leaves_out(of_nccl))
                         continue;
                     one_all_reduce(r, send, recv, count, type, kvprim_op(op));
                     one_reduce_scatter(r, send, recv, count, type, kvprim_op(op));
                 }
                 one_all_gather(r, send, recv, count, type);
-                if (one_gpu)
+                if (leaves_out(of_nccl))
                     continue;
                 one_broadcast(r, send, count, type, int(count) % world);
                 if (send != recv)
@@ -736,7 +737,7 @@ static void test_choices(rank_state &r)
     const bool own = r.comm.peer[0] != nullptr;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
-    if (!one_gpu)
+    if (!leaves_out("own kernels off, and limits below the sizes, need NCCL"))
         use(r, desc,
             r.rank == 0 ? "off: desc->no_kernels is 1"
             : own       ? "off: another rank's kernels are off"
