@@ -131,11 +131,12 @@ static void test_scatters(rank_state &r)
 static void test_placement(rank_state &r)
 {
     char *const buffer = static_cast<char *>(kvprim_comm_buffer(&r.comm, nullptr));
-    for (const size_t count : {size_t(1000), size_t(50000), size_t(700000)}) {
+    for (const size_t count : {size_t(1000), size_t(50000), size_t(1100000), size_t(1100001)}) {
         enqueue_sum(r, &r.comm, r.stream, buffer + 4096, buffer + 4096, count, KVPRIM_BF16, 1);
         enqueue_sum(r, &r.comm, r.stream, buffer + 2, buffer + (8 << 20), count, KVPRIM_BF16, 2);
         enqueue_sum(r, &r.comm, r.stream, r.rank == 0 ? buffer : r.device[0],
                     r.rank == 1 ? buffer + (16 << 20) : r.device[1], count, KVPRIM_F32, 3);
+        enqueue_sum(r, &r.comm, r.stream, r.device[0], r.device[1], count, KVPRIM_F16, 5);
         expect_none_wrong(r, "in the buffer, count", count);
         if (leaves_out("all ranks share the default stream: one would wait behind another"))
             continue;

@@ -388,8 +388,9 @@ static void test_norm_of_one_rank(rank_state &r)
     OK(kvprim_comm_new_id(&desc.id));
     OK(kvprim_comm_init(&comm, &desc));
     for (int n = 0; n < (quick ? 6 : 20); n++) {
-        const norm_case c = norm_draw(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, 8 * (1 + n * 57 % 1100), 1,
-                                      uint64_t(n), uint64_t(n + r.rank));
+        const int64_t hidden = n == 4 || n == 5 ? 16384 : 8 * (1 + n * 57 % 1100);
+        const norm_case c =
+            norm_draw(n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n * n % 300, hidden, 1, uint64_t(n), uint64_t(n + r.rank));
         norm_once(r, &comm, norm_call_of(c, 0, 1), "norm of one rank");
     }
     OK(kvprim_comm_destroy(&comm));
@@ -410,7 +411,7 @@ static void test_norm_clusters(rank_state &r)
         return skip("no clusters on this GPU, or own kernels are off");
     OK(kvprim_comm_init(&comm, &desc));
     CHECK(strstr(kvprim_comm_describe(&comm), ", clusters") != nullptr);
-    for (const int64_t tokens : {1, 2, 3, 7, 15, 40, 130})
+    for (const int64_t tokens : {1, 3, 7, 40, 130})
         for (const int64_t hidden : {8200, 9216, 12288, 16376, 16384, 8192, 6144}) /* the last: of more than 4 ranks */
             for (const kvprim_dtype dtype : {KVPRIM_F16, KVPRIM_BF16})
                 for (int n = 0; n < (one_gpu && world > 2 && tokens > 14 / world ? 0 : quick ? 2 : 6); n++)

@@ -167,7 +167,13 @@ static void test_deterministic_reductions(rank_state &r)
     OK(kvprim_comm_init(&comm, &desc));
     for (const kvprim_dtype t : reduction_types)
         for (const kvprim_op op : reduction_ops)
-            one_reduction(r, &comm, reduction_of(t, op), 10000, 1);
+            one_reduction(r, &comm, reduction_of(t, op), 10000, 1 + op % 2);
+    const reduction average = reduction_of(KVPRIM_F32, KVPRIM_AVG);
+    for (int place = 1; place < 3; place++) {
+        one_reduction(r, &comm, average, (3 << 20) / 4, place); /* in two shots */
+        if (world == 2)
+            one_reduction(r, &comm, average, (17 << 20) / 4, place); /* in a pipeline */
+    }
     OK(kvprim_comm_check(&comm));
     OK(kvprim_comm_destroy(&comm));
 }
