@@ -1,8 +1,39 @@
 /* SPDX-License-Identifier: MIT */
-/* Implements kvprim_nccl.h for test_nccl_gpu under compute-sanitizer: says at the end how often each kernel ran. */
+/* Implements kvprim_nccl.h for test_nccl_gpu under compute-sanitizer: says at the end how often each kernel ran, and
+   runs each once when a communicator loads it, for which nccl_ranks.h has the reason. */
 #include "../gpu/sampled.h"
+
+static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel);
+#define cudaFuncGetAttributes warm_up
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
+#undef cudaFuncGetAttributes
 #include "../gpu/sampled.h"
 
 static const bool counted = (sampled_on = true, atexit(sampled_print) == 0);
+
+/* With nothing to do, for a rank that has stopped: such kernels wait for none. */
+static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
+{
+    static std::mutex mutex;
+    static std::set<const void *> done;
+    static char *memory; /* a page that says so, and what any tensor points to */
+    const std::lock_guard<std::mutex> lock(mutex);
+    const cudaError_t loaded = cudaFuncGetAttributes(attributes, kernel);
+    const char *name = "";
+    if (loaded != cudaSuccess || !done.insert(kernel).second || cudaFuncGetName(&name, kernel) != cudaSuccess)
+        return loaded;
+    if (!memory && (cudaMalloc(&memory, 1 << 16) != cudaSuccess || cudaMemset(memory, 1, 1 << 16) != cudaSuccess))
+        return cudaErrorMemoryAllocation;
+    kvpn_norm_params norm = {};
+    kvpn_parts_params parts = {};
+    for (char *&peer : norm.peer)
+        peer = memory + kvpn_page;
+    norm.turn = norm.stop = (uint32_t *)memory, norm.world = 2;
+    norm.send = norm.recv = memory + kvpn_page;
+    norm.residual = norm.weight = norm.out = norm.residual_out = memory + kvpn_page;
+    static_cast<kvpn_params &>(parts) = norm;
+    void *args[] = {strstr(name, "kvpn_parts_kernel") ? (void *)&parts : (void *)&norm};
+    const cudaError_t launched = cudaLaunchKernel(kernel, dim3(1), dim3(32), args, 0, cudaStreamLegacy);
+    return launched != cudaSuccess ? launched : cudaStreamSynchronize(cudaStreamLegacy);
+}

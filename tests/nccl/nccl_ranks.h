@@ -14,9 +14,13 @@
    tools of compute-sanitizer see them. For these threads:
    - A communicator gets its memory and its exchange from the test (desc.peers, desc.exchange), and own kernels serve
      every size that they can. What is NCCL's fails, so tests skip it.
-   - CUDA waits for all running kernels, which may wait for a rank that stands in this call, when it frees memory,
-     destroys a communicator or a graph, instantiates a graph, loads a kernel, or first uses a stream. So ranks meet
-     after such calls, and kernels and streams are ready before the tests begin. */
+   - CUDA may wait for all running kernels, which may wait for the rank that makes this call: when it frees memory, ends
+     a communicator, makes or ends a graph, copies from or to the host, or does something the first time: uses a stream,
+     runs a kernel, also one of its own for a memset. So ranks meet after such calls, and before copies to the host, and
+     all is used once before the tests begin. counted.cu does that with the kernels of kvprim_nccl.h, which need it only
+     under compute-sanitizer: there they have a stack.
+   - seconds=N is how long own kernels wait for a rank, unless a test says otherwise; default 8. When the ranks' own
+     communicator has failed, no further test runs. */
 #ifndef NCCL_RANKS_H
 #define NCCL_RANKS_H
 
@@ -51,6 +55,7 @@ struct shared_state {
 };
 static shared_state *shared;
 static bool quick, processes, one_gpu; /* one_gpu: ranks are threads that share it, and NCCL is nccl_none.cpp */
+static int one_gpu_seconds = 8;        /* how long own kernels wait then */
 static int world, gpus, only_rank;     /* only_rank: the rank of this process, if each rank is one */
 static const char *expected = "", *only = "";
 
@@ -117,6 +122,7 @@ struct rank_state {
 };
 static const size_t room_bytes = size_t(80) << 20, buffer_bytes = size_t(176) << 20;
 static std::vector<rank_state> ranks;
+static void warm_up_others(rank_state &r); /* launches each of the program's own kernels, with nothing to do */
 
 /* With one_gpu: what communicators exchange through, by turns, and all ranks' pointers to it. The first one is for
    rank_state's, which lives all the time. */
@@ -198,10 +204,21 @@ static bool leaves_out(const char *what)
     return one_gpu;
 }
 
+/* With one_gpu: the ranks' communicator has failed. */
+static bool is_over()
+{
+    bool over = false;
+    for (const rank_state &r : ranks)
+        over = over || (one_gpu && r.comm.stop && *r.comm.stop);
+    return over;
+}
+
 static void run(const char *name, const std::function<void(rank_state &)> &body)
 {
     if (!is_wanted(name) && strcmp(name, "open") != 0 && strcmp(name, "close") != 0)
         return;
+    if (is_over())
+        return (void)printf("  not run: %s\n", name);
     const double begun = seconds();
     running = name;
     signal(SIGALRM, end_hung_test);
@@ -267,7 +284,7 @@ static kvprim_comm_desc desc_of(const rank_state &r, size_t bytes, int timeout_m
     desc.world = world;
     desc.id = shared_id(r);
     desc.buffer_bytes = bytes;
-    desc.timeout_ms = timeout_ms;
+    desc.timeout_ms = timeout_ms ? timeout_ms : one_gpu ? one_gpu_seconds * 1000 : 0;
     desc.deterministic = deterministic;
     desc.max_sms = fitting_sms(0);
     if (one_gpu) {
@@ -457,6 +474,24 @@ static void destroy_graph(cudaGraphExec_t exec)
     meet_on_gpu();
 }
 
+/* Both end before they return. */
+static void upload(rank_state &r, void *to, const void *from, size_t bytes)
+{
+    CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+    meet_on_gpu();
+}
+
+static void download(void *to, const void *from, size_t bytes, cudaStream_t stream)
+{
+    if (one_gpu)
+        CUDA(cudaStreamSynchronize(stream));
+    meet_on_gpu();
+    CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+    CUDA(cudaStreamSynchronize(stream));
+    meet_on_gpu();
+}
+
 /* How many elements verify has found wrong since the last call of this. */
 static uint32_t wrong_so_far(rank_state &r)
 {
@@ -469,13 +504,51 @@ static uint32_t wrong_so_far(rank_state &r)
 
 static void expect_none_wrong(rank_state &r, const char *what, size_t n)
 {
+    if (one_gpu)
+        CUDA(cudaStreamSynchronize(r.stream));
+    meet_on_gpu();
     const uint32_t wrong = wrong_so_far(r);
+    meet_on_gpu();
     if (wrong)
         fail("rank %d: %s %zu: %u elements are wrong; check: %s", r.rank, what, n, wrong,
              kvprim_comm_check(&r.comm) == KVPRIM_OK ? "ok" : kvprim_last_error());
 }
 
 /* ---- the program ---- */
+
+template <class T> static void warm_up_sums(rank_state &r)
+{
+    fill_values<T><<<1, 32, 0, r.stream>>>(nullptr, 0, r.iteration, 0, 0, true);
+    verify<T><<<1, 32, 0, r.stream>>>(nullptr, 0, r.iteration, 0, 2, r.wrong, true);
+    fill_late<T><<<1, 32, 0, r.stream>>>(nullptr, 0, 0, 0);
+    count_unlike<T><<<1, 32, 0, r.stream>>>(nullptr, 0, 0, r.wrong);
+}
+
+/* Uses all that the tests use of CUDA: see the top. memsets and copies of any size and place have kernels of their
+   own. */
+static void warm_up(rank_state &r)
+{
+    std::vector<char> host(room_bytes);
+    for (const cudaStream_t stream : {r.stream, r.other_stream}) {
+        for (size_t bytes = 1; bytes <= size_t(2) << 20; bytes = bytes < 4096 ? bytes + bytes / 2 + 1 : bytes * 16)
+            for (const size_t size : {bytes, (bytes + 15) / 16 * 16})
+                for (const size_t place : {0, 1, 2, 4, 8, 16}) {
+                    CUDA(cudaMemsetAsync(r.device[1] + place, 0xa5, size, stream));
+                    CUDA(cudaMemcpyAsync(r.device[0] + place, r.device[1], size, cudaMemcpyDeviceToDevice, stream));
+                    CUDA(cudaMemcpyAsync(r.device[0] + place, host.data(), size, cudaMemcpyHostToDevice, stream));
+                    CUDA(cudaMemcpyAsync(host.data(), r.device[0] + place, size, cudaMemcpyDeviceToHost, stream));
+                }
+        for (char *d : r.device)
+            CUDA(cudaMemsetAsync(d, 0, room_bytes, stream));
+        advance<<<1, 1, 0, stream>>>(r.iteration);
+        CUDA(cudaStreamSynchronize(stream));
+    }
+    warm_up_sums<__half>(r), warm_up_sums<__nv_bfloat16>(r), warm_up_sums<float>(r);
+    warm_up_others(r);
+    CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, r.stream));
+    CUDA(cudaMemsetAsync(r.wrong, 0, sizeof *r.wrong, r.stream));
+    CUDA(cudaStreamSynchronize(r.stream));
+}
 
 static void open_ranks(rank_state &r)
 {
@@ -490,14 +563,8 @@ static void open_ranks(rank_state &r)
     for (int set = 0; set < (one_gpu ? int(peer_sets) : 0); set++)
         CUDA(cudaMalloc(&peers_of[set][r.rank], peer_bytes));
     descs_made[r.rank] = 0;
-    std::vector<char> host(one_gpu ? room_bytes : 1); /* CUDA gets what it needs for such copies */
-    for (const cudaStream_t stream : {r.stream, r.other_stream}) {
-        CUDA(cudaMemcpyAsync(r.device[0], host.data(), host.size(), cudaMemcpyHostToDevice, stream));
-        CUDA(cudaMemcpyAsync(host.data(), r.device[0], host.size(), cudaMemcpyDeviceToHost, stream));
-        advance<<<1, 1, 0, stream>>>(r.iteration);
-        CUDA(cudaMemsetAsync(r.iteration, 0, sizeof *r.iteration, stream));
-        CUDA(cudaStreamSynchronize(stream));
-    }
+    if (one_gpu)
+        warm_up(r);
     CUDA(cudaDeviceSynchronize());
     const kvprim_comm_desc desc = desc_of(r, buffer_bytes);
     OK(kvprim_comm_init(&r.comm, &desc));
@@ -620,11 +687,13 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
             expected = argv[i];
         else if (strncmp(argv[i], "only=", 5) == 0)
             only = argv[i] + 5;
+        else if (one_gpu && sscanf(argv[i], "seconds=%d", &one_gpu_seconds) == 1 && one_gpu_seconds > 0)
+            continue;
         else if ((processes || parent || one_gpu) && sscanf(argv[i], "ranks=%d", &asked) == 1 && asked >= 2 &&
                  asked <= 8)
             worlds.push_back(asked);
         else {
-            fprintf(stderr, "usage: %s [processes] [ranks=2..8] [quick] [on | off] [only=TEXT]\n", argv[0]);
+            fprintf(stderr, "usage: %s [processes] [ranks=2..8] [seconds=N] [quick] [on | off] [only=TEXT]\n", argv[0]);
             return 2;
         }
     }
@@ -661,6 +730,8 @@ static int run_program(int argc, char **argv, const std::function<void()> &befor
         if (counts->failed != failed)
             break;
         tests();
+        if (is_over())
+            break;
         run("close", close_ranks);
     }
     return processes ? counts->failed != 0 : finish();

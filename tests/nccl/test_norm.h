@@ -45,8 +45,7 @@ static norm_call usual_norm_call(const rank_state &r, kvprim_dtype dtype, int64_
 
 static void norm_upload(rank_state &r, char *to, const std::vector<char> &image)
 {
-    CUDA(cudaMemcpyAsync(to, image.data(), image.size(), cudaMemcpyHostToDevice, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
+    upload(r, to, image.data(), image.size());
 }
 
 static kvprim_status norm_enqueue(const norm_case &c, kvprim_comm *comm, char *at, cudaStream_t stream)
@@ -85,8 +84,7 @@ static void norm_expect_image(rank_state &r, const norm_call &call, const char *
                               const char *what)
 {
     std::vector<char> got(call.after.size());
-    CUDA(cudaMemcpyAsync(got.data(), at, got.size(), cudaMemcpyDeviceToHost, stream));
-    CUDA(cudaStreamSynchronize(stream));
+    download(got.data(), at, got.size(), stream);
     if (got != call.after)
         norm_explain(r, call, got.data(), what);
 }
@@ -232,8 +230,7 @@ static void test_norm_same_bits(rank_state &r)
             CUDA(cudaMemsetAsync(on_gpu, 0, 8, r.stream));
             for (void *const out : {d.sum, d.residual_out, d.out})
                 digest<<<256, 256, 0, r.stream>>>(static_cast<uint32_t *>(out), size_t(tokens) * 2048, on_gpu);
-            CUDA(cudaMemcpyAsync(&sums[r.rank], on_gpu, 8, cudaMemcpyDeviceToHost, r.stream));
-            CUDA(cudaStreamSynchronize(r.stream));
+            download(&sums[r.rank], on_gpu, 8, r.stream);
             meet();
             CHECK(sums[r.rank] == sums[0]);
             CHECK(n == 0 || first == sums[0]);
@@ -290,8 +287,7 @@ static void test_norm_dependent(rank_state &r)
     destroy_graph(exec);
     /* constants: y = weight, if all numbers are small enough for their mean to be exact */
     const std::vector<uint16_t> half(16384, 0x3f00);
-    CUDA(cudaMemcpyAsync(r.device[1], half.data(), 32768, cudaMemcpyHostToDevice, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
+    upload(r, r.device[1], half.data(), 32768);
     for (int n = 1; n < 8; n++)
         norm_enqueue_late(r, n, 1 << n, n % 2 ? 4096 : 512);
     expect_none_wrong(r, "norm after a kernel that ends late", 0);
@@ -481,12 +477,12 @@ static void run_norm_tests()
     run("norm: graphs replayed with other inputs", test_norm_graphs);
     run("norm: the same bits on all ranks, again and again", test_norm_same_bits);
     run("norm: layers, and dependent launches", test_norm_dependent);
-    run("norm: two communicators at once", test_norm_two_communicators);
     run("norm: one block", test_norm_of_one_block);
     run("norm: tokens shared by clusters of blocks", test_norm_clusters);
     run("norm: NCCL's sum", test_norm_without_kernels);
     run("norm: one rank", test_norm_of_one_rank);
     run("norm: bad calls", test_norm_bad_calls);
+    run("norm: two communicators at once", test_norm_two_communicators);
 }
 
 #endif

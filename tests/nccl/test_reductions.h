@@ -68,8 +68,7 @@ static void reduction_upload(rank_state &r, const reduction &d, char *to, size_t
         const uint32_t bits = reduction_input(d.format, i, r.rank);
         memcpy(&host[i * bytes], &bits, bytes);
     }
-    CUDA(cudaMemcpyAsync(to, host.data(), host.size(), cudaMemcpyHostToDevice, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
+    upload(r, to, host.data(), host.size());
 }
 
 /* `first`: the tensor's element where the result begins. The 16 bytes after it are still 0xa5, if there is a guard. */
@@ -78,8 +77,7 @@ static void reduction_check(rank_state &r, const reduction &d, const char *what,
 {
     const size_t bytes = size_t(d.format.bytes), guard_bytes = guard ? 16 : 0;
     std::vector<char> got(count * bytes + guard_bytes);
-    CUDA(cudaMemcpyAsync(got.data(), at, got.size(), cudaMemcpyDeviceToHost, r.stream));
-    CUDA(cudaStreamSynchronize(r.stream));
+    download(got.data(), at, got.size(), r.stream);
     for (size_t i = 0; i < count; i++) {
         const uint32_t expected = d.expected[(first + i) % reduction_period];
         uint32_t is = 0;
