@@ -12,7 +12,7 @@
 #     CUDA_HOME, NCCL_HOME               say where CUDA and NCCL are, if not on PATH or in the usual places; NCCL is
 #                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
-#     make nccl-test WORLDS='3 5 8'      on so many GPUs alone; also nccl-bench and nccl-limits: tests/nccl/nccl.sh
+#     make nccl-test WORLDS='3 5 8'      with so many ranks alone; also nccl-bench and nccl-limits: tests/nccl/nccl.sh
 
 # Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no
 # program.)
@@ -77,7 +77,7 @@ help:
 	@echo 'make gpu-bench run the benchmarks on a GPU against their opponents, output to build/results/'
 	@echo '               cuda-bench, convert-bench, transfer-bench, nccl-bench: parts of that'
 	@echo 'make nccl-limits   measure each way of the collectives, and suggest limits for kvprim_nccl.h'
-	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only on so many GPUs'
+	@echo '               nccl-test, nccl-bench and nccl-limits take WORLDS="3 5 8": only with so many ranks'
 	@echo 'make handover  hand KV pages over between two GPUs (examples/14_handover), output and plot to build/results/'
 	@echo 'make torch-bench, transformers   compare with PyTorch, and a paged cache with transformers'\'' DynamicCache'
 	@echo 'make bandwidth measure the bandwidth of a GPU'\''s memory, output and plot to build/results/'
@@ -186,7 +186,8 @@ endif
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
 
-# cuda-* need one GPU. nccl-* run the collectives on two or more GPUs, and some of their tests on one.
+# cuda-* need one GPU. nccl-bench and nccl-limits need two or more. nccl-test takes all, or a single one for many ranks;
+# nccl-sanitize takes one.
 gpu-test:
 	$(call each,cuda-test nccl-test engine)
 gpu-bench:

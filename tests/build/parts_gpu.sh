@@ -217,6 +217,8 @@ nccl_cuda()
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu; do
         cell "$source, nvcc" $cu $source -Xlinker "$build/test_nccl.o" $nccl_link -o "$build/program"
     done
+    cell 'what ranks of one GPU have in place of NCCL' $cu tests/nccl/nccl_none.cpp -Xlinker "$build/test_nccl.o" \
+        -o "$build/program" -lpthread
     cell 'bench_nccl with every way, nvcc' $read $lto_90 $strict -DBENCH_WAYS -c tests/bench/bench_nccl.cu \
         -o "$build/unit.o"
     # As if this unit had implemented the headers already.

@@ -530,11 +530,13 @@ static void warm_up(rank_state &r)
 {
     std::vector<char> host(room_bytes);
     for (const cudaStream_t stream : {r.stream, r.other_stream}) {
-        for (size_t bytes = 1; bytes <= size_t(2) << 20; bytes = bytes < 4096 ? bytes + bytes / 2 + 1 : bytes * 16)
-            for (const size_t size : {bytes, (bytes + 15) / 16 * 16})
+        for (size_t bytes = 1; bytes < room_bytes; bytes *= 4)
+            for (const size_t size : {bytes, bytes + 1, bytes + 2, bytes + 4, bytes + 8})
                 for (const size_t place : {0, 1, 2, 4, 8, 16}) {
                     CUDA(cudaMemsetAsync(r.device[1] + place, 0xa5, size, stream));
                     CUDA(cudaMemcpyAsync(r.device[0] + place, r.device[1], size, cudaMemcpyDeviceToDevice, stream));
+                    if (bytes > size_t(1) << 20)
+                        continue;
                     CUDA(cudaMemcpyAsync(r.device[0] + place, host.data(), size, cudaMemcpyHostToDevice, stream));
                     CUDA(cudaMemcpyAsync(host.data(), r.device[0] + place, size, cudaMemcpyDeviceToHost, stream));
                 }
