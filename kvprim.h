@@ -388,13 +388,16 @@ typedef struct kvprim_preset {
 /* Fills in *preset for a cache of `rows` rows in pages of page_rows at `data`, page_stride bytes from page to page (0:
    packed):
 
-       "fp8_ds_mla"     vLLM, DeepSeek V3.2: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them, 64 bf16
+       "fp8_ds_mla"     DeepSeek V3.2 in vLLM 0.33: rows of 656 bytes: 512 F8E4M3, an fp32 scale for each 128 of them,
+                        64 bf16. Scales are powers of two, 2^-13 or more; FlashMLA reads only such scales exactly
+       "fp8_ds_mla_sglang"  the same rows with SGLang's scales, any of 2^-126 or more; stored = x * (1 / scale). vLLM
+                        before July 2026 divided by such scales: set k_format.scale_inverse to 0
        "fp8_ds_mla_v4"  DeepSeek V4: pages of rows of 576 bytes: 448 F8E4M3 and 64 bf16; then, for each row, 7 F8E8M0
                         scales, of 64 elements each, and a byte that is not touched
        "fp8_indexer"    DeepSeek's indexer: pages of rows of 128 F8E4M3; then, for each row, an fp32 scale
        "fp8_indexer_ue8m0"  the same with scales that are powers of two
 
-   As in the engines, no scale is less than 1e-4 / 448, or 2^-126 in "fp8_ds_mla".
+   In the last three, as in the engines, no scale is less than 1e-4 / 448.
 
    A store then needs k of k_elements of bf16, with a format that says so, and, if v_elements is not 0, v of v_elements
    * 2 bytes without a format.
@@ -3845,22 +3848,24 @@ KVPRIM_API kvprim_status kvprim_transfer(const kvprim_transfer_desc *desc)
 /* >>impl_preset ---------------------------------------------------------------------------------------------------- */
 
 /* What the caches hold. `behind`: bytes of a row that follow all rows of its page. scale_min: the engines take a tile's
-   largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448, except in "fp8_ds_mla". */
+   largest magnitude as 1e-4 at least, and so its scale as 1e-4 / 448, except in rows of 656 bytes. */
 typedef struct kvpi_preset {
     const char *name;
     int64_t converted, copied, tile, row_bytes, behind;
     kvprim_dtype scale_dtype;
-    int32_t power_of_two;
+    int32_t power_of_two, inverse;
     float scale_min;
 } kvpi_preset;
 
 KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_t rows, int64_t page_rows,
                                             int64_t page_stride, kvprim_preset *preset)
 {
-    static const kvpi_preset presets[] = {{"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 0},
-                                          {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 2.23214286e-07f},
-                                          {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 2.23214286e-07f},
-                                          {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 2.23214286e-07f}};
+    static const kvpi_preset presets[] = {
+        {"fp8_ds_mla", 512, 64, 128, 656, 0, KVPRIM_F32, 1, 0, 1e-4f},
+        {"fp8_ds_mla_sglang", 512, 64, 128, 656, 0, KVPRIM_F32, 0, 1, 0},
+        {"fp8_ds_mla_v4", 448, 64, 64, 576, 8, KVPRIM_F8E8M0, 1, 0, 2.23214286e-07f},
+        {"fp8_indexer", 128, 0, 128, 128, 4, KVPRIM_F32, 0, 0, 2.23214286e-07f},
+        {"fp8_indexer_ue8m0", 128, 0, 128, 128, 4, KVPRIM_F32, 1, 0, 2.23214286e-07f}};
     const kvpi_preset *p = NULL;
     if (!name || !data || !preset)
         return kvprim_fail(KVPRIM_ERROR_NULL, "kvprim_preset_find: %s is NULL",
@@ -3871,8 +3876,8 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
         p = strcmp(name, presets[k].name) == 0 ? &presets[k] : p;
     if (!p)
         return kvprim_fail(KVPRIM_ERROR_ARGUMENT,
-                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s and %s", name,
-                           presets[0].name, presets[1].name, presets[2].name, presets[3].name);
+                           "kvprim_preset_find: no preset is called '%.64s': there are %s, %s, %s, %s and %s", name,
+                           presets[0].name, presets[1].name, presets[2].name, presets[3].name, presets[4].name);
     if (rows < 1 || page_rows < 1)
         return kvprim_fail(KVPRIM_ERROR_SIZE, "kvprim_preset_find: %s is %lld, less than 1",
                            rows < 1 ? "rows" : "page_rows", (long long)(rows < 1 ? rows : page_rows));
@@ -3888,7 +3893,7 @@ KVPRIM_API kvprim_status kvprim_preset_find(const char *name, void *data, int64_
     f->dtype = KVPRIM_F8E4M3, f->scale = KVPRIM_SCALE_TILE, f->tile = p->tile;
     f->scale_dtype = p->scale_dtype, f->scale_power_of_two = p->power_of_two, f->scale_min = p->scale_min;
     f->scale_offset = p->behind ? page_rows * p->row_bytes : p->converted;
-    f->scale_stride = p->behind; /* 0: the row's */
+    f->scale_inverse = p->inverse, f->scale_stride = p->behind; /* 0: the row's */
     k->data = data, k->rows = rows, k->stride = p->row_bytes;
     k->page_rows = page_rows, k->page_stride = page_stride ? page_stride : (int64_t)page;
     if (p->copied) {

@@ -706,29 +706,34 @@ def check_computed(library, checks):
         gather(library, out, table, slot)
         checks.that(torch.equal(out.view(torch.int16), dequantized(rows, torch.bfloat16, each)), f"gather, {name}")
 
-    for name, token, k_elements, v_elements, tile, pow2, v_offset in (
-            ("fp8_ds_mla", 656, 512, 64, 128, False, 528), ("fp8_ds_mla_v4", 584, 448, 64, 64, True, 448),
-            ("fp8_indexer", 132, 128, 0, 128, False, 0), ("fp8_indexer_ue8m0", 132, 128, 0, 128, True, 0)):
+    tiny = (torch.tensor(1e-4) / 448).item()
+    for name, token, k_elements, v_elements, tile, pow2, least, v_offset in (
+            ("fp8_ds_mla", 656, 512, 64, 128, True, torch.tensor(1e-4).item(), 528),
+            ("fp8_ds_mla_sglang", 656, 512, 64, 128, False, 2.0 ** -126, 528),
+            ("fp8_ds_mla_v4", 584, 448, 64, 64, True, tiny, 448),
+            ("fp8_indexer", 132, 128, 0, 128, False, tiny, 0), ("fp8_indexer_ue8m0", 132, 128, 0, 128, True, tiny, 0)):
         whole = torch.full((10, 64 * token + 64), 0xa5, dtype=torch.uint8, device=device)  # padded pages
         cache = whole[:, :64 * token].view(10, 64, token)
         k, v = random_rows(100, 2 * k_elements, device), random_rows(100, 128, device) if v_elements else None
         k[k.float().abs() > 1e30] = 0.25
         k[7], k[8] = 0, 1e-6
-        least = 2.0 ** -126 if name == "fp8_ds_mla" else (torch.tensor(1e-4) / 448).item()
         slot = torch.randperm(640, device=device)[:100]
         k_table, v_table = preset(library, name, cache)
         checks.that((k_table.elements, v_table.elements if v_table else 0) == (k_elements, v_elements), name)
         expected = whole.clone()
         scale = computed_scale(k.view(100, -1, tile), torch.float8_e4m3fn, least, pow2)
         each = scale.repeat_interleave(tile, 1)
-        stored = quantized(k, torch.float8_e4m3fn, each)
+        if name == "fp8_ds_mla_sglang":
+            stored = quantized(k.float() * (1 / each), torch.float8_e4m3fn)
+        else:
+            stored = quantized(k, torch.float8_e4m3fn, each)
         for i, s in enumerate(slot.tolist()):  # what each format is, byte by byte
             page, r = expected[s // 64], s % 64
-            row = token if name == "fp8_ds_mla" else k_elements + 2 * v_elements
+            row = token if token == 656 else k_elements + 2 * v_elements
             page[r * row:r * row + k_elements] = stored[i]
             if v_elements:
                 page[r * row + v_offset:r * row + v_offset + 128] = v[i].view(torch.uint8)
-            if name == "fp8_ds_mla":
+            if token == 656:
                 page[r * row + 512:r * row + 528] = scale[i].view(torch.uint8)
             elif name == "fp8_ds_mla_v4":
                 page[64 * row + r * 8:64 * row + r * 8 + 7] = ((scale[i].view(torch.int32) >> 23) & 255).to(torch.uint8)

@@ -15,7 +15,8 @@
                   float8_e4m3fn. cache_dtype says what a cache of uint8 holds:
                       "fp8" or "fp8_e4m3", "fp8_e5m2", "int8"
                       "fp8_per_token_head", "int8_per_token_head"     with a scale cache; the least scale is 1e-6
-                      "fp8_ds_mla" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_indexer", "fp8_indexer_ue8m0" [.., 132]
+                      "fp8_ds_mla", "fp8_ds_mla_sglang" [.., 656], "fp8_ds_mla_v4" [.., 584], "fp8_indexer",
+                      "fp8_indexer_ue8m0" [.., 132]
                   The last are whole formats, caches of "NHD" or "rows" that hold their scales. A row of k is what the
                   format quantises, and of v what it copies; or k is both in one row, and v None.
        Scales     A scale is a float32 tensor: of one element, or [heads]. It is read when the kernel runs, so a graph's
@@ -276,8 +277,11 @@ struct PresetName {
     int64_t token_bytes; // of a page, divided by its tokens
 };
 
-constexpr PresetName preset_names[] = {
-    {"fp8_ds_mla", 656}, {"fp8_ds_mla_v4", 584}, {"fp8_indexer", 132}, {"fp8_indexer_ue8m0", 132}};
+constexpr PresetName preset_names[] = {{"fp8_ds_mla", 656},
+                                       {"fp8_ds_mla_sglang", 656},
+                                       {"fp8_ds_mla_v4", 584},
+                                       {"fp8_indexer", 132},
+                                       {"fp8_indexer_ue8m0", 132}};
 
 template <class Names> const Names *find(const Names *begin, const Names *end, Text name)
 {
@@ -323,7 +327,8 @@ kvprim_format format_of(const char *name, const Tensor &tensor, Text dtype)
     const DtypeName *const named = find(std::begin(dtype_names), std::end(dtype_names), dtype);
     EXPECT(named, "the dtype of ", name, " is \"", dtype,
            "\", not \"auto\", \"fp8\", \"fp8_e4m3\", \"fp8_e5m2\", \"int8\", \"fp8_per_token_head\", "
-           "\"int8_per_token_head\", \"fp8_ds_mla\", \"fp8_ds_mla_v4\", \"fp8_indexer\" or \"fp8_indexer_ue8m0\"");
+           "\"int8_per_token_head\", \"fp8_ds_mla\", \"fp8_ds_mla_sglang\", \"fp8_ds_mla_v4\", \"fp8_indexer\" or "
+           "\"fp8_indexer_ue8m0\"");
     EXPECT(tensor.scalar_type() == at::kByte || dtype_of(name, tensor.scalar_type()) == named->dtype, name, " is ",
            tensor.scalar_type(), ", which does not hold \"", dtype, "\"");
     format.dtype = named->dtype;

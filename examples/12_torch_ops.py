@@ -29,8 +29,8 @@ except ImportError:
     torch = None
 
 EXAMPLES = os.path.dirname(os.path.abspath(__file__))
-WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_v4": (448, 64), "fp8_indexer": (128, 0),
-                 "fp8_indexer_ue8m0": (128, 0)}  # elements of a row that are quantised, and copied
+WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_sglang": (512, 64), "fp8_ds_mla_v4": (448, 64),
+                 "fp8_indexer": (128, 0), "fp8_indexer_ue8m0": (128, 0)}  # elements that are quantised, and copied
 
 
 def load_operators(headers, folder):
@@ -310,9 +310,10 @@ def computed_scales(ops, device):
 
 def whole_formats(ops, device):
     """Caches that hold their scales: what a gather gives is what the casts give; 08_torch.py checks each byte."""
-    for name, token in (("fp8_ds_mla", 656), ("fp8_ds_mla_v4", 584), ("fp8_indexer", 132), ("fp8_indexer_ue8m0", 132)):
+    for name, token in (("fp8_ds_mla", 656), ("fp8_ds_mla_sglang", 656), ("fp8_ds_mla_v4", 584), ("fp8_indexer", 132),
+                        ("fp8_indexer_ue8m0", 132)):
         quantized, copied = WHOLE_FORMATS[name]
-        tile, power = (64 if name == "fp8_ds_mla_v4" else 128), name in ("fp8_ds_mla_v4", "fp8_indexer_ue8m0")
+        tile, power = 64 if name == "fp8_ds_mla_v4" else 128, name not in ("fp8_ds_mla_sglang", "fp8_indexer")
         whole = torch.zeros((10, 64 * token + 64), dtype=torch.uint8, device=device)  # padded pages
         cache = whole[:, :64 * token].view(10, 64, token)
         again, rejected = torch.zeros_like(cache, memory_format=torch.contiguous_format), counter(device)
@@ -325,7 +326,9 @@ def whole_formats(ops, device):
         keep = (slot >= 0) & (slot < SLOTS)
         scale = casts.computed_scale(k.reshape(100, -1, tile), torch.float8_e4m3fn, power_of_two=power)
         scale = scale.repeat_interleave(tile, 1)
-        stored = casts.quantized(k, torch.float8_e4m3fn, scale).view(torch.float8_e4m3fn)
+        divided = (k.float() * (1 / scale), torch.float8_e4m3fn) if name == "fp8_ds_mla_sglang" else (
+            k, torch.float8_e4m3fn, scale)
+        stored = casts.quantized(*divided).view(torch.float8_e4m3fn)
         expected = bits(rows)
         expected[:, :quantized] = casts.dequantized(stored, torch.bfloat16, scale)
         expected[~keep] = 0

@@ -8,7 +8,8 @@
    Kernels of vLLM as of its csrc/libtorch_stable/cache_kernels.cu of 2026 (before: csrc/cache_kernels.cu), of SGLang as
    of its python/sglang/jit_kernel/csrc of 2026. They differ from the contract in kvprim.h in this:
    - SGLang's multiply by the inverse, 1 / scale in fp32; kvprim does so with scale_inverse.
-   - Smallest scales are 1e-4 / 448 (indexer, DeepSeek V4) and 1e-6 (per token and head); kvprim's is scale_min.
+   - Smallest scales are 1e-4 ("fp8_ds_mla"), 1e-4 / 448 (indexer, DeepSeek V4) and 1e-6 (per token and head); kvprim's
+     is scale_min.
 
    FlashInfer has none to compare: its append copies rows of the cache's type, and its only kernel that quantises into a
    cache rotates Q and K in the same pass. SGLang's store of "fp8_ds_mla" rows is two kernels (Triton) and is left out
@@ -21,7 +22,6 @@
 #include <algorithm>
 #include <stdint.h>
 #include <type_traits>
-#include <cfloat>
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(96) vllm_ds_mla_store_kernel(const __grid_cons
 #pragma unroll
     for (int step = 8; step > 0; step /= 2)
         most = fmaxf(most, __shfl_xor_sync(~0u, most, step, 16));
-    const float scale = fmaxf(most / 448.f, FLT_MIN);
+    const float scale = exp2f(ceilf(log2f(fmaxf(most / 448.f, 1e-4f))));
     if (threadIdx.x % 16 == 0)
         reinterpret_cast<float *>(to + 512)[threadIdx.x / 16] = scale;
     write_word(reinterpret_cast<eight_e4m3 *>(to) + threadIdx.x, quantise<true>(x, scale));

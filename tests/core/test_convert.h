@@ -452,10 +452,10 @@ typedef struct preset_row {
 static preset_row find_preset_row(int which, void *cache, int row)
 {
     preset_row r = {NULL, NULL, NULL};
-    if (which == 0) {
+    if (which < 2) {
         ds_mla_row *const x = (ds_mla_row *)cache + row;
         r.values = x->nope, r.copied = x->rope, r.scales = x->scales;
-    } else if (which == 1) {
+    } else if (which == 2) {
         ds_mla_v4_page *const x = (ds_mla_v4_page *)cache + row / 64;
         r.values = x->rows[row % 64].nope, r.copied = x->rows[row % 64].rope, r.scales = x->scales[row % 64];
     } else {
@@ -465,22 +465,29 @@ static preset_row find_preset_row(int which, void *cache, int row)
     return r;
 }
 
-static void expect_preset_row(const preset_row *r, int which, const uint16_t *k, const uint16_t *v, int elements,
-                              int tile)
+/* A tile's scale, as the engine computes it, and whether it then multiplies by 1 / scale. */
+typedef struct preset_rule {
+    float least;
+    int power_of_two, inverse;
+} preset_rule;
+
+static void expect_preset_row(const preset_row *r, int which, preset_rule rule, const uint16_t *k, const uint16_t *v,
+                              int elements, int tile)
 {
-    kvprim_format f = {.dtype = KVPRIM_F8E4M3, .scale_power_of_two = which == 1 || which == 3};
-    f.scale_min = which == 0 ? 0 : 1e-4f / 448;
+    const kvprim_format f = {.dtype = KVPRIM_F8E4M3, .scale_power_of_two = rule.power_of_two, .scale_min = rule.least};
     for (int t = 0; t < elements / tile; t++) {
         float x[128];
         for (int e = 0; e < tile; e++)
             x[e] = (float)oracle_decode(KVPRIM_BF16, k[t * tile + e]);
-        const float s = oracle_computed(&f, x, tile);
-        if (which == 1)
+        const float s = oracle_computed(&f, x, tile), inverse = oracle_divide(1, s);
+        if (which == 2)
             ((uint8_t *)r->scales)[t] = (uint8_t)(127 + oracle_exponent(s));
         else
             ((float *)r->scales)[t] = s;
-        for (int e = 0; e < tile; e++)
-            r->values[t * tile + e] = (uint8_t)oracle_encode(KVPRIM_F8E4M3, oracle_divide(x[e], s));
+        for (int e = 0; e < tile; e++) {
+            const float y = rule.inverse ? oracle_multiply(x[e], inverse) : oracle_divide(x[e], s);
+            r->values[t * tile + e] = (uint8_t)oracle_encode(KVPRIM_F8E4M3, y);
+        }
     }
     if (v)
         memcpy(r->copied, v, 128);
@@ -491,24 +498,26 @@ static void test_presets(void)
     static const struct {
         const char *name;
         int elements, copied, tile;
-        int64_t page_rows, page_stride;
-        size_t bytes;
-    } presets[] = {{"fp8_ds_mla", 512, 64, 128, 64, 0, preset_pages * 64 * 656},
-                   {"fp8_ds_mla_v4", 448, 64, 64, 64, sizeof(ds_mla_v4_page), preset_pages * sizeof(ds_mla_v4_page)},
-                   {"fp8_indexer", 128, 0, 128, 64, 0, preset_pages * sizeof(indexer_page)},
-                   {"fp8_indexer_ue8m0", 128, 0, 128, 64, 0, preset_pages * sizeof(indexer_page)}};
+        size_t page;
+        preset_rule rule;
+    } presets[] = {{"fp8_ds_mla", 512, 64, 128, 64 * 656, {1e-4f, 1, 0}},
+                   {"fp8_ds_mla_sglang", 512, 64, 128, 64 * 656, {0, 0, 1}},
+                   {"fp8_ds_mla_v4", 448, 64, 64, sizeof(ds_mla_v4_page), {1e-4f / 448, 1, 0}},
+                   {"fp8_indexer", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 0, 0}},
+                   {"fp8_indexer_ue8m0", 128, 0, 128, sizeof(indexer_page), {1e-4f / 448, 1, 0}}};
     static uint16_t k[preset_tokens][576], back[preset_tokens][576];
     int32_t slot[preset_tokens];
-    for (int which = 0; which < 4; which++) {
-        unsigned char *const cache = allocate(presets[which].bytes), *const want = allocate(presets[which].bytes);
+    for (int which = 0; which < 5; which++) {
+        const size_t bytes = preset_pages * presets[which].page;
+        unsigned char *const cache = allocate(bytes), *const want = allocate(bytes);
         const int n = presets[which].elements;
         kvprim_preset p;
-        fill(cache, presets[which].bytes);
-        memcpy(want, cache, presets[which].bytes);
-        CHECK(kvprim_preset_find(presets[which].name, cache, preset_rows, 64, presets[which].page_stride, &p) ==
-              KVPRIM_OK);
+        fill(cache, bytes);
+        memcpy(want, cache, bytes);
+        const int64_t stride = which == 2 ? (int64_t)presets[which].page : 0; /* its pages are padded */
+        CHECK(kvprim_preset_find(presets[which].name, cache, preset_rows, 64, stride, &p) == KVPRIM_OK);
         CHECK(p.k_elements == n && p.v_elements == presets[which].copied && p.k_cache.format == &p.k_format);
-        p.k_cache.bytes = (int64_t)presets[which].bytes;
+        p.k_cache.bytes = (int64_t)bytes;
         for (int i = 0; i < preset_tokens; i++) {
             slot[i] = i % 9 == 4 ? -1 : i * 11 % preset_rows;
             for (int e = 0; e < 576; e++) /* a token of zeros, and some that are tiny */
@@ -517,7 +526,8 @@ static void test_presets(void)
                     i == 7 ? 0 : (float)oracle_ldexp((double)below(4001) / 2000 - 1, i % 5 == 2 ? -20 : 3));
             if (slot[i] >= 0) {
                 const preset_row r = find_preset_row(which, want, slot[i]);
-                expect_preset_row(&r, which, k[i], presets[which].copied ? k[i] + n : NULL, n, presets[which].tile);
+                expect_preset_row(&r, which, presets[which].rule, k[i], presets[which].copied ? k[i] + n : NULL, n,
+                                  presets[which].tile);
             }
         }
         const kvprim_format bf16 = plain_format(KVPRIM_BF16);
@@ -527,7 +537,7 @@ static void test_presets(void)
             add_v(&d, p.v_cache, strided_table(&k[0][n], preset_tokens, sizeof k[0]), p.v_elements * 2);
         if (kvprim_store(&d) != KVPRIM_OK)
             fail("%s: %s", presets[which].name, kvprim_last_error());
-        if (memcmp(cache, want, presets[which].bytes) != 0)
+        if (memcmp(cache, want, bytes) != 0)
             fail("%s: bytes differ", presets[which].name);
 
         const kvprim_gather_desc g = gather_of(formatted(strided_table(back, preset_tokens, sizeof back[0]), &bf16),
@@ -540,7 +550,7 @@ static void test_presets(void)
                     const preset_row r = find_preset_row(which, want, slot[i]);
                     const int t = e / presets[which].tile;
                     x = oracle_multiply((float)oracle_decode(KVPRIM_F8E4M3, r.values[e]),
-                                        which == 1 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
+                                        which == 2 ? (float)oracle_ldexp(1, ((uint8_t *)r.scales)[t] - 127)
                                                    : ((float *)r.scales)[t]);
                 }
                 if (back[i][e] != oracle_encode(KVPRIM_BF16, x))
@@ -561,7 +571,8 @@ static void test_presets(void)
                 "page_stride is 263, less than a page's bytes, 264");
     CHECK_ERROR(kvprim_preset_find("fp8_indexer", data, 1, INT64_MAX / 100, 0, &p), KVPRIM_ERROR_SIZE, "too large");
     CHECK_ERROR(kvprim_preset_find("fp8", data, 1, 1, 0, &p), KVPRIM_ERROR_ARGUMENT,
-                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_v4, fp8_indexer and fp8_indexer_ue8m0");
+                "no preset is called 'fp8': there are fp8_ds_mla, fp8_ds_mla_sglang, fp8_ds_mla_v4, fp8_indexer and "
+                "fp8_indexer_ue8m0");
 }
 
 /* ---- bad descriptors ---- */

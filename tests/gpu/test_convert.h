@@ -754,7 +754,8 @@ static void run_preset(arena *a, const preset_case *c, bool store)
 
 static void convert_presets(arena *a)
 {
-    for (const char *const name : {"fp8_ds_mla", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
+    for (const char *const name :
+         {"fp8_ds_mla", "fp8_ds_mla_sglang", "fp8_ds_mla_v4", "fp8_indexer", "fp8_indexer_ue8m0"})
         for (const int64_t page_rows : {1, 16, 64})
             for (const int64_t count : {1, 5, 64, 130})
                 for (const bool store : {true, false}) {
