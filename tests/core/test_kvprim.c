@@ -1994,6 +1994,7 @@ int main(int argc, char **argv)
     run("copy and unpack: lists of pages that overlap, and that do not", test_page_overlaps);
     run("copy and unpack: as many pages as are looked at at a time", test_page_ranges);
     run("copy: as many as there may be", test_most_copies);
+    run("copy: as many in crowds", test_crowded_copies);
     run("edges: indices inside what is written", test_index_inside);
 #ifdef KVPRIM_X86
     run("edges: rows that are streamed", test_streamed_rows);

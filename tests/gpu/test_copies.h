@@ -272,7 +272,7 @@ static void bad_copies(arena *a)
     d.items = nullptr;
     CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: items is NULL");
     d.items = good.data(), d.count = KVPRIM_MAX_COPIES + 1;
-    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "kvprim_cuda_copy: count is 1048577");
+    CHECK_ERROR(kvprim_cuda_copy(&d, a->launch), KVPRIM_ERROR_SIZE, "kvprim_cuda_copy: count is 262145");
     CHECK_ERROR(kvprim_cuda_copy(nullptr, a->launch), KVPRIM_ERROR_NULL, "kvprim_cuda_copy: desc is NULL");
     const copy_items high = {{src, reinterpret_cast<void *>(uintptr_t(1) << 62), 8}};
     d.items = high.data(), d.count = 1;
