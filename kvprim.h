@@ -48,6 +48,7 @@
        >>preset      the caches of engines by name
        >>gather      >>store      >>slots      >>transfer      >>unpack      >>unpack_meta      >>copy
        >>move        checked moves: check once, run often, several in one launch
+       >>launch      how kvprim_cuda.cuh runs a call: stream, overlap with the kernel before, share of the GPU
        >>check       the checks alone
        >>impl_elements   conversions of one element
        >>impl        the implementation:
@@ -718,6 +719,21 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
                                                               kvprim_transfer_desc *resolved);
+/* >>launch --------------------------------------------------------------------------------------------------------- */
+
+/* How kvprim_cuda.cuh runs a call. Zero-initialise, then set what differs. A NULL launch is one of zeros. */
+typedef struct kvprim_cuda_launch {
+    struct CUstream_st *stream; /* a cudaStream_t. NULL: the legacy default stream, however the file is compiled */
+    int32_t pdl;                /* 1: programmatic dependent launch, on sm_90 and newer if this file is compiled for it
+                                   and the driver supports CUDA 12.3 (no effect elsewhere). The kernel may start before
+                                   its predecessor in the stream ends; it waits for it before its first access. Do not
+                                   put it right before a kernel that is launched that way and does not wait, as some of
+                                   NCCL's are */
+    int32_t max_sms;            /* multiprocessors to use at most; 0: no limit, except that a transfer to or from the
+                                   host may take few by itself: see kvprim_cuda_transfer */
+    int64_t reserved;           /* 0 */
+} kvprim_cuda_launch;
+
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc);
@@ -1064,26 +1080,32 @@ extern "C" {
 
 /* >>impl_status ---------------------------------------------------------------------------------------------------- */
 
-/* Structures may grow with a version, but not by accident. Bindings declare them again. */
+/* Every public structure, and its bytes on 64-bit systems: they may grow with a version, but not by accident. */
+#define KVPRIM_STRUCTS(X)                                                                                              \
+    X(kvprim_table, 80)                                                                                                \
+    X(kvprim_format, 104)                                                                                              \
+    X(kvprim_preset, 280)                                                                                              \
+    X(kvprim_gather_desc, 224)                                                                                         \
+    X(kvprim_store_desc, 392)                                                                                          \
+    X(kvprim_slots_desc, 136)                                                                                          \
+    X(kvprim_transfer_desc, 312)                                                                                       \
+    X(kvprim_fragment, 24)                                                                                             \
+    X(kvprim_unpack_desc, 56)                                                                                          \
+    X(kvprim_unpack_meta_item, 16)                                                                                     \
+    X(kvprim_unpack_meta_desc, 72)                                                                                     \
+    X(kvprim_copy_item, 24)                                                                                            \
+    X(kvprim_copy_desc, 24)                                                                                            \
+    X(kvprim_side, 264)                                                                                                \
+    X(kvprim_move_names, 48)                                                                                           \
+    X(kvprim_move, 576)                                                                                                \
+    X(kvprim_cuda_launch, 24)
 #if UINTPTR_MAX == UINT64_MAX
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_table) == 80, "kvprim_table");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_format) == 104, "kvprim_format");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_preset) == 280, "kvprim_preset");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_gather_desc) == 224, "kvprim_gather_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_store_desc) == 392, "kvprim_store_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_slots_desc) == 136, "kvprim_slots_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_transfer_desc) == 312, "kvprim_transfer_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_desc) == 56, "kvprim_unpack_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_fragment) == 24, "kvprim_fragment");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_desc) == 72, "kvprim_unpack_meta_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_unpack_meta_item) == 16 && offsetof(kvprim_unpack_meta_item, bytes) == 4 &&
+#define KVPRIM_SIZE(name, bytes) KVPRIM_STATIC_ASSERT(sizeof(name) == (bytes), #name);
+KVPRIM_STRUCTS(KVPRIM_SIZE)
+#undef KVPRIM_SIZE
+KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4 &&
                          offsetof(kvprim_unpack_meta_item, dst_offset) == 8,
                      "kvprim_unpack_meta_item is NCCL's loadMeta");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_desc) == 24, "kvprim_copy_desc");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_copy_item) == 24, "kvprim_copy_item");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_move_names) == 48, "kvprim_move_names");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_side) == 264, "kvprim_side");
-KVPRIM_STATIC_ASSERT(sizeof(kvprim_move) == 576, "kvprim_move");
 #endif
 
 KVPRIM_API uint32_t kvprim_version(void)
@@ -1093,28 +1115,11 @@ KVPRIM_API uint32_t kvprim_version(void)
 
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 {
-    static const struct {
-        const char *name;
-        size_t bytes;
-    } structs[] = {{"kvprim_table", sizeof(kvprim_table)},
-                   {"kvprim_format", sizeof(kvprim_format)},
-                   {"kvprim_preset", sizeof(kvprim_preset)},
-                   {"kvprim_gather_desc", sizeof(kvprim_gather_desc)},
-                   {"kvprim_store_desc", sizeof(kvprim_store_desc)},
-                   {"kvprim_slots_desc", sizeof(kvprim_slots_desc)},
-                   {"kvprim_transfer_desc", sizeof(kvprim_transfer_desc)},
-                   {"kvprim_fragment", sizeof(kvprim_fragment)},
-                   {"kvprim_unpack_desc", sizeof(kvprim_unpack_desc)},
-                   {"kvprim_unpack_meta_item", sizeof(kvprim_unpack_meta_item)},
-                   {"kvprim_unpack_meta_desc", sizeof(kvprim_unpack_meta_desc)},
-                   {"kvprim_copy_item", sizeof(kvprim_copy_item)},
-                   {"kvprim_copy_desc", sizeof(kvprim_copy_desc)},
-                   {"kvprim_side", sizeof(kvprim_side)},
-                   {"kvprim_move_names", sizeof(kvprim_move_names)},
-                   {"kvprim_move", sizeof(kvprim_move)}};
-    for (size_t i = 0; struct_name && i < sizeof structs / sizeof *structs; i++)
-        if (strcmp(struct_name, structs[i].name) == 0)
-            return structs[i].bytes;
+#define KVPRIM_SIZE(name, bytes)                                                                                       \
+    if (struct_name && strcmp(struct_name, #name) == 0)                                                                \
+        return sizeof(name);
+    KVPRIM_STRUCTS(KVPRIM_SIZE)
+#undef KVPRIM_SIZE
     return 0;
 }
 

@@ -24,7 +24,6 @@
 
    Contents (search for the tag):
        >>config      macros that you may define
-       >>launch      stream, overlap with the kernel before, share of the GPU
        >>gpu_move    gather, store, slots, transfer, unpack, unpack_meta, copy, and checked moves
        >>device      device functions for your own kernels: where rows lie, copies by a warp
        >>impl        the implementation:
@@ -89,23 +88,6 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
-
-struct CUstream_st; /* what a cudaStream_t points to */
-
-/* >>launch --------------------------------------------------------------------------------------------------------- */
-
-/* Zero-initialise, then set what differs. A NULL launch is one of zeros. */
-typedef struct kvprim_cuda_launch {
-    struct CUstream_st *stream; /* NULL: the legacy default stream, however the file is compiled */
-    int32_t pdl;                /* 1: programmatic dependent launch, on sm_90 and newer if this file is compiled for it
-                                   and the driver supports CUDA 12.3 (no effect elsewhere). The kernel may start before
-                                   its predecessor in the stream ends; it waits for it before its first access. Do not
-                                   put it right before a kernel that is launched that way and does not wait, as some of
-                                   NCCL's are */
-    int32_t max_sms;            /* multiprocessors to use at most; 0: no limit, except that a transfer to or from the
-                                   host may take few by itself: see kvprim_cuda_transfer */
-    int64_t reserved;           /* 0 */
-} kvprim_cuda_launch;
 
 /* >>gpu_move -------------------------------------------------------------------------------------------------------
 

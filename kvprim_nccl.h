@@ -112,8 +112,7 @@
 extern "C" {
 #endif
 
-struct CUstream_st; /* what a cudaStream_t points to */
-struct ncclComm;    /* what an ncclComm_t points to */
+struct ncclComm; /* what an ncclComm_t points to */
 
 /* >>op ------------------------------------------------------------------------------------------------------------- */
 
