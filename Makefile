@@ -309,10 +309,10 @@ build/libkvprim_cuda.so: kvprim.h kvprim_cuda.cuh build/flags
 	@echo '#include "kvprim_cuda.cuh"' >build/libkvprim.cu
 	@echo '{ global: kvprim_*; local: *; };' >build/libkvprim.map
 	$(COMPILE_CUDA) $(HOST_CFLAGS) -shared -cudart static -Xcompiler -fPIC -Xlinker --version-script=build/libkvprim.map \
-	    -DKVPRIM_IMPLEMENTATION build/libkvprim.cu -o $@
+	    -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT build/libkvprim.cu -o $@
 
 build/libkvprim_host.so: kvprim.h build/flags
-	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -x c kvprim.h -o $@
+	$(COMPILE_C) -shared -fPIC -DKVPRIM_IMPLEMENTATION -DKVPRIM_EXPORT -x c kvprim.h -o $@
 
 # Changes when a compiler or its flags change, so that everything is built again.
 FLAGS = $(COMPILE_C) $(COMPILE_CXX) $(NVCC) $(CUDA_ARCH)

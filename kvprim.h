@@ -87,11 +87,13 @@
 
    KVPRIM_IMPLEMENTATION       one translation unit: implements every kvprim header that it includes
    KVPRIM_CORE_IMPLEMENTATION  one translation unit: implements this header only
+   KVPRIM_EXPORT               every translation unit of a shared library that exports these functions, and of its
+                               callers (not on Windows). Without it they are hidden on ELF systems: the libraries of a
+                               process each call their own copy of kvprim, whatever its version
    KVPRIM_STATIC               every translation unit that uses this copy: makes all functions static to the unit,
                                which must implement them too. Two vendored copies can then live in one program.
-   KVPRIM_API                  every translation unit: the attribute of all public functions, for example
-                               __attribute__((visibility("default"))) or __declspec(dllexport). KVPRIM_STATIC
-                               overrides it
+   KVPRIM_API                  every translation unit: the attribute of all public functions, in place of KVPRIM_EXPORT.
+                               KVPRIM_STATIC overrides it
    KVPRIM_NO_SIMD              every translation unit or none: portable C only, no named variants except _scalar
    KVPRIM_DEBUG                the implementing unit: unpack and copy refuse destinations that overlap. They sort them
                                in memory from malloc, and skip the check if there is none.
@@ -100,10 +102,10 @@
                                name, and profilers show it. Needs NVTX's header-only C API (nvtx3/ in the CUDA
                                Toolkit), C++ or a compiler with the attribute `cleanup`, and -ldl where dlopen is not
                                in libc. Costs nothing if it is not defined.
-
-   To keep kvprim's symbols out of a shared library, compile the implementing unit with -fvisibility=hidden, or define
-   KVPRIM_STATIC.
 */
+#if defined(KVPRIM_H) && KVPRIM_VERSION != 300
+#error "kvprim.h 0.3.0 meets another version of it in one unit"
+#endif
 #ifndef KVPRIM_H
 #define KVPRIM_H
 
@@ -123,7 +125,15 @@
 #define KVPRIM_API static
 #endif
 #elif !defined(KVPRIM_API)
+#if defined(KVPRIM_EXPORT) && defined(_WIN32)
+#define KVPRIM_API extern __declspec(dllexport)
+#elif defined(KVPRIM_EXPORT) && defined(__ELF__)
+#define KVPRIM_API extern __attribute__((visibility("default")))
+#elif defined(__ELF__)
+#define KVPRIM_API extern __attribute__((visibility("hidden")))
+#else
 #define KVPRIM_API extern
+#endif
 #endif
 
 /* Compilers warn if the caller ignores the result. */
@@ -709,16 +719,6 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_cpu_move(const kvprim_move *moves
 /* Where layer `layer` of a side starts; 0 <= layer < layers. NULL if the table is empty, or if device_layers is set. */
 KVPRIM_API char *kvprim_side_layer(const kvprim_side *side, int64_t layer);
 
-/* >>check ----------------------------------------------------------------------------------------------------------
-
-   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
-   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: their defaults
-   are in moves. */
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
-                                                            kvprim_gather_desc *resolved);
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
-KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
-                                                              kvprim_transfer_desc *resolved);
 /* >>launch --------------------------------------------------------------------------------------------------------- */
 
 /* How kvprim_cuda.cuh runs a call. Zero-initialise, then set what differs. A NULL launch is one of zeros. */
@@ -734,6 +734,16 @@ typedef struct kvprim_cuda_launch {
     int64_t reserved;           /* 0 */
 } kvprim_cuda_launch;
 
+/* >>check ----------------------------------------------------------------------------------------------------------
+
+   The checks alone. If `resolved` is not NULL and all is well, it receives the descriptor with the defaults filled in
+   of every table and index that the call uses; with count == 0, a copy. It points to the same formats: their defaults
+   are in moves. */
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_check(const kvprim_gather_desc *desc,
+                                                            kvprim_gather_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_check(const kvprim_store_desc *desc, kvprim_store_desc *resolved);
+KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_transfer_check(const kvprim_transfer_desc *desc,
+                                                              kvprim_transfer_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_slots_check(const kvprim_slots_desc *desc, kvprim_slots_desc *resolved);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_check(const kvprim_unpack_desc *desc);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_unpack_meta_check(const kvprim_unpack_meta_desc *desc);
@@ -798,6 +808,10 @@ static inline void kvpi_end_range(const int *level)
    have no branches, so that compilers vectorise them. kvpi_quotient() and kvpi_product() do depend on such options. */
 #if (defined(KVPRIM_IMPLEMENTATION) || defined(KVPRIM_CORE_IMPLEMENTATION) || defined(KVPRIM_CUDA_IMPLEMENTATION)) &&  \
     !defined(KVPRIM_ELEMENT)
+
+#if defined(__FAST_MATH__) || defined(__RECIPROCAL_MATH__) || (defined(__FINITE_MATH_ONLY__) && __FINITE_MATH_ONLY__)
+#error "kvprim converts elements as IEEE 754 has it: compile this unit without -ffast-math"
+#endif
 
 #include <float.h>
 #include <string.h>

@@ -68,7 +68,7 @@
 
    KVPRIM_CUDA_IMPLEMENTATION  one translation unit: implements this header only; another unit must implement kvprim.h.
                                Like KVPRIM_IMPLEMENTATION it needs nvcc, or clang for CUDA.
-   KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
+   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   every translation unit, as in kvprim.h
    KVPRIM_DEBUG                the implementing unit: every call asks CUDA whether the device can reach the memory that
                                the descriptor names (some microseconds); KVPRIM_ERROR_ARGUMENT if it cannot
    KVPRIM_NO_CONVERT           the implementing unit: leaves out the kernels that convert elements. They take 7 s of
@@ -76,14 +76,13 @@
                                KVPRIM_ERROR_UNSUPPORTED
    KVPRIM_NVTX                 the implementing unit, as in kvprim.h
 */
-#ifndef KVPRIM_CUDA_CUH
-#define KVPRIM_CUDA_CUH
-
 #include "kvprim.h"
 
 #if KVPRIM_VERSION != 300
 #error "kvprim_cuda.cuh 0.3.0 meets a kvprim.h of another version"
 #endif
+#ifndef KVPRIM_CUDA_CUH
+#define KVPRIM_CUDA_CUH
 
 #ifdef __cplusplus
 extern "C" {

@@ -97,16 +97,15 @@
                                from 2.19 on, whichever version it was compiled with.
    KVPRIM_NO_KERNELS           in that unit: leaves them out, as a compiler for C does. They take half a minute of nvcc
                                for each architecture.
-   KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
+   KVPRIM_EXPORT, KVPRIM_STATIC, KVPRIM_API   in every translation unit, as in kvprim.h
    KVPRIM_NVTX                 in the implementing one, as in kvprim.h; init, destroy and abort have ranges too */
-#ifndef KVPRIM_NCCL_H
-#define KVPRIM_NCCL_H
-
 #include "kvprim.h"
 
 #if KVPRIM_VERSION != 300
 #error "kvprim_nccl.h 0.3.0 meets a kvprim.h of another version"
 #endif
+#ifndef KVPRIM_NCCL_H
+#define KVPRIM_NCCL_H
 
 #ifdef __cplusplus
 extern "C" {

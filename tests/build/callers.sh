@@ -143,30 +143,88 @@ warns_of_all()
     return 1
 }
 
-# needs_same_version HEADER COMPILER...: beside a kvprim.h of another version the header stops with an #error.
-needs_same_version()
+# other_version: puts the headers into $build/other as version 0.77.0, and each of ours beside that kvprim.h.
+other_version()
 {
-    header=$1
-    shift
-    rm -rf "$build/other" && mkdir "$build/other" && cp "$header" "$build/other" || return 1
-    sed 's/^\(#define KVPRIM_VERSION_MINOR\) .*/\1 77/' kvprim.h >"$build/other/kvprim.h"
-    ! cmp -s kvprim.h "$build/other/kvprim.h" || { echo 'kvprim.h has no KVPRIM_VERSION_MINOR'; return 1; }
-    echo "#include \"$header\"" >"$build/other/unit.c"
-    ! "$@" -fsyntax-only "$build/other/unit.c" 2>"$build/other/errors" || { echo 'compiles'; return 1; }
-    cat "$build/other/errors"
-    grep -qi '#error.*version' "$build/other/errors"
+    rm -rf "$build/other" "$build/mixed" && mkdir "$build/other" "$build/mixed" || return 1
+    for header in $headers; do
+        sed 's/^\(#define KVPRIM_VERSION_MINOR\) .*/\1 77/; s/\(KVPRIM_VERSION != \)[0-9]*/\17700/' $header \
+            >"$build/other/$header" && ! cmp -s $header "$build/other/$header" && cp $header "$build/mixed" || return 1
+    done
+    cp "$build/other/kvprim.h" "$build/mixed"
+}
+
+# refuses_version COMPILER...: $build/version.c stops with an #error about versions.
+refuses_version()
+{
+    ! "$@" -fsyntax-only "$build/version.c" 2>"$build/errors" || { echo 'compiles'; return 1; }
+    cat "$build/errors"
+    grep -qi '#error.*version' "$build/errors"
+}
+
+# versions COMPILER...: a header and another version of it or of kvprim.h, in one unit.
+versions()
+{
+    for header in $headers; do
+        unit version "#include \"$PWD/$header\"" "#include \"other/$header\""
+        cell "$header of two versions, $*" refuses_version "$@"
+        unit version "#include \"other/$header\"" "#include \"other/$header\""
+        cell "$header of another version, $*" "$@" -fsyntax-only "$build/version.c"
+        unit version "#include \"mixed/$header\""
+        [ $header = kvprim.h ] || cell "$header and another kvprim.h, $*" refuses_version "$@"
+    done
+}
+
+# own_copies COMPILER...: two shared libraries with copies of other versions, in one process.
+own_copies()
+{
+    "$@" -shared -fPIC -I. -DVERSION_OF=version_of_ours $units/copy.c -o "$build/libours.so" &&
+        "$@" -shared -fPIC -I"$build/other" -DVERSION_OF=version_of_other $units/copy.c -o "$build/libother.so" &&
+        "$@" -I. -DOTHER_VERSION=7700 $units/copies.c -L"$build" -lours -lother \
+            -Wl,-rpath,"$PWD/$build" -o "$build/copies" && "$build/copies"
+}
+
+refuses_fast_math()
+{
+    "$@" 2>&1 >"$build/unit.ii" | grep '#error.*-ffast-math'
+}
+
+# Conversions need IEEE 754, and so does a unit that implements them; others may do without, and so may GPU code.
+fast_math()
+{
+    for flags in -ffast-math -Ofast -ffinite-math-only; do
+        cell "$flags, $*" refuses_fast_math "$@" $flags -fsyntax-only $units/implemented.c
+        cell "$flags in a caller, $*" "$@" $flags $warnings -fsyntax-only $units/declared.c
+    done
+}
+
+# knows_structs: kvprim_sizeof knows each public structure of kvprim.h and kvprim_cuda.cuh.
+knows_structs()
+{
+    {
+        printf '#include "%s"\n' kvprim_cuda.cuh stdio.h
+        echo 'int main(void) { int wrong = 0;'
+        sed -n 's/^typedef struct \(kvprim_[a-z_]*\) {$/    wrong += kvprim_sizeof("\1") != sizeof(\1) \&\& puts("\1");/p' \
+            kvprim.h kvprim_cuda.cuh
+        echo '    return wrong; }'
+    } >"$build/structs.c"
+    [ "$(grep -c kvprim_sizeof "$build/structs.c")" -ge 17 ] &&
+        $c $warnings -I. "$build/structs.c" "$build/implemented_c.o" -o "$build/structs" && "$build/structs"
 }
 
 promises()
 {
+    cell 'headers of another version' other_version
     for compiler in 'gcc -std=c11' 'clang -std=c11' 'g++ -x c++ -std=c++17'; do
         has "${compiler%% *}" || continue
         cell "a status that is ignored warns, $compiler" warns_of_all $units/ignored.c $compiler
         cell "a status that may be ignored, $compiler" $compiler $warnings -c $units/may_ignore.c -o "$build/unit.o"
-        cell "kvprim_cuda.cuh and another version, $compiler" needs_same_version kvprim_cuda.cuh $compiler
-        cell "kvprim_nccl.h and another version, $compiler" needs_same_version kvprim_nccl.h $compiler
+        versions $compiler
+        cell "copies of two versions in two libraries, $compiler" own_copies $compiler
+        fast_math $compiler
     done
-    group 'statuses and versions'
+    cell 'kvprim_sizeof knows every structure' knows_structs
+    group 'statuses, versions, copies and structures'
 }
 
 # ---- callers: the example engine ----
@@ -238,7 +296,7 @@ library_flags()
 {
     for debug in '' -DKVPRIM_DEBUG; do
         cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
-        cell 'a program of that library' $CC -std=c11 $warnings $units/fragments.c "$build/lib/build/libkvprim.so" \
+        cell 'a program of that library' $CC -std=c11 $warnings -DKVPRIM_EXPORT $units/fragments.c "$build/lib/build/libkvprim.so" \
             -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
         cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
     done
@@ -338,6 +396,8 @@ callers_of_cuda()
     if [ -n "$NVCC" ] && has "$CXX"; then
         cell 'CUDA unit' $NVCC $only_ptx -DKVPRIM_NO_CONVERT tests/build/cuda_unit.cu -o "$build/cuda_unit"
         cell 'run CUDA unit' "$build/cuda_unit"
+        cell "-Xcompiler -ffast-math, $NVCC" refuses_fast_math $NVCC -E -Xcompiler -ffast-math $units/cuda.cu
+        cell "--use_fast_math, $NVCC" $NVCC -E --use_fast_math $units/cuda.cu -o "$build/unit.ii"
         group "unit in CUDA, $NVCC"
     else
         skip 'unit in CUDA: no nvcc (on PATH, under CUDA_HOME or in the usual places), or no C++ compiler for it'

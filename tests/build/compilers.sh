@@ -45,13 +45,13 @@ variants()
 
 # ---- KVPRIM_API ----
 
-# reaches API SOURCE COMPILER...: with this KVPRIM_API a library exports what it exports without it, though -fvisibility
+# reaches API SOURCE COMPILER...: with this KVPRIM_API a library exports what KVPRIM_EXPORT exports, though -fvisibility
 # hides all else.
 reaches()
 {
     api=$1 source=$2
     shift 2
-    "$@" -shared -fPIC "$source" -o "$build/plain.so" &&
+    "$@" -shared -fPIC -DKVPRIM_EXPORT "$source" -o "$build/plain.so" &&
         "$@" -shared -fPIC -fvisibility=hidden "-DKVPRIM_API=$api" "$source" -o "$build/marked.so" || return 1
     for library in plain marked; do
         nm -D --defined-only "$build/$library.so" | grep -o ' T kvprim_.*' >"$build/$library" || return 1
@@ -64,7 +64,7 @@ reaches_dll()
 {
     for name in plain marked; do
         api=
-        [ $name = plain ] || api='-DKVPRIM_API=__declspec(dllexport)'
+        [ $name = plain ] || api=-DKVPRIM_EXPORT
         x86_64-w64-mingw32-gcc -std=c11 $warnings $api -shared "$units/implemented.c" -o "$build/$name.dll" &&
             x86_64-w64-mingw32-objdump -p "$build/$name.dll" | grep -o '\] .*kvprim_[a-z0-9_]*$' |
             sed 's/.* //' >"$build/$name" || return 1
@@ -90,7 +90,7 @@ api()
     else
         skip 'KVPRIM_API of kvprim_nccl.h: no headers of CUDA or NCCL'
     fi
-    ! has x86_64-w64-mingw32-gcc || cell '__declspec(dllexport)' reaches_dll
+    ! has x86_64-w64-mingw32-gcc || cell 'KVPRIM_EXPORT for Windows' reaches_dll
     group 'KVPRIM_API reaches every function'
 }
 
