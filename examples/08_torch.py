@@ -162,8 +162,6 @@ def check_version(library, path):
         raise KvprimError(f"{path} is kvprim {dotted(version)}, but this binding was written for {dotted(VERSION)}")
     for name, structure in STRUCTURES.items():
         there, here = library.kvprim_sizeof(name.encode()), ctypes.sizeof(structure)
-        if there == 0 and structure is Launch:  # kvprim.h alone does not know it
-            continue
         if there != here:
             raise KvprimError(f"{path}: {name} has {there} bytes, but {here} in this binding")
 

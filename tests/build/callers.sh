@@ -204,7 +204,7 @@ knows_structs()
     {
         printf '#include "%s"\n' kvprim_cuda.cuh stdio.h
         echo 'int main(void) { int wrong = 0;'
-        sed -n 's/^typedef struct \(kvprim_[a-z_]*\) {$/    wrong += kvprim_sizeof("\1") != sizeof(\1) \&\& puts("\1");/p' \
+        sed -n 's/^typedef struct \(kvprim_[a-z_]*\) {$/wrong += kvprim_sizeof("\1") != sizeof(\1) \&\& puts("\1");/p' \
             kvprim.h kvprim_cuda.cuh
         echo '    return wrong; }'
     } >"$build/structs.c"
@@ -296,8 +296,8 @@ library_flags()
 {
     for debug in '' -DKVPRIM_DEBUG; do
         cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
-        cell 'a program of that library' $CC -std=c11 $warnings -DKVPRIM_EXPORT $units/fragments.c "$build/lib/build/libkvprim.so" \
-            -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
+        cell 'a program of that library' $CC -std=c11 $warnings -DKVPRIM_EXPORT $units/fragments.c \
+            "$build/lib/build/libkvprim.so" -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
         cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
     done
     cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
