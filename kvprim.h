@@ -124,8 +124,8 @@
 #else
 #define KVPRIM_API static
 #endif
-#elif !defined(KVPRIM_API)
-#if defined(KVPRIM_EXPORT) && defined(_WIN32)
+#elif defined(KVPRIM_API) /* the caller's */
+#elif defined(KVPRIM_EXPORT) && defined(_WIN32)
 #define KVPRIM_API extern __declspec(dllexport)
 #elif defined(KVPRIM_EXPORT) && defined(__ELF__)
 #define KVPRIM_API extern __attribute__((visibility("default")))
@@ -133,7 +133,6 @@
 #define KVPRIM_API extern __attribute__((visibility("hidden")))
 #else
 #define KVPRIM_API extern
-#endif
 #endif
 
 /* Compilers warn if the caller ignores the result. */
@@ -1094,45 +1093,39 @@ extern "C" {
 
 /* >>impl_status ---------------------------------------------------------------------------------------------------- */
 
-/* Every public structure, and its bytes on 64-bit systems: they may grow with a version, but not by accident. */
-#define KVPRIM_STRUCTS(X)                                                                                              \
-    X(kvprim_table, 80)                                                                                                \
-    X(kvprim_format, 104)                                                                                              \
-    X(kvprim_preset, 280)                                                                                              \
-    X(kvprim_gather_desc, 224)                                                                                         \
-    X(kvprim_store_desc, 392)                                                                                          \
-    X(kvprim_slots_desc, 136)                                                                                          \
-    X(kvprim_transfer_desc, 312)                                                                                       \
-    X(kvprim_fragment, 24)                                                                                             \
-    X(kvprim_unpack_desc, 56)                                                                                          \
-    X(kvprim_unpack_meta_item, 16)                                                                                     \
-    X(kvprim_unpack_meta_desc, 72)                                                                                     \
-    X(kvprim_copy_item, 24)                                                                                            \
-    X(kvprim_copy_desc, 24)                                                                                            \
-    X(kvprim_side, 264)                                                                                                \
-    X(kvprim_move_names, 48)                                                                                           \
-    X(kvprim_move, 576)                                                                                                \
-    X(kvprim_cuda_launch, 24)
-#if UINTPTR_MAX == UINT64_MAX
-#define KVPRIM_SIZE(name, bytes) KVPRIM_STATIC_ASSERT(sizeof(name) == (bytes), #name);
-KVPRIM_STRUCTS(KVPRIM_SIZE)
-#undef KVPRIM_SIZE
 KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4 &&
                          offsetof(kvprim_unpack_meta_item, dst_offset) == 8,
                      "kvprim_unpack_meta_item is NCCL's loadMeta");
-#endif
 
 KVPRIM_API uint32_t kvprim_version(void)
 {
     return KVPRIM_VERSION;
 }
 
+/* With the bytes on 64-bit systems: structures may grow with a version, but not by accident. */
 KVPRIM_API size_t kvprim_sizeof(const char *struct_name)
 {
 #define KVPRIM_SIZE(name, bytes)                                                                                       \
+    KVPRIM_STATIC_ASSERT(UINTPTR_MAX != UINT64_MAX || sizeof(name) == (bytes), #name);                                 \
     if (struct_name && strcmp(struct_name, #name) == 0)                                                                \
         return sizeof(name);
-    KVPRIM_STRUCTS(KVPRIM_SIZE)
+    KVPRIM_SIZE(kvprim_table, 80)
+    KVPRIM_SIZE(kvprim_format, 104)
+    KVPRIM_SIZE(kvprim_preset, 280)
+    KVPRIM_SIZE(kvprim_gather_desc, 224)
+    KVPRIM_SIZE(kvprim_store_desc, 392)
+    KVPRIM_SIZE(kvprim_slots_desc, 136)
+    KVPRIM_SIZE(kvprim_transfer_desc, 312)
+    KVPRIM_SIZE(kvprim_fragment, 24)
+    KVPRIM_SIZE(kvprim_unpack_desc, 56)
+    KVPRIM_SIZE(kvprim_unpack_meta_item, 16)
+    KVPRIM_SIZE(kvprim_unpack_meta_desc, 72)
+    KVPRIM_SIZE(kvprim_copy_item, 24)
+    KVPRIM_SIZE(kvprim_copy_desc, 24)
+    KVPRIM_SIZE(kvprim_side, 264)
+    KVPRIM_SIZE(kvprim_move_names, 48)
+    KVPRIM_SIZE(kvprim_move, 576)
+    KVPRIM_SIZE(kvprim_cuda_launch, 24)
 #undef KVPRIM_SIZE
     return 0;
 }
