@@ -9,6 +9,17 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__linux__) && !defined(__CUDACC__) /* CUDA does not survive a fork */
+#define HARNESS_FORKS
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#ifndef MAP_ANONYMOUS
+#define MAP_ANONYMOUS 0x20 /* -std=c11 hides it */
+#endif
+#endif
 
 /* ---- counting ---- */
 
@@ -16,6 +27,9 @@ typedef struct harness {
     int passed, failed, skipped;
     int faults;     /* in the test that runs now; any thread adds to it */
     char skip[200]; /* why the test that runs now cannot run here */
+    int begun;      /* tests so far */
+    int running, finished;
+    char name[100]; /* of the last test that has begun */
 } harness;
 
 /* Tests of several processes point this to memory that they share. */
@@ -37,7 +51,7 @@ HARNESS_PRINTF static inline void fail(const char *format, ...)
     vsnprintf(text, sizeof text, format, args);
     va_end(args);
     if (__atomic_fetch_add(&counts->faults, 1, __ATOMIC_RELAXED) < 5)
-        printf("  %s\n", text);
+        printf("  %s\n", text), fflush(stdout); /* the test may crash next */
 }
 #define CHECK(condition) ((condition) ? (void)0 : fail("line %d: false: %s", __LINE__, #condition))
 
@@ -78,10 +92,48 @@ static inline void finish_test(const char *name)
     *(faults ? &counts->failed : counts->skip[0] ? &counts->skipped : &counts->passed) += 1;
     counts->faults = 0;
     counts->skip[0] = 0;
+    counts->running = 0;
+}
+
+/* Returns whether the test `name` is to run in this process. A child process runs the tests. If it dies, the test that
+   it was in has failed, and another child runs those after it. (In gdb: set follow-fork-mode child.) */
+static inline int begin_test(const char *name)
+{
+#ifdef HARNESS_FORKS
+    static int is_child, seen;
+    if (counts == &own_counts) {
+        void *const shared = mmap(NULL, sizeof own_counts, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        if (shared != MAP_FAILED)
+            counts = (harness *)memcpy(shared, counts, sizeof own_counts);
+    }
+    if (++seen <= counts->begun)
+        return 0; /* it ran in a child that has died */
+    fflush(stdout);
+    const pid_t child = is_child || counts == &own_counts ? -1 : fork();
+    if (child > 0) {
+        int status = 0;
+        char text[200];
+        (void)waitpid(child, &status, 0);
+        if (counts->finished)
+            _exit(WIFEXITED(status) ? WEXITSTATUS(status) : 1);
+        fail("%s %d ended it", WIFSIGNALED(status) ? "signal" : "exit code",
+             WIFSIGNALED(status) ? WTERMSIG(status) : WEXITSTATUS(status));
+        snprintf(text, sizeof text, "%s%s", counts->running ? "" : "what follows ", counts->name);
+        finish_test(text);
+        return 0;
+    }
+    if (child == 0)
+        is_child = 1, (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+    counts->begun++, counts->running = 1;
+    snprintf(counts->name, sizeof counts->name, "%s", name);
+    return 1;
 }
 
 static inline void run(const char *name, void (*test)(void))
 {
+    if (!begin_test(name))
+        return;
     test();
     finish_test(name);
 }
@@ -89,6 +141,7 @@ static inline void run(const char *name, void (*test)(void))
 /* Returns the program's exit code. tests/run.sh reads the line. */
 static inline int finish(void)
 {
+    counts->finished = 1;
     printf("%d passed, %d failed, %d skipped\n", counts->passed, counts->failed, counts->skipped);
     return counts->failed != 0 || counts->passed == 0;
 }
@@ -144,7 +197,7 @@ static inline void *allocate(size_t bytes)
 {
     void *const p = malloc(bytes ? bytes : 1);
     if (!p) {
-        printf("FAIL out of memory: %zu bytes\n0 passed, 1 failed, 0 skipped\n", bytes);
+        fail("out of memory: %zu bytes", bytes);
         exit(1);
     }
     return p;

@@ -48,7 +48,7 @@ def judge(name, faults):
 
 
 def run(*arguments, **options):
-    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False,
+    return subprocess.run([program, *map(str, arguments)], capture_output=True, text=True, timeout=600, check=False,
                           **options)
 
 
@@ -119,7 +119,7 @@ def engine():
 
 def by_node(node, folder, trace, files):
     result = subprocess.run([node, HERE / 'perfetto.js', folder, trace, *files], capture_output=True, text=True,
-                            timeout=120, check=False)
+                            timeout=600, check=False)
     if result.returncode != 0:
         raise RuntimeError(result.stderr)
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -131,7 +131,7 @@ def by_shell(shell, trace, files):
     for file in files:
         query = scratch / 'query.sql'
         query.write_text(file[4:] if str(file).startswith('sql:') else pathlib.Path(file).read_text())
-        result = subprocess.run([shell, '-q', query, trace], capture_output=True, text=True, timeout=120, check=False)
+        result = subprocess.run([shell, '-q', query, trace], capture_output=True, text=True, timeout=600, check=False)
         rows = list(csv.reader(io.StringIO(result.stdout)))
         number = lambda cell: None if cell == '[NULL]' else float(cell) if '.' in cell else int(cell)
         results.append({'error': result.stderr} if result.returncode else {
@@ -372,7 +372,7 @@ def other_inputs():
     events = plain.read_bytes().partition(b'"traceEvents": [')[2].rpartition(b'\n]')[0]
     huge = b'[' + foreign * 200000 + events + b']'
     few = lambda: resource.setrlimit(resource.RLIMIT_AS, (64 << 20, 64 << 20))
-    result = subprocess.run([program, '-'], input=huge, capture_output=True, timeout=60, check=False,
+    result = subprocess.run([program, '-'], input=huge, capture_output=True, timeout=600, check=False,
                             preexec_fn=few)
     judge('20 MB of other events, in 64 MB of memory',
           [] if result.stdout.decode().split('\n', 1)[1:] == [want] else [result.stderr])
@@ -456,7 +456,7 @@ def main():
             for test in samples, other_inputs, comparisons, bad_files, bad_arguments, outputs, checker:
                 try:
                     test()
-                except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+                except Exception as error:  # the tests after it run
                     judge(test.__name__, [repr(error)])
             paths = [(path, path.stem.startswith('torch')) for path in sorted(SAMPLES.glob('*.json*'))]
         for path, whole in paths:
