@@ -258,7 +258,7 @@ killed() {
     child=$! tries=0
     until ls -l /proc/$child/fd 2>/dev/null | grep -q 'empty/file (deleted)$'; do
         tries=$((tries + 1))
-        [ $tries -lt 400 ] || { kill $child; fail "$1" "has no file: $(cat err)"; return; }
+        [ $tries -lt 6000 ] || { kill $child; fail "$1" "has no file: $(cat err)"; return; }
         sleep 0.01
     done
     kill $child

@@ -9,15 +9,16 @@
 #include "../../examples/14_handover/handover_options.h"
 #include "../harness.h"
 
-enum { short_ms = 60 };
+/* What must time out, and what must not, however busy the machine is. */
+enum { short_ms = 60, patient_ms = 60000 };
 
 /* Two ends of a connection: a link, and a bare socket or another link. */
-static handover_link link_of(int *other)
+static handover_link link_of(int *other, int timeout_ms)
 {
     handover_link link;
     int fds[2] = {-1, -1};
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, fds) == 0);
-    CHECK(handover_link_open(&link, fds[0], short_ms));
+    CHECK(handover_link_open(&link, fds[0], timeout_ms));
     *other = fds[1];
     return link;
 }
@@ -49,8 +50,8 @@ static void test_messages(void)
     handover_message m;
     pthread_t thread;
     int fd;
-    a = link_of(&fd);
-    CHECK(handover_link_open(&b, fd, short_ms));
+    a = link_of(&fd, patient_ms);
+    CHECK(handover_link_open(&b, fd, patient_ms));
     CHECK(handover_link_hear(&b, &m, 0) == 0 && handover_link_hear(&b, &m, 5) == 0);
     CHECK(pthread_create(&thread, NULL, say_much, &a) == 0);
     CHECK(handover_link_expect(&b, 5, &m) && m.a == 1 && m.b == 2 && m.c == 3);
@@ -75,7 +76,7 @@ static void test_dribble(void)
     char bytes[sizeof(handover_message) + 3];
     handover_message m;
     int fd;
-    handover_link a = link_of(&fd);
+    handover_link a = link_of(&fd, patient_ms);
     memset(&m, 0, sizeof m);
     m.magic = handover_link_magic, m.kind = 4, m.c = 99, m.payload_bytes = 3;
     memcpy(bytes, &m, sizeof m);
@@ -97,7 +98,7 @@ static void test_bad_peers(void)
     for (int k = 0; k < 5; k++) {
         handover_message m;
         int fd;
-        handover_link a = link_of(&fd);
+        handover_link a = link_of(&fd, patient_ms);
         memset(&m, 0, sizeof m);
         m.magic = k == 2 ? 0x20545450 : handover_link_magic, m.kind = 8;
         m.payload_bytes = k == 3 ? handover_link_most_payload + 1 : 0;
@@ -119,8 +120,8 @@ static void test_payloads(void)
     for (unsigned bytes = 0; bytes <= 8; bytes += 4) {
         handover_message m;
         int fd;
-        handover_link a = link_of(&fd), b;
-        CHECK(handover_link_open(&b, fd, short_ms) && handover_link_say(&b, 7, 0, 0, 0, "12345678", bytes));
+        handover_link a = link_of(&fd, patient_ms), b;
+        CHECK(handover_link_open(&b, fd, patient_ms) && handover_link_say(&b, 7, 0, 0, 0, "12345678", bytes));
         CHECK(handover_link_expect_bytes(&a, 7, &m, 4) == (bytes == 4));
         CHECK(bytes == 4 || says(&a, bytes ? "message 7 has 8 bytes where 4" : "message 7 has 0 bytes where 4"));
         handover_link_close(&a), handover_link_close(&b);
@@ -131,19 +132,19 @@ static void test_deadlines(void)
 {
     handover_message m;
     int fd;
-    handover_link a = link_of(&fd);
+    handover_link a = link_of(&fd, short_ms);
     const int64_t begun_us = handover_now_us();
     CHECK(!handover_link_expect(&a, 1, &m) && says(&a, "the peer has said nothing for"));
-    CHECK(handover_now_us() - begun_us >= short_ms * 1000 && handover_now_us() - begun_us < 2000000);
+    CHECK(handover_now_us() - begun_us >= short_ms * 1000 && handover_now_us() - begun_us < 20000000);
     handover_link_close(&a);
     close(fd);
-    a = link_of(&fd); /* a peer that does not read */
+    a = link_of(&fd, short_ms); /* a peer that does not read */
     for (int k = 0; k < 4 && !a.dead; k++)
         (void)handover_link_say(&a, 1, 0, 0, 0, a.payload, handover_link_most_payload);
     CHECK(says(&a, "has not read for 60 ms"));
     handover_link_close(&a);
     close(fd);
-    a = link_of(&fd);
+    a = link_of(&fd, patient_ms);
     close(fd);
     CHECK(!handover_link_say(&a, 1, 0, 0, 0, NULL, 0) && says(&a, "the peer is gone: Broken pipe"));
     handover_link_close(&a);
@@ -163,13 +164,13 @@ static void test_sockets(void)
     CHECK(listener >= 0 && getsockname(listener, (struct sockaddr *)(void *)&at, &bytes) == 0);
     (void)snprintf(address, sizeof address, "127.0.0.1:%d", (int)ntohs(at.sin_port));
     CHECK(handover_accept(listener, 0) == -1);
-    const int one = handover_connect(address, short_ms, why), other = handover_accept(listener, 1000);
+    const int one = handover_connect(address, patient_ms, why), other = handover_accept(listener, patient_ms);
     CHECK(one >= 0 && other >= 0);
     close(one), close(other), close(listener);
     CHECK(handover_connect(address, short_ms, why) == -1 && strstr(why, "refused"));
     const int64_t begun_us = handover_now_us();
     CHECK(handover_connect("host", 60000, why) == -1 && strstr(why, "is not HOST:PORT"));
-    CHECK(handover_now_us() - begun_us < 5000000);
+    CHECK(handover_now_us() - begun_us < 30000000);
 }
 
 /* A peer whose kernel does not answer. */
@@ -186,7 +187,7 @@ static void test_connect_deadline(void)
     while (n < 16 && (waiting[n] = handover_connect(address, 0, why)) >= 0) /* until nobody accepts any more */
         n++;
     CHECK(n == 16 || strstr(why, "timed out"));
-    CHECK(handover_now_us() - begun_us < (handover_attempt_ms + 5000) * 1000);
+    CHECK(handover_now_us() - begun_us < (handover_attempt_ms + 30000) * 1000);
     while (n > 0)
         close(waiting[--n]);
     close(listener);
@@ -204,12 +205,12 @@ static void end_slowly(void *context)
     __atomic_store_n(&ending, 0, __ATOMIC_SEQ_CST);
 }
 
-/* A call that waits for a peer, and returns when it is ended, or after ten seconds. */
+/* A call that waits for a peer, and returns when it is ended, or after a minute. */
 static bool call_ends(void)
 {
     const int32_t before = __atomic_load_n(&ended, __ATOMIC_SEQ_CST);
     const int64_t begun_us = handover_now_us();
-    while (__atomic_load_n(&ended, __ATOMIC_SEQ_CST) == before && handover_now_us() - begun_us < 10000000)
+    while (__atomic_load_n(&ended, __ATOMIC_SEQ_CST) == before && handover_now_us() - begun_us < patient_ms * 1000)
         (void)poll(NULL, 0, 1);
     return __atomic_load_n(&ended, __ATOMIC_SEQ_CST) != before;
 }

@@ -31,6 +31,8 @@ static void end(void)
 
 static void live(const char *name, void (*test)(void))
 {
+    if (!begin_test(name))
+        return;
     begin();
     test();
     end();
@@ -129,7 +131,7 @@ static void test_late_nccl(void)
     watchdog w;
     d.init_timeout_ms = short_timeout_ms;
     fake.hang_init = 1;
-    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 250 ms");
     CHECK(called("CommInitRank CommAbort"));
     CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     end(), begin();
@@ -143,7 +145,7 @@ static void test_late_nccl(void)
     end(), begin();
     fake.late_init = 1;
     d.init_timeout_ms = short_timeout_ms;
-    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
     CHECK(load(&threads) == 1 && load(&call_count) == 1);
     free(comm);
     store(&fake.gate, 1); /* NCCL has a communicator after all */
@@ -156,7 +158,7 @@ static void test_late_cuda(void)
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(2);
     d.init_timeout_ms = short_timeout_ms, fake.late_memory = 1;
-    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
     free(comm);
     store(&fake.gate, 1);
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called(""));
@@ -194,12 +196,12 @@ static void test_late_exchanges(void)
     d.init_timeout_ms = short_timeout_ms;
     for (int k = 0; k < 4; k++) {
         fake.hang_gather = k + 1;
-        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
         end();
         CHECK(called(ends[k]));
         begin();
         fake.hang_copy = 2 * k + 1; /* one copy before each exchange, one after it */
-        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+        CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
         end();
         CHECK(called(k == 0 ? "CommInitRank CommAbort" : ends[k - 1]));
         begin();
@@ -270,7 +272,7 @@ static void test_no_end(void)
         kvprim_comm *const comm = open_comm(&d, OPENED);
         const int64_t before = kvpn_now_us();
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
-        CHECK(kvpn_now_us() - before < 1000000);
+        CHECK(kvpn_now_us() - before < test_timeout_ms * 500);
         CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
         CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_TIMEOUT, "NCCL has not ended");
         CHECK_ERROR(kvprim_comm_abort(comm), KVPRIM_ERROR_ARGUMENT, "was aborted");
@@ -360,7 +362,7 @@ static void test_aborts_with_window(void)
     kvprim_comm *const comm = new_comm();
     d.init_timeout_ms = short_timeout_ms;
     fake.hang_gather = 4; /* after the window was made */
-    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
     CHECK(called(IN_WINDOW " CommAbort MemFree"));
     free(comm);
@@ -396,7 +398,7 @@ static void test_foreign(void)
         CHECK(called("AllGather MemAlloc AllGather AllGather AllGather MemFree"));
     }
     d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
-    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 40 ms");
+    CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
     CHECK(ncclCommAbort(d.nccl) == ncclSuccess); /* which is the caller's task */
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && called("AllGather AllGather CommAbort"));
     current_device = home;
@@ -442,7 +444,7 @@ static void test_no_threads(void)
 {
     kvprim_comm *const comm = new_comm();
     kvprim_comm_desc d = desc_of(1);
-    d.timeout_ms = short_timeout_ms;
+    d.timeout_ms = test_timeout_ms;
     fake.no_threads = 1;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
     CHECK(called(""));
@@ -852,11 +854,11 @@ static void test_checks(void)
     CHECK(call_and_check(comm) == KVPRIM_OK);
     char x = 0;
     CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK); /* it is done, but not checked */
-    wait_ms(3 * short_timeout_ms);
+    wait_ms(2 * short_timeout_ms);
     fake.checked = comm, fake.check = KVPRIM_ERROR_NCCL;
     CHECK(call_and_check(comm) == KVPRIM_OK && fake.check == KVPRIM_OK);
     fake.checked = NULL;
-    wait_ms(3 * short_timeout_ms);
+    wait_ms(2 * short_timeout_ms);
     CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
     store(&fake.work_hangs, 1); /* while further calls are made and checked */
     const int64_t before = kvpn_now_us();
