@@ -99,8 +99,8 @@ static struct {
 /* Starts the transfers, the compute kernel (jobs > 0), or both at once, and returns how many milliseconds each took. */
 static void run(int transfer, unsigned jobs, float *transfer_ms, float *compute_ms)
 {
-    cuda(cudaDeviceSynchronize(), "before a run");
     cuda(cudaMemset(s.next_job, 0, sizeof *s.next_job), "cudaMemset");
+    cuda(cudaDeviceSynchronize(), "before a run");
     cuda(cudaEventRecord(s.begin, s.transfer_stream), "cudaEventRecord");
     cuda(cudaStreamWaitEvent(s.compute_stream, s.begin, 0), "cudaStreamWaitEvent");
     if (transfer) {

@@ -132,7 +132,8 @@ template <class T> static T *on_device(const std::vector<T> &from)
 {
     void *p;
     cuda(cudaMalloc(&p, from.size() * sizeof(T)), "cudaMalloc");
-    cuda(cudaMemcpy(p, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "filling device memory");
+    cuda(cudaMemcpyAsync(p, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
+         "filling device memory");
     return (T *)p;
 }
 

@@ -395,6 +395,7 @@ static int record_caches(const char *out)
     set_up();
     caches[0] = new_cache("concatenating cache", 0);
     caches[1] = new_cache("storing cache", 1);
+    cuda(cudaDeviceSynchronize(), "filling device memory"); /* s.stream does not wait for it */
     begin(&caches[1]);
     (void)cost_of(COST_NOTHING, storing_steps);
     const cost first = cost_of(COST_NOTHING, storing_steps);

@@ -45,6 +45,13 @@ template <class T> static T *device_memory(size_t count)
     return static_cast<T *>(p);
 }
 
+/* What cudaMemset and cudaMemcpy from ordinary memory began has landed: they may return before that, and streams that
+   do not block do not wait for it. */
+static void settle()
+{
+    CUDA(cudaStreamSynchronize(cudaStreamLegacy));
+}
+
 /* Device memory that begins with copies of one byte, or as a copy of the host's, and is freed at the block's end. */
 template <class T> struct gpu_array {
     T *const p;
@@ -53,10 +60,12 @@ template <class T> struct gpu_array {
     gpu_array(size_t n, int byte) : p(device_memory<T>(n)), count(n)
     {
         CUDA(cudaMemset(p, byte, n * sizeof(T)));
+        settle();
     }
     gpu_array(const T *host, size_t n) : p(device_memory<T>(n)), count(n)
     {
         CUDA(cudaMemcpy(p, host, n * sizeof(T), cudaMemcpyHostToDevice));
+        settle();
     }
     gpu_array(const gpu_array &) = delete;
     ~gpu_array()
@@ -1359,6 +1368,7 @@ static void test_copy_memory()
         fill(host + static_cast<size_t>(k) * bytes, bytes);
         CUDA(cudaMemcpy(at[k], host + static_cast<size_t>(k) * bytes, bytes, cudaMemcpyDefault));
     }
+    CUDA(cudaDeviceSynchronize());
     for (size_t i = 0; i < 120; i++) { /* the first halves are sources */
         const size_t from = i % 3, to = i / 3 % 3, n = i % 7 ? 1 + i * 2 : 16 * i;
         const size_t src = below(half - 2000), dst = half + (i / 9 * 3 + from) * 2000;
@@ -1386,6 +1396,7 @@ static void test_copy_memory()
         const kvprim_copy_item zeros = {nullptr, p + 16, large - 32};
         d.items = &zeros, d.count = 1;
         CUDA(cudaMemcpy(p, all.data(), large, cudaMemcpyDefault));
+        CUDA(cudaDeviceSynchronize());
         CHECK(kvprim_cuda_copy(&d, &main_launch) == KVPRIM_OK);
         CUDA(cudaStreamSynchronize(main_launch.stream));
         CUDA(cudaMemcpy(all.data(), p, large, cudaMemcpyDefault));

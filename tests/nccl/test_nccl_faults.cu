@@ -749,7 +749,7 @@ static int role(const char *what)
     take_device(only_rank);
     CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CUDA(cudaMalloc(reinterpret_cast<void **>(&data), size_t(80) << 20));
-    CUDA(cudaMemset(data, 0, size_t(80) << 20));
+    CUDA(cudaMemsetAsync(data, 0, size_t(80) << 20, stream));
     rank_state r = {};
     r.rank = only_rank;
     desc = desc_of(r, 0, 1000);

@@ -836,6 +836,7 @@ static void test_given_memory(rank_state &r)
     desc.peer_bytes = size_t(16) << 20;
     CUDA(cudaMalloc(&mine, desc.peer_bytes + 4096));
     CUDA(cudaMemset(mine, 0xa5, desc.peer_bytes + 4096));
+    CUDA(cudaDeviceSynchronize()); /* the kernels' streams do not wait for it */
     map_all(r, mine, all);
     desc.peers = all;
     desc.peer_bytes--;
