@@ -121,13 +121,11 @@ REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_
 # Tests of both: `test` runs fewer of their cases.
 IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh $(part) build/$(part) $(1)') \
     $(call REPLAY_TEST,$(1))
-IN_TEST = $(call parts,nccl callers) 'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim' \
-    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd' \
-    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' \
-    'test MAKEFLAGS= make -s build/test_handover && build/test_handover' \
-    'exits 01_rows MAKEFLAGS= make -s build/01_rows && build/01_rows' $(call parts,readme profile trace)
+IN_TEST = $(call parts,nccl callers) 'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim quick' \
+    'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile trace)
 IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
-    callers_cuda pictures format)
+    callers_cuda pictures format) \
+    'test MAKEFLAGS= make -s build/test_kvprim_no_simd && build/test_kvprim_no_simd'
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
 test check: build/02_kv_replay
@@ -333,7 +331,7 @@ build/10_trace_read: examples/10_trace/trace_file.c $(HEADERS) build/flags
 build/bench_host: tests/bench/bench_host.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
-build/test_disk build/test_handover build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
+build/test_disk build/test_kvprim: build/%: tests/core/%.c $(HEADERS) build/flags
 	$(COMPILE_C) $< -o $@ $(LDFLAGS)
 
 build/test_kvprim_no_simd: tests/core/test_kvprim.c $(HEADERS) build/flags

@@ -212,6 +212,15 @@ knows_structs()
         $c $warnings -I. "$build/structs.c" "$build/implemented_c.o" -o "$build/structs" && "$build/structs"
 }
 
+# names_what_died COMMAND...: each test that fails or ends the program is named, and those after it run.
+names_what_died()
+{
+    "$@" >"$build/said"
+    [ $? -eq 1 ] && printf '%s\n' 'ok first' '  signal 6 ended it' 'FAIL aborts: 1 faults' \
+        '  line 13: false: counts->passed == 0' '  exit code 0 ended it' 'FAIL exits: 2 faults' 'ok last' \
+        '2 passed, 2 failed, 0 skipped' | diff "$build/said" -
+}
+
 promises()
 {
     cell 'headers of another version' other_version
@@ -224,7 +233,9 @@ promises()
         fast_math $compiler
     done
     cell 'kvprim_sizeof knows every structure' knows_structs
-    group 'statuses, versions, copies and structures'
+    cell 'tests that die' $CC -std=c11 $warnings $units/dies.c -o "$build/dies"
+    [ "$(uname)" != Linux ] || cell 'tests that die, run' names_what_died "$build/dies"
+    group 'statuses, versions, copies, structures and tests that die'
 }
 
 # ---- callers: the example engine ----
@@ -251,19 +262,18 @@ engine()
 {
     engine=examples/07_engine/engine.c
     checks=$address
-    works $CC $checks || checks=-O1
+    compiler_with $checks || { cc=$CC checks=-O1 launcher=; }
     cell "$engine without NCCL, no CUDA header" no_cuda_header $engine
     cell "$engine, no CUDA header" no_cuda_header $engine -DENGINE_NCCL
-    cell "$engine for the CPU" $CC -std=c11 $warnings $checks -I. -DENGINE_NCCL $engine tests/build/engine_host.c \
-        -pthread -o "$build/engine"
+    linked_sanitized $engine "$checks" $warnings -DENGINE_NCCL tests/build/engine_host.c -o "$build/engine"
     for ranks in 1 3 4; do
-        cell "engine, $ranks ranks, on the CPU" "$build/engine" --gpus $ranks --steps 70
+        cell "engine, $ranks ranks, on the CPU" $launcher "$build/engine" --gpus $ranks --steps 70
     done
-    cell 'engine, a gathered byte wrong' exits 1 env DAMAGE=1 "$build/engine" --gpus 1 --steps 1
-    cell 'engine, a stored byte wrong' exits 1 env DAMAGE=2 "$build/engine" --gpus 2 --steps 1
-    cell 'engine, a rank left out of the sum' exits 1 env DAMAGE=3 "$build/engine" --gpus 2 --steps 1
-    cell 'engine, more GPUs than there are' exits 2 "$build/engine" --gpus 5
-    group "examples/07_engine on the CPU, $CC $checks"
+    cell 'engine, a gathered byte wrong' exits 1 env DAMAGE=1 $launcher "$build/engine" --gpus 1 --steps 1
+    cell 'engine, a stored byte wrong' exits 1 env DAMAGE=2 $launcher "$build/engine" --gpus 2 --steps 1
+    cell 'engine, a rank left out of the sum' exits 1 env DAMAGE=3 $launcher "$build/engine" --gpus 2 --steps 1
+    cell 'engine, more GPUs than there are' exits 2 $launcher "$build/engine" --gpus 5
+    group "examples/07_engine on the CPU, $cc $checks"
 }
 
 # ---- callers: the shared library ----
@@ -294,26 +304,25 @@ nvcc_flags()
 # CPPFLAGS and CFLAGS reach the library: with KVPRIM_DEBUG it refuses fragments that overlap.
 library_flags()
 {
-    for debug in '' -DKVPRIM_DEBUG; do
+    cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
+    for debug in -DKVPRIM_DEBUG ''; do
         cell "make lib CPPFLAGS=$debug" lib_target CPPFLAGS=$debug CFLAGS=-O0
         cell 'a program of that library' $CC -std=c11 $warnings -DKVPRIM_EXPORT $units/fragments.c \
             "$build/lib/build/libkvprim.so" -Wl,-rpath,"$PWD/$build/lib/build" -o "$build/fragments"
         cell "the library, CPPFLAGS=$debug" exits "$([ -n "$debug" ] && echo 0 || echo 3)" "$build/fragments"
     done
-    cell 'make lib CFLAGS=-fno-such-flag' exits 2 lib_target CFLAGS=-fno-such-flag
     cell 'make lib gives its flags to nvcc' nvcc_flags
     group 'flags of make lib'
 }
 
-# Calls what `make lib` builds without nvcc from Python.
+# Calls what `make lib` has built without nvcc from Python.
 library()
 {
-    library=build/libkvprim_host.so
-    cell "make $library" make -s $library
+    library=$build/lib/build/libkvprim_host.so
     if has nm; then
-        cell "$library exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
+        cell "${library##*/} exports only kvprim_*" exports_library $library kvprim_gather kvprim_last_error
     else
-        skip "what $library exports: no nm"
+        skip "what ${library##*/} exports: no nm"
     fi
     if ! has python3; then
         skip 'examples/08_torch.py: no python3'
@@ -384,8 +393,8 @@ callers()
     descriptors_in_cxx
     promises
     engine
-    library
     library_flags
+    library
     targets
 }
 

@@ -159,10 +159,10 @@ for_aarch64()
         if qemu=$(command -v qemu-aarch64 || command -v qemu-aarch64-static); then
             program 'test_kvprim on AArch64 (qemu)' "$qemu" "$build/test_aarch64"
         else
-            skip 'test_kvprim on AArch64: no qemu-aarch64'
+            skip_tests tests/core/test_kvprim.c 'no qemu-aarch64'
         fi
     else
-        skip 'AArch64: no aarch64-linux-gnu-gcc'
+        skip_tests tests/core/test_kvprim.c 'no aarch64-linux-gnu-gcc'
     fi
     arm_include=/usr/aarch64-linux-gnu/include
     if has clang && [ -d $arm_include ]; then
@@ -175,7 +175,7 @@ for_aarch64()
 for_windows()
 {
     if ! has x86_64-w64-mingw32-gcc; then
-        skip 'Windows: no x86_64-w64-mingw32-gcc'
+        skip_tests tests/core/test_kvprim.c 'no x86_64-w64-mingw32-gcc'
         return
     fi
     differing_units x86_64-w64-mingw32-gcc -std=c11 $prototypes -O2
@@ -187,7 +187,7 @@ for_windows()
     if has wine; then
         program 'test_kvprim on Windows (wine)' wine "$build/test_kvprim.exe"
     else
-        skip 'test_kvprim on Windows: no wine'
+        skip_tests tests/core/test_kvprim.c 'no wine'
     fi
 }
 

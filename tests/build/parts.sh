@@ -19,7 +19,7 @@
 #
 # and of `make check`
 #
-#     sanitizers    the replay and example 14's plan under these two, and the tests under ThreadSanitizer
+#     sanitizers    the replay under these two, and the tests under ThreadSanitizer
 #     fuzzers       FUZZ_SECONDS each
 #     kernels       compiles the kernels for every architecture: no spills, no stack, 128-bit accesses on main paths
 #     programs      compiles examples, tests and benchmarks for a GPU, and runs those that run without one
@@ -65,6 +65,14 @@ skip()
     skipped=$((skipped + 1))
 }
 
+# skip_tests SOURCE WHY: skips a program, and counts every test that it names. One in a loop runs more often.
+skip_tests()
+{
+    tests=$(grep -c '^ *\(run\|run_timed\|live\|test_world\|CALL\|check\|judge\)(' "$1")
+    echo "skip $1, $tests tests or more: $2"
+    skipped=$((skipped + tests))
+}
+
 # cell NAME COMMAND...: one test, silent if it passes. The first few failures of a group say why.
 cells=0 cells_failed=0
 cell()
@@ -87,21 +95,28 @@ group()
     cells=0 cells_failed=0
 }
 
-# program NAME COMMAND...: adds the counts in the program's last line, and prints what the program has skipped.
+# program NAME COMMAND...: adds the counts in the program's last line, and prints what has failed or was skipped.
 program()
 {
-    program=$1
+    program=$1 code=0
     shift
-    if "$@" >"$build/log" 2>&1 && line=$(tail -n 1 "$build/log") &&
-        counts=$(expr "$line" : '\([0-9]* passed, 0 failed, [0-9]*\) skipped$'); then
+    "$@" >"$build/log" 2>&1 || code=$?
+    line=$(tail -n 1 "$build/log")
+    if counts=$(expr "$line" : '\([0-9]* passed, [0-9]* failed, [0-9]*\) skipped$'); then
         passed=$((passed + ${counts%% *})) skipped=$((skipped + ${counts##* }))
+        counts=${counts#*, } counts=${counts%% *}
+        failed=$((failed + counts))
+    else
+        counts=0 code="$code, and the last line does not say 'N passed, N failed, N skipped'"
+    fi
+    if [ "$code" = 0 ] && [ "$counts" -eq 0 ]; then
         echo "ok $program: $line"
         grep '^skip ' "$build/log"
-    else
-        failed=$((failed + 1))
-        echo "FAIL $program: $*"
-        tail -n 30 "$build/log"
+        return
     fi
+    [ "$counts" -gt 0 ] || { failed=$((failed + 1)) && echo "FAIL $program: exit code $code"; }
+    echo "  $*"
+    grep -v '^ok ' "$build/log"
 }
 
 # once OUTPUT COMMAND...: compiles a program or an object, unless this command has made it from these very sources.
@@ -174,14 +189,20 @@ compiler_with()
     return 1
 }
 
-# linked_sanitized SOURCE FLAGS MORE...: compiles a program that implements kvprim.h, with $cc and sanitizers. That
-# implementation takes most of the time, so it is compiled once, for several programs.
+# implemented FLAGS: compiles kvprim.h's implementation with $cc and sanitizers, and sets object. It takes most of the
+# time that a program takes, so it is compiled once, for several programs, with KVPRIM_DEBUG, which only checks more.
+implemented()
+{
+    case $1 in *thread*) object=build/implemented_threads.o ;; *) object=build/implemented_address.o ;; esac
+    cell "implementation, $cc $1" once $object $cc -std=c11 -DKVPRIM_DEBUG $1 -c $units/implemented.c
+}
+
+# linked_sanitized SOURCE FLAGS MORE...: compiles a program that implements kvprim.h, with that implementation.
 linked_sanitized()
 {
     source=$1 flags=$2
     shift 2
-    case $flags in *thread*) object=build/implemented_threads.o ;; *) object=build/implemented_address.o ;; esac
-    cell "implementation, $cc $flags" once $object $cc -std=c11 $flags -c $units/implemented.c
+    implemented "$flags"
     cell "$source, $cc $flags" $cc -std=c11 $flags -I. -DKVPRIM_CORE_IMPLEMENTED "$source" $object -pthread "$@"
 }
 
@@ -199,13 +220,15 @@ cxx_with()
 emulated()
 {
     if ! has "$CXX"; then
-        skip 'kernels emulated on the CPU: no C++ compiler'
+        skip_tests tests/gpu/test_cuda_emulated.cpp 'no C++ compiler'
         return
     fi
     checks=$address
     cxx_with $checks || { cxx=$CXX checks=-O1 launcher=; }
+    case $cxx in clang*) cc=clang ;; *) cc=$CC ;; esac # their sanitizers do not mix
+    implemented "$checks"
     cell "test_cuda_emulated, $cxx $checks" once "$build/test_cuda_emulated" $cxx -std=c++17 -Wall -Wextra $checks \
-        -I. tests/gpu/test_cuda_emulated.cpp
+        -I. -DKVPRIM_CORE_IMPLEMENTED tests/gpu/test_cuda_emulated.cpp $object
     group "test_cuda_emulated compiled, $cxx $checks"
     program "test_cuda_emulated $quick" $launcher "$build/test_cuda_emulated" $quick
     cell "no_convert, $CXX" $CXX -std=c++17 -Wall -Wextra -Werror -I. tests/build/no_convert.cpp -o "$build/no_convert"
@@ -227,7 +250,7 @@ trace()
     if has python3; then
         program 'test_trace.py' python3 tests/trace/test_trace.py build/10_trace_read
     else
-        skip 'build/10_trace_read: no python3'
+        skip_tests tests/trace/test_trace.py 'no python3'
     fi
 }
 
@@ -274,7 +297,7 @@ format()
 core()
 {
     if ! compiler_with $address; then
-        skip 'AddressSanitizer: no compiler here has it'
+        skip_tests tests/core/test_kvprim.c 'no compiler here has AddressSanitizer'
         return
     fi
     cell "test_kvprim, $cc $address" once build/test_address $cc $test_kvprim $address
@@ -288,16 +311,14 @@ sanitizers()
         linked_sanitized examples/02_kv_replay/kv_replay.c "$address" -o "$build/replay_address"
         cell '02_kv_replay, addresses and undefined behaviour' $launcher "$build/replay_address" \
             examples/02_kv_replay/trace_small.jsonl
-        linked_sanitized tests/core/test_handover.c "$address" -o "$build/handover_address"
         group "$cc $address, 02_kv_replay run"
-        program 'test_handover, addresses and undefined behaviour' $launcher "$build/handover_address"
     fi
     if compiler_with $thread; then
         cell "test_kvprim, $cc $thread" $cc $test_kvprim $thread -o "$build/test_thread"
         group "$cc $thread"
         program 'test_kvprim, threads' $launcher "$build/test_thread" quick # races do not hide in one case of thousands
     else
-        skip 'ThreadSanitizer: no compiler here has it, or its programs do not start'
+        skip_tests tests/core/test_kvprim.c 'no compiler here has ThreadSanitizer, or its programs do not start'
     fi
 }
 

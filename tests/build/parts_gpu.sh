@@ -93,7 +93,8 @@ nccl_emulated()
     flags=$1
     shift
     if ! cxx_with $flags; then
-        skip "collectives emulated on the CPU: no C++ compiler with $flags"
+        skip_tests tests/nccl/test_nccl_emulated.cpp "no C++ compiler with $flags"
+        skip_tests tests/nccl/test_norm_emulated.cpp "no C++ compiler with $flags"
         return
     fi
     case $flags in *thread*) by=threads ;; *) by=address ;; esac
@@ -109,7 +110,7 @@ nccl_emulated()
 nccl_life()
 {
     if ! compiler_with $1; then
-        skip "a communicator's life: no C compiler with $1"
+        skip_tests tests/nccl/test_nccl_life.c "no C compiler with $1"
         return
     fi
     linked_sanitized tests/nccl/test_nccl_life.c "$1" $warnings $system -o "$build/test_nccl_life"
@@ -189,7 +190,8 @@ nccl_programs()
 nccl_cuda()
 {
     if [ -z "$NVCC" ] || ! has "$CXX" || [ -z "$NCCL_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ]; then
-        skip "kvprim_nccl.h as CUDA: no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)"
+        skip_tests tests/nccl/test_nccl.c \
+            'no nvcc or C++ compiler for it, no nccl.h or libnccl.so.2 (CUDA_HOME, NCCL_HOME)'
         return
     fi
     cu="$NVCC -x cu -std=c++17 -arch=sm_90 -I. $nccl_flags"
@@ -237,27 +239,29 @@ nccl_cuda()
     program 'test_nccl, CUDA' "$build/test_nccl_cuda"
 }
 
-# Sets system and libraries, or skips what needs them.
+# nccl_here SOURCE...: sets system and libraries, or skips these programs.
 nccl_here()
 {
     if [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || [ -z "$NCCL_LIBRARY" ] || ! libraries=$(nccl_libraries); then
-        skip "$1: no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)"
+        for source; do
+            skip_tests "$source" 'no nccl.h, libnccl.so.2, cuda_runtime.h or libcudart.so (NCCL_HOME, CUDA_HOME)'
+        done
         return 1
     fi
     system=$(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE")
     [ "$NCCL_INCLUDE" != /usr/include ] || system="-idirafter $CUDA_INCLUDE" # which may hold another nccl.h
 }
 
-# handover_link FLAGS: the control channel and the options of example 14.
-handover_link()
+# The plan, the control channel and the options of example 14.
+handover()
 {
-    if ! compiler_with $1; then
-        skip "the channel of a hand-over: no C compiler with $1"
-        return
-    fi
-    linked_sanitized tests/nccl/test_handover_link.c "$1" $warnings -o "$build/test_handover_link"
-    group "test_handover_link compiled, $cc $1"
-    program 'test_handover_link' $launcher "$build/test_handover_link"
+    checks=$address
+    compiler_with $checks || { cc=$CC checks=-O1 launcher=; }
+    for name in core/test_handover nccl/test_handover_link; do
+        linked_sanitized tests/$name.c "$checks" $warnings -o "$build/${name#*/}"
+        group "${name#*/} compiled, $cc $checks"
+        program "${name#*/}" $launcher "$build/${name#*/}"
+    done
 }
 
 collectives()
@@ -267,8 +271,8 @@ collectives()
 
 nccl()
 {
-    handover_link "$address"
-    nccl_here 'kvprim_nccl.h with NCCL' || return
+    handover
+    nccl_here tests/nccl/test_nccl_life.c tests/nccl/test_nccl.c || return
     nccl_life "$address"
     nccl_programs
 }
@@ -276,7 +280,7 @@ nccl()
 nccl_headers()
 {
     nccl_emulated "$thread -O2" quick # whole in collectives
-    nccl_here 'kvprim_nccl.h with headers of NCCL' || return
+    nccl_here tests/nccl/test_nccl_life.c || return
     nccl_life "$thread"
     nccl_implemented
     nccl_versions
@@ -289,7 +293,7 @@ profile()
     if has python3; then
         program 'what make ncu, sass, sanitize and the like print' python3 tests/profile/test_profile.py
     else
-        skip 'what make ncu, sass, sanitize and the like print: no python3'
+        skip_tests tests/profile/test_profile.py 'no python3'
     fi
 }
 
@@ -457,7 +461,7 @@ compiled_at_home()
     (
         NCCL_INCLUDE=$home/include NCCL_LIBRARY=$home/lib/libnccl.so.2
         . tests/gpu/environment.sh
-        $NVCC -x cu $nccl_flags "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here home &&
+        $NVCC -x cu $nccl_flags "$build/nccl_home.c" $nccl_link -o "$build/nccl_home" && nccl_here &&
             $CC $system "$build/nccl_home.c" $libraries -o "$build/nccl_home_in_c"
     ) && is_of_home "$build/nccl_home" && is_of_home "$build/nccl_home_in_c"
 }
@@ -501,7 +505,8 @@ engine_built()
 programs()
 {
     if [ -z "$NVCC" ]; then
-        skip 'programs for a GPU: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        skip_tests tests/gpu/test_cuda.cu 'no nvcc (on PATH, under CUDA_HOME or in the usual places)'
+        skip_tests tests/build/test_nvtx.c 'no nvcc'
         return
     fi
     gpu_programs

@@ -680,7 +680,8 @@ static void run_convert_moves(arena *a, unsigned n)
 
 static void convert_moves(arena *a)
 {
-    for (unsigned n = 0; n<240; n += thin> 7 ? 7 : 1)
+    const unsigned step = thin > 99 ? 31 : thin > 7 ? 7 : 1;
+    for (unsigned n = 0; n < 240; n += step)
         run_convert_moves(a, n);
 }
 
