@@ -578,10 +578,29 @@ struct StoreSide {
     }
 };
 
-void store(const Tensor &k, MaybeTensor v, const Tensor &k_cache, MaybeTensor v_cache, const Tensor &slot,
-           Text layout_name, Text cache_dtype, MaybeTensor k_scale, MaybeTensor v_scale, MaybeTensor k_scale_cache,
-           MaybeTensor v_scale_cache, bool scale_inverse, int64_t base, MaybeTensor rejected, bool pdl)
+/* K's and V's part of a cache that holds both, in a dimension of size 2 or beside each other in the last. */
+std::pair<Tensor, Tensor> parts_of(const Tensor &cache, int64_t kv_dim, const Tensor &k)
 {
+    const int64_t dims = cache.dim(), d = kv_dim < 0 ? kv_dim + dims : kv_dim, k_size = k.dim() ? k.size(-1) : 0;
+    const bool cut = d == dims - 1;
+    EXPECT(d >= 0 && d < dims && (cut ? k_size <= cache.size(d) : cache.size(d) == 2), "kv_dim is ", kv_dim,
+           ", but k_cache has shape ", cache.sizes(), ": not 2 there, nor K's elements before V's in the last");
+    if (cut)
+        return {cache.narrow(d, 0, k_size), cache.narrow(d, k_size, cache.size(d) - k_size)};
+    return {cache.select(d, 0), cache.select(d, 1)};
+}
+
+void store(const Tensor &k, MaybeTensor v, const Tensor &k_cache, MaybeTensor v_cache, const Tensor &slot,
+           Text layout_name, Text cache_dtype, std::optional<int64_t> kv_dim, MaybeTensor k_scale, MaybeTensor v_scale,
+           MaybeTensor k_scale_cache, MaybeTensor v_scale_cache, bool scale_inverse, int64_t base, MaybeTensor rejected,
+           bool pdl)
+{
+    if (kv_dim) {
+        EXPECT(v && !v_cache, "kv_dim says that k_cache holds K and V, so v must be a tensor and v_cache None");
+        const auto [k_part, v_part] = parts_of(k_cache, *kv_dim, k);
+        return store(k, v, k_part, v_part, slot, layout_name, cache_dtype, std::nullopt, k_scale, v_scale,
+                     k_scale_cache, v_scale_cache, scale_inverse, base, rejected, pdl);
+    }
     const Call call(k_cache.device(), pdl);
     const Layout layout = layout_of("layout", layout_name);
     const PresetName *const named = preset_named(cache_dtype);
@@ -814,9 +833,14 @@ void implement(torch::Library &m)
 } // namespace
 
 /* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. Two limits of Inductor (torch
-   2.11): functional operators must write nothing else; and if sizes of a tensor are dynamic, it takes several views of
-   it that one operator writes, as cache[:, 0] and cache[:, 1], for the first of them. So keep the sizes of caches
-   static, as torch.compile does unless told otherwise. */
+   2.11): functional operators must write nothing else; and if one operator writes several views of a tensor, as kv[0]
+   and kv[1], Inductor may lose what is written to all but the first, without an error. So the fake functions in
+   12_torch_ops.py refuse operators that write two tensors of one storage. Safe with K and V in one tensor:
+       - store with kv_dim, which takes the tensor whole, in one launch
+       - a store of K, with v None, and one of V as if it were K
+       - an operator of your own (torch.library.custom_op) that mutates the whole tensor and calls store on its parts;
+         scale caches inside their cache need this
+       - calls outside of compiled graphs: these take views of one tensor as they are */
 TORCH_LIBRARY(kvprim, m)
 {
     const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -833,11 +857,13 @@ TORCH_LIBRARY(kvprim, m)
     /* Rows slot[i] - base of the caches, both of one layout, = k[i] and v[i]; slots outside them are skipped. k and v
        are [tokens, ...], of which the first slot.numel() are stored. Quantised rows are divided by k_scale and v_scale
        (with scale_inverse multiplied), or by the scales that the store computes and writes to k_scale_cache and
-       v_scale_cache. */
+       v_scale_cache. With kv_dim v_cache is None, and k_cache holds K and V: k_cache.select(kv_dim, 0) and (kv_dim, 1),
+       as in [2, ...] and [pages, 2, ...]; in the last dimension, K's elements and then V's. layout describes each part
+       by itself. */
     m.def("store(Tensor k, Tensor? v, Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor slot, str layout=\"rows\", *, "
-          "str cache_dtype=\"auto\", Tensor? k_scale=None, Tensor? v_scale=None, Tensor(c!)? k_scale_cache=None, "
-          "Tensor(d!)? v_scale_cache=None, bool scale_inverse=False, int base=0, Tensor(e!)? rejected=None, "
-          "bool pdl=False) -> ()",
+          "str cache_dtype=\"auto\", int? kv_dim=None, Tensor? k_scale=None, Tensor? v_scale=None, "
+          "Tensor(c!)? k_scale_cache=None, Tensor(d!)? v_scale_cache=None, bool scale_inverse=False, int base=0, "
+          "Tensor(e!)? rejected=None, bool pdl=False) -> ()",
           tags);
 
     /* In every layer row dst_index[i] of dst = row src_index[i] of src; without an index, row i. dst and src are lists

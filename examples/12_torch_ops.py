@@ -10,6 +10,11 @@ To use the operators in a program of your own, copy load_operators() and 12_torc
     rows = ops.gather_new(k_cache, index, "NHD")
     ops.store(k, v, k_cache, v_cache, slot, "NHD", cache_dtype="fp8_e4m3", k_scale=k_scale, v_scale=v_scale)
     ops.store(kv_c, k_pe, kv_cache, None, slot, "NHD", cache_dtype="fp8_ds_mla")
+    ops.store(k, v, kv_cache, None, slot, "NHD", kv_dim=0)
+
+The last takes K and V in one tensor, [2, pages, page, heads, dim]. Without torch.compile its halves may also be k_cache
+and v_cache. torch.compile would lose what is written to one of them, so that is an error there: 12_torch_ops.cpp says
+what else is safe.
 
 The tests run on the CPU, where kvprim's host functions serve the same operators, and on a GPU if there is one: results,
 conversions against torch's casts, refusals, torch.library.opcheck, torch.compile(fullgraph=True), CUDA graphs, and the
@@ -33,6 +38,26 @@ WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_sglang": (512, 64), "fp8_d
                  "fp8_indexer": (128, 0), "fp8_indexer_ue8m0": (128, 0)}  # elements that are quantised, and copied
 
 
+def fake_of(operator):
+    """The fake function of an operator that returns nothing. It refuses to write two tensors of one storage."""
+    parameters = operator._schema.arguments
+    written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
+
+    def fake(*arguments, **options):
+        given, seen = dict(zip((p.name for p in parameters), arguments), **options), {}
+        for name in written:
+            value = given.get(name)
+            for tensor in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
+                other = seen.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
+                if other[1] is not tensor:
+                    raise RuntimeError(
+                        f"{operator} writes {other[0]} and {name}, parts of one tensor: torch.compile loses what is "
+                        "written to one of them. Store with kv_dim, call it once for each tensor, or call it in a "
+                        "torch.library.custom_op that mutates the whole tensor")
+
+    return fake
+
+
 def load_operators(headers, folder):
     """The operators of torch.ops.kvprim, built in `folder` with the headers in `headers`; builds what has changed."""
     os.makedirs(folder, exist_ok=True)
@@ -47,7 +72,7 @@ def load_operators(headers, folder):
         is_python_module=False)
     in_place, functional = ("gather", "store", "transfer", "copy", "slots"), ("gather_new", "slots_new")
     for name in in_place:
-        torch.library.register_fake("kvprim::" + name, lambda *_, **__: None)
+        torch.library.register_fake("kvprim::" + name, fake_of(getattr(torch.ops.kvprim, name).default))
 
     @torch.library.register_fake("kvprim::gather_new")
     def _(src, index, layout="rows", *, cache_dtype="auto", dtype=None, **_):
@@ -451,6 +476,8 @@ def refusals(ops, device):
     refused("src|expanded", ops.gather_new, rows[:1].expand(10, HEADS, DIM), index)
     refused("src|neither are packed", ops.gather_new, rows.view(10, 4, 8, 8)[:, :, ::2, ::2], index)
     refused("rejected|Float", ops.gather, rows, cache, index, "NHD", rejected=torch.zeros(1, device=device))
+    refused("kv_dim|[40, 16, 4, 64]", ops.store, rows, rows, cache, None, index, "NHD", kv_dim=2)
+    refused("kv_dim|v_cache None", ops.store, rows, rows, cache, other, index, "NHD", kv_dim=0)
     refused("v and v_cache", ops.store, rows, rows, cache, None, index, "NHD")
     refused("KVPRIM_ERROR_OVERLAP", ops.store, rows, rows, cache, cache, index, "NHD")
     refused("dst|different shapes", ops.transfer, [cache, cache[1:]], [other, other])
@@ -501,6 +528,7 @@ def opchecks(ops, device):
     check(ops.store, (latent, None, mla, None, index, "NHD"), {"cache_dtype": "fp8_ds_mla"})
     check(ops.gather_new, (mla, index, "NHD"), {"cache_dtype": "fp8_ds_mla", "dtype": torch.bfloat16})
     check(ops.store, (rows, None, cache, None, index, layout))
+    check(ops.store, (rows, rows + 1, torch.stack((cache, cache)), None, index, layout), {"kv_dim": 0})
     check(ops.copy, ([cache, rows], [other, rows + 1]))
     pages, request = index[1:7].view(2, 3), torch.zeros(10, dtype=torch.int64, device=device)
     tokens = {"request": request, "position": request}
@@ -516,7 +544,7 @@ def step_of(ops):
         out = torch.empty_like(k)
         ops.gather(out, v_cache, slot, "NHD")
         ops.transfer(offloaded, [k_cache, v_cache], pages[0], pages[1])
-        ops.copy([block[0], block[1]], [offloaded[0][3] + 1, offloaded[1][4]])
+        ops.copy(block, [offloaded[0][3] + 1, offloaded[1][4]])
         ops.slots(position, pages, PAGE, SLOTS, request=request, position=request)
         ops.store(k, v + 1, small[0], small[1], slot, "NHD", cache_dtype="fp8_e4m3", k_scale=scale, v_scale=scale)
         ops.store(k, None, small[2], None, slot, "NHD", cache_dtype="int8_per_token_head", k_scale_cache=scales)
@@ -525,7 +553,7 @@ def step_of(ops):
         ops.gather(out, small[1], slot, "NHD", cache_dtype="fp8_e4m3", scale=scale)
         latent = ops.gather_new(mla, slot, "NHD", cache_dtype="fp8_ds_mla", dtype=torch.bfloat16)
         heads = ops.gather_new(small[2], slot, "NHD", cache_dtype="int8_per_token_head", scale=scales, dtype=k.dtype)
-        return (ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block * 2, latent + 1, heads + out,
+        return (ops.gather_new(k_cache, slot, "NHD") + out, offloaded[1].amax(), block[1] * 2, latent + 1, heads + out,
                 scales.amax() + scale)
     return step
 
@@ -534,7 +562,7 @@ def step_inputs(device, tokens, seed=1):
     torch.manual_seed(seed)
     request, position = torch.randint(3, (tokens,), device=device), torch.randperm(8 * PAGE, device=device)[:tokens]
     return [random_like(tokens, HEADS, DIM, device=device), random_like(tokens, HEADS, DIM, device=device),
-            *caches(device, "NHD"), caches(device, "NHD"), random_like(2, PAGE, HEADS, DIM, device=device),
+            *caches(device, "NHD"), caches(device, "NHD"), [random_like(PAGE, HEADS, DIM, device=device) for _ in "ab"],
             [torch.zeros((PAGES, PAGE, HEADS, DIM), dtype=torch.uint8, device=device) for _ in range(3)],
             torch.rand(1, device=device) + 0.5, scales_like(device, "NHD"),
             torch.zeros((PAGES, PAGE, 656), dtype=torch.uint8, device=device),
@@ -553,6 +581,63 @@ def compiles(ops, device):
         expected, got = step(*theirs), compiled(*ours)
         assert all(map(torch.equal, expected, got)), f"results, {tokens} tokens"
         assert all(map(torch.equal, flat(theirs), flat(ours))), f"what it wrote, {tokens} tokens"
+
+
+def one_pool(ops, device):
+    """K and V of three layers in one tensor, as engines allocate them: compiled, every safe way writes what torch's
+    indexing does and nothing else, and what torch.compile would get wrong is refused."""
+    @torch.library.custom_op(f"kvprim_test::store_{device}", mutates_args=["kv"])
+    def store_inside(k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor, slot: torch.Tensor, dim: int) -> None:
+        ops.store(k, v, *parts(kv, dim), slot, "NHD")
+
+    def parts(kv, dim):
+        return kv.split((DIM, kv.shape[dim] - DIM), dim) if dim < 0 else kv.unbind(dim)
+
+    def step(k, v, layers, k_cache, v_cache, slot, dim, scale):
+        ops.store(k * 2, v + 1, layers[0], None, slot, "NHD", kv_dim=dim, k_scale=scale, v_scale=scale)
+        ops.store(k * 3, None, k_cache, None, slot, "NHD", k_scale=scale)
+        ops.store(v + 2, None, v_cache, None, slot, "NHD", k_scale=scale)
+        store_inside(k.to(v_cache.dtype), v.to(v_cache.dtype), layers[2], slot, dim)
+        return ops.gather_new(v_cache, slot, "NHD", scale=scale, dtype=v.dtype) * 2
+
+    def stores_both(k, v, k_cache, v_cache, slot):
+        ops.store(k * 2, v + 1, k_cache, v_cache, slot, "NHD")
+
+    def slices(k, v, kv, slot, dim):
+        ops.store(k * 2, v + 1, *parts(kv, dim), slot, "NHD")
+
+    scale = torch.full((1,), 0.5, device=device)
+    for dim, shape, dtype, s in ((0, (2, PAGES, PAGE, HEADS, DIM), torch.bfloat16, None),
+                                 (1, (PAGES, 2, PAGE, HEADS, DIM), torch.float8_e4m3fn, scale),
+                                 (-1, (PAGES, PAGE, HEADS, DIM + 32), torch.bfloat16, None)):
+        before, divisor = random_like(3, *shape, device=device).to(dtype), 1 if s is None else s
+        torch.compiler.reset()
+        compiled = torch.compile(step, fullgraph=True)
+        for tokens in (30, 20, 25):  # after the first, torch compiles for any number of tokens
+            slot, k = some_slots(tokens, device), random_like(tokens, HEADS, DIM, device=device)
+            v, keep = k.flip(0)[..., :32 if dim < 0 else DIM].contiguous(), slot >= 0
+            expected = as_bytes(before.clone())
+            for layer, rows in enumerate(((k * 2, v + 1), (k * 3, v + 2), (k, v))):
+                for cache, row in zip(parts(expected[layer].view(dtype), dim), rows):
+                    stored = as_bytes((row if layer == 2 else row / divisor).to(dtype))
+                    as_bytes(cache)[place(slot[keep], "NHD")] = stored[keep]
+            for call in (step, compiled):
+                layers = before.clone()
+                call(k, v, list(layers), *parts(layers[1], dim), slot, dim, s)
+                assert torch.equal(as_bytes(layers), expected), (dim, dtype, tokens, call is step)
+        layers = before.clone().to(k.dtype)
+        for call, arguments in ((stores_both, (*parts(layers[0], dim), slot)), (slices, (layers[0], slot, dim))):
+            refused("k_cache and v_cache|kv_dim", torch.compile(call, fullgraph=True), k, v, *arguments)
+    many, pool = caches(device, "NHD"), random_like(2, PAGES, PAGE, HEADS, DIM, device=device)
+    scales = torch.zeros((2, PAGES, PAGE, HEADS), device=device)
+
+    def quantises(k, k_cache, v_cache, scales, slot):
+        ops.store(k, k, k_cache, v_cache, slot, "NHD", k_scale_cache=scales[0], v_scale_cache=scales[1])
+
+    small = [cache.to(torch.float8_e4m3fn) for cache in many]
+    refused("k_scale_cache and v_scale_cache", torch.compile(quantises, fullgraph=True), k, *small, scales, slot)
+    for call in (ops.transfer, ops.copy):
+        refused("dst and dst", torch.compile(call, fullgraph=True), list(pool), many)
 
 
 def graphs(ops, device):
@@ -623,11 +708,13 @@ def print_host_times(ops):
               for name, side in (("dst_layers", copied), ("src_layers", layers))}
     fp8, scale = [torch.zeros(cache.shape, dtype=torch.float8_e4m3fn, device="cuda") for _ in "kv"], torch.ones(
         1, device="cuda")
+    both = torch.stack(layers[:2])
     latent, mla = random_like(32, 576, device="cuda"), torch.zeros((PAGES, PAGE, 656), dtype=torch.uint8, device="cuda")
     calls = {
         "gather": lambda: ops.gather(rows[0], cache, slot, "NHD"),
         "gather_new": lambda: ops.gather_new(cache, slot, "NHD"),
         "store": lambda: ops.store(rows[0], rows[1], cache, other, slot, "NHD"),
+        "store, K and V in one tensor": lambda: ops.store(rows[0], rows[1], both, None, slot, "NHD", kv_dim=0),
         "transfer, 1 layer": lambda: ops.transfer([other], [cache], ids, slot, "NHD", "NHD"),
         "transfer, 64 layers by pointers": lambda: ops.transfer([other], [cache], ids, slot, "NHD", "NHD", **tables),
         "transfer, 64 layers listed": lambda: ops.transfer(copied, layers, ids, slot, "NHD", "NHD"),
@@ -648,7 +735,7 @@ def print_host_times(ops):
 def run_tests(ops):
     """Returns how many failed."""
     everywhere = (gathers, stores, transfers, copies, scaled_caches, computed_scales, whole_formats, scaled_transfers,
-                  slots_of, refusals, opchecks, compiles)
+                  slots_of, refusals, opchecks, compiles, one_pool)
     passed = failed = skipped = 0
     for device, tests in (("cpu", everywhere), ("cuda", everywhere + (graphs, pinned_temporaries, streams))):
         if device == "cuda" and not torch.cuda.is_available():
