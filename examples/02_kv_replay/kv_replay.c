@@ -64,7 +64,7 @@ enum { EXIT_MISMATCH = 1, EXIT_REFUSED = 2 };
 /* ---- options ----------------------------------------------------------------------------------------------------- */
 
 typedef struct options {
-    uint64_t kv_bytes, page, slots, host_slots, disk_slots, layers, verify, seed, requests, running;
+    uint64_t kv_bytes, page, slots, host_slots, disk_slots, layers, verify, seed, requests, running, recompute_last;
     const char *device;    /* NULL: a GPU if there is one, else the CPU */
     const char *disk_file; /* NULL: in $TMPDIR or /tmp */
     const char *trace;
@@ -90,6 +90,8 @@ static const option_number option_numbers[] = {
     {"--disk-slots", offsetof(options, disk_slots), 0, 0, SLOTS_MAX, "tokens that go to a file after that"},
     {"--layers", offsetof(options, layers), 1, 1, 1024, "layers"},
     {"--running", offsetof(options, running), 1, 1, 1024, "requests that run at the same time; the oldest ends first"},
+    {"--recompute-last", offsetof(options, recompute_last), 0, 0, 1,
+     "1: computes the last token of every prompt, cached or not, as vLLM and SGLang do for its logits"},
     {"--requests", offsetof(options, requests), 0, 0, UINT64_MAX, "replay only the first N; 0: all"},
     {"--verify", offsetof(options, verify), 1, 0, 1, "0: gather the rows but do not compare them"},
     {"--seed", offsetof(options, seed), 1, 0, UINT64_MAX, "seed of the tokens and rows"},
@@ -103,7 +105,7 @@ static void print_help(void)
         "Replays the requests of TRACE (Mooncake JSON lines; -: standard input), then those of --text, against a KV\n"
         "cache.\n\n");
     for (int i = 0; i < OPTION_NUMBERS; i++)
-        printf("  %-12s N     %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
+        printf("  %-16s N %s (%" PRIu64 ")\n", option_numbers[i].name, option_numbers[i].help,
                option_numbers[i].preset);
     printf(
         "  --device D         cpu or cuda: holds the cache and moves its rows (default: cuda if there is a GPU)\n"
@@ -862,7 +864,8 @@ static int admit(replay *r, const prompt *p)
 
     size_t in_tier[KV_RADIX_TIERS];
     const double start = kv_seconds();
-    if (!kv_radix_match(&r->tree, run->tokens, p->tokens, run->pages, in_tier, &run->node))
+    const size_t most = p->tokens - (size_t)r->o.recompute_last;
+    if (!kv_radix_match(&r->tree, run->tokens, most, run->pages, in_tier, &run->node))
         return refuse("out of memory");
     r->t.prefix += kv_seconds() - start;
     kv_radix_lock(run->node);

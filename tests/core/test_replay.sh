@@ -34,9 +34,10 @@ finish() {
 # the cache, in host memory and on disk, and pages dropped, counted page by page from the ids, which name their whole
 # history. A page is known by its last id. `younger` and `older` chain the pages by last use; pages of one request go
 # from last to first. The oldest are on disk, the next in host memory; `first` is the oldest of each tier. 0 slots: no
-# limit.
+# limit. $last: tokens at a prompt's end that are never matched.
+last=0
 oracle() {
-    awk -v P="$2" -v slots="$3" -v host="${4-0}" -v disk="${5-0}" '
+    awk -v last="$last" -v P="$2" -v slots="$3" -v host="${4-0}" -v disk="${5-0}" '
         function number(key, s) { s = $0; sub(".*\"" key "\": *", "", s); return s + 0 }
         function page(i) { return id[int(((i + 1) * P - 1) / 512) + 1] ":" i }
         function leave(k, t) { t = tier[k]; held[t]--; if (first[t] == k) first[t] = held[t] ? younger[k] : "" }
@@ -65,12 +66,15 @@ oracle() {
             tokens += length_ = number("input_length")
             s = $0; sub(/.*"hash_ids": *\[/, "", s); sub(/\].*/, "", s); split(s, id, /, */)
             whole = int(length_ / P)
-            for (hit = 0; hit < whole && (page(hit) in younger); hit++) ;
+            for (hit = 0; hit < int((length_ - last) / P) && (page(hit) in younger); hit++) ;
             matched += hit * P
             for (i = 0; i < hit; i++) { hits[tier[page(i)]] += P; unlink(page(i)) }
             need = int((length_ + P - 1) / P) + held[0] - room[0]
             for (; slots && need > 0; need--) { down(0); evicted++ }
-            for (i = whole - 1; i >= 0; i--) append(page(i))
+            for (i = whole - 1; i >= 0; i--) {
+                if (page(i) in younger) unlink(page(i))
+                append(page(i))
+            }
         }
         END { print NR, tokens, matched, evicted + 0, hits[0] + 0, hits[1] + 0, hits[2] + 0, dropped + 0 }' "$1"
 }
@@ -150,7 +154,7 @@ good() {
     numbers="requests=$6,tokens=$7,tokens matched=$8,pages evicted=$9,mismatches=0,rows rejected=0"
     numbers="$numbers,rows verified=$((2 * $4 * $7)),bytes stored=$((($7 - $8) * $4 * $5))"
     runs "$1" 0 "$numbers,bytes gathered=$(($7 * $4 * $5))" "$trace" --page "$2" --slots "$3" --layers "$4" \
-        --kv-bytes "$5" && silent "$1" || return
+        --kv-bytes "$5" --recompute-last $last && silent "$1" || return
     [ "$3" -eq 0 ] || [ "$9" -gt 0 ] || fail "$1" "nothing was evicted" || return
     ok "$1"
 }
@@ -163,6 +167,11 @@ good "small cache, pages of 1" 1 6144 1 64
 good "small cache, pages of 48, 3 layers, odd rows" 48 7000 3 66
 good "small cache, pages of 1024" 1024 9000 1 256
 good "rows of one byte" 16 8000 1 2
+last=1
+good "the last token is computed, pages of 16" 16 0 1 64
+good "the last token is computed, pages of 1" 1 0 1 64
+good "the last token is computed, small cache, pages of 4" 4 6144 1 64
+last=0
 
 counts "a cache as large as its largest request" mismatches=0,requests=60 "$trace" --slots 6144
 counts "verify off" "rows verified=0,bytes gathered=$((150280 * 256))" "$trace" --verify 0
@@ -185,6 +194,10 @@ head -n 12 prompt.txt >96.txt
 counts "text, twice the same and once a part of it" \
     "requests=3,tokens=2400,tokens matched=$((992 + 400)),mismatches=0" --text prompt.txt --text prompt.txt \
     --text shorter.txt
+for sizes in 1:999 8:992 16:992 1000:0; do # 1,000 tokens, all cached: the last page is computed, if it is a whole one
+    counts "the last token is computed, a text in pages of ${sizes%:*}" "tokens matched=${sizes#*:},mismatches=0" \
+        --text prompt.txt --text prompt.txt --page "${sizes%:*}" --recompute-last 1
+done
 counts "rows wider than a chunk" "tokens matched=96,bytes stored=$((96 * 300002)),mismatches=0,rows verified=384" \
     --text 96.txt --text 96.txt --kv-bytes 300002
 # shellcheck disable=SC2046
@@ -206,7 +219,7 @@ tiers() {
     numbers="$numbers,bytes to host=$((${11} * $2 * bytes)),bytes from host=$((up * bytes))"
     numbers="$numbers,bytes stored=$((($9 - ${10}) * bytes)),bytes gathered=$(($9 * bytes))"
     runs "$1" 0 "$numbers,rows verified=$((2 * $6 * $9))" "$trace" --page "$2" --slots "$3" --host-slots "$4" \
-        --disk-slots "$5" --layers "$6" --kv-bytes "$7" --device cpu && silent "$1" || return
+        --disk-slots "$5" --layers "$6" --kv-bytes "$7" --recompute-last $last --device cpu && silent "$1" || return
     [ $((${12} + up)) -eq "${10}" ] && [ "${15}" -gt 0 ] || fail "$1" "nothing was dropped" || return
     [ "$4" -eq 0 ] || [ "${13}" -gt 0 ] || fail "$1" "nothing was found in host memory" || return
     [ "$5" -eq 0 ] || [ "${14}" -gt 0 ] || fail "$1" "nothing was found on disk" || return
@@ -218,6 +231,9 @@ tiers "host memory and disk" 16 7000 4000 9000 1 64
 tiers "host memory of one page, pages of 48, 3 layers, odd rows" 48 7000 48 9000 3 66
 tiers "pages of 4, rows of one byte, a small disk" 4 6144 7000 700 1 2
 tiers "pages of 1024" 1024 6144 3072 9000 2 256
+last=1
+tiers "the last token is computed, tiers" 4 6144 4000 9000 1 64
+last=0
 # shellcheck disable=SC2046
 set -- $(oracle "$trace" 16 0)
 counts "tiers with room for all match as much as a cache with room for all" "tokens matched=$3,pages dropped=0" \
@@ -273,7 +289,7 @@ killed "a replay that is killed leaves no file"
 helps() {
     runs "$1" 0 '' "$1" || return
     for option in --device --disk-file --host-slots --disk-slots --kv-bytes --page --slots --layers --running \
-        --requests --verify --seed --text --help; do
+        --recompute-last --requests --verify --seed --text --help; do
         grep -q -e "  $option " out || fail "$1" "does not name $option" || return
     done
     ok "$1"
@@ -376,6 +392,7 @@ an empty number|--page is '', not a number|--page=
 negative slots|--slots is '-1', not a number|--slots -1
 odd --kv-bytes|--kv-bytes is 7,|--kv-bytes 7
 a seed of 2^64|--seed is '18446744073709551616', not a number|--seed 18446744073709551616
+--recompute-last 2|--recompute-last is '2', not a number from 0 to 1|--recompute-last 2
 --verify 2|--verify is '2', not a number from 0 to 1|--verify 2
 a host tier smaller than a page|--host-slots 15 holds no page of 16 tokens|--slots 8000 --host-slots 15
 a disk tier smaller than a page|--disk-slots 15 holds no page of 16 tokens|--slots 8000 --disk-slots 15
@@ -433,7 +450,7 @@ damaged() {
 tree() { # NAME
     for arguments in "" "--slots 8000" "--page 1 --slots 6144 --running 5" "--page 48 --slots 12000 --running 7" \
         "--page 512 --running 60" "--running 8 --layers 2 --kv-bytes 66" \
-        "--slots 8000 --host-slots 3000 --disk-slots 9000 --running 5"; do
+        "--slots 8000 --host-slots 3000 --disk-slots 9000 --running 5 --page 4 --recompute-last 1"; do
         # shellcheck disable=SC2086
         runs "$1" 0 device=cpu,mismatches=0 "$trace" --device cpu $arguments || return
     done
