@@ -209,6 +209,23 @@ awk 'BEGIN { for (i = 0; i < 5000; i++)
     printf "{\"timestamp\": 0, \"input_length\": 1, \"output_length\": 0, \"hash_ids\": [%d]}\n", i }' >unlike
 counts "blocks that are not alike do not begin alike" "requests=5000,tokens matched=0" unlike --page 1
 
+# Requests as long as in the trace that README names: the 7th has 23,141 tokens, the longest 126,195.
+readme_line() {
+    arguments=$(sed -n "s/.*\`make run TRACE=[^ ]* ARGS='\([^']*\)'\`.*/\1/p" "$root/README.md")
+    [ -n "$arguments" ] || fail "$1" "README.md has no \`make run TRACE=... ARGS='...'\`" || return
+    awk 'BEGIN {
+        requests = split("6758 7322 7236 2290 6760 4834 23141 26888 126195 9996 126195", tokens)
+        for (r = 1; r <= requests; r++) {
+            printf "{\"timestamp\": 0, \"input_length\": %d, \"output_length\": 1, \"hash_ids\": [0", tokens[r]
+            for (block = 1; block * 512 < tokens[r]; block++) printf ", %d", tokens[r] * 1000 + block
+            print "]}"
+        }
+    }' >long
+    # shellcheck disable=SC2086
+    counts "$1" "requests=11,tokens=347615,tokens matched=$((9 * 512 + 126192)),mismatches=0" long $arguments
+}
+readme_line "README's command on requests as long as in its trace"
+
 # tiers NAME PAGE SLOTS HOST-SLOTS DISK-SLOTS LAYERS KV-BYTES: what is found in each tier, and the bytes it makes.
 tiers() {
     # shellcheck disable=SC2046
