@@ -832,10 +832,11 @@ void implement(torch::Library &m)
 }
 } // namespace
 
-/* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. Two limits of Inductor (torch
-   2.11): functional operators must write nothing else; and if one operator writes several views of a tensor, as kv[0]
-   and kv[1], Inductor may lose what is written to all but the first, without an error. So the fake functions in
-   12_torch_ops.py refuse operators that write two tensors of one storage. Safe with K and V in one tensor:
+/* (a!) marks what an operator writes: torch.compile keeps its reads and writes in order. Limits of Inductor (torch
+   2.11): functional operators must write nothing else; if one operator writes several views of a tensor, as kv[0] and
+   kv[1], Inductor may lose what is written to all but the first; and it may write a view whose offset depends on
+   dynamic sizes at offset 0. Neither is an error there, so the fake functions in 12_torch_ops.py refuse both: keep the
+   sizes of caches static, as torch.compile does unless told otherwise. Safe with K and V in one tensor:
        - store with kv_dim, which takes the tensor whole, in one launch
        - a store of K, with v None, and one of V as if it were K
        - an operator of your own (torch.library.custom_op) that mutates the whole tensor and calls store on its parts;

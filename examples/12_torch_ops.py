@@ -39,7 +39,7 @@ WHOLE_FORMATS = {"fp8_ds_mla": (512, 64), "fp8_ds_mla_sglang": (512, 64), "fp8_d
 
 
 def fake_of(operator):
-    """The fake function of an operator that returns nothing. It refuses to write two tensors of one storage."""
+    """The fake function of an operator that returns nothing. Refuses writes that torch.compile sends elsewhere."""
     parameters = operator._schema.arguments
     written = [p.name for p in parameters if p.alias_info is not None and p.alias_info.is_write]
 
@@ -48,6 +48,10 @@ def fake_of(operator):
         for name in written:
             value = given.get(name)
             for tensor in value if isinstance(value, (list, tuple)) else [] if value is None else [value]:
+                if isinstance(tensor.storage_offset(), torch.SymInt):
+                    raise RuntimeError(
+                        f"{operator} writes {name}, a view that begins where dynamic sizes say: torch.compile may "
+                        "write elsewhere. Keep these sizes static, or write the whole tensor")
                 other = seen.setdefault(tensor.untyped_storage()._cdata, (name, tensor))
                 if other[1] is not tensor:
                     raise RuntimeError(
@@ -606,6 +610,9 @@ def one_pool(ops, device):
     def slices(k, v, kv, slot, dim):
         ops.store(k * 2, v + 1, *parts(kv, dim), slot, "NHD")
 
+    def layer_1(k, v, kvs, slot, dim):
+        ops.store(k * 2, v + 1, kvs[1], None, slot, "NHD", kv_dim=dim)
+
     scale = torch.full((1,), 0.5, device=device)
     for dim, shape, dtype, s in ((0, (2, PAGES, PAGE, HEADS, DIM), torch.bfloat16, None),
                                  (1, (PAGES, 2, PAGE, HEADS, DIM), torch.float8_e4m3fn, scale),
@@ -628,6 +635,8 @@ def one_pool(ops, device):
         layers = before.clone().to(k.dtype)
         for call, arguments in ((stores_both, (*parts(layers[0], dim), slot)), (slices, (layers[0], slot, dim))):
             refused("k_cache and v_cache|kv_dim", torch.compile(call, fullgraph=True), k, v, *arguments)
+        torch.compiler.reset()
+        refused("k_cache|dynamic sizes", torch.compile(layer_1, fullgraph=True, dynamic=True), k, v, before, slot, dim)
     many, pool = caches(device, "NHD"), random_like(2, PAGES, PAGE, HEADS, DIM, device=device)
     scales = torch.zeros((2, PAGES, PAGE, HEADS), device=device)
 
