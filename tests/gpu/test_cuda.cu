@@ -18,6 +18,7 @@
 #include "test_copies.h"
 #include "test_meta.h"
 #include "test_convert.h"
+#include "test_choice.h"
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <chrono>
@@ -144,6 +145,10 @@ static void after(arena *a, bool)
     CUDA(cudaMemcpy(contents.data(), a->source, contents.size(), cudaMemcpyDefault));
     if (contents != source_contents)
         fail("%s: the memory of the source has changed", current);
+}
+
+static void check_launches(const char *)
+{
 }
 
 static void to_device(size_t bytes)
@@ -426,7 +431,7 @@ static void transfers_between(memory_kind dst, memory_kind src)
     memory.device = open_memory(dst, bytes);
     memory.source = open_memory(src, bytes);
     for (main_launch.max_sms = 0; main_launch.max_sms <= 8; main_launch.max_sms += 8)
-        small_transfers(&memory), long_transfers(&memory), convert_transfers(&memory);
+        small_transfers(&memory), long_transfers(&memory), transfer_lines(&memory), convert_transfers(&memory);
     main_launch.max_sms = 0;
     close_memory(src, memory.source);
     close_memory(dst, memory.device);
@@ -2026,6 +2031,7 @@ static void test_convert()
 {
     static const int64_t row_counts[] = {1, 33, 1000, 9000, 100000};
     convert_counts(&memory, row_counts, quick ? 4 : 5);
+    convert_choices(&memory);
     with_options({0, 1, 8}, convert_several);
 #ifndef KVPRIM_DEBUG
     convert_claimed(&memory);

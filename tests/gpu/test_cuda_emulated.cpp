@@ -19,6 +19,7 @@
 #include "test_copies.h"
 #include "test_meta.h"
 #include "test_convert.h"
+#include "test_choice.h"
 #if !defined(_WIN32)
 #include <sys/mman.h>
 #endif
@@ -54,15 +55,56 @@ static unsigned enqueued_so_far()
     return kvprim_emulate_launches + kvprim_emulate_copies;
 }
 
+/* What the last call launched, a letter for each launch. */
+static std::string letters;
+
+static void check_launches(const char *wanted)
+{
+    if (letters != wanted)
+        fail("%s: launches %s, not %s", current, letters.c_str(), wanted);
+}
+
+static void kvprim_emulate_note(const kvpc_convert &p)
+{
+    letters += p.route[1].unit ? 'H' : 'C';
+}
+
+static void kvprim_emulate_note(const kvpc_convert_tiles &)
+{
+    letters += 'T';
+}
+
+template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_conversion<bytes> &)
+{
+    letters += 'G';
+}
+
+template <uint32_t most_tasks> static void kvprim_emulate_note(const kvpc_batch<most_tasks> &)
+{
+    letters += 'B';
+}
+
+template <uint32_t bytes> static void kvprim_emulate_note(const kvpc_listed<bytes> &)
+{
+    letters += 'L';
+}
+
+static void kvprim_emulate_note(const kvpc_lines &)
+{
+    letters += 'R';
+}
+
 /* The launch bounds of the kernels of plain rows. */
 static void kvprim_emulate_note(const kvpc_plain &p)
 {
+    letters += 'P';
     if (p.block_rows * p.row_threads > kvpc_most_threads)
         fail("%s: %u rows x %u threads in a block", current, p.block_rows, p.row_threads);
 }
 
 static void before(arena *a)
 {
+    letters.clear();
     enqueued_before = enqueued_so_far();
     launches_before = kvprim_emulate_launches;
     kvprim_emulate_last_first = !kvprim_emulate_last_first; /* the order must not matter */
@@ -252,6 +294,7 @@ static void test_link()
     kvprim_emulate_link = true;
     link_choices();
     link_runs();
+    transfer_lines(&memory);
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
     const unsigned copies = kvprim_emulate_copies;
@@ -1542,6 +1585,7 @@ int main(int argc, char **argv)
     run("emulated: conversions, heads apart", in_memory<convert_heads_apart>);
     run("emulated: conversions, edges of rows", in_memory<convert_edges>);
     run("emulated: conversions, counts", test_convert_counts);
+    run("emulated: conversions, which kernel", in_memory<convert_choices>);
     run("emulated: conversions, max_sms, pdl, link", test_convert_options);
 #if !defined(_WIN32)
     run("emulated: past 4 GiB and 2^31", test_large_table);
