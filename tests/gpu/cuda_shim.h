@@ -79,6 +79,8 @@ static bool kvprim_emulate_last_only;                   /* run only the last blo
 static bool kvprim_emulate_last_first;                  /* run blocks, and the threads in them, from last to first */
 static unsigned kvprim_emulate_launches;                /* so far */
 static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
+[[maybe_unused]] static void (*kvprim_emulate_last)();  /* the last of them */
+[[maybe_unused]] static bool kvprim_emulate_idle;       /* launches are noted, and run nothing */
 [[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
@@ -168,6 +170,9 @@ static void kvprim_emulate_launch(Kernel *kernel, dim3 grid, unsigned threads, c
     gridDim = grid;
     blockDim = dim3(threads, 1, 1);
     kvprim_emulate_launches++;
+    kvprim_emulate_last = reinterpret_cast<void (*)()>(kernel);
+    if (kvprim_emulate_idle)
+        return;
     kvprim_emulate_kernels.insert(reinterpret_cast<void (*)()>(kernel));
     for (uint64_t i = kvprim_emulate_last_only ? blocks - 1 : 0; i < blocks; i++) {
         const uint64_t block = kvprim_emulate_last_first && !kvprim_emulate_last_only ? blocks - 1 - i : i;

@@ -224,6 +224,8 @@ static const choice_case plain_choices[] = {
     {"gather, tiles", "C", [](choice &c) { with_gather(c); }},
     {"gather, one scale", "C", [](choice &c) { with_gather(c), with_scale(c, KVPRIM_SCALE_TENSOR); }},
     {"no side is quantised", "G", [](choice &c) { with_scale(c, no_scale), c.k.f.dtype = KVPRIM_F16; }},
+    {"8,192 bytes, one scale", "C", [](choice &c) { with_elements(c, 4096, 0), with_scale(c, KVPRIM_SCALE_TENSOR); }},
+    {"gather of a tile of 8,192 bytes", "C", [](choice &c) { with_gather(c), with_elements(c, 4096, 4096); }},
     {"K is empty", "T", [](choice &c) { c.moves = 2, c.v.own_index = true, c.k.count = 0; }},
     {"rows 16 bytes further", "T", [](choice &c) { c.k.large_pad = 16; }},
     {"rows 8 bytes further", "G", [](choice &c) { c.k.large_pad = 8; }},
@@ -293,6 +295,7 @@ static const choice_case pair_choices[] = {
     {"V is copied from pages", "TB", [](choice &c) { with_bytes(c, 1024), c.v.large_page_rows = 8; }},
     {"V is copied from 8 bytes on", "TP", [](choice &c) { with_bytes(c, 1024), c.v.large_align = 8; }},
     {"V is copied, 1,032 bytes", "TP", [](choice &c) { with_bytes(c, 1032); }},
+    {"V is copied, 1,032 of 1,040 bytes", "TP", [](choice &c) { with_bytes(c, 1032), c.v.pad = c.v.large_pad = 8; }},
     {"V is copied, 3,072 bytes with K", "T", [](choice &c) { with_bytes(c, 2560); }},
     {"V is copied, 3,088 bytes with K", "TP", [](choice &c) { with_bytes(c, 2576); }},
     {"only K is plain", "TG", [](choice &c) { with_v(c), c.v.large_pad = 8; }},
@@ -320,6 +323,13 @@ static const choice_case pair_choices[] = {
          with_v(c), with_scale(c, KVPRIM_SCALE_HEAD);
          c.v.f.scale = KVPRIM_SCALE_TENSOR, c.v.f.tile = 0;
      }},
+    {"K has one scale, V has those of heads", "CC",
+     [](choice &c) {
+         with_v(c), with_scale(c, KVPRIM_SCALE_HEAD);
+         c.k.f.scale = KVPRIM_SCALE_TENSOR, c.k.f.tile = 0;
+     }},
+    {"unlike types of powers of two", "TT",
+     [](choice &c) { with_v(c), c.k.f.scale_power_of_two = 1, c.v.f.scale_dtype = KVPRIM_F8E8M0; }},
     {"unlike tiles", "TT", [](choice &c) { with_v(c), c.v.f.tile = 32; }},
     {"unlike scales of heads", "CC", [](choice &c) { with_v(c), with_scale(c, KVPRIM_SCALE_HEAD), c.v.f.tile = 32; }},
     {"unlike types of scales", "TT", [](choice &c) { with_v(c), c.v.f.scale_dtype = KVPRIM_F8E8M0; }},

@@ -599,6 +599,204 @@ static void test_plain_limits()
     }
 }
 
+/* ---- limits that no memory reaches: nothing is moved, and only launches count ---- */
+
+struct limit_call {
+    kvprim_transfer_desc d; /* from or to an index of any side */
+    kvprim_format dst, src;
+    bool link, store; /* store: not a transfer but a store by dst_index, without layers */
+    void *arrays[2][500];
+};
+
+struct limit_case {
+    const char *name, *launches;
+    void (*last)(); /* NULL: any kernel */
+    void (*change)(limit_call &);
+};
+
+template <class Kernel> static void (*kernel_of(Kernel *kernel))()
+{
+    return reinterpret_cast<void (*)()>(kernel);
+}
+
+static const int64_t two_31 = int64_t(1) << 31;
+
+/* A store of tiles of 64 elements, in rows of 128. */
+static void limit_tiles(limit_call &c)
+{
+    c.store = true;
+    c.dst = format_of(KVPRIM_F8E4M3), c.src = format_of(KVPRIM_BF16);
+    c.dst.scale = KVPRIM_SCALE_TILE, c.dst.tile = 64, c.dst.scales = reinterpret_cast<void *>(uintptr_t(1) << 47);
+    c.d.dst.format = &c.dst, c.d.src.format = &c.src;
+    c.d.row_bytes = 256, c.d.dst.stride = 128, c.d.src.stride = 256;
+}
+
+/* Layers far apart, of one side in pairs of which the rows follow each other. */
+static void limit_arrays(limit_call &c, int32_t layers)
+{
+    for (int32_t l = 0; l < layers; l++)
+        for (int k = 0; k < 2; k++)
+            c.arrays[k][l] = reinterpret_cast<void *>((uintptr_t(1) << (45 + k)) +
+                                                      (k ? uintptr_t(l / 2) << 30 : uintptr_t(l) << 30) +
+                                                      (k ? uintptr_t(l % 2) * 48 : 0));
+    c.d.dst_layers = c.arrays[0], c.d.src_layers = c.arrays[1];
+}
+
+/* Runs of two layers on one side, of more layers than fit, or as many as do. */
+static void limit_lines(limit_call &c, int32_t layers)
+{
+    c.link = true;
+    c.d.row_bytes = 48, c.d.count = 4000, c.d.layers = layers;
+    c.d.dst.stride = 48, c.d.src.stride = 96;
+    limit_arrays(c, layers);
+}
+
+/* Rows that the host names, of a table of more than 2^31. */
+static void limit_list(limit_call &c, int64_t count)
+{
+    static int64_t index[9000];
+    c.d.src.rows = two_31 + 1000;
+    c.d.src_index = index, c.d.index_type = KVPRIM_I64, c.d.host_index = 1, c.d.count = c.d.dst.rows = count;
+}
+
+/* The same of conversions, on both sides, of few rows or many. `layers`: as many arrays of each side. */
+static void limit_lists(limit_call &c, int64_t count, int64_t rows, int32_t layers)
+{
+    limit_tiles(c), limit_list(c, count);
+    c.store = false, c.d.dst.rows = c.d.src.rows = rows, c.d.layers = layers;
+    if (layers > 1) {
+        limit_arrays(c, layers);
+        c.d.dst.stride = 128, c.d.src.stride = 256;
+    }
+}
+
+static void limit_layers(limit_call &c, int64_t count)
+{
+    c.d.row_bytes = 16, c.d.layers = 64, c.d.count = c.d.dst.rows = count, c.d.src_device_layers = c.arrays[0];
+}
+
+/* What a launch holds beside its other parameters. */
+static const int64_t few_words = kvpc_listed<kvpc_few_params>::room - kvpc_first_word;
+static const int64_t few_converted = kvpc_listed<kvpc_few_change>::room - kvpc_first_word;
+static const int64_t most_converted = kvpc_listed<kvpc_most_change>::room - kvpc_first_word;
+
+static const auto narrow_rows = kernel_of(kvpc_move_kernel<8, 2, 1>);
+static const auto any_rows = kernel_of(kvpc_move_bytes_kernel<32, uint64_t, 1>);
+static const auto many_rows = kernel_of(kvpc_listed_many_kernel<kvpc_listed<kvpc_few_params>>);
+typedef kvpc_conversion<kvpc_few_change> wide_params;
+static const auto wide_numbers = kernel_of(kvpc_convert_kernel<wide_params, uint64_t, kvpc_convert_wide_threads>);
+
+static const limit_case limit_cases[] = {
+    {"2^31 rows", "B", narrow_rows, [](limit_call &c) { c.d.src.rows = two_31; }},
+    {"more rows", "B", any_rows, [](limit_call &c) { c.d.src.rows = two_31 + 1; }},
+    {"2^31 rows to", "B", narrow_rows, [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31; }},
+    {"more rows to", "B", any_rows, [](limit_call &c) { c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31 + 1; }},
+    {"2^30 chunks", "B", narrow_rows, [](limit_call &c) { c.d.layers = 64, c.d.count = c.d.dst.rows = two_31 / 128; }},
+    {"2^31 chunks", "B", any_rows, [](limit_call &c) { c.d.layers = 64, c.d.count = c.d.dst.rows = two_31 / 64; }},
+    {"count 2^31", "B", any_rows, [](limit_call &c) { c.d.count = c.d.dst.rows = two_31; }},
+    {"a list of more rows", "L", many_rows, [](limit_call &c) { limit_list(c, few_words / 2); }},
+    {"a list of more rows, of two launches", "LL", many_rows, [](limit_call &c) { limit_list(c, few_words / 2 + 1); }},
+    {"a list of fewer", "L", nullptr, [](limit_call &c) { limit_list(c, 4000), c.d.src.rows = two_31 - 1; }},
+    {"a list of rows of less than 1 GB", "L", nullptr,
+     [](limit_call &c) {
+         limit_list(c, 1);
+         c.d.row_bytes = c.d.src.stride = c.d.dst.stride = two_31 / 2 - 16, c.d.src.rows = 9, c.d.count = 1;
+     }},
+    {"a list of rows of 1 GB", "L", many_rows,
+     [](limit_call &c) {
+         limit_list(c, 1);
+         c.d.row_bytes = c.d.src.stride = c.d.dst.stride = two_31 / 2, c.d.src.rows = 9, c.d.count = 1;
+     }},
+    {"fewer than 2^31 chunks of layers", "L", nullptr, [](limit_call &c) { limit_layers(c, two_31 / 64 - 1); }},
+    {"2^31 chunks of layers", "L", many_rows, [](limit_call &c) { limit_layers(c, two_31 / 64); }},
+    {"scales of tiles less than 4 GiB apart", "T", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.dst.scale_stride = 8, c.dst.scale_tile_stride = 2 * two_31 - 4; }},
+    {"scales of tiles 4 GiB apart", "G", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.dst.scale_stride = 8, c.dst.scale_tile_stride = 2 * two_31; }},
+    {"scales of rows less than 4 GiB apart", "T", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.dst.scale_stride = 2 * two_31 - 4; }},
+    {"scales of rows 4 GiB apart", "G", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.dst.scale_stride = 2 * two_31; }},
+    {"scales of pages less than 4 GiB apart", "T", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.d.dst.page_rows = 4, c.dst.scale_page_stride = 2 * two_31 + 28; }},
+    {"scales of pages 4 GiB apart", "G", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.d.dst.page_rows = 4, c.dst.scale_page_stride = 2 * two_31 + 32; }},
+    {"scales of rows in pages less than 2 GiB apart", "T", nullptr,
+     [](limit_call &c) {
+         limit_tiles(c), c.d.dst.page_rows = 1, c.d.dst.page_stride = 256, c.dst.scale_stride = two_31 - 4;
+     }},
+    {"conversions of fewer than 2^31 rows", "G", nullptr,
+     [](limit_call &c) { limit_tiles(c), c.store = false, c.d.dst.rows = two_31 - 1; }},
+    {"conversions of 2^31 rows", "G", wide_numbers,
+     [](limit_call &c) { limit_tiles(c), c.store = false, c.d.dst.rows = two_31; }},
+    {"conversions of layers, 2^31 parts", "G", wide_numbers,
+     [](limit_call &c) {
+         limit_tiles(c), c.store = false, c.d.layers = 16, c.d.count = c.d.src.rows = two_31 / 16 / 65 + 1;
+     }},
+    {"conversions of layers, fewer parts", "G", nullptr,
+     [](limit_call &c) {
+         limit_tiles(c), c.store = false, c.d.layers = 16, c.d.count = c.d.src.rows = two_31 / 16 / 65 - 1;
+     }},
+    {"converted lists", "G", nullptr, [](limit_call &c) { limit_lists(c, most_converted / 2, 9000, 1); }},
+    {"converted lists of two launches", "GG", nullptr,
+     [](limit_call &c) { limit_lists(c, most_converted / 2 + 1, 9000, 1); }},
+    {"converted lists of many rows", "G", wide_numbers,
+     [](limit_call &c) { limit_lists(c, few_converted / 4, two_31, 1); }},
+    {"converted lists of many rows, of two launches", "GG", wide_numbers,
+     [](limit_call &c) { limit_lists(c, few_converted / 4 + 1, two_31, 1); }},
+    {"converted lists beside layers", "G", nullptr,
+     [](limit_call &c) { limit_lists(c, (most_converted - 400) / 2, 9000, 100); }},
+    {"converted lists beside layers, of two launches", "GG", nullptr,
+     [](limit_call &c) { limit_lists(c, (most_converted - 400) / 2 + 1, 9000, 100); }},
+    {"converted lists of many rows beside layers, of two launches", "GG", wide_numbers,
+     [](limit_call &c) { limit_lists(c, 2, two_31, int32_t(few_converted / 8 + 1)); }},
+    {"converted layers", "G", nullptr,
+     [](limit_call &c) { limit_lists(c, 4, 9000, int32_t(few_converted / 4)), c.d.host_index = 0; }},
+    {"converted layers of two launches", "GG", nullptr,
+     [](limit_call &c) { limit_lists(c, 4, 9000, int32_t(few_converted / 4) + 1), c.d.host_index = 0; }},
+    {"runs of 400 layers", "R", nullptr, [](limit_call &c) { limit_lines(c, 400); }},
+    {"runs of 401 layers", "BB", nullptr, [](limit_call &c) { limit_lines(c, 401); }},
+    {"runs of 2^31 rows", "R", nullptr, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31; }},
+    {"runs of more rows", "B", any_rows, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31 + 1; }},
+};
+
+static void one_limit(const limit_case *which)
+{
+    static limit_call c;
+    c = limit_call{};
+    kvprim_transfer_desc &d = c.d;
+    d.dst = table_of(reinterpret_cast<void *>(uintptr_t(1) << 44), 4000, 32);
+    d.src = table_of(reinterpret_cast<void *>(uintptr_t(1) << 45), 4000, 32);
+    d.row_bytes = 32, d.count = 4;
+    d.src_index = reinterpret_cast<void *>(uintptr_t(1) << 43), d.index_type = KVPRIM_I32;
+    which->change(c);
+    if (d.dst_layers || d.src_device_layers)
+        d.src.data = nullptr;
+    if (d.dst_layers)
+        d.dst.data = nullptr;
+    if (c.dst.dtype)
+        d.dst_index = d.src_index;
+    snprintf(current, sizeof current, "%s", which->name);
+    const kvprim_store_desc store = store_of(d.dst, d.src, d.row_bytes, d.dst_index, KVPRIM_I32, d.count, nullptr);
+    letters.clear();
+    kvprim_emulate_idle = true, kvprim_emulate_link = c.link;
+    const kvprim_status status = c.store ? kvprim_cuda_store(&store, nullptr) : kvprim_cuda_transfer(&d, nullptr);
+    kvprim_emulate_idle = kvprim_emulate_link = false;
+    if (status != KVPRIM_OK)
+        fail("%s: %s", current, kvprim_last_error());
+    check_launches(which->launches);
+    const bool is_wide =
+        kvprim_emulate_last == any_rows || kvprim_emulate_last == many_rows || kvprim_emulate_last == wide_numbers;
+    if (which->last ? kvprim_emulate_last != which->last : is_wide)
+        fail("%s: another kernel", current);
+}
+
+static void test_limits()
+{
+    for (const limit_case &c : limit_cases)
+        one_limit(&c);
+}
+
 /* The tests before this one launch every kernel of plain rows, and those of pieces. */
 static void test_all_kernels()
 {
@@ -1526,6 +1724,7 @@ int main(int argc, char **argv)
     run("emulated: each kernel of plain rows", in_memory<kernel_matrix>);
     run("emulated: dependent launches", test_dependent_launches);
     run("emulated: limits of plain rows", test_plain_limits);
+    run("emulated: limits that no memory reaches", test_limits);
     run("emulated: divisors", test_divisors);
     run("emulated: vocabulary shard, padding alone", in_memory<uses>);
     run("emulated: bad descriptors", in_memory<bad_descriptors>);
