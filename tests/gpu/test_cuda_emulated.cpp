@@ -1007,7 +1007,50 @@ static void test_unpack_counts()
 {
     static const size_t counts[] = {243, 244, 1023, 2100};
     large_batches(&memory, counts, sizeof counts / sizeof *counts);
+    uneven_batches(&memory);
     last_fragments(&memory);
+}
+
+/* Whether a list's memory lies apart from itself and from the fragments, as KVPRIM_DEBUG has no use for it. */
+static void test_surveys()
+{
+    const uint64_t src = uint64_t(1) << 40, dst = uint64_t(1) << 41, bytes = 64;
+    const kvprim_fragment f[3] = {{0, 0, 16}, {16, 32, 16}, {32, 16, 16}};
+    const uint64_t at = reinterpret_cast<uintptr_t>(f), end = at + sizeof f;
+    const struct {
+        uint64_t src, dst;
+        bool apart;
+    } cases[] = {{src, dst, true},
+                 {dst, src, true},
+                 {src, src + bytes, true},
+                 {src + bytes, src, true},
+                 {src, src + bytes - 1, false},
+                 {src + bytes - 1, src, false},
+                 {src, end, true},
+                 {src, end - 1, false},
+                 {src, at - bytes, true},
+                 {src, at - bytes + 1, false},
+                 {at, dst, true}};
+    for (const auto &c : cases) {
+        kvpc_unpack_job job = {};
+        job.list = kvpc_list{reinterpret_cast<const kvpc_fragment *>(f), 3, c.src, bytes, c.dst, bytes, false};
+        kvpc_survey(&job, false);
+        if (!job.fit || job.apart != c.apart)
+            fail("case %d: fit %d, apart %d", static_cast<int>(&c - cases), job.fit, job.apart);
+    }
+    /* of a copy, what the bits of all addresses leave room for: 128 bytes here */
+    for (const uint64_t distance : {0x40, 0x7f, 0x80, 0xff, 0x100})
+        for (const bool behind : {false, true}) {
+            kvprim_copy_item items[2];
+            for (uint64_t i = 0; i < 2; i++)
+                items[i] = {reinterpret_cast<void *>(dst + (behind ? distance : 0) + 64 * i),
+                            reinterpret_cast<void *>(dst + (behind ? 0 : distance) + 64 * i), 64};
+            const kvprim_copy_desc d = {items, 2, 0};
+            kvpc_unpack_job job = {};
+            job.list = kvpc_list_of(&d);
+            kvpc_survey(&job, false);
+            CHECK(job.fit && (!job.apart || distance >= 0x80) && (job.apart || distance < 0x100));
+        }
 }
 
 static void test_unpack_launches()
@@ -1142,10 +1185,11 @@ static void test_full_launches()
 }
 
 /* Long fragments are cut, and what is handed out follows on without a gap. No memory is touched. */
-static void test_long_fragments()
+static void long_fragments(uint64_t first)
 {
     const uint64_t large = uint64_t(5) << 30;
-    const kvprim_fragment f[] = {{7, 9, large + 3}, {large + 10, large + 12, 10}, {0, 0, 0}, {2 * large, 3 * large, 1}};
+    const kvprim_fragment f[] = {
+        {first, 9, large + 3}, {large + 3 + first, large + 12, 10}, {0, 0, 0}, {2 * large, 3 * large, 1}};
     kvprim_unpack_desc d = {};
     kvpc_unpack_job job = {};
     d.fragments = f, d.count = 4;
@@ -1157,10 +1201,16 @@ static void test_long_fragments()
         for (uint64_t i = 0; i < count; i++, pieces++) {
             CHECK(one[i].bytes > 0 && one[i].bytes <= kvpc_most_bytes);
             if (at < large + 13)
-                CHECK(one[i].src_offset == at + 7 && one[i].dst_offset == at + 9);
+                CHECK(one[i].src_offset == at + first && one[i].dst_offset == at + 9);
             at += one[i].bytes;
         }
     CHECK(at == large + 14 && pieces == job.left);
+}
+
+static void test_long_fragments()
+{
+    long_fragments(7);
+    long_fragments(0); /* of a copy, this would be zeros */
 }
 
 /* From 16 MB on CUDA copies what joins to one fragment, unless max_sms limits it. If CUDA refuses, a kernel does. */
@@ -1246,10 +1296,29 @@ static void zeros_beside_copy(uint64_t large)
     CHECK(sum == large + 10);
 }
 
+/* The same with the copy cut, and zeros behind it. */
+static void copy_beside_zeros()
+{
+    const uint64_t large = uint64_t(5) << 30, at = uint64_t(1) << 40, from = uint64_t(1) << 41;
+    const copy_items items = {{reinterpret_cast<char *>(from), reinterpret_cast<char *>(at), large},
+                              {nullptr, reinterpret_cast<char *>(at + large), 10}};
+    const kvprim_copy_desc d = {items.data(), items.size(), 0};
+    kvpc_unpack_job job = {};
+    job.list = kvpc_list_of(&d);
+    kvpc_survey(&job, false);
+    kvpc_survey(&job, true);
+    uint64_t sum = 0, count = 2;
+    for (const kvpc_fragment *one = kvpc_take(&job, &count); count > 0; count = 2, one = kvpc_take(&job, &count))
+        for (uint64_t i = 0; i < count; sum += one[i++].bytes)
+            CHECK(one[i].src_offset == (sum < large ? from + sum : 0) && one[i].dst_offset == at + sum);
+    CHECK(job.zeros && sum == large + 10);
+}
+
 static void test_zeros_beside_copies()
 {
     zeros_beside_copy(uint64_t(5) << 30);
     zeros_beside_copy(1 << 26);
+    copy_beside_zeros();
 }
 
 static void test_copies()
@@ -1749,6 +1818,7 @@ int main(int argc, char **argv)
     run("emulated: unpack, sizes x kinds x orders", test_unpack);
     run("emulated: unpack, lengths x alignments", test_unpack_lengths);
     run("emulated: unpack, counts", test_unpack_counts);
+    run("emulated: unpack, what the survey finds", test_surveys);
     run("emulated: unpack, numbers of launches", test_unpack_launches);
     run("emulated: unpack, max_sms, pdl", test_unpack_options);
     run("emulated: unpack, bad descriptors", in_memory<bad_unpacks>);
