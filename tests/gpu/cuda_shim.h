@@ -80,7 +80,8 @@ static bool kvprim_emulate_last_first;                  /* run blocks, and the t
 static unsigned kvprim_emulate_launches;                /* so far */
 static std::set<void (*)()> kvprim_emulate_kernels;     /* launched so far */
 [[maybe_unused]] static void (*kvprim_emulate_last)();  /* the last of them */
-[[maybe_unused]] static bool kvprim_emulate_idle;       /* launches are noted, and run nothing */
+[[maybe_unused]] static bool kvprim_emulate_idle;       /* launches and copies are noted, and do nothing */
+[[maybe_unused]] static bool kvprim_emulate_fails;      /* launches fail */
 [[maybe_unused]] static unsigned kvprim_emulate_copies; /* by CUDA itself, so far */
 static bool kvprim_emulate_dependent;                   /* the launch is a dependent one */
 static unsigned kvprim_emulate_waits;                   /* threads that waited for the kernel before, so far */
@@ -317,7 +318,7 @@ static bool kvpc_copy_rows(const Call *, void *dst, int64_t dst_stride, const vo
     if (kvprim_emulate_refuse)
         return false;
     gridDim = dim3(1);
-    for (int64_t r = 0; r < rows; r++)
+    for (int64_t r = 0; r < rows && !kvprim_emulate_idle; r++)
         memcpy(static_cast<char *>(dst) + r * dst_stride, static_cast<const char *>(src) + r * src_stride,
                static_cast<size_t>(row_bytes));
     kvprim_emulate_copies++;
@@ -337,6 +338,8 @@ template <class Call, class Params>
 static kvprim_status kvpc_start(const Call *call, void (*kernel)(const Params &), dim3 blocks, uint32_t threads,
                                 const Params &params)
 {
+    if (kvprim_emulate_fails)
+        return KVPRIM_ERROR_CUDA;
     kvprim_emulate_dependent = call->launch.pdl != 0;
     kvprim_emulate_launch(kernel, blocks, threads, params);
     kvprim_emulate_dependent = false;

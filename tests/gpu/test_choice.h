@@ -391,6 +391,14 @@ static void with_behind(choice &c, int64_t pad)
     c.v.behind = 1024, c.k.pad = pad;
 }
 
+/* Rows of bytes in pages, which do not fill whole sectors of memory. */
+static void with_pages(choice &c)
+{
+    with_many(c, 2049);
+    for (choice_move *const m : {&c.k, &c.v})
+        m->bytes = 528, m->page_rows = 16, m->page_gap = m->large_pad = 16;
+}
+
 static const choice_case edge_choices[] = {
     {"heads apart", "T", [](choice &c) { with_edges(c), c.k.heads = 2, c.k.head_gap = 1040; }},
     {"V's scales are shorter", "T",
@@ -401,11 +409,16 @@ static const choice_case edge_choices[] = {
          c.k.inside = c.v.inside = true, c.k.f.scale_tile_stride = 400, c.v.f.scale_tile_stride = 8;
          c.k.pad = c.v.pad = 12;
      }},
+    {"only K's scales follow its rows", "T",
+     [](choice &c) { with_edges(c), with_many(c, 129), with_v(c), c.k.inside = true, c.k.pad = 8; }},
     {"V behind K", "T", [](choice &c) { with_behind(c, 80), c.v.pad = 1040; }},
     {"V behind K, twice as far apart", "T",
      [](choice &c) { with_behind(c, 80), c.v.pad = 2144, c.k.tail = 513 * 1104; }},
     {"V behind K, in pages", "T",
      [](choice &c) { with_behind(c, 656), c.v.pad = 1616, c.v.page_rows = 64, c.v.page_gap = 64; }},
+    {"bytes from pages", "P", [](choice &c) { with_pages(c), with_gather(c); }},
+    {"bytes to pages", "P", [](choice &c) { with_pages(c); }},
+    {"bytes of K and V to pages", "P", [](choice &c) { with_pages(c), c.moves = 2; }},
     {"heads apart, one scale", "H",
      [](choice &c) {
          with_edges(c), with_scale(c, KVPRIM_SCALE_TENSOR);

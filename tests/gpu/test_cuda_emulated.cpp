@@ -268,6 +268,27 @@ static void link_runs()
     }
 }
 
+/* Two transfers in one call, of which kvpc_lines_kernel could take either. */
+static void link_pairs()
+{
+    enum { count = 400, row_bytes = 48, layers = 4 };
+    static const int32_t index[count] = {};
+    static unsigned char src[2][layers * row_bytes], got[2][count * layers * row_bytes], want[2][sizeof got[0]];
+    fill(src, sizeof src);
+    for (auto *const to : {want, got}) {
+        kvprim_move moves[2];
+        for (int k = 0; k < 2; k++) {
+            kvprim_transfer_desc d = {};
+            d.dst = table_of(to[k], count, layers * row_bytes), d.src = table_of(src[k], 1, row_bytes);
+            d.dst_layer_stride = row_bytes, d.layers = layers, d.row_bytes = row_bytes, d.count = count;
+            d.src_index = index, d.index_type = KVPRIM_I32;
+            CHECK(kvprim_transfer_moves(&d, &moves[k]) == KVPRIM_OK);
+        }
+        CHECK((to == want ? kvprim_cpu_move(moves, 2) : kvprim_cuda_move(moves, 2, nullptr)) == KVPRIM_OK);
+    }
+    CHECK(memcmp(got, want, sizeof got) == 0);
+}
+
 /* What the GPU, or the host, reads where the other's memory would be. */
 static void test_listed()
 {
@@ -294,9 +315,14 @@ static void test_link()
     kvprim_emulate_link = true;
     link_choices();
     link_runs();
+    link_pairs();
     transfer_lines(&memory);
     kvprim_cuda_launch launch = {};
     memory.launch = &launch;
+    launch.pdl = 1, kvprim_emulate_pdl = true, kvprim_emulate_early = 0;
+    transfer_lines(&memory);
+    CHECK(kvprim_emulate_early == 0);
+    launch.pdl = 0, kvprim_emulate_pdl = false;
     const unsigned copies = kvprim_emulate_copies;
     long_transfers(&memory);
     CHECK(kvprim_emulate_copies > copies);
@@ -342,13 +368,14 @@ struct listed_launches {
 static void one_listed_launch(const listed_launches &c)
 {
     const size_t count = static_cast<size_t>(c.count), layers = static_cast<size_t>(c.layers);
-    std::vector<unsigned char> dst(layers * count), src((layers + count + 15) / 16 * 16); /* reads take 16 bytes */
+    const size_t step = c.how & SRC_TABLE || c.arrays & 2 ? 1 : count; /* from layer to layer of src */
+    std::vector<unsigned char> dst(layers * count), src((layers * step + count + 15) / 16 * 16); /* 16 bytes are read */
     std::vector<void *> to(layers), from(layers);
     std::vector<int32_t> index(count);
     uint32_t rejected = 0;
     fill(src.data(), src.size());
     for (size_t l = 0; l < layers; l++)
-        to[l] = &dst[l * count], from[l] = &src[l];
+        to[l] = &dst[l * count], from[l] = &src[l * step];
     for (size_t i = 0; i < count; i++)
         index[i] = static_cast<int32_t>(i + (i == count - 1));
     kvprim_transfer_desc d = {};
@@ -385,6 +412,8 @@ static void test_listed_launches()
                                             {8097, 1, HOST_LISTS, 2, 2},
                                             {20000, 1, HOST_LISTS, 2, 3},
                                             {100, 3000, HOST_LISTS, 3, 3},
+                                            {100, 3000, HOST_LISTS, 1, 2},
+                                            {100, 3000, HOST_LISTS, 2, 2},
                                             {4100, 1012, HOST_LISTS, 3, 2},
                                             {9000, 5, HOST_LISTS | 3, 0, 2}};
     for (const listed_launches &c : cases)
@@ -642,6 +671,22 @@ static void limit_arrays(limit_call &c, int32_t layers)
     c.d.dst_layers = c.arrays[0], c.d.src_layers = c.arrays[1];
 }
 
+/* Blocks of one row each, of which CUDA takes 65,535 in one dimension. */
+static void limit_blocks(limit_call &c)
+{
+    limit_tiles(c);
+    c.dst.tile = 0;
+    c.d.row_bytes = c.d.src.stride = 4096, c.d.dst.stride = 2048;
+    c.d.count = c.d.src.rows = c.d.dst.rows = 66000;
+}
+
+/* Of rows of 64 KB over the link. */
+static void limit_copy(limit_call &c, int64_t stride)
+{
+    c.link = true;
+    c.d.src_index = nullptr, c.d.row_bytes = c.d.src.stride = 65536, c.d.dst.stride = stride;
+}
+
 /* Runs of two layers on one side, of more layers than fit, or as many as do. */
 static void limit_lines(limit_call &c, int32_t layers)
 {
@@ -756,6 +801,19 @@ static const limit_case limit_cases[] = {
      [](limit_call &c) { limit_lists(c, 4, 9000, int32_t(few_converted / 4) + 1), c.d.host_index = 0; }},
     {"runs of 400 layers", "R", nullptr, [](limit_call &c) { limit_lines(c, 400); }},
     {"runs of 401 layers", "BB", nullptr, [](limit_call &c) { limit_lines(c, 401); }},
+    {"runs of 2^31 rows to", "R", nullptr,
+     [](limit_call &c) { limit_lines(c, 2), c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31; }},
+    {"runs of more rows to", "B", any_rows,
+     [](limit_call &c) { limit_lines(c, 2), c.d.dst_index = c.d.src_index, c.d.dst.rows = two_31 + 1; }},
+    {"fewer than 2^31 runs", "R", nullptr,
+     [](limit_call &c) { limit_lines(c, 4), c.d.count = c.d.dst.rows = two_31 / 2 - 1; }},
+    {"2^31 runs", "B", any_rows, [](limit_call &c) { limit_lines(c, 4), c.d.count = c.d.dst.rows = two_31 / 2; }},
+    {"a copy of rows of less than 2 GiB", "", nullptr, [](limit_call &c) { limit_copy(c, two_31 - 1); }},
+    {"a copy of rows 2 GiB apart", "B", nullptr, [](limit_call &c) { limit_copy(c, two_31); }},
+    {"tiles in more blocks than one number counts", "T", nullptr,
+     [](limit_call &c) { limit_blocks(c), c.dst.scale = KVPRIM_SCALE_TILE, c.dst.tile = 64; }},
+    {"conversions in more blocks than one number counts", "H", nullptr,
+     [](limit_call &c) { limit_blocks(c), c.dst.scale = KVPRIM_SCALE_TENSOR; }},
     {"runs of 2^31 rows", "R", nullptr, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31; }},
     {"runs of more rows", "B", any_rows, [](limit_call &c) { limit_lines(c, 2), c.d.src.rows = two_31 + 1; }},
 };
@@ -779,9 +837,12 @@ static void one_limit(const limit_case *which)
     snprintf(current, sizeof current, "%s", which->name);
     const kvprim_store_desc store = store_of(d.dst, d.src, d.row_bytes, d.dst_index, KVPRIM_I32, d.count, nullptr);
     letters.clear();
-    kvprim_emulate_idle = true, kvprim_emulate_link = c.link;
-    const kvprim_status status = c.store ? kvprim_cuda_store(&store, nullptr) : kvprim_cuda_transfer(&d, nullptr);
-    kvprim_emulate_idle = kvprim_emulate_link = false;
+    kvprim_emulate_idle = true, kvprim_emulate_link = c.link, kvprim_emulate_last = nullptr;
+    const auto call = [&] { return c.store ? kvprim_cuda_store(&store, nullptr) : kvprim_cuda_transfer(&d, nullptr); };
+    const kvprim_status status = call();
+    kvprim_emulate_fails = true;
+    CHECK(letters.empty() || call() == KVPRIM_ERROR_CUDA);
+    kvprim_emulate_fails = kvprim_emulate_idle = kvprim_emulate_link = false;
     if (status != KVPRIM_OK)
         fail("%s: %s", current, kvprim_last_error());
     check_launches(which->launches);
