@@ -73,6 +73,12 @@ skip_tests()
     skipped=$((skipped + tests))
 }
 
+# why LOG: prints all lines that say FAIL, and the last 30.
+why()
+{
+    awk '{ line[NR] = $0 } END { for (i = 1; i <= NR; i++) if (i > NR - 30 || line[i] ~ /FAIL/) print line[i] }' "$1"
+}
+
 # cell NAME COMMAND...: one test, silent if it passes. The first few failures of a group say why.
 cells=0 cells_failed=0
 cell()
@@ -84,7 +90,7 @@ cell()
     else
         failed=$((failed + 1)) cells_failed=$((cells_failed + 1))
         echo "FAIL $cell"
-        [ "$cells_failed" -gt 2 ] || { echo "  $*"; tail -n 30 "$build/log"; }
+        [ "$cells_failed" -gt 2 ] || { echo "  $*"; why "$build/log"; }
     fi
 }
 

@@ -35,12 +35,21 @@ nccl_link=
 [ -z "$NCCL_LIBRARY" ] || nccl_link="-Xlinker $NCCL_LIBRARY -Xlinker --disable-new-dtags -Xlinker -rpath \
     -Xlinker $(dirname "$NCCL_LIBRARY") -lpthread"
 
+# of_pip NAME: prints where pip put one of NVIDIA's tools: beside Python's modules.
+of_pip()
+{
+    python3 -c 'import glob, sys
+for folder in sys.path:
+    for place in glob.glob(glob.escape(folder) + "/nvidia/*/bin/" + sys.argv[1]):
+        sys.exit(print(place))' "$1" 2>/dev/null
+}
+
 # tool NAME PACKAGE: prints where one of NVIDIA's tools is, or says what to install.
 tool()
 {
     nvcc_folder=${NVCC##* } nvcc_folder=${nvcc_folder%/*} # NVCC may be `ccache /usr/local/cuda/bin/nvcc`
     for place in "$(command -v "$1")" "$CUDA_HOME/bin/$1" "$nvcc_folder/$1" /usr/local/cuda/bin/"$1" \
-        /opt/cuda/bin/"$1" /opt/nvidia/nsight-compute/*/"$1"; do
+        /opt/cuda/bin/"$1" /opt/nvidia/nsight-compute/*/"$1" "$(of_pip "$1")"; do
         [ ! -x "$place" ] || [ -d "$place" ] || { echo "$place"; return; }
     done
     echo "no $1 on PATH, under CUDA_HOME or beside nvcc: it is in $2" >&2

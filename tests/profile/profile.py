@@ -218,13 +218,30 @@ class Kernel:
                 slot.append(first)
         return not used
 
+    def generic(self):
+        """How many accesses may be to any memory. ptxas makes those of st.shared::cluster of what reaches local and
+        global memory, too: the upper half of their address comes from SR_SWINHI, where shared memory lies."""
+        count, shared = 0, set()  # registers that hold that half
+        for (_, code), operands in zip(self.code, self.operands):
+            if re.match(r'(LD|ST)(\.|$)', code):
+                at = re.search(r'\[R(\d+)', operands)
+                count += not at or 'R%d' % (int(at.group(1)) + 1) not in shared
+                continue
+            first, _, rest = re.sub(r'\.reuse\b', '', operands).strip().partition(', ')
+            if rest == 'SR_SWINHI' or code == 'MOV' and rest in shared:
+                shared.add(first)
+            elif re.match(r'R\d+$', first):
+                wide = 4 if '.128' in code else 2 if re.search(r'WIDE|64', code) else 1
+                shared -= {'R%d' % (int(first[1:]) + i) for i in range(wide)}
+        return count
+
     def fault(self):
         """Says what is wrong. Narrower loads of a main path are of indices and descriptors, 32 or 64 bits each."""
         if 'REG' not in self.resources:
             return 'registers unknown'
         if self.resources['STACK'] + self.resources['LOCAL'] + self.count('(LDL|STL)'):
             return 'local memory'
-        if self.count('(LD|ST)'):
+        if self.generic():
             return 'generic accesses'
         if self.waits_wrongly():
             return self.waits_wrongly()
@@ -264,26 +281,34 @@ def read_sass(lines):
     return kernels
 
 
-def judge_sass(kernels):
-    """Prints a line for each kernel. Returns the number of faults."""
-    form, names, faults = '%4s %5s %6s  %5s %5s %5s %5s  %-12s', short_names(k.name for k in kernels), 0
+def judge_sass(units):
+    """Takes kernels by the name of their dump. Prints a line for each, those with a fault last, where they are seen,
+    and the sums. Returns the number of faults."""
+    form = '%4s %5s %6s  %5s %5s %5s %5s  %-12s'
+    names = short_names(k.name for kernels in units.values() for k in kernels)
     print('%18s %-11s %-11s\n' % ('', 'loads', 'stores') +
           form % ('regs', 'stack', 'spills', '128', 'less', '128', 'less', 'main path'))
-    for k in kernels:
-        fault = k.fault()
-        faults += fault != ''
-        print(form % (k.resources.get('REG', ''), k.resources.get('STACK', ''), k.count('(LDL|STL)'),
-                      *k.widths('LDG'), *k.widths('STG'), k.path or '-'),
-              'FAIL' if fault else 'ok  ', names[k.name] + (fault and ': ' + fault))
-    found = {k.path for k in kernels}
-    expected = [path for pattern, path in MAIN_PATHS if any(pattern[:5] in k.name for k in kernels)]
-    opponents = {path for _, path in OPPONENTS}
-    expected += opponents if found & opponents else []
-    for path in sorted(set(expected) - found):
-        print('FAIL no kernel is the main path of', path)
-        faults += 1
-    print('%d kernels, %d of them main paths: %d FAIL' % (len(kernels), sum(k.path != '' for k in kernels), faults))
-    return faults or not kernels
+    faults, sums = [], []
+    for unit, kernels in units.items():
+        before = len(faults)
+        for k in kernels:
+            fault, line = k.fault(), form % (
+                k.resources.get('REG', ''), k.resources.get('STACK', ''), k.count('(LDL|STL)'), *k.widths('LDG'),
+                *k.widths('STG'), k.path or '-')
+            if fault:
+                faults.append('%s FAIL %s: %s' % (line, names[k.name], fault))
+            else:
+                print(line, 'ok  ', names[k.name])
+        found = {k.path for k in kernels}
+        expected = [path for pattern, path in MAIN_PATHS if any(pattern[:5] in k.name for k in kernels)]
+        opponents = {path for _, path in OPPONENTS}
+        expected += opponents if found & opponents else []
+        faults += ['FAIL no kernel is the main path of ' + path for path in sorted(set(expected) - found)]
+        faults += [] if kernels else ['FAIL no kernels']
+        sums.append('%s: %d kernels, %d of them main paths: %d FAIL' % (
+            unit, len(kernels), sum(k.path != '' for k in kernels), len(faults) - before))
+    print(*faults, *sums, sep='\n')
+    return len(faults)
 
 
 def read_ptx(text):
@@ -318,15 +343,14 @@ def ptx(files):
 def sass(cubins):
     """Dumps each cubin, and leaves the dump beside it."""
     cuobjdump = tool('cuobjdump', "the toolkit's package cuda-cuobjdump-X-Y, or pip's nvidia-cuda-cuobjdump")
-    faults = 0
+    units = {}
     for cubin in cubins or compile_kernels('tests/profile/opponents.cu'):
         dump = os.path.splitext(cubin)[0] + '.sass'
-        print('==', dump)
         text = output_of(cuobjdump, '--dump-resource-usage', cubin) + output_of(cuobjdump, '-sass', cubin)
         with open(dump, 'w') as kept:
             kept.write(text)
-        faults += judge_sass(read_sass(text.splitlines()))
-    return faults != 0
+        units[dump] = read_sass(text.splitlines())
+    return judge_sass(units) != 0
 
 
 # ---- cfg ----

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import subprocess
 import sys
 import tempfile
 
@@ -87,12 +88,18 @@ VERDICTS = [(35, 30, 40, -1, 'in range'), (29.6, 30, 40, -1, 'in range'), (29.4,
 
 # Instructions of a collective's main path, and what is wrong with it.
 WAIT, WIDE = 'ACQBULK', ['LDG.E.128', 'STG.E.128']
+# st.shared::cluster as ptxas writes it: R15 is the upper half of its address.
+CLUSTER = ['S2R R17, SR_SWINHI', '@!P1 MOV R15, R17', 'MOV R14, R3', '@!P1 ST.E [R14], R21']
 COLLECTIVE = '_Z11kvpn_kernelI%s9kvpn_bf16Li2ELb1EEv11kvpn_params'
 PARTS = '_Z17kvpn_parts_kernelI15kvpn_parts_manyLb1EEv17kvpn_parts_params'
 COLLECTIVES = [
     ('as it should be', '', [WAIT, 'LDG.E.128.STRONG.SYS', 'STG.E.128'] + 4 * ['STG.E'] + ['LDG.E']),
     ('local memory', 'local memory', [WAIT, *WIDE, 'LDL.LU']),
     ('generic', 'generic accesses', [WAIT, *WIDE, 'LD.E.128']),
+    ('a store to shared memory of the cluster', '', [WAIT, *WIDE, *CLUSTER]),
+    ('a store to such memory, and to any', 'generic accesses', [WAIT, *WIDE, *CLUSTER, 'ST.E [R8], R21']),
+    ('a store after its address has changed', 'generic accesses',
+     [WAIT, *WIDE, *CLUSTER[:3], 'LDG.E.64 R14, desc[UR4][R8]', CLUSTER[3]]),
     ('no wide stores', 'no 128-bit accesses', [WAIT, 'LDG.E.128', 'STG.E.64', 'STG.E']),
     ('bytes', 'narrow loads', [WAIT, *WIDE, 'LDG.E.U8']),
     ('many narrow stores', 'narrow stores', [WAIT, *WIDE, 'STG.E', 'STG.E', 'STG.E.64', 'STG.E.U16', 'STG.E']),
@@ -187,21 +194,47 @@ def dump_of(kernels, arch, codes):
             yield '                                                                 /* 0x000ea2000c1e1b00 */\n'
 
 
+def judged(*dump):
+    return printed(profile.judge_sass, {'a.sass': profile.read_sass(dump_of(*dump))})
+
+
 def test_sass():
     for name, fault, codes in COLLECTIVES:
         kernels = [COLLECTIVE % way for way in ('13kvpn_one_shot', '12kvpn_scatter', '16kvpn_gather_many')] + [PARTS]
-        faults, text = printed(profile.judge_sass, profile.read_sass(dump_of(kernels, 90, codes)))
+        faults, text = judged(kernels, 90, codes)
         line = r'all_reduce +%s +\S.*kvpn_one_shot.*%s$' % (('FAIL', ': ' + fault) if fault else ('ok', ''))
         check('SASS of a collective: ' + name, bool(faults) == bool(fault) and re.search(line, text, re.M) and
               (fault or ':' not in text.split('kvpn_one_shot')[1].split('\n')[0]), text)
-    faults, text = printed(profile.judge_sass, profile.read_sass(dump_of([COLLECTIVE % '13kvpn_one_shot'], 90,
-                                                                        COLLECTIVES[0][2])))
+    faults, text = judged([COLLECTIVE % '13kvpn_one_shot'], 90, COLLECTIVES[0][2])
     check('SASS: main paths are missing', faults == 3 and text.count('no kernel is the main path') == 3, text)
-    faults, text = printed(profile.judge_sass, profile.read_sass(dump_of([OPPONENT], 90, ['LDG.E', 'LDG.E', 'STG.E'])))
+    faults, text = judged([OPPONENT], 90, ['LDG.E', 'LDG.E', 'STG.E'])
     check('SASS: opponents are missing', faults == 5 and text.count('no kernel is the main path') == 5, text)
+    units = {unit: profile.read_sass(dump_of(40 * [kernel], 90, WIDE)) for unit, kernel in (
+        ('a.sass', '_Z9swap_rowsPc'), ('b.sass', MOVE), ('c.sass', '_Z9swap_rowsPc'))}
+    faults, text = printed(profile.judge_sass, units)
+    last = text.splitlines()[-faults - 3:]
+    check('SASS: all failures, then the sums, come last', faults == 43 and all('FAIL' in line for line in last) and
+          [line.split(': ')[0] for line in last[-3:]] == list(units) and last[-1].endswith(': 0 FAIL'), text)
     for name, fault, kernel, arch, codes in ROWS:
         found = profile.read_sass(dump_of([kernel], arch, codes))[0].fault()
         check('SASS: ' + name, found == fault, found)
+
+
+def test_tool():
+    """pip puts NVIDIA's tools beside the modules, and not on PATH."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = folder + '/a folder/nvidia/cu13/bin/made_up_tool'
+        os.makedirs(os.path.dirname(path))
+        open(path, 'w').close()
+        os.chmod(path, 0o755)
+        sys.path.append(folder + '/a folder')
+        found = profile.tool('made_up_tool', 'no package')
+        sys.path.pop()
+        check("a tool of pip's, Python", found == path, found)
+        shell = subprocess.run(['sh', '-c', '. tests/gpu/environment.sh && tool made_up_tool "no package"'],
+                               stdout=subprocess.PIPE, universal_newlines=True,
+                               env=dict(os.environ, PYTHONPATH=folder + '/a folder'))
+        check("a tool of pip's, sh", shell.stdout == path + '\n', shell.stdout)
 
 
 def test_ptx():
@@ -412,7 +445,7 @@ def main():
         code, text = printed(counters.print_comparison, altered('', ''), lines)
         check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
               len(re.findall(' only$', text, re.M)) == lonely, text)
-    for test in (test_tables, test_h200, test_sanitizers, test_sass, test_ptx, test_cfg, test_nvdisasm, test_nsys,
+    for test in (test_tables, test_h200, test_sanitizers, test_sass, test_tool, test_ptx, test_cfg, test_nvdisasm, test_nsys,
                  test_source):
         try:
             test()
