@@ -1093,9 +1093,8 @@ extern "C" {
 
 /* >>impl_status ---------------------------------------------------------------------------------------------------- */
 
-KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4 &&
-                         offsetof(kvprim_unpack_meta_item, dst_offset) == 8,
-                     "kvprim_unpack_meta_item is NCCL's loadMeta");
+KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, bytes) == 4, "kvprim_unpack_meta_item is NCCL's loadMeta");
+KVPRIM_STATIC_ASSERT(offsetof(kvprim_unpack_meta_item, dst_offset) == 8, "kvprim_unpack_meta_item is NCCL's loadMeta");
 
 KVPRIM_API uint32_t kvprim_version(void)
 {

@@ -3096,10 +3096,15 @@ enum {
     kvpn_max_hidden = 16384    /* of kvprim_all_reduce_norm */
 };
 
-static_assert(sizeof(void *) != 8 ||
-                  (sizeof(kvprim_comm_id) == 128 && sizeof(kvprim_comm_desc) == 248 && sizeof(kvprim_comm) == 1432 &&
-                   sizeof(kvprim_norm_desc) == 168 && sizeof(kvprim_ring_desc) == 48 && sizeof(kvprim_ring) == 592),
-              "public structs have the sizes that bindings to 0.3 know");
+/* Bindings to 0.3 know these sizes. */
+#if UINTPTR_MAX == UINT64_MAX
+static_assert(sizeof(kvprim_comm_id) == 128, "kvprim_comm_id");
+static_assert(sizeof(kvprim_comm_desc) == 248, "kvprim_comm_desc");
+static_assert(sizeof(kvprim_comm) == 1432, "kvprim_comm");
+static_assert(sizeof(kvprim_norm_desc) == 168, "kvprim_norm_desc");
+static_assert(sizeof(kvprim_ring_desc) == 48, "kvprim_ring_desc");
+static_assert(sizeof(kvprim_ring) == 592, "kvprim_ring");
+#endif
 
 static kvprim_status kvpn_cuda_status(const char *function, const char *call, cudaError_t error)
 {

@@ -141,13 +141,30 @@ i386()
 zig_targets='x86_64-linux-gnu x86-linux-musl riscv64-linux-musl powerpc64-linux-musl aarch64-macos x86_64-macos
     x86_64-windows-gnu wasm32-wasi'
 
+# zig_of VERSION: sets zig to a program that runs.
+zig_of()
+{
+    zig=build/ziglang_$1/ziglang/zig
+    ZIG_GLOBAL_CACHE_DIR=$PWD/build/zig_cache_$1 ZIG_LOCAL_CACHE_DIR=$PWD/build/zig_cache_$1
+    export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR
+    [ -x $zig ] || { has python3 && pip install --no-compile --target "build/ziglang_$1" "ziglang==$1"; } \
+        >"$build/log" 2>&1 || { skip "zig $1: no python3 with pip, or PyPI is out of reach"; return 1; }
+}
+
+# clang 17 warns of constants joined by && in C23, other versions do not.
+clang_17()
+{
+    zig_of 0.12.1 || return
+    clang="$zig cc -target x86_64-linux-gnu -fno-sanitize=all -std=c2x $prototypes"
+    compiled $clang
+    [ -z "$NCCL_INCLUDE" ] || [ -z "$CUDA_INCLUDE" ] || cell 'kvprim_nccl.h, clang 17, C23' $clang $warnings \
+        $(system_headers "$NCCL_INCLUDE" "$CUDA_INCLUDE") -x c -c $units/nccl.cu -o "$build/unit.o"
+    group "$($zig cc --version | head -n 1), C23"
+}
+
 zig()
 {
-    zig=build/ziglang/ziglang/zig
-    [ -x $zig ] || { has python3 && pip install --no-compile --target build/ziglang ziglang==0.17.1; } \
-        >"$build/log" 2>&1 || { skip 'zig: no python3 with pip, or PyPI is out of reach'; return; }
-    ZIG_GLOBAL_CACHE_DIR=$PWD/build/zig_cache ZIG_LOCAL_CACHE_DIR=$PWD/build/zig_cache
-    export ZIG_GLOBAL_CACHE_DIR ZIG_LOCAL_CACHE_DIR
+    zig_of 0.17.1 || return
     for target in $zig_targets; do
         for unit in declared implemented static_copy; do
             cell "$unit, zig, $target" $zig cc -target "$target" -fno-sanitize=all -Wno-unused-command-line-argument \
@@ -211,6 +228,7 @@ compilers()
     api
     tiny
     i386
+    clang_17
     zig
     clang_cuda
 }

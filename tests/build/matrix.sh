@@ -72,6 +72,7 @@ matrix()
         if has "$cc"; then
             all_units "$cc" -std=c11 $prototypes
             differing_units "$cc" -std=c11 $prototypes -O3 # warnings that need optimization
+            differing_units "$cc" -std=c2x $prototypes
         else
             skip "$cc: not on this machine"
         fi

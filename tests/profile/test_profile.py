@@ -445,8 +445,8 @@ def main():
         code, text = printed(counters.print_comparison, altered('', ''), lines)
         check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
               len(re.findall(' only$', text, re.M)) == lonely, text)
-    for test in (test_tables, test_h200, test_sanitizers, test_sass, test_tool, test_ptx, test_cfg, test_nvdisasm, test_nsys,
-                 test_source):
+    for test in (test_tables, test_h200, test_sanitizers, test_sass, test_tool, test_ptx, test_cfg, test_nvdisasm,
+                 test_nsys, test_source):
         try:
             test()
         except Exception as error:  # the tests after it run
