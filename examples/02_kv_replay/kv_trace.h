@@ -4,8 +4,9 @@
        {"timestamp": 27482, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 2353]}
 
    The timestamp is in ms, lengths are in tokens. There is one id per block of 512 input tokens; the last block may be
-   partial. Equal ids mean equal blocks with equal history. All four keys are required, in any order; other keys may
-   hold any JSON value and are skipped, as are blank lines. Everything else is refused, with the line's number. */
+   partial. Equal ids mean equal blocks with equal history. Keys may come in any order; without "timestamp" it is 0, the
+   others are required. Unknown keys may hold any JSON value and are skipped, as are blank lines and a byte order mark
+   of UTF-8 before the first line. Everything else is refused, with the line's number. */
 #ifndef KV_TRACE_H
 #define KV_TRACE_H
 
@@ -39,7 +40,8 @@ typedef struct kv_trace { /* zero-initialise */
    kv_trace_free is still needed. */
 static inline bool kv_trace_read(kv_trace *trace, const char *path);
 
-/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Fails as kv_trace_read. */
+/* Adds the request in line[0 .. size), which needs no terminator; a blank line adds none. Before line 1 a byte order
+   mark is skipped. Fails as kv_trace_read. */
 static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number);
 
 static inline void kv_trace_free(kv_trace *trace);
@@ -273,11 +275,10 @@ static inline bool kv_trace__member(kv_trace__cursor *c, kv_trace_request *out, 
 
 static inline bool kv_trace__complete(kv_trace__cursor *c, const kv_trace_request *request, unsigned seen)
 {
-    static const char *const missing[] = {"no \"timestamp\"", "no \"input_length\"", "no \"output_length\"",
-                                          "no \"hash_ids\""};
-    for (unsigned k = 0; k < 4; k++) {
+    static const char *const missing[] = {"no \"input_length\"", "no \"output_length\"", "no \"hash_ids\""};
+    for (unsigned k = 1; k < 4; k++) {
         if (!(seen & 1u << k)) {
-            snprintf(c->error, c->error_size, "%s", missing[k]);
+            snprintf(c->error, c->error_size, "%s", missing[k - 1]);
             return false;
         }
     }
@@ -338,6 +339,8 @@ static inline void *kv_trace__grow(void *old, size_t count, size_t more, size_t 
 
 static inline bool kv_trace_add_line(kv_trace *trace, const char *line, size_t size, size_t number)
 {
+    if (number == 1 && size >= 3 && memcmp(line, "\xef\xbb\xbf", 3) == 0)
+        line += 3, size -= 3;
     kv_trace__cursor c = {line, line, line + size, NULL, 0};
     kv_trace__space(&c);
     if (c.at == c.end)

@@ -840,6 +840,12 @@ static void trace_close(trace_reading *r)
 
 static bool trace_read_all(trace_reading *r)
 {
+    static const unsigned char mark[] = {0xef, 0xbb, 0xbf}; /* UTF-8's byte order mark, which some editors write */
+    int marked = 0;
+    while (marked < 3 && trace_peek(r) == mark[marked])
+        marked++, r->at++;
+    if (marked == 1 || marked == 2)
+        return trace_expected(r, "the rest of a byte order mark");
     const int first = trace_after_space(r);
     if (first < 0)
         return trace_fail(r, "the file is empty");

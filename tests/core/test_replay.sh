@@ -322,6 +322,10 @@ pad() { # BYTES: a request padded with spaces to so many bytes
 }
 printf '%s\r\n\r\n \t\n%s' "$request" "$request" >case
 counts "CRLF, blank lines, no newline at the end" requests=2,mismatches=0 case
+printf '\357\273\277%s\n%s' "$request" "$request" >case
+counts "a byte order mark" requests=2,mismatches=0 case
+echo '{"input_length": 5, "output_length": 0, "hash_ids": [1]}' >case
+counts "no timestamp" requests=1,mismatches=0 case
 printf '\t{ "hash_ids" :[ 1 ,2],"x":[{"a\\u00e9\\"":[-0.5e+3,true,null,""]},{},[]],' >case
 printf '"output_length":0 , "input_length":600,"timestamp":5 }  ' >>case
 counts "any order, any space, unknown keys" requests=1,mismatches=0 case
@@ -349,8 +353,8 @@ a list cut short|expected ',' or ']' at column 20|{"hash_ids": [1, 2 3]}
 a key without quotes|expected a string at column 2|{timestamp: 0}
 text after the request|text after the request at column 78|$request,
 two requests in a line|text after the request|$request $request
-an empty object|no "timestamp"|{}
-no timestamp|no "timestamp"|{"input_length": 5, "output_length": 0, "hash_ids": [1]}
+an empty object|no "input_length"|{}
+a byte order mark in line 3|expected '{' at column 1|$(printf '\357\273\277')$request
 no input_length|no "input_length"|{"timestamp": 0, "output_length": 0, "hash_ids": [1]}
 no output_length|no "output_length"|{"timestamp": 0, "input_length": 5, "hash_ids": [1]}
 no hash_ids|no "hash_ids"|{"timestamp": 0, "input_length": 5, "output_length": 0}

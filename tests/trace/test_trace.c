@@ -141,6 +141,26 @@ static trace_event read_event(const char *category, const char *name, const char
     return e;
 }
 
+/* A byte order mark may come before anything else. */
+static void marked(void)
+{
+    for (int f = 0; f < 3; f++) {
+        size_t size;
+        char *const bytes = file_of(files[f], &size), *const with = (char *)allocate(size + 3), error[640];
+        trace t;
+        memcpy(with, "\xef\xbb\xbf", 3);
+        memcpy(with + 3, bytes, size);
+        CHECK(read_bytes(&t, with, size + 3, error) == 0 && t.count > 0);
+        trace_free(&t);
+        CHECK(read_bytes(&t, with + 1, size + 2, error) == -1 && strstr(error, "byte 0: expected '{'"));
+        trace_free(&t);
+        memcpy(with + 2, bytes, size);
+        CHECK(read_bytes(&t, with, size + 2, error) == -1 && strstr(error, "byte 2: expected the rest of"));
+        trace_free(&t);
+        free(with), free(bytes);
+    }
+}
+
 static void times(void)
 {
     static const struct {
@@ -294,6 +314,7 @@ int main(int argc, char **argv)
     run("trace: too many strings", many_strings);
     run("trace: what is written is read again", written);
     run("trace: many names", many_names);
+    run("trace: a byte order mark", marked);
     run("trace: files that are cut at any byte", cut);
     run("trace: files with spoilt bytes", spoilt);
     return finish();
