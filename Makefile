@@ -38,6 +38,9 @@ ARCHITECTURES = $(if $(word 2,$(CUDA_ARCH)),$(foreach arch,$(CUDA_ARCH:sm_%=%),-
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
     -std=c++17 -O3 $(ARCHITECTURES) -lineinfo $(CPPFLAGS) -I.
 
+# Quotes a name for the shell, whatever it holds.
+quoted = '$(subst ','\'',$(1))'
+
 TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=
 FUZZ_SECONDS ?= 6
@@ -110,7 +113,7 @@ keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).tx
 .SECONDEXPANSION:
 GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
 run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
-	$< $(DEVICE:%=--device %) $(ARGS) '$(TRACE)'
+	$< $(DEVICE:%=--device %) $(ARGS) $(call quoted,$(TRACE))
 
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
@@ -244,17 +247,17 @@ sass cfg ncu cuda-sanitize:
 	@$(PROFILE) $(@:cuda-%=%)
 
 ncu-compare:
-	@$(PROFILE) compare '$(A)' '$(B)'
+	@$(PROFILE) compare $(call quoted,$(A)) $(call quoted,$(B))
 
 # KERNEL is a regular expression for a kernel's name.
 KERNEL ?= kvpc_gather_kernel
 nvdisasm:
-	@$(PROFILE) $@ '$(KERNEL)'
+	@$(PROFILE) $@ $(call quoted,$(KERNEL))
 ncu-source:
-	@$(PROFILE) source '$(KERNEL)'
+	@$(PROFILE) source $(call quoted,$(KERNEL))
 
 # The default program is built only where there is nsys.
-PROGRAM ?= build/02_kv_replay_cuda --device cuda $(ARGS) '$(TRACE)'
+PROGRAM ?= build/02_kv_replay_cuda --device cuda $(ARGS) $(call quoted,$(TRACE))
 nsys:
 	@$(PROFILE) $@
 	@$(if $(filter file,$(origin PROGRAM)),$(MAKE) --no-print-directory build/02_kv_replay_cuda)

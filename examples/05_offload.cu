@@ -161,8 +161,9 @@ int main(int argc, char **argv)
     const int code = refuse_arguments(argc, argv);
     if (code >= 0)
         return code;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("this program needs a CUDA device, and there is none\n");
+    const cudaError_t found = cudaGetDeviceCount(&devices);
+    if (found != cudaSuccess) {
+        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
         return 1;
     }
     cuda(cudaGetDeviceProperties(&gpu, 0), "cudaGetDeviceProperties");

@@ -138,8 +138,9 @@ int main(void)
 {
     static job jobs[max_gpus];
     int wrong = 0;
-    if (cudaGetDeviceCount(&world) != cudaSuccess || world == 0) {
-        printf("this program needs a CUDA device, and there is none\n");
+    const cudaError_t found = cudaGetDeviceCount(&world);
+    if (found != cudaSuccess) {
+        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
         return 1;
     }
     world = world > max_gpus ? max_gpus : world;

@@ -371,8 +371,9 @@ static void draw(const char *path)
 static void open_gpu(void)
 {
     int devices = 0, khz, bits;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("this program needs a CUDA device, and there is none\n");
+    const cudaError_t found = cudaGetDeviceCount(&devices);
+    if (found != cudaSuccess) {
+        printf("this program needs a CUDA device: %s\n", cudaGetErrorString(found));
         exit(1);
     }
     cuda(cudaGetDeviceProperties(&g.device, 0), "cudaGetDeviceProperties");

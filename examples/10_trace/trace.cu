@@ -428,8 +428,10 @@ int main(int argc, char **argv)
                "what recording costs, and writes the\ntrace for ui.perfetto.dev. Or reads traces:\n\n");
     if (!records)
         return trace_files("10_trace", argc, argv);
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
-        printf("this program needs a CUDA device, and there is none; with the name of a trace it needs none\n");
+    const cudaError_t found = cudaGetDeviceCount(&devices);
+    if (found != cudaSuccess) {
+        printf("this program needs a CUDA device: %s; with the name of a trace it needs none\n",
+               cudaGetErrorString(found));
         return 1;
     }
     return record_caches(argc == 3 ? argv[2] : NULL);

@@ -369,8 +369,17 @@ builds_for_two()
         (CUDA_ARCH='sm_80 sm_90' && . tests/gpu/environment.sh && [ "$architectures -lineinfo" = " $two" ])
 }
 
+# runs_quoted: `make run` takes a trace with any name.
+runs_quoted()
+{
+    name="it's a \"trace\".jsonl"
+    head -n 2 examples/02_kv_replay/trace_small.jsonl >"$build/$name" &&
+        MAKEFLAGS= make -s run DEVICE=cpu TRACE="$build/$name" | grep 'requests  *2 '
+}
+
 targets()
 {
+    cell "make run TRACE=it's" runs_quoted
     if [ "$gpus" -eq 0 ]; then
         for target in gpu-test gpu-bench cuda-test cuda-bench convert-bench transfer-bench bandwidth sanitize engine \
             ncu ncu-source transformers; do

@@ -391,6 +391,12 @@ device_flags()
     fi
 }
 
+# says_why PROGRAM: without a GPU it fails, with CUDA's reason, such as a driver that is too old.
+says_why()
+{
+    ! "$1" >"$build/said" && grep 'this program needs a CUDA device: .*\(CUDA driver\|CUDA-capable\)' "$build/said"
+}
+
 # Compiles what runs on a GPU, as programs or objects.
 gpu_programs()
 {
@@ -407,6 +413,7 @@ gpu_programs()
         cell "$source asks for the implementation" implements "$source"
         cell "$source" $cu $(device_flags "$source") $level $strict $implemented "$source" "$build/implementation.o" \
             -o "$build/program"
+        case $gpus$source in 0examples/*) cell "$source without a GPU" says_why "$build/program" ;; esac
     done
     cell 'examples/09_bandwidth' $cu -arch=sm_90 $quickly -O1 $strict -c examples/09_bandwidth/bandwidth.cu \
         -o "$build/unit.o"
