@@ -69,6 +69,7 @@ help:
 	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
 	@echo 'make test      test every function that this machine can test, in two minutes'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
+	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
 	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
 	@echo 'make bench     run the benchmarks of the host; takes minutes and needs an idle machine'
 	@echo 'make plots     draw the pictures and the figures in README.md from tests/results/'
@@ -93,7 +94,7 @@ help:
 	@echo 'make clean     remove build/'
 
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
-RUN = run test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
+RUN = run replay test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
     transfer-bench nccl-bench nccl-limits bandwidth handover torch torch-ops torch-bench transformers sanitize \
     cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
@@ -145,7 +146,15 @@ fuzz:
 	@$(ENVIRONMENT) sh tests/build/parts.sh fuzzers build/fuzzers
 
 bench: build/bench_prefix build/bench_host
-	$(call keep,bench,$(CHECKSUMS); build/bench_prefix || failed=1; build/bench_host || failed=1)
+	$(call keep,bench,sha256sum kvprim.h; build/bench_prefix || failed=1; build/bench_host || failed=1)
+
+# Writes replay.txt or, with DEVICE=cuda, gpu_replay.txt. Those that are committed are of Mooncake's conversation trace.
+REPLAYS = '' '--slots 2000000' '--page 256 --slots 2000000 --host-slots 16000000 --disk-slots 80000000'
+replay: build/02_kv_replay$$(if $$(filter cuda,$$(DEVICE)),_cuda)
+	$(call keep,$(if $(filter cuda,$(DEVICE)),gpu_)replay,\
+	    sha256sum kvprim.h $(if $(filter cuda,$(DEVICE)),kvprim_cuda.cuh); \
+	    for options in $(REPLAYS); do echo "== 02_kv_replay --kv-bytes 64 $$options"; \
+	    $< $(DEVICE:%=--device %) --kv-bytes 64 $$options $(call quoted,$(TRACE)) || failed=1; done)
 
 results:
 	@ls build/results/*.txt >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }

@@ -7,11 +7,17 @@
                                             calls it
 
 Tables are found by title and column headings, so if a benchmark prints another table, this fails and draws nothing
-wrong. The same results give the same bytes. Needs Python 3.6 and nothing else.
+wrong. The same results give the same bytes, and README.md marks those that are of other headers than the present ones.
+Prints of which headers each result is. Needs Python 3.6 and nothing else.
 """
 import math
+import os
 import re
 import sys
+
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'))
+import results  # noqa: E402: tests/results.py
 
 README, RESULTS = 'README.md', 'tests/results/'
 BEGIN, END = '<!-- figures: written by `make plots` -->\n', '<!-- end of figures -->\n'
@@ -558,9 +564,11 @@ def shares():
 def figures():
     """The tables of README.md."""
     sources = (cpu, replay, gpu, convert, transfer, torch, nccl, handover)
-    links = ', '.join(f'[`{source.name}`]({RESULTS}{source.name})' for source in sources)
-    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}. The replay takes "
-             f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
+    stale = [source.name for source in sources if results.others(source.name)]
+    links = ', '.join(f'[`{name}`]({RESULTS}{name})' + '†' * (name in stale) for name in (s.name for s in sources))
+    note = '; † of other headers than these' if stale else ''
+    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}{note}. The "
+             f"replay takes {replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
              f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
              f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays {replay.find('^tokens .* ([0-9.]+) M/s')} "
              'million tokens per second.\n']
@@ -596,6 +604,7 @@ def main():
         with open(path, 'w', encoding='utf-8', newline='') as file:
             file.write(files[path])
         print(path)
+    print(*results.table(), sep='\n')
 
 
 main()

@@ -30,7 +30,7 @@
 #     matrix        every way to include the headers x language standards x gcc and clang, strict warnings as errors
 #     symbols       the names and macros that the headers leave defined
 #     systems       the tests compiled for this very processor, for AArch64 under qemu, and for Windows
-#     pictures      the pictures and figures match the results
+#     pictures      the pictures and figures match the results; of which headers these are
 #     format        sources are formatted by clang-format; no line has more than 120 columns
 #
 # Each test says what it lacks on this machine. All variables are global: sh has no others.
@@ -270,6 +270,10 @@ pictures()
     fi
     cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/bench/plots.py --check
     group 'pictures and figures match tests/results'
+    cell 'nothing failed in results of these headers' python3 tests/results.py
+    group 'nothing failed in results of these headers'
+    cat "$build/log" # a table: of which headers each is
+    program 'the table of results' python3 tests/bench/test_results.py
 }
 
 # ---- format ----

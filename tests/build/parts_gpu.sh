@@ -299,34 +299,6 @@ profile()
 
 # ---- kernels ----
 
-# all_passed FILE: what the file keeps has ended, and nothing has failed: no test, no check of counters, no sanitizer.
-all_passed()
-{
-    ! grep '[1-9][0-9]* failed\|^ *FAIL\|^NOT \|ERROR SUMMARY: [1-9]' "$1" || return 1
-    case $1 in *_test.txt | *_sanitize.txt) grep ' 0 failed, ' "$1" ;; esac
-}
-
-# What a GPU printed is committed with checksums of the headers that it ran. Says which have changed since then.
-results()
-{
-    if ! has sha256sum; then
-        skip 'what headers the results are of: no sha256sum'
-        return
-    fi
-    for result in gpu_test:gpu-test gpu_bench:gpu-bench gpu_convert:gpu-bench gpu_sanitize:sanitize gpu_ncu:ncu \
-        nccl_test:gpu-test nccl_bench:gpu-bench nccl_sanitize:sanitize; do
-        file=tests/results/${result%:*}.txt target=${result#*:}
-        if [ ! -f "$file" ]; then
-            skip "$file: none (make $target on a GPU)"
-        elif grep "^[0-9a-f]\{64\}  kvprim" "$file" | sha256sum -c --status 2>/dev/null; then
-            cell "$file is of these headers, and nothing failed" all_passed "$file"
-        else
-            skip "$file: of other headers than these (make $target on a GPU)"
-        fi
-    done
-    group 'results of the GPU are of these headers'
-}
-
 kernels_of_all()
 {
     printf '%s\n' "$implement" '#include "kvprim_cuda.cuh"' >"$build/kernels.cu"
@@ -346,7 +318,6 @@ library_of_cuda()
 
 kernels()
 {
-    results
     if [ -z "$NVCC" ]; then
         skip 'kernels: no nvcc (on PATH, under CUDA_HOME or in the usual places)'
         return
