@@ -13,6 +13,24 @@
 #                                        then searched for only there
 #     make nccl-test NCCL_OTHERS='...'   tests with these libnccl.so.2 of other versions, too
 #     make nccl-test WORLDS='3 5 8'      with so many ranks alone; also nccl-bench and nccl-limits: tests/nccl/nccl.sh
+#     make BUILD=/tmp/kvprim test        builds in that folder, not in build/: this one may be read-only. Links to the
+#                                        sources are made there. `make results` and `make plots` write to the sources.
+
+ifneq ($(if $(findstring command,$(origin BUILD)),$(BUILD)),)
+
+LINKS = Makefile README.md kvprim.h kvprim_cuda.cuh kvprim_nccl.h .ci .clang-format examples tests
+$(or $(firstword $(MAKECMDGOALS)),help): FORCE
+	$(if $(filter clean,$(MAKECMDGOALS)),$(error make clean removes only build/: remove $(BUILD) yourself))
+	@mkdir -p '$(BUILD)' && cd '$(BUILD)' && { [ -L build ] || ln -s . build; } && for name in $(LINKS); do \
+	    [ $$name -ef '$(CURDIR)'/$$name ] || { [ ! -e $$name ] && ln -s '$(CURDIR)'/$$name .; } || \
+	    { echo "BUILD=$(BUILD): $$name is in the way"; exit 1; }; done
+	@$(MAKE) --no-print-directory -C '$(BUILD)' BUILD= FROM='$(CURDIR)' $(MAKECMDGOALS)
+$(wordlist 2,99,$(MAKECMDGOALS)): $(firstword $(MAKECMDGOALS))
+	@:
+FORCE:
+.PHONY: FORCE $(MAKECMDGOALS)
+
+else
 
 # Expands to the first of several commands that exists. (The redirection makes make ask a shell: `command` is no
 # program.)
@@ -32,14 +50,24 @@ WARNINGS = -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wun
 COMPILE_C = $(CC) -std=c11 $(WARNINGS) $(CPPFLAGS) $(CFLAGS) -pthread -I.
 COMPILE_CXX = $(CXX) -std=c++17 $(WARNINGS) $(CPPFLAGS) $(CXXFLAGS) -pthread -I.
 
+# Without a GPU, nvcc takes its oldest architecture for `native` and does not say so. These are taken instead, as far as
+# it knows them; each adds 10 s to a program's compilation. What is built for sm_80 also runs on sm_86, and so on.
 CUDA_ARCH ?= native
-ARCHITECTURES = $(if $(word 2,$(CUDA_ARCH)),$(foreach arch,$(CUDA_ARCH:sm_%=%),-gencode \
-    arch=compute_$(arch),code=sm_$(arch)),-arch=$(CUDA_ARCH))
+USUAL = 80 90
+lib build/libkvprim_cuda.so: USUAL = 80 90 100 120
+KNOWN = $(eval KNOWN := $$(shell $$(NVCC) --list-gpu-arch 2>/dev/null))$(KNOWN)
+BUILT_FOR = $(or $(strip $(if $(filter native,$(CUDA_ARCH)),$(if $(GPU_HERE),,$(foreach arch,$(USUAL),$(if $(filter \
+    compute_$(arch),$(KNOWN)),sm_$(arch)))))),$(CUDA_ARCH))
+ARCHITECTURES = $(if $(word 2,$(BUILT_FOR)),$(foreach arch,$(BUILT_FOR:sm_%=%),-gencode \
+    arch=compute_$(arch),code=sm_$(arch)),-arch=$(BUILT_FOR))
+NO_GPU = $(if $(filter-out $(CUDA_ARCH),$(BUILT_FOR)), for $(BUILT_FOR) (no GPU is here; CUDA_ARCH=sm_90 chooses))
 COMPILE_CUDA = $(or $(NVCC),$(error no nvcc: neither on PATH, nor under CUDA_HOME, nor in the usual places)) \
     -std=c++17 -O3 $(ARCHITECTURES) -lineinfo $(CPPFLAGS) -I.
 
 # Quotes a name for the shell, whatever it holds.
 quoted = '$(subst ','\'',$(1))'
+# A program as it is run where make was called, where a relative TRACE begins.
+called = $(if $(findstring command,$(origin FROM)),cd $(call quoted,$(FROM)) && $(call quoted,$(CURDIR)/$(1)),$(1))
 
 TRACE ?= examples/02_kv_replay/trace_small.jsonl
 ARGS ?=
@@ -112,9 +140,9 @@ keep = @mkdir -p $(RESULTS); (failed=0; $(2); exit $$failed) >$(RESULTS)/$(1).tx
 
 # Prerequisites are expanded twice, so that no other target asks for a GPU.
 .SECONDEXPANSION:
-GPU_HERE = $(and $(NVCC),$(shell nvidia-smi -L 2>/dev/null | grep '^GPU'))
+GPU_HERE = $(eval GPU_HERE := $$(and $$(NVCC),$$(shell nvidia-smi -L 2>/dev/null | grep -o '^GPU')))$(GPU_HERE)
 run: build/02_kv_replay$$(if $$(or $$(filter cuda,$$(DEVICE)),$$(if $$(DEVICE),,$$(GPU_HERE))),_cuda)
-	$< $(DEVICE:%=--device %) $(ARGS) $(call quoted,$(TRACE))
+	$(call called,$<) $(DEVICE:%=--device %) $(ARGS) $(call quoted,$(TRACE))
 
 ENVIRONMENT = CC='$(CC)' CXX='$(CXX)' FUZZ_SECONDS='$(FUZZ_SECONDS)'
 CUDA_ENVIRONMENT = NVCC='$(NVCC)' CUDA_INCLUDE='$(CUDA_INCLUDE)' NCCL_INCLUDE='$(NCCL_INCLUDE)' \
@@ -133,7 +161,7 @@ IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matri
 
 # What takes long begins first. The replay is tested through a folder with a space in its name, as users have them.
 test check: build/02_kv_replay
-	@ln -sfn .. 'build/a folder'
+	@ln -sfn "$$PWD" 'build/a folder'
 	@$(ENVIRONMENT) $(CUDA_ENVIRONMENT) sh tests/run.sh $(TESTS)
 test: TESTS = $(call IN_BOTH,quick) $(IN_TEST)
 check: TESTS = $(IN_BOTH) $(IN_CHECK)
@@ -154,7 +182,7 @@ replay: build/02_kv_replay$$(if $$(filter cuda,$$(DEVICE)),_cuda)
 	$(call keep,$(if $(filter cuda,$(DEVICE)),gpu_)replay,\
 	    sha256sum kvprim.h $(if $(filter cuda,$(DEVICE)),kvprim_cuda.cuh); \
 	    for options in $(REPLAYS); do echo "== 02_kv_replay --kv-bytes 64 $$options"; \
-	    $< $(DEVICE:%=--device %) --kv-bytes 64 $$options $(call quoted,$(TRACE)) || failed=1; done)
+	    $(call called,$<) $(DEVICE:%=--device %) --kv-bytes 64 $$options $(call quoted,$(TRACE)) || failed=1; done)
 
 results:
 	@ls build/results/*.txt >/dev/null 2>&1 || { echo 'make results: nothing in build/results/; measure first'; exit 1; }
@@ -195,6 +223,7 @@ endif
 # nccl-test builds 06 and 17 where it runs them.
 examples: $(EXAMPLES) $$(if $$(NVCC),$$(GPU_EXAMPLES) build/09_bandwidth $$(if $$(CUPTI_HERE),build/10_trace))
 	@$(if $(NVCC),$(if $(CUPTI_HERE),:,$(NO_TRACE)),echo 'skip the examples for a GPU: no nvcc')
+	@$(if $(and $(NVCC),$(NO_GPU)),echo 'examples for a GPU: built$(NO_GPU)',:)
 
 # cuda-* need one GPU. nccl-bench and nccl-limits need two or more. nccl-test takes all, or a single one for many ranks;
 # nccl-sanitize takes one.
@@ -244,7 +273,7 @@ transformers: lib
 
 # Runs on all GPUs, up to four. NVLink multicast is off, as in tests/gpu/environment.sh.
 engine:
-	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD=../../build/07_engine
+	@$(MAKE) -C examples/07_engine CC='$(CC)' NVCC='$(NVCC)' CUDA_ARCH='$(CUDA_ARCH)' BUILD='$(CURDIR)/build/07_engine'
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
@@ -309,7 +338,7 @@ $(GPU_BENCHES) build/bench_convert build/bench_transfer: build/%: tests/bench/%.
 # shares the device's context with any other runtime in the process, such as torch's, whatever their versions are.
 lib: build/libkvprim_$$(if $$(NVCC),cuda,host).so
 	@ln -sf $(<F) build/libkvprim.so
-	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU,host functions alone: no nvcc)'
+	@echo 'build/libkvprim.so: $(if $(NVCC),for CPU and GPU$(and $(NO_GPU),:$(NO_GPU)),host functions alone: no nvcc)'
 
 # nvcc splits its host compiler's options at commas. The defaults of CFLAGS are for C programs only.
 comma = ,
@@ -359,3 +388,5 @@ clean:
 	rm -rf build
 
 .PHONY: help examples lib clean ncu-compare FORCE $(RUN)
+
+endif

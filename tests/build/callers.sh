@@ -377,8 +377,34 @@ runs_quoted()
         MAKEFLAGS= make -s run DEVICE=cpu TRACE="$build/$name" | grep 'requests  *2 '
 }
 
+# builds_elsewhere: in a folder that BUILD= names, with a trace that is found from here.
+builds_elsewhere()
+{
+    rm -rf "$build/else where" && MAKEFLAGS= make -s BUILD="$PWD/$build/else where" CFLAGS=-O0 DEVICE=cpu \
+        ARGS='--requests 2' run build/01_rows | grep 'requests  *2 ' && "$build/else where/01_rows" &&
+        ! MAKEFLAGS= make BUILD="$build/else where" clean && [ -x "$build/else where/02_kv_replay" ]
+}
+
+# named_architectures: without a GPU `make lib` and `make examples` name what they build for, as far as nvcc knows it.
+named_architectures()
+(
+    mkdir -p "$build/tools" && printf '#!/bin/sh\necho compute_75\necho compute_90\necho compute_100\n' \
+        >"$build/tools/nvcc" && printf '#!/bin/sh\necho "$GPU"\n' >"$build/tools/nvidia-smi" &&
+        chmod +x "$build/tools/nvcc" "$build/tools/nvidia-smi" || return 1
+    export MAKEFLAGS=
+    PATH=$PWD/$build/tools:$PATH GPU= make -nB NVCC=nvcc lib examples >"$build/named" &&
+        ! grep arch=native "$build/named" && grep 'libkvprim.so: .* sm_90 sm_100 (no GPU' "$build/named" &&
+        grep 'code=sm_90 -gencode arch=compute_100,code=sm_100 .* -shared' "$build/named" &&
+        grep 'examples for a GPU: built for sm_90 (no GPU' "$build/named" || return 1
+    PATH=$PWD/$build/tools:$PATH GPU='GPU 0: H200 (UUID: GPU-0)' make -nB NVCC=nvcc lib examples >"$build/named" &&
+        grep 'arch=native .* -shared' "$build/named" && grep 'arch=native .*03_kv_store' "$build/named" &&
+        ! grep 'sm_90\|no GPU' "$build/named"
+)
+
 targets()
 {
+    cell 'make BUILD=' builds_elsewhere
+    cell 'architectures without a GPU, and with one' named_architectures
     cell "make run TRACE=it's" runs_quoted
     if [ "$gpus" -eq 0 ]; then
         for target in gpu-test gpu-bench cuda-test cuda-bench convert-bench transfer-bench bandwidth sanitize engine \

@@ -131,7 +131,7 @@ once()
 {
     output=$1
     shift
-    made=$(echo "$*" && find kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +)
+    made=$(echo "$*" && find -H kvprim* examples tests -type f ! -path 'tests/results/*' -exec cksum {} +)
     [ ! -e "$output" ] || [ "$made" != "$(cat "$output.made" 2>/dev/null)" ] || return 0
     "$@" -o "$output.$part" || { rm -f "$output.$part"; return 1; }
     mv "$output.$part" "$output" && printf '%s\n' "$made" >"$output.made"
@@ -286,7 +286,7 @@ narrow()
 
 format()
 {
-    cell 'lines of scripts' narrow $(ls .ci/run 2>/dev/null) $(find Makefile examples tests -name '*.sh' \
+    cell 'lines of scripts' narrow $(ls .ci/run 2>/dev/null) $(find -H Makefile examples tests -name '*.sh' \
         -o -name '*.py' -o -name Makefile)
     group 'scripts have lines of at most 120 columns'
     format=clang-format-14
@@ -295,7 +295,7 @@ format()
         skip 'format of the sources: no clang-format 14 (other versions format some lines differently)'
         return
     fi
-    for source in $(find *.h *.cuh examples tests -name '*.h' -o -name '*.cuh' -o -name '*.c' -o -name '*.cu' \
+    for source in $(find -H *.h *.cuh examples tests -name '*.h' -o -name '*.cuh' -o -name '*.c' -o -name '*.cu' \
         -o -name '*.cpp'); do
         cell "$source is formatted by clang-format" $format --dry-run -Werror "$source"
     done
