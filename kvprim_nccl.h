@@ -250,7 +250,8 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_new_id(kvprim_comm_id *out);
    communicator was made: NULL, ARGUMENT (rank, world, timeouts, flags, peers, exchange, padding, reserved; or flags and
    limits that differ), SIZE (buffer_bytes, peer_bytes, or they differ), UNSUPPORTED (deterministic; or versions of
    kvprim that differ), TIMEOUT (init_timeout_ms is over, or kvprim_comm_abort was called), CUDA, NCCL. After an error
-   everything is freed again; after a TIMEOUT with `nccl` set, as soon as the caller ends that communicator. */
+   everything is freed again, as destroy does after an abort; after a TIMEOUT with `nccl` set, as soon as the caller
+   ends that communicator. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, const kvprim_comm_desc *desc);
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
@@ -3088,8 +3089,7 @@ enum {
     kvpn_max_blocks = 128,        /* of a launch: half of an H200's multiprocessors are 64 */
     kvpn_default_timeout_ms = 30 * 1000,
     kvpn_default_init_timeout_ms = 10 * 60 * 1000,
-    kvpn_protocol =
-        6, /* raised when ranks of two builds would choose other ways, place packs elsewhere, or part otherwise */
+    kvpn_protocol = 6,         /* raised when ranks of two builds would choose other ways, or place packs elsewhere */
     kvpn_group_calls = 1024,   /* of a group: 32 KB of host memory */
     kvpn_slots_mb = 8,         /* of a tensor that is summed in one launch; the slots take four times as much */
     kvpn_sums_bytes = 8 << 20, /* of a part of kvpn_norm_by_nccl: 1,024 tokens x 4,096 of bf16 */
@@ -3476,9 +3476,9 @@ static bool kvpn_part_from_processes(kvprim_comm *comm, int64_t timeout_ms)
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
    Each rank frees its own memory once the other ranks have let go of it, which they do soon. In this process, whichever
-   comes last after a second does (kvpn_free_slots_of_other says why not here). Of ranks in other processes, destroy
-   waits for those that have not been told to stop, and others_ms for those; if one comes later still, the memory stays
-   until the process ends: CUDA does not define what becomes of a mapping whose memory is freed. */
+   comes last after a second does (kvpn_free_slots_of_other says why not here). For those of
+   other processes destroy waits up to timeout_ms, and others_ms after a stop or a failed init. If one comes later yet,
+   the memory stays: CUDA does not define what becomes of a mapping whose memory is freed. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
@@ -3861,8 +3861,8 @@ static kvpn_link kvpn_link_to(const kvpn_init_task *task, int r)
     return native ? kvpn_nvlink : kvpn_pcie;
 }
 
-/* Finds the slowest link. Turns kernels off over PCIe where they would flood it, or where NCCL might not use it: how
-   many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
+/* Finds the slowest link. Turns kernels off over PCIe above two ranks, which nobody has measured, and where NCCL might
+   not use it: how many switches and bridges are on the way (PIX, PXB, PHB) is not known here. */
 static void kvpn_find_links(kvpn_init_task *task)
 {
     const char *const level = getenv("NCCL_P2P_LEVEL");
