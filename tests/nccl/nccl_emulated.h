@@ -96,7 +96,8 @@ static unsigned reads;
 
 static uint32_t kvpn_load_word(uint32_t *at)
 {
-    if (!may_sleep.load(std::memory_order_relaxed))
+    static thread_local unsigned polled; /* beside busy programs each yield takes milliseconds */
+    if (!may_sleep.load(std::memory_order_relaxed) && ++polled % 1024 == 0)
         std::this_thread::yield();
     if (at == counted)
         reads++;
