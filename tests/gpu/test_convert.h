@@ -304,7 +304,7 @@ static size_t scale_bytes(const kvprim_format *f)
 static bool visit_scales(arena *a, const convert_side *s, const kvprim_table *layer, int32_t l, int64_t row, bool write)
 {
     const kvprim_format *const f = &s->full;
-    if (f->scale == 0)
+    if (f->scale == 0 || layer->rows == 0)
         return true;
     const int64_t elements = s->row_bytes / bytes_of_type(f->dtype);
     const int64_t scales = f->scale == KVPRIM_SCALE_TENSOR ? 1 : elements / f->tile;
@@ -405,8 +405,11 @@ struct device_formats {
     }
 };
 
-/* Runs a descriptor on both sides. Its formats are overwritten before the code under test can have run. */
-template <class Desc> static outcome try_convert(arena *a, const Desc *desc, const convert_call *call, const char *what)
+/* Runs a descriptor on both sides, or its moves. Its formats are overwritten before the code under test can have
+   run. */
+template <class Desc>
+static outcome try_convert(arena *a, const Desc *desc, const convert_call *call, const char *what,
+                           bool as_moves = false)
 {
     on_gpu<Desc> on(a, *desc);
     device_formats formats(a, call);
@@ -425,7 +428,11 @@ template <class Desc> static outcome try_convert(arena *a, const Desc *desc, con
     return run_both(
         a, want, want_text, runs, [&] { return functions<Desc>::host(desc); },
         [&] {
-            const kvprim_status got = functions<Desc>::gpu(&on.d, a->launch);
+            kvprim_move moves[2] = {}; /* no V */
+            const kvprim_status got = !as_moves ? functions<Desc>::gpu(&on.d, a->launch)
+                                      : functions<Desc>::moves(&on.d, moves) == KVPRIM_OK
+                                          ? kvprim_cuda_move(moves, 2, a->launch)
+                                          : KVPRIM_ERROR_ARGUMENT;
             if (!is_asked())
                 formats.forget();
             return got;
@@ -828,6 +835,46 @@ static void convert_edges(arena *a)
         }
         CHECK(try_convert(a, &d, &call, "edges of rows") == RAN);
     }
+}
+
+/* A side without rows or memory, whose scales would lie in it: nothing of them is read, and all rows are past it. */
+static void convert_empty(arena *a)
+{
+    const int64_t count = 3, elements = 128;
+    for (const int scale : {KVPRIM_SCALE_TENSOR, KVPRIM_SCALE_HEAD, KVPRIM_SCALE_TILE})
+        for (int form = 0; form < n_convert_forms; form++)
+            for (const bool into : {true, false})
+                for (unsigned how = 0; how < 3; how++) { /* by itself, as a move, a transfer by the host's list */
+                    if (form != CONVERT_TRANSFER && (into == (form == CONVERT_GATHER) || how == 2))
+                        continue;
+                    convert_call call = {};
+                    convert_side *const none = into ? &call.dst : &call.src, *const other =
+                                                                                 into ? &call.src : &call.dst;
+                    empty(a);
+                    none->full = format_of(KVPRIM_F8E4M3);
+                    none->full.scale = static_cast<kvprim_scale_kind>(scale), none->full.scale_offset = 64;
+                    none->full.tile = scale == KVPRIM_SCALE_TENSOR ? 0 : 64;
+                    none->given = none->full, none->row_bytes = elements;
+                    none->table = table_of(nullptr, 0);
+                    none->table.format = &none->given;
+                    place_plain(a, other, KVPRIM_BF16, {0, 0}, count, elements, 1);
+                    other->table.format = &other->given;
+                    int32_t *const index = static_cast<int32_t *>(reserve(a, 4 * static_cast<size_t>(count), 0));
+                    index[0] = 0, index[1] = -1, index[2] = 7;
+                    a->index_room = count;
+                    uint32_t *const rejected = reserve_counter(a);
+                    const int64_t bytes = call.src.row_bytes;
+                    call.gather =
+                        gather_of(call.dst.table, call.src.table, bytes, index, KVPRIM_I32, 0, count, rejected);
+                    call.store = store_of(call.dst.table, call.src.table, bytes, index, KVPRIM_I32, count, rejected);
+                    kvprim_transfer_desc *const d = &call.transfer;
+                    d->dst = call.dst.table, d->src = call.src.table, d->row_bytes = bytes, d->count = count;
+                    (into ? d->dst_index : d->src_index) = index, d->index_type = KVPRIM_I32, d->rejected = rejected;
+                    CHECK((how == 2                 ? try_listed_convert(a, &call, HOST_LISTS, "no rows")
+                           : form == CONVERT_GATHER ? try_convert(a, &call.gather, &call, "no rows", how == 1)
+                           : form == CONVERT_STORE  ? try_convert(a, &call.store, &call, "no rows", how == 1)
+                                                    : try_convert(a, d, &call, "no rows", how == 1)) == RAN);
+                }
 }
 
 /* Transfers alone, for sides in memories of other kinds. */

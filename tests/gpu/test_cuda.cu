@@ -2026,6 +2026,7 @@ static void convert_several(arena *a)
     convert_presets(a);
     convert_heads_apart(a);
     convert_edges(a);
+    convert_empty(a);
 }
 
 static void test_convert()

@@ -1914,6 +1914,7 @@ int main(int argc, char **argv)
     run("emulated: conversions by presets", in_memory<convert_presets>);
     run("emulated: conversions, heads apart", in_memory<convert_heads_apart>);
     run("emulated: conversions, edges of rows", in_memory<convert_edges>);
+    run("emulated: conversions, no rows", in_memory<convert_empty>);
     run("emulated: conversions, counts", test_convert_counts);
     run("emulated: conversions, which kernel", in_memory<convert_choices>);
     run("emulated: conversions, max_sms, pdl, link", test_convert_options);
