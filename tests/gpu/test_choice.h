@@ -432,7 +432,7 @@ static void run_choices(arena *a, const choice_case *cases, size_t n)
         run_choice(a, &cases[i]);
 }
 
-/* Layers of two launches, whose scales are their own. The last rows are past the table, and counted once. */
+/* Layers of two launches, whose scales are their own. Rows past the table are counted once. */
 static void convert_layers(arena *a)
 {
     for (const int scale : {KVPRIM_SCALE_TENSOR, KVPRIM_SCALE_HEAD, KVPRIM_SCALE_TILE})
@@ -440,7 +440,7 @@ static void convert_layers(arena *a)
             convert_case c =
                 convert_case_of(5, into ? KVPRIM_F8E4M3 : KVPRIM_BF16, into ? KVPRIM_BF16 : KVPRIM_F8E4M3, scale);
             c.form = CONVERT_TRANSFER, c.layers = most_layers, c.indexed = into ? 1 : 2;
-            c.elements = 8, c.tile = 8, c.where = OWN_MEMORY, c.count = 5, c.rows = 3;
+            c.elements = 8, c.tile = 8, c.where = OWN_MEMORY, c.count = 5, c.rows = 8;
             run_convert(a, &c);
             check_launches("GG");
         }
