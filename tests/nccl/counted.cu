@@ -20,20 +20,23 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
     static char *memory; /* a page that says so, and what any tensor points to */
     const std::lock_guard<std::mutex> lock(mutex);
     const cudaError_t loaded = cudaFuncGetAttributes(attributes, kernel);
-    const char *name = "";
-    if (loaded != cudaSuccess || !done.insert(kernel).second || cudaFuncGetName(&name, kernel) != cudaSuccess)
+    bool parts_kernel = false;
+    if (loaded != cudaSuccess || !done.insert(kernel).second)
         return loaded;
+    for (int k = 0; k < 12; k++)
+        parts_kernel = parts_kernel ||
+                       kernel == kvpn_kernel_of(kvpn_way(kvpn_by_parts + k % 3), KVPRIM_U8, k < 6 ? 2 : 3, k % 2 == 1);
     if (!memory && (cudaMalloc(&memory, 1 << 16) != cudaSuccess || cudaMemset(memory, 1, 1 << 16) != cudaSuccess))
         return cudaErrorMemoryAllocation;
     kvpn_norm_params norm = {};
     kvpn_parts_params parts = {};
     for (char *&peer : norm.peer)
         peer = memory + kvpn_page;
-    norm.turn = norm.stop = (uint32_t *)memory, norm.world = 2;
+    norm.turn = norm.stop = (uint32_t *)memory, norm.world = 2, norm.part_packs = kvpn_max_hidden;
     norm.send = norm.recv = memory + kvpn_page;
     norm.residual = norm.weight = norm.out = norm.residual_out = memory + kvpn_page;
     static_cast<kvpn_params &>(parts) = norm;
-    void *args[] = {strstr(name, "kvpn_parts_kernel") ? (void *)&parts : (void *)&norm};
+    void *args[] = {parts_kernel ? (void *)&parts : (void *)&norm};
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(1), dim3(32), args, 0, cudaStreamLegacy);
     return launched != cudaSuccess ? launched : cudaStreamSynchronize(cudaStreamLegacy);
 }
