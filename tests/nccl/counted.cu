@@ -3,8 +3,10 @@
    runs each once when a communicator loads it, for which nccl_ranks.h has the reason. */
 #include "../gpu/sampled.h"
 
+#ifdef __CUDACC__ /* other compilers, for which it is only checked, leave the kernels out */
 static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel);
 #define cudaFuncGetAttributes warm_up
+#endif
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_nccl.h"
 #undef cudaFuncGetAttributes
@@ -12,6 +14,7 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel);
 
 static const bool counted = (sampled_on = true, atexit(sampled_print) == 0);
 
+#ifdef __CUDACC__
 /* With nothing to do, for a rank that has stopped: such kernels wait for none. */
 static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
 {
@@ -40,3 +43,4 @@ static cudaError_t warm_up(cudaFuncAttributes *attributes, const void *kernel)
     const cudaError_t launched = cudaLaunchKernel(kernel, dim3(1), dim3(32), args, 0, cudaStreamLegacy);
     return launched != cudaSuccess ? launched : cudaStreamSynchronize(cudaStreamLegacy);
 }
+#endif
