@@ -273,7 +273,8 @@ static void link_pairs()
 {
     enum { count = 400, row_bytes = 48, layers = 4 };
     static const int32_t index[count] = {};
-    static unsigned char src[2][layers * row_bytes], got[2][count * layers * row_bytes], want[2][sizeof got[0]];
+    alignas(16) static unsigned char src[2][layers * row_bytes], got[2][count * layers * row_bytes];
+    alignas(16) static unsigned char want[2][sizeof got[0]];
     fill(src, sizeof src);
     for (auto *const to : {want, got}) {
         kvprim_move moves[2];

@@ -221,18 +221,17 @@ static void uneven_batches(arena *a)
             src_step; /* sizes: up to `less` units less; steps: beyond the longest */
     } cases[] = {{100, 32, 0, 16, 8, 0},     {100, 32, 0, 16, 0, 8},     {100, 32, 0, 16, 16, 16},
                  {100, 512, 31, 16, 0, 0},   {100, 512, 0, 16, 0, 0},    {100, 528, 0, 16, 0, 0},
-                 {2100, 1521, 300, 1, 2, 1}, {2100, 1522, 300, 1, 2, 1}, {2100, 3058, 500, 1, 2, 1},
+                 {2100, 1521, 300, 1, 1, 2}, {2100, 1522, 300, 1, 1, 2}, {2100, 3058, 500, 1, 1, 2},
                  {2100, 2048, 30, 16, 0, 0}, {2100, 2064, 30, 16, 0, 0}};
     for (const auto &c : cases) {
         std::vector<kvprim_fragment> f(c.count);
         const std::vector<int64_t> order = shuffled(static_cast<int64_t>(c.count));
         kvprim_unpack_desc d = {};
         for (size_t i = 0; i < c.count; i++) {
-            f[i].bytes = c.longest - c.unit * (c.less ? below(c.less) : 0);
+            f[i].bytes = c.longest - c.unit * (c.less && i % 7 ? below(c.less) : 0); /* the longest have any lead */
             f[i].dst_offset = i * (c.longest + c.dst_step);
             f[i].src_offset = static_cast<uint64_t>(order[i]) * (c.longest + c.src_step);
         }
-        f[c.count / 2].bytes = c.longest;
         d.dst_bytes = c.count * (c.longest + c.dst_step), d.src_bytes = c.count * (c.longest + c.src_step);
         empty(a);
         d.dst = reserve(a, d.dst_bytes, 0), d.src = reserve(a, d.src_bytes, 0);
