@@ -3444,17 +3444,19 @@ static uint64_t *kvpn_nonce_at(const kvprim_comm *comm, int owner, int writer)
     return (uint64_t *)((uint32_t *)comm->peer[owner] + kvpn_nonces_word) + writer;
 }
 
-/* Lets go of other processes' memory: takes this rank's nonce away from each page, and closes its mapping. Then waits
-   until those ranks have let go of this rank's memory, or can be waited for no longer. Returns whether they have. */
-static bool kvpn_part_from_processes(kvprim_comm *comm, int64_t timeout_ms)
+/* Lets go of other ranks' memory: takes this rank's nonce away from each page, and closes mappings. Then waits until
+   other processes have let go of this rank's memory, or can be waited for no longer. Returns whether they have. */
+static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 {
     enum { closing_ms = 10 }; /* a nonce goes before its mapping does, by some 100 us */
     const uint64_t none = 0;
     uint64_t nonces[kvpn_max_world];
     const int64_t start_us = kvpn_now_us();
-    bool here = true;
-    for (int r = 0; r < kvpn_max_world; r++)
-        if (comm->mapped[r])
+    bool here = false;
+    for (int r = 0; r < comm->world; r++)
+        here = here || !comm->slots[r];
+    for (int r = 0; r < comm->world; r++)
+        if (comm->peer[r] && r != comm->rank)
             (void)cudaMemcpyAsync(kvpn_nonce_at(comm, r, comm->rank), &none, sizeof none, cudaMemcpyDefault,
                                   comm->stream);
     (void)cudaStreamSynchronize(comm->stream);
@@ -3485,10 +3487,7 @@ static void kvpn_free_slots(kvprim_comm *comm)
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
     const bool patient =
         own && kvpn_has_state(comm, kvpn_destroying) && __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) == 0;
-    bool alone = true; /* in this process */
-    for (int r = 0; own && r < comm->world; r++)
-        alone = alone && comm->slots[r];
-    if (!alone && own->memory && !kvpn_part_from_processes(comm, patient ? comm->timeout_ms : others_ms))
+    if (own && own->memory && !kvpn_part_from_ranks(comm, patient ? comm->timeout_ms : others_ms))
         own->memory = NULL;
     for (int r = 0; r < kvpn_max_world; r++) {
         if (r != comm->rank)
