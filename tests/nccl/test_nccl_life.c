@@ -1182,22 +1182,22 @@ static void test_links(void)
     close_comm(comm, "CommDestroy");
 }
 
-/* Rank 0 of three, rank 1 of which is in another process; `pages` are the two ranks' memory. rank 2 is in this one. */
+/* Rank 0 of three, rank 1 of which is in another process; `pages` are the ranks' memory. Rank 2 is in this one. */
 static kvprim_comm *share_memory(kvpn_slots *others, char **pages)
 {
     const kvprim_comm_desc d = {.world = 3, .timeout_ms = test_timeout_ms};
     kvprim_comm *const comm = open_comm(&d, OPENED);
     kvpn_slots *const own = (kvpn_slots *)calloc(1, sizeof *own);
-    for (int k = 0; k < 2; k++)
+    for (int k = 0; k < 3; k++)
         CHECK(cudaMalloc((void **)&pages[k], kvpn_page) == cudaSuccess);
     own->refs = 1, own->memory = pages[0], own->nonce = 6, others->refs = 2;
     kvpn_publish_slots(own);
     CHECK(cudaHostAlloc((void **)&comm->stop, sizeof *comm->stop, 0) == cudaSuccess);
     comm->slots[0] = own, comm->slots[2] = others, comm->mapped[1] = pages[1];
     for (int r = 0; r < 3; r++)
-        comm->peer[r] = pages[r % 2];
-    for (int r = 0; r < 3; r++)
-        *kvpn_nonce_at(comm, 0, r) = *kvpn_nonce_at(comm, 1, r) = 9;
+        comm->peer[r] = pages[r];
+    for (int r = 0; r < 9; r++)
+        *kvpn_nonce_at(comm, r / 3, r % 3) = 9;
     fake.slots = pages[0], fake.gate = 1, fake.device_at_free = -1;
     return comm;
 }
@@ -1207,20 +1207,20 @@ static void test_processes(void)
 {
     for (int k = 0; k < 3; k++) { /* the other one is late; was late, and this rank aborted; never comes */
         kvpn_slots others;
-        char *pages[2];
+        char *pages[3];
         memset(&others, 0, sizeof others);
         kvprim_comm *const comm = share_memory(&others, pages);
-        const uint64_t *const own_nonce = kvpn_nonce_at(comm, 1, 0);
+        const uint64_t *const far = kvpn_nonce_at(comm, 1, 0), *const near = kvpn_nonce_at(comm, 2, 0);
         const int64_t before_us = kvpn_now_us();
         fake.let_go = k == 2 ? NULL : kvpn_nonce_at(comm, 0, 1), fake.let_go_us = before_us + 1200000 / (k + 1);
         *comm->stop = k == 0 ? 0 : kvpn_stop_aborted;
         CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
         const int64_t ms = (kvpn_now_us() - before_us) / 1000;
-        CHECK(fake.closed == 1 && *own_nonce == 0 && others.refs == 1);
+        CHECK(fake.closed == 1 && *far == 0 && *near == 0 && others.refs == 1);
         CHECK(ms >= (k == 0 ? 1200 : k == 1 ? 600 : 1000) && ms < test_timeout_ms);
-        CHECK(load(&live_allocations) == (k == 2 ? 2 : 1) && fake.device_at_free == (k == 2 ? -1 : home));
+        CHECK(load(&live_allocations) == (k == 2 ? 3 : 2) && fake.device_at_free == (k == 2 ? -1 : home));
         CHECK(k < 2 || cudaFree(pages[0]) == cudaSuccess);
-        CHECK(cudaFree(pages[1]) == cudaSuccess && called("CommDestroy"));
+        CHECK(cudaFree(pages[1]) == cudaSuccess && cudaFree(pages[2]) == cudaSuccess && called("CommDestroy"));
         free(comm);
         end(), begin();
     }
