@@ -716,6 +716,8 @@ static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
             enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], count, sum_types[n], count);
             enqueue_scatter(r, &comm, r.device[2], r.device[1], count / 4 + 1, sum_types[n], count);
         }
+    CUDA(cudaStreamSynchronize(r.stream));
+    OK(kvprim_comm_check(&comm)); /* names the rank that did not come; expect_none_wrong asks r.comm */
     expect_none_wrong(r, says, 0);
     for (const int64_t tokens : {1, 40, 200}) /* also where a token has more packs than a block has slots */
         norm_once(r, &comm,
