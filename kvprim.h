@@ -277,8 +277,9 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
    it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math, and a thread that rounds
-   to nearest and does not flush denormals to zero.
+   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math or parts of it (clang says
+   nothing to the preprocessor of -freciprocal-math and -funsafe-math-optimizations), and a thread that rounds to nearest
+   and does not flush denormals to zero.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
 
@@ -2177,7 +2178,7 @@ KVPRIM_SELDOM kvprim_status kvpi_check_format(const kvprim_move *m, const kvprim
                                (uint64_t)elements);
     if (tiles > INT32_MAX)
         return kvpi_fail_field(m, side, "format.tile", f->tile, "which makes more tiles than", INT32_MAX);
-    if (f->scales && f->scale != KVPRIM_SCALE_TILE && f->scale_layer_stride == 0 && m->layers > 1)
+    if (f->scales && f->scale != KVPRIM_SCALE_TILE && f->scale_layer_stride == 0 && m->layers > 1 && t->rows > 0)
         return kvpi_fail_format(m, side, "scale_layer_stride", 0,
                                 "and there are several layers: set it, or KVPRIM_SCALES_SHARED");
     if (f->scales && f->scale_dtype != KVPRIM_F8E8M0)

@@ -257,10 +257,10 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, cons
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
    collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks
    write to each other's memory, so destroy waits for the others to let go of this rank's: for those of this process up
-   to a second, and if one comes later still, a thread frees it; for those of other processes up to timeout_ms, after an
-   abort or a TIMEOUT up to a second, and if one comes later still, 32 MB are freed only when the process ends. Graphs
-   that hold own kernels of the communicator must not be launched any more. Graphs that hold collectives of NCCL's must
-   be destroyed before.
+   to a second, and if one comes later still, a thread frees it; for those of other processes up to timeout_ms or a
+   second, whichever is longer, after an abort or a TIMEOUT up to a second, and if one comes later still, 32 MB are freed
+   only when the process ends. Graphs that hold own kernels of the communicator must not be launched any more. Graphs
+   that hold collectives of NCCL's must be destroyed before.
    Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
    because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
    goes on), CUDA, NCCL. */
@@ -3478,16 +3478,17 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
    Each rank frees its own memory once the other ranks have let go of it, which they do soon. In this process, whichever
-   comes last after a second does (kvpn_free_slots_of_other says why not here). For those of
-   other processes destroy waits up to timeout_ms, and others_ms after a stop or a failed init. If one comes later yet,
-   the memory stays: CUDA does not define what becomes of a mapping whose memory is freed. */
+   comes last after a second does (kvpn_free_slots_of_other says why not here). For those of other processes destroy
+   waits up to timeout_ms, and others_ms after a stop or a failed init. If one comes later yet, the memory stays: CUDA
+   does not define what becomes of a mapping whose memory is freed. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };
     kvpn_slots *const own = comm->world <= kvpn_max_world ? comm->slots[comm->rank] : NULL;
     const bool patient =
         own && kvpn_has_state(comm, kvpn_destroying) && __atomic_load_n(comm->stop, __ATOMIC_SEQ_CST) == 0;
-    if (own && own->memory && !kvpn_part_from_ranks(comm, patient ? comm->timeout_ms : others_ms))
+    if (own && own->memory &&
+        !kvpn_part_from_ranks(comm, patient && comm->timeout_ms > others_ms ? comm->timeout_ms : others_ms))
         own->memory = NULL;
     for (int r = 0; r < kvpn_max_world; r++) {
         if (r != comm->rank)

@@ -807,6 +807,9 @@ static void test_format_errors_of_transfers(void)
     d.same_cache = 0, d.layers = 3;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_ARGUMENT,
                 "src.format.scale_layer_stride is 0, and there are several layers: set it, or KVPRIM_SCALES_SHARED");
+    kvprim_transfer_desc empty = d; /* no scale is read */
+    empty.src = formatted(table_of(NULL, 0), &f), empty.src_index = index, empty.index_type = KVPRIM_I32;
+    CHECK(kvprim_transfer_check(&empty, NULL) == KVPRIM_OK);
     f.scale_layer_stride = 12, f.scales_bytes = 27;
     CHECK_ERROR(kvprim_transfer(&d), KVPRIM_ERROR_SIZE, "src.format.scales_bytes is 27, but its scales reach 28");
     f.scales_bytes = 28;
