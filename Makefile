@@ -5,7 +5,7 @@
 #     make CC=clang CFLAGS=-O3 test      uses another compiler, other flags
 #     make lib CPPFLAGS=-DKVPRIM_DEBUG   CPPFLAGS reach all that this file compiles, by nvcc too; CFLAGS what is C, and
 #                                        in `make lib` also nvcc's host compiler, if they are given
-#     make JOBS=1 test                   runs the parts of the tests one by one, not one per processor at a time
+#     make JOBS=1 test                   runs the parts of the tests one by one, not side by side
 #     make run TRACE=path ARGS='...'     replays another trace, with options of the example
 #     make run DEVICE=cpu                or cuda; default: a GPU if there is one, and nvcc
 #     make cuda-bench CUDA_ARCH='sm_80 sm_90 sm_100'   builds for all of these at once, as engines ship
@@ -95,7 +95,7 @@ help:
 	@echo 'make run       build the replay example and replay a small trace (TRACE=path: another one; ARGS=options)'
 	@echo 'make examples  build the examples'
 	@echo 'make lib       build build/libkvprim.so, the C functions for other languages (examples/08_torch.py)'
-	@echo 'make test      test every function that this machine can test, in two minutes'
+	@echo 'make test      test every function that this machine can test, in a minute'
 	@echo 'make check     run all other tests: compilers, languages, processors, GPU architectures, sanitizers, fuzzers'
 	@echo 'make replay    measure the replay of a trace (TRACE=path DEVICE=cpu or cuda), output to build/results/'
 	@echo 'make fuzz      run only the fuzzers, FUZZ_SECONDS=$(FUZZ_SECONDS) each'
@@ -153,7 +153,7 @@ REPLAY_TEST = 'test sh "build/a folder/tests/core/test_replay.sh" $(1) build/02_
 # Tests of both: `test` runs fewer of their cases.
 IN_BOTH = $(foreach part,emulated core collectives,'test sh tests/build/parts.sh $(part) build/$(part) $(1)') \
     $(call REPLAY_TEST,$(1))
-IN_TEST = $(call parts,nccl callers) 'test MAKEFLAGS= make -s build/test_kvprim && build/test_kvprim quick' \
+IN_TEST = $(call parts,nccl callers) \
     'test MAKEFLAGS= make -s build/test_disk && build/test_disk' $(call parts,readme profile trace)
 IN_CHECK = $(call parts,programs nccl_cuda nccl_headers kernels sanitizers matrix fuzzers systems compilers symbols \
     callers_cuda pictures format) \

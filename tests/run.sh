@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# Runs tests, JOBS of them at a time (default: one per processor), and adds up what they report, in order. Each argument
+# Runs tests, JOBS of them at a time (default: one per processor, and one more), and adds up what they report, in order. Each argument
 # is one of
 #
 #     test COMMAND          a program whose last line says `N passed, N failed, N skipped`; anything else is a failure
@@ -11,8 +11,9 @@
 # line, which is the sum. Says on stderr what runs while nothing else is printed: all the time on a terminal, otherwise
 # every 30 s. Exits with 1 if anything failed, or if nothing passed.
 
-jobs=${JOBS:-$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)}
-case $jobs in '' | *[!0-9]*) jobs=1 ;; esac
+processors=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN 2>/dev/null)
+jobs=${JOBS:-$((${processors:-0} + 1))} # one more than processors: some tests wait most of their time
+case $jobs in *[!0-9]*) jobs=1 ;; esac
 unset JOBS # a test that calls this script decides for itself
 passed=0 failed=0 skipped=0 workers=
 scratch=$(mktemp -d) || exit 1
