@@ -277,8 +277,8 @@ KVPRIM_API size_t kvprim_prefix_i64_neon(const int64_t *a, size_t a_len, const i
    The CPU and the GPU give the same bits. Infinity saturates to the largest value of a quantised type, as large numbers
    do; fp32, fp16 and bf16 keep it, and overflow to it. NaN stays NaN, with the bits 0x7f, 0x7fff or 0x7fffffff; in INT8
    it becomes 0 and adds one to *nans, if there is such a counter. Signs of zeros stay, denormals count. The CPU's bits
-   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math or parts of it (clang says
-   nothing to the preprocessor of -freciprocal-math and -funsafe-math-optimizations), and a thread that rounds to nearest
+   need fp32 arithmetic as IEEE 754 has it: an implementing unit compiled without -ffast-math and its parts (most are an
+   #error; clang does not reveal -freciprocal-math and -funsafe-math-optimizations), and a thread that rounds to nearest
    and does not flush denormals to zero.
 
    Scales. Only a quantised side (F8E4M3, F8E5M2, INT8) has them:
@@ -463,8 +463,8 @@ typedef struct kvprim_store_desc {
    comes from one of the rows; which one is unspecified. Where a side has heads, "row" means what is contiguous on both
    sides. In rows that convert, this holds for each element and each computed scale alone, so a scale may belong to
    another row than the elements beside it. K and V convert or not, each by its own formats.
-   Aliasing: no cache overlaps an input. No K row overlaps a V row: this check is exact if the caches have the same
-   strides, pages and heads, and covers row 0 otherwise.
+   Aliasing: no cache overlaps an input. No K row overlaps a V row: the check compares all rows, or only row 0 if the
+   strides have so little in common that it would take too many steps.
    Errors: as kvprim_gather; NULL also if v or v_bytes is set but v_cache is not. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store(const kvprim_store_desc *desc);
 
@@ -683,10 +683,9 @@ typedef struct kvprim_side {
     void *const *device_layers; /* as `layers`, but the executing side reads it when it runs; NULL: not used */
     int32_t host_index;
     int32_t reserved;
-    kvprim_format
-        format; /* the table's, with its defaults. If bytes move as they are, dtype, scale, scales and nans are
-                             0, and the rest is unspecified. An empty table has no scales. If layers share theirs,
-                             scale_layer_stride is 0 */
+    /* The table's, with its defaults. If bytes move as they are, dtype, scale, scales and nans are 0, and the rest is
+       unspecified. An empty table has no scales. If layers share theirs, scale_layer_stride is 0 */
+    kvprim_format format;
 } kvprim_side;
 
 /* The names of a descriptor's fields, for errors. */
@@ -707,7 +706,7 @@ typedef struct kvprim_move {
 
 /* Each checks `desc` as kvprim_gather(), kvprim_store() or kvprim_transfer() does, with the same status and text, and
    writes its moves: one, or two for a store (K, V; V has count 0 if there is none). A move converts if dst.format.dtype
-   is not 0; where both formats are the same type without scales, it does not. After an error the contents of `moves` are
+   is not 0; where both formats are the same type without scales, it is 0. After an error the contents of `moves` are
    unspecified. Errors also: NULL (moves). */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_gather_moves(const kvprim_gather_desc *desc, kvprim_move *moves);
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_store_moves(const kvprim_store_desc *desc, kvprim_move *moves);
@@ -2661,8 +2660,8 @@ static void kvpi_enter_loop(kvpi_pieces *p)
 
 /* Whether a piece of `a`, which starts at 0, and one of `b`, at `delta`, overlap. Loops of the same stride go together:
    s is a's step less b's. Steps are taken only where their insides overlap: the engines' caches of 4 million rows take
-   1 to 3. Strides that have nothing in common may need as many steps as there are rows. So after `budget` of them the
-   answer is yes, and such tables are refused. */
+   1 to 5. Strides that have nothing in common may need as many steps as there are rows. So after `budget` of them the
+   answer is yes: such scales are refused, and of such K and V row 0 decides. */
 static int kvpi_any_meet(int64_t delta, kvpi_pieces a, kvpi_pieces b, int *budget)
 {
     if (delta >= a.span || -delta >= b.span)
@@ -2702,8 +2701,8 @@ static int kvpi_areas_meet(const kvpi_area *a, const kvpi_area *b, int *budget)
 }
 
 enum {
-    kvpi_meet_budget = 1 << 16, /* about 1 ms */
-    kvpi_pair_budget = 1 << 12  /* engines' layouts of K beside V take up to 5 */
+    kvpi_meet_budget = 1 << 16, /* steps of kvpi_any_meet: about 1 ms */
+    kvpi_pair_budget = 1 << 12  /* the same for K beside V: about 60 us */
 };
 
 /* Scales of one side lie apart from rows or scales of the same or of another side. */

@@ -256,31 +256,32 @@ KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_init(kvprim_comm *comm, cons
 
 /* Collective: first waits, without a timeout, for all work of the device, then frees what kvprim_comm_init made. If a
    collective may hang, call kvprim_comm_abort first: destroy is then not collective, and frees what is left. Ranks
-   write to each other's memory, so destroy waits for the others to let go of this rank's: for those of this process up
-   to a second, and if one comes later still, a thread frees it; for those of other processes up to timeout_ms or a
-   second, whichever is longer, after an abort or a TIMEOUT up to a second, and if one comes later still, 32 MB are freed
-   only when the process ends. Graphs that hold own kernels of the communicator must not be launched any more. Graphs
-   that hold collectives of NCCL's must be destroyed before.
-   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved), TIMEOUT (NCCL has not ended after timeout_ms
-   because graphs with its collectives exist, or another call has not returned: only another destroy may follow, which
-   goes on), CUDA, NCCL. */
+   write to each other's memory, so destroy waits for the others to let go of this rank's. For ranks of this process it
+   waits up to a second; if one comes later, a thread frees the memory. For ranks of other processes it waits up to
+   timeout_ms or a second, whichever is longer, and a second after an abort or a TIMEOUT; if one comes later, 32 MB stay
+   allocated until the process ends. Graphs that hold own kernels of the communicator must not be launched any more.
+   Graphs that hold collectives of NCCL's must be destroyed before.
+   Errors: NULL, ARGUMENT (not initialised, already destroyed, moved, another process), TIMEOUT (NCCL has not ended
+   after timeout_ms because graphs with its collectives exist, or another call has not returned: only another destroy
+   may follow, which goes on), CUDA, NCCL. */
 KVPRIM_API kvprim_status kvprim_comm_destroy(kvprim_comm *comm);
 
 /* For a rank whose peers are gone; not collective, from any thread. Ends the collectives that wait, whose results are
    lost, and tells the other ranks. Returns within a second. Leaves all memory as it is, the buffer and what captured
    graphs touch, until kvprim_comm_destroy, which must follow; replays of such graphs end at once. During init it makes
    init fail. A call that is blocked inside NCCL returns with an error, as ncclCommAbort makes it.
-   Errors: NULL, ARGUMENT (not initialised, already aborted, moved). */
+   Errors: NULL, ARGUMENT (not initialised, already aborted, moved, another process). */
 KVPRIM_API kvprim_status kvprim_comm_abort(kvprim_comm *comm);
 
 /* Reports what went wrong since init if no call has reported it; does not wait. KVPRIM_OK while init runs.
-   Errors: NULL, ARGUMENT (not initialised, aborted, moved), NCCL (an error of a peer or of the network), CUDA (the
-   device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank, here or on another
-   rank, or another rank was aborted: the text says which, and this and every later collective has ended without a
-   result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which rank it waits for,
-   and calls that are captured into graphs or stand between NCCL's own ncclGroupStart and ncclGroupEnd are not watched.
-   After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in cudaStreamSynchronize, which
-   then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a context on device 0 for it. */
+   Errors: NULL, ARGUMENT (not initialised, aborted, moved, another process), NCCL (an error of a peer or of the
+   network), CUDA (the device's context is dead), TIMEOUT, in three cases. An own kernel waited timeout_ms for a rank,
+   here or on another rank, or another rank was aborted: the text says which, and this and every later collective has
+   ended without a result. Or a collective of NCCL's had not ended timeout_ms after the call: NCCL does not say which
+   rank it waits for, and calls that are captured into graphs or stand between NCCL's own ncclGroupStart and
+   ncclGroupEnd are not watched. After a TIMEOUT call kvprim_comm_abort. Another thread may do so while this one sits in
+   cudaStreamSynchronize, which then returns. A watchdog's thread should call cudaSetDevice once, or CUDA may make a
+   context on device 0 for it. */
 KVPRIM_API KVPRIM_CHECKED kvprim_status kvprim_comm_check(kvprim_comm *comm);
 
 /* The buffer, or NULL if there is none or comm is not alive. If bytes is not NULL, *bytes receives its size. It is
@@ -3276,7 +3277,8 @@ static bool kvpn_enter(kvprim_comm *comm, int32_t from, int32_t to)
 
 /* A rank's page and slots. Each rank of the same process that writes there has a reference, and the last one frees it,
    which is the owner unless others come late (kvpn_free_slots). A rank of another process has a mapping, and
-   the owner waits until it is closed. (If the owner dies, it keeps the memory: seen on H200s, undefined in CUDA.) */
+   the owner waits until it is closed. If the owner dies, the mapping keeps the memory (seen on H200s, undefined in
+   CUDA). */
 typedef struct kvpn_slots {
     int32_t refs, device;
     uint64_t nonce; /* the rank's random number from init */
@@ -3467,7 +3469,7 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
         if (cudaMemcpyAsync(nonces, kvpn_nonce_at(comm, comm->rank, 0), sizeof nonces, cudaMemcpyDefault,
                             comm->stream) != cudaSuccess ||
             cudaStreamSynchronize(comm->stream) != cudaSuccess)
-            return true; /* the context is dead */
+            return true; /* nobody can be waited for: most likely the context is dead */
         here = false;
         for (int r = 0; r < comm->world; r++)
             here = here || (!comm->slots[r] && nonces[r]);
@@ -3477,10 +3479,10 @@ static bool kvpn_part_from_ranks(kvprim_comm *comm, int64_t timeout_ms)
 }
 
 /* Turns own kernels off. Nothing can be done about errors of what frees, so they are not reported.
-   Each rank frees its own memory once the other ranks have let go of it, which they do soon. In this process, whichever
-   comes last after a second does (kvpn_free_slots_of_other says why not here). For those of other processes destroy
-   waits up to timeout_ms, and others_ms after a stop or a failed init. If one comes later yet, the memory stays: CUDA
-   does not define what becomes of a mapping whose memory is freed. */
+   Each rank frees its own memory once the other ranks have let go of it, which they do soon. After a second, the last
+   of them in this process frees it (kvpn_free_slots_of_other says why not here). For those of other processes destroy
+   waits up to timeout_ms or others_ms, whichever is longer, and others_ms after a stop or a failed init. If one comes
+   later, the memory stays: CUDA does not define what becomes of a mapping whose memory is freed. */
 static void kvpn_free_slots(kvprim_comm *comm)
 {
     enum { others_ms = 1000 };

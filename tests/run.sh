@@ -1,7 +1,7 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# Runs tests, JOBS of them at a time (default: one per processor, and one more), and adds up what they report, in order. Each argument
-# is one of
+# Runs tests, JOBS of them at a time (default: one per processor, and one more), and adds up what they report, in order.
+# Each argument is one of
 #
 #     test COMMAND          a program whose last line says `N passed, N failed, N skipped`; anything else is a failure
 #     exits NAME COMMAND    passes if the command exits with 0; if it does not, its output is shown

@@ -566,7 +566,7 @@ def figures():
     sources = (cpu, replay, gpu, convert, transfer, torch, nccl, handover)
     stale = [source.name for source in sources if results.others(source.name)]
     links = ', '.join(f'[`{name}`]({RESULTS}{name})' + '†' * (name in stale) for name in (s.name for s in sources))
-    note = '; † of other headers than these' if stale else ''
+    note = '; † of other headers than these, or of unknown ones' if stale else ''
     texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}{note}. The "
              f"replay takes {replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
              f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
