@@ -3848,7 +3848,7 @@ static kvprim_status kvpn_compare_ranks(kvpn_init_task *task)
 typedef enum kvpn_link { kvpn_same_gpu, kvpn_nvlink, kvpn_hidden_link, kvpn_pcie, kvpn_network } kvpn_link;
 
 /* CUDA does not name links, but atomics reach a peer's memory over NVLink only: cudaDevP2PAttrNativeAtomicSupported is
-   1 between B300s, and 0 between RTX 4090s. */
+   1 between B300s, and 0 between RTX 4090s, as others have published; not seen here. */
 static kvpn_link kvpn_link_to(const kvpn_init_task *task, int r)
 {
     const kvpn_rank_info *const info = &task->all[r];
@@ -4180,8 +4180,8 @@ static bool kvpn_can_capture_pdl(void)
 }
 
 /* Up to how many bytes each way is the fastest. Measured on 2 and 4 H200s (norm_one_shot: on 2), estimated for more
-   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest (vLLM's
-   custom all-reduce ends at 8 MB there, too). Other numbers need another kvpn_protocol. */
+   ranks; `make nccl-limits` measures them. Two ranks over PCIe, which nobody has measured, take the smallest. Other
+   numbers need another kvpn_protocol. */
 typedef struct kvpn_limits {
     size_t one_shot, two_shot;
     size_t norm_one_shot;            /* of kvprim_all_reduce_norm, a rank's addend */

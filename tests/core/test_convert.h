@@ -774,7 +774,7 @@ static void test_format_errors(void)
     REFUSED(b.v_format.nans = (uint32_t *)(void *)(b.cache + 60), OVERLAP, "v_cache.format.nans (");
     REFUSED(b.v_format.nans = (uint32_t *)(void *)(b.outside + 4), OVERLAP, "v_cache.format.nans (");
     REFUSED(b.d.rejected = (uint32_t *)(void *)(b.cache + 256), OVERLAP, "rejected (");
-    /* scales behind the rows of the last page end 192 bytes before the page does */
+    /* scales that follow the rows of the last page end 192 bytes before the page does */
     REFUSED(b.d.rejected = (uint32_t *)(void *)(b.cache + 4 * 512 - 196), OVERLAP, "rejected (");
     TAKEN(b.d.rejected = (uint32_t *)(void *)(b.cache + 4 * 512 - 192));
     REFUSED(b.k_format.nans = (uint32_t *)(void *)(b.cache + 4 * 512 - 196), OVERLAP, "k_cache.format.nans (");

@@ -1358,7 +1358,7 @@ static void zeros_beside_copy(uint64_t large)
     CHECK(sum == large + 10);
 }
 
-/* The same with the copy cut, and zeros behind it. */
+/* The same with the copy cut, and zeros after it. */
 static void copy_beside_zeros()
 {
     const uint64_t large = uint64_t(5) << 30, at = uint64_t(1) << 40, from = uint64_t(1) << 41;
