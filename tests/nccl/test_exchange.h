@@ -169,7 +169,7 @@ static void test_exchanges_elsewhere(rank_state &r)
                 continue;
             kvprim_comm_desc desc = desc_of(r, 0);
             desc.all_gather_limit = limit, desc.max_sms = fitting_sms(sms);
-            OK(kvprim_comm_init(&comm, &desc));
+            open_comm(r, &comm, desc);
             for (size_t bytes = 5; bytes <= most; bytes = bytes * (quick ? 11 : 5) + 3) {
                 for (int k = 0; k < exchange_kinds * 4; k++)
                     enqueue_at(r, &comm,

@@ -36,7 +36,7 @@ static void expect_works(rank_state &r)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 70001, KVPRIM_BF16, 5);
     expect_none_wrong(r, "a new communicator", 0);
     OK(kvprim_comm_destroy(&comm));
@@ -158,7 +158,7 @@ static void one_missing(rank_state &r, collective *call, size_t count, kvprim_dt
     kvprim_comm_desc desc = desc_of(r, size_t(4) << 20, 500);
     double took = 0;
     desc.all_reduce_limit = !named;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     OK(call(r, &comm, count, dtype));
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
@@ -218,7 +218,7 @@ static void one_too_late(rank_state &r, bool replays)
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 500);
     double took = 0;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     if (!comm.peer[0])
         return OK(kvprim_comm_destroy(&comm));
     enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, 1);
@@ -272,7 +272,7 @@ static void test_watchdog(rank_state &r)
         return;
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 500);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     OK(kvprim_all_reduce(&comm, r.device[1], r.device[0], 1 << 20, KVPRIM_INT32, KVPRIM_SUM, r.stream));
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
@@ -310,10 +310,10 @@ static void test_two_stuck(rank_state &r)
     kvprim_comm a = {}, b = {};
     cudaStream_t other;
     kvprim_comm_desc desc = desc_of(r, 0, 500);
-    OK(kvprim_comm_init(&a, &desc));
+    open_comm(r, &a, desc);
     desc = desc_of(r, 1 << 20, 500);
     desc.nccl_window = 1;
-    OK(kvprim_comm_init(&b, &desc));
+    open_comm(r, &b, desc);
     CUDA(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
     OK(kvprim_all_reduce(&a, r.device[1], r.device[0], 100, KVPRIM_INT32, KVPRIM_SUM, r.stream));
     OK(kvprim_all_reduce(&b, r.device[1], r.device[0], 100, KVPRIM_INT32, KVPRIM_SUM, r.stream));
@@ -340,7 +340,7 @@ static void test_abort_beside_replays(rank_state &r)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 20000);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     if (!comm.peer[0])
         return OK(kvprim_comm_destroy(&comm));
     const cudaGraphExec_t exec = captured(r, [&] {
@@ -379,7 +379,7 @@ static void test_one_aborts(rank_state &r)
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 20000);
     double took = 0;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     OK(sum_of_device(r, &comm, 1000, KVPRIM_BF16));
     CUDA(cudaStreamSynchronize(r.stream));
     meet();
@@ -422,7 +422,7 @@ static void test_groups(rank_state &r)
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 500);
     double took = 0;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     for (int open = 0; open < 2; open++) {
         OK(kvprim_group_start(&comm));
         OK(exchange(r, &comm, bytes));
@@ -453,7 +453,7 @@ static void test_call_during_abort(rank_state &r)
 {
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_of(r, 0, 2000);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     meet();
     std::thread other([&] {
         sleep_ms(20);
@@ -479,7 +479,7 @@ static void test_memory_after_aborts(rank_state &r)
         kvprim_comm comm = {};
         kvprim_comm_desc desc = desc_of(r, size_t(64) << 20);
         desc.nccl_window = n % 2;
-        OK(kvprim_comm_init(&comm, &desc));
+        open_comm(r, &comm, desc);
         OK(sum_of_device(r, &comm, 1000, KVPRIM_INT32));
         CUDA(cudaStreamSynchronize(r.stream));
         meet();
@@ -605,7 +605,7 @@ static void test_graphs_of_nccl(rank_state &r)
         const kvprim_comm_desc desc = desc_of(r, 0, 600);
         cudaGraph_t graph;
         cudaGraphExec_t exec;
-        OK(kvprim_comm_init(&comm, &desc));
+        open_comm(r, &comm, desc);
         OK(sum_of_device(r, &comm, 1000, KVPRIM_INT32));
         CUDA(cudaStreamBeginCapture(r.stream, cudaStreamCaptureModeThreadLocal));
         OK(sum_of_device(r, &comm, 1000, KVPRIM_INT32));
@@ -656,7 +656,7 @@ static void test_early_triggers(rank_state &r)
         kvprim_comm_desc desc = desc_of(r, size_t(160) << 20);
         desc.nccl_window = window;
         desc.all_reduce_limit = 1;
-        OK(kvprim_comm_init(&comm, &desc));
+        open_comm(r, &comm, desc);
         if (r.rank == 0 && window)
             printf("  %s\n", kvprim_comm_describe(&comm));
         float *const send = static_cast<float *>(kvprim_comm_buffer(&comm, nullptr));

@@ -220,7 +220,7 @@ static void test_deterministic(rank_state &r)
     const kvprim_comm_desc desc = desc_of(r, 0, 0, 1);
     if (!r.comm.peer[0])
         return IS(kvprim_comm_init(&comm, &desc), KVPRIM_ERROR_UNSUPPORTED);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     const size_t most = (size_t(40) << 20) / 4 - 16;
     for (const size_t count : {size_t(3), size_t(100000), size_t(4 << 20) + 5, most, most + 2})
         for (const kvprim_dtype t : sum_types) {
@@ -241,7 +241,7 @@ static void test_pipelines(rank_state &r)
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.max_sms = fitting_sms(24);
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     for (const kvprim_dtype t : sum_types)
         for (const size_t bytes : {(size_t(12) << 20) + 48, size_t(31) << 20}) {
             const size_t count = bytes / size_of(t) + (bytes % 64 ? 1 : 0);
@@ -535,7 +535,7 @@ static void first_in_graph(rank_state &r, const char *what, const std::function<
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = 1;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     const cudaGraphExec_t exec = captured(
         r, [&] { call(&comm); }, processes ? cudaStreamCaptureModeGlobal : cudaStreamCaptureModeThreadLocal);
     for (int n = 0; n < 3; n++)
@@ -683,7 +683,7 @@ static void with_another(rank_state &r, int no_pdl)
     const cudaStream_t stream = r.other_stream;
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_pdl = no_pdl;
-    OK(kvprim_comm_init(&other, &desc));
+    open_comm(r, &other, desc);
     CHECK(!no_pdl || !other.peer[0] || strstr(kvprim_comm_describe(&other), "no dependent launch") != nullptr);
     CUDA(cudaStreamSynchronize(r.stream));
     for (int n = 0; n < (quick ? 20 : 600); n++) {
@@ -708,7 +708,7 @@ static void test_two_communicators(rank_state &r)
 static void use(rank_state &r, const kvprim_comm_desc &desc, const char *says)
 {
     kvprim_comm comm = {};
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     if (!strstr(kvprim_comm_describe(&comm), says))
         fail("rank %d: \"%s\" does not say \"%s\"", r.rank, kvprim_comm_describe(&comm), says);
     for (const size_t count : {size_t(3), size_t(5000), size_t(300000), size_t(3000001)})
@@ -801,11 +801,11 @@ static void test_end_late(rank_state &r)
     kvprim_comm comm = {};
     const kvprim_comm_desc desc = desc_with_nccl(r);
     for (int late = 0; late < world; late += world - 1) {
-        OK(kvprim_comm_init(&comm, &desc));
+        open_comm(r, &comm, desc);
         sleep_ms(r.rank == late ? 1500 : 0);
         OK(kvprim_comm_destroy(&comm));
     }
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     OK(kvprim_comm_destroy(&comm));
     CHECK(ncclCommDestroy(desc.nccl) == ncclSuccess);
 }
@@ -935,7 +935,7 @@ static void test_lifetimes(rank_state &r)
         kvprim_comm comm = {};
         size_t bytes = 0;
         const kvprim_comm_desc desc = desc_of(r, n % 2 ? size_t(5) << 20 : 0);
-        OK(kvprim_comm_init(&comm, &desc));
+        open_comm(r, &comm, desc);
         char *const buffer = static_cast<char *>(kvprim_comm_buffer(&comm, &bytes));
         CHECK((buffer != nullptr) == (bytes != 0) && bytes == desc.buffer_bytes && uintptr_t(buffer) % 256 == 0);
         enqueue_sum(r, &comm, r.stream, r.device[0], r.device[1], 5000, KVPRIM_BF16, uint64_t(n));

@@ -307,7 +307,7 @@ static void test_norm_two_communicators(rank_state &r)
     kvprim_comm other = {};
     const cudaStream_t stream = r.other_stream;
     const kvprim_comm_desc desc = desc_of(r, 0);
-    OK(kvprim_comm_init(&other, &desc));
+    open_comm(r, &other, desc);
     const norm_call a = norm_call_of(r, KVPRIM_BF16, 7, 12288, 21, !r.comm.peer[0]),
                     b = norm_call_of(r, KVPRIM_F16, 32, 16384, 22, !r.comm.peer[0]);
     const size_t half = room_bytes / 2;
@@ -315,6 +315,7 @@ static void test_norm_two_communicators(rank_state &r)
         norm_upload(r, r.device[1] + size_t(k) * half, k ? b.before : a.before);
         norm_upload(r, r.device[2] + size_t(k) * half, k ? b.after : a.after);
     }
+    wake_streams(r); /* the host took its time */
     for (int n = 0; n < (quick ? 10 : 300); n++)
         for (int k = 0; k < 2; k++) {
             const norm_call &call = k ? b : a;
@@ -340,7 +341,7 @@ static void test_norm_without_kernels(rank_state &r)
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.no_kernels = r.rank == 0;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     CHECK(!comm.peer[0] && strstr(kvprim_comm_describe(&comm), "8 MB for sums that a norm follows") != nullptr);
     for (int n = 0; n < (quick ? 6 : 20); n++)
         norm_once(r, &comm,
@@ -382,7 +383,7 @@ static void test_norm_of_one_rank(rank_state &r)
     kvprim_comm_desc desc = {};
     desc.world = 1;
     OK(kvprim_comm_new_id(&desc.id));
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     for (int n = 0; n < (quick ? 6 : 20); n++) {
         const int64_t hidden = n == 4 || n == 5 ? 16384 : 8 * (1 + n * 57 % 1100);
         const norm_case c =
@@ -405,7 +406,7 @@ static void test_norm_clusters(rank_state &r)
     CUDA(cudaGetDeviceProperties(&device, device_of(r.rank)));
     if (!r.comm.peer[0] || device.major < 9 || device.multiProcessorCount < 2 * desc.max_sms)
         return skip("no clusters on this GPU, or own kernels are off");
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     CHECK(strstr(kvprim_comm_describe(&comm), ", clusters") != nullptr);
     for (const int64_t tokens : {1, 3, 7, 40, 130})
         for (const int64_t hidden : {8200, 9216, 12288, 16376, 16384, 8192, 6144}) /* the last: of more than 4 ranks */
@@ -426,7 +427,7 @@ static void test_norm_of_one_block(rank_state &r)
     kvprim_comm comm = {};
     kvprim_comm_desc desc = desc_of(r, 0);
     desc.max_sms = 1;
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     for (int n = 0; n < (quick ? 12 : 60); n++)
         norm_once(r, &comm,
                   norm_call_of(r, n % 2 ? KVPRIM_BF16 : KVPRIM_F16, 1 + n % 3, n % 5 ? 16384 - 8 * n * n : 4096,

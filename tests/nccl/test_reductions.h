@@ -162,7 +162,7 @@ static void test_deterministic_reductions(rank_state &r)
     desc.all_reduce_limit = desc.reduce_scatter_limit = 100;
     if (!r.comm.peer[0])
         return skip("own kernels are off");
-    OK(kvprim_comm_init(&comm, &desc));
+    open_comm(r, &comm, desc);
     for (const kvprim_dtype t : reduction_types)
         for (const kvprim_op op : reduction_ops)
             one_reduction(r, &comm, reduction_of(t, op), 10000, 1 + op % 2);

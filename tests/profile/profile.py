@@ -748,19 +748,22 @@ def judge_sanitizer(check, ended, said, kernels):
     return wrong
 
 
-def each_sanitizer(sanitizer, checks, kernels, command, *options):
-    """Runs all of them at once, as the host does most of their work, and prints what they say in their order."""
-    started, running, wrong = time.time(), [], []
+def each_sanitizer(sanitizer, checks, kernels, command, together):
+    """Runs all of them, at once if together, as the host does most of their work; prints what they say in their
+    order."""
     os.makedirs('build/sanitize', exist_ok=True)
-    for check in checks:
-        log = open('build/sanitize/%s.log' % check, 'w')
-        whole = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
-                 *options, *command]
-        running.append((check, log.name, subprocess.Popen(whole, stdout=log, stderr=log)))
-    for check, log, process in running:
-        ended = process.wait()
-        print('== %s, done after %.0f s' % (check, time.time() - started))
-        wrong += judge_sanitizer(check, ended, '\n'.join(lines_of(log)), kernels)
+    wrong = []
+    for group in [checks] if together else [[check] for check in checks]:
+        started, running = time.time(), []
+        for check in group:
+            log = open('build/sanitize/%s.log' % check, 'w')
+            whole = ['timeout', '-k', '10', str(SANITIZE_SECONDS), sanitizer, '--tool', check, '--error-exitcode', '1',
+                     *command]
+            running.append((check, log.name, subprocess.Popen(whole, stdout=log, stderr=log)))
+        for check, log, process in running:
+            ended = process.wait()
+            print('== %s, done after %.0f s' % (check, time.time() - started))
+            wrong += judge_sanitizer(check, ended, '\n'.join(lines_of(log)), kernels)
     return len(wrong) > 0
 
 
@@ -772,7 +775,8 @@ def find_sanitizer():
 def sanitize():
     sanitizer, program = find_sanitizer(), 'build/test_cuda'
     return recorded('gpu_sanitize.txt', HEADERS[:2],  # it tests only these
-                    lambda: each_sanitizer(sanitizer, SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize']))
+                    lambda: each_sanitizer(sanitizer, SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize'],
+                                           together=True))
 
 
 # Tests of test_nccl_gpu that reach every kernel, without graphs; the last ones two at a time.
@@ -782,10 +786,10 @@ SANITIZED = ('sums, sizes x', 'inside the buffer', 'gathers of', 'exchanges in c
 
 def sanitize_collectives():
     """For tests/nccl/nccl.sh, which builds the program and keeps what is printed. The ranks share a GPU, without NCCL:
-    2, 4 and 8 of them have kernels of their own."""
+    2, 4 and 8 of them have kernels of their own. One tool at a time: beside the others, racecheck stood still."""
     return each_sanitizer(find_sanitizer(), SANITIZERS, kernels_in('build/kvprim_nccl_counted.o', 'kvpn_'),
                           ['build/test_nccl_gpu_one', 'quick', 'on', 'seconds=20', 'ranks=2', 'ranks=4', 'ranks=8',
-                           'only=' + '|'.join(SANITIZED)])
+                           'only=' + '|'.join(SANITIZED)], together=False)
 
 
 def main(job='', *inputs):
