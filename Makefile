@@ -116,6 +116,7 @@ help:
 	@echo 'make sanitize  run each kernel under compute-sanitizer: synccheck, racecheck, memcheck, initcheck'
 	@echo 'make sass      dump and check the kernels for CUDA_ARCH: 128-bit accesses, no spills (make cfg: draw them;'
 	@echo '               make nvdisasm KERNEL=...: list them with source lines and registers in use)'
+	@echo 'make weight    measure lines, kernels and seconds of nvcc (make weight-compare A=old.txt B=new.txt: of kernels)'
 	@echo 'make ncu       check the counters of each operation on a GPU (make ncu-compare A=old.csv B=new.csv;'
 	@echo '               make ncu-source KERNEL=...: hot lines; make nsys PROGRAM=...: where its time went)'
 	@echo 'make results   copy what was measured from build/results/ to tests/results/, which are committed'
@@ -124,7 +125,7 @@ help:
 # Targets that run programs run one after the other, whatever -j says: they share the GPUs.
 RUN = run replay test check fuzz bench plots gpu-test cuda-test nccl-test engine gpu-bench cuda-bench convert-bench \
     transfer-bench nccl-bench nccl-limits bandwidth handover torch torch-ops torch-bench transformers sanitize \
-    cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results
+    cuda-sanitize nccl-sanitize sass cfg nvdisasm ncu ncu-source nsys results weight
 ifneq ($(word 2,$(filter $(RUN),$(MAKECMDGOALS))),)
 .NOTPARALLEL:
 endif
@@ -284,6 +285,11 @@ PROFILE = command -v python3 >/dev/null || \
 sass cfg ncu cuda-sanitize:
 	@$(PROFILE) $(@:cuda-%=%)
 
+weight:
+	@$(CUDA_ENVIRONMENT) python3 tests/profile/weight.py
+weight-compare:
+	@python3 tests/profile/weight.py compare $(call quoted,$(A)) $(call quoted,$(B))
+
 ncu-compare:
 	@$(PROFILE) compare $(call quoted,$(A)) $(call quoted,$(B))
 
@@ -387,6 +393,6 @@ build/bench_mismatch.o: tests/bench/bench_mismatch.cpp build/flags
 clean:
 	rm -rf build
 
-.PHONY: help examples lib clean ncu-compare FORCE $(RUN)
+.PHONY: help examples lib clean ncu-compare weight-compare FORCE $(RUN)
 
 endif

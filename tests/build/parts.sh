@@ -31,7 +31,7 @@
 #     symbols       the names and macros that the headers leave defined
 #     systems       the tests compiled for this very processor, for AArch64 under qemu, and for Windows
 #     pictures      the pictures and figures match the results; of which headers these are
-#     format        sources are formatted by clang-format; no line has more than 120 columns
+#     format        sources are formatted by clang-format; no line has more than 120 columns; the headers' lines
 #
 # Each test says what it lacks on this machine. All variables are global: sh has no others.
 
@@ -289,6 +289,8 @@ format()
     cell 'lines of scripts' narrow $(ls .ci/run 2>/dev/null) $(find -H Makefile examples tests -name '*.sh' \
         -o -name '*.py' -o -name Makefile)
     group 'scripts have lines of at most 120 columns'
+    ! has python3 || cell 'lines of the headers' python3 tests/profile/weight.py check
+    group 'headers keep within their budget of lines'
     format=clang-format-14
     has $format || format=clang-format
     if ! has $format || ! $format --version | grep -q ' version 14\.'; then

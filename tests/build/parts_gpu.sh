@@ -68,6 +68,17 @@ sass()
     fi
 }
 
+# weighs CUBIN: its kernels keep within their budget.
+weighs()
+{
+    if has python3; then
+        cell "weight of $1" python3 tests/profile/weight.py check "$1"
+        group 'weight of kernels'
+    else
+        skip "weight of $1: no python3"
+    fi
+}
+
 # ---- nccl ----
 
 # meets_once PTX: in sm_90's kernels for norms of few tokens, each meeting of a block is one place in the code, as CUDA
@@ -214,6 +225,7 @@ nccl_cuda()
     cell 'warps of a block meet in one place' meets_once "$build/kept/test_nccl.ptx"
     group 'PTX of kvprim_nccl.h'
     sass "$build/test_nccl.o" "$build/kept/test_nccl.ptx"
+    weighs "$build/kept/test_nccl.sm_90.cubin"
     cu="$cu $quickly" # what follows is only compiled
     cell 'test_nccl linked' $NVCC "$build/test_nccl.o" $nccl_link -o "$build/test_nccl_cuda"
     for source in tests/nccl/test_nccl_gpu.cu tests/nccl/test_nccl_faults.cu tests/bench/bench_nccl.cu; do
@@ -333,6 +345,7 @@ kernels()
     fi
     if [ "$newest" -ge 90 ]; then
         sass "$build/kernels_sm_90.cubin" "$build/kept/kernels.ptx"
+        weighs "$build/kernels_sm_90.cubin"
         cell 'opponents of benchmarks' frugally $NVCC -std=c++17 -O3 -arch=sm_90 -I. -cubin tests/profile/opponents.cu \
             -o "$build/opponents.cubin"
         sass "$build/opponents.cubin"

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # before Python'
 import counters  # noqa: E402: of this folder
 import listing  # noqa: E402
 import profile  # noqa: E402
+import weight  # noqa: E402
 
 COUNTERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), 'profile.csv')
 passed = failed = 0
@@ -436,6 +438,52 @@ def test_sanitizers():
               'launched' not in text.replace('launches', ''), text)
 
 
+def cubin_of(path, kernels):
+    """Writes a cubin as nvcc does: the code of each kernel, its registers and its stack."""
+    info = b''.join(struct.pack('<BBHII', 4, kind, 8, number, value) for number, kernel in enumerate(kernels)
+                    for kind, value in ((0x2f, kernel[2]), (0x12, kernel[3])))
+    sections = [('', b'', 0), ('.nv.info', info, 0)]
+    sections += [('.text.' + kernel[0], kernel[1], number | 9 << 24) for number, kernel in enumerate(kernels)]
+    names = b'\0'.join(name.encode() for name, _, _ in sections) + b'\0.shstrtab\0'
+    data, headers = bytearray(64), b''
+    for name, code, number in sections + [('.shstrtab', names, 0)]:
+        at = names.index(name.encode())
+        headers += struct.pack('<IIQQQQIIQQ', at, 1, 0, 0, len(data), len(code), 0, number, 1, 0)
+        data += code
+    data[:4] = b'\x7fELF'
+    struct.pack_into('<Q', data, 40, len(data))
+    struct.pack_into('<HHH', data, 58, 64, len(sections) + 1, len(sections))
+    with open(path, 'wb') as file:
+        file.write(data + headers)
+
+
+def test_weight():
+    a, b, c = ('_Z6kvpc_av', b'a' * 3000, 40, 0), ('_Z6kvpc_bv', b'b' * 100, 22, 8), ('_Z6kvpn_cv', b'c', 1, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        old, new, listed = (folder + '/' + name for name in ('old', 'new', 'listed'))
+        cubin_of(old, [a, b])
+        cubin_of(new, [(a[0], b'A' * 2000, 30, 0), c])
+        weight.write_listing(listed, weight.kernels_of(old))
+        kernels = weight.kernels_of(listed)
+        check('weight: kernels of a cubin, and of its listing', kernels == weight.kernels_of(old) and
+              {(k.bytes, k.registers, k.stack) for k in kernels.values()} == {(3000, 40, 0), (100, 22, 8)}, kernels)
+        same, text = printed(weight.compare, kernels, weight.kernels_of(new))
+        check('weight: kernels compared', not same and re.search(
+            '^differs +3000 -> +2000 bytes, +40 -> +30 .*kvpc_a.*^went .*kvpc_b.*^came .*kvpn_c.*0 are the same, '
+            '1 differ, 1 went, 1 came', text, re.M | re.S), text)
+        same, text = printed(weight.compare, kernels, kernels)
+        check('weight: the same kernels', same and '2 are the same, 0 differ' in text, text)
+        budgets = weight.BUDGETS
+        for header, field, by, said in (
+                ('kvprim.h', 'lines', weight.lines_of('kvprim.h') - 1, 'kvprim.h has .* lines'),
+                ('kvprim_cuda.cuh', 'kernels', 1, 'kvprim_cuda.cuh has 2 kernels'),
+                ('kvprim_cuda.cuh', 'kb', 3, 'of 3 KB'), ('kvprim_nccl.h', 'kernels', 0, '')):
+            weight.BUDGETS = {**budgets, header: budgets[header]._replace(**{field: by})}
+            wrong, text = printed(weight.check, [old])
+            check('weight: a budget of %s' % field, wrong == (said != '') and re.search(said, text), text)
+        weight.BUDGETS = budgets
+
+
 def main():
     for name, line, lines in JUDGED:
         faults, text = printed(counters.judge_counters, lines)
@@ -446,7 +494,7 @@ def main():
         check('counters compared: ' + name, code == 0 and re.search('^.*' + said + '$', text, re.M) and
               len(re.findall(' only$', text, re.M)) == lonely, text)
     for test in (test_tables, test_h200, test_sanitizers, test_sass, test_tool, test_ptx, test_cfg, test_nvdisasm,
-                 test_nsys, test_source):
+                 test_nsys, test_source, test_weight):
         try:
             test()
         except Exception as error:  # the tests after it run
