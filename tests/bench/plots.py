@@ -582,6 +582,8 @@ def losses():
     odd = {name: min(v[4] for key, v in ODD.items() if key.startswith(name + ' 132 ')) for name in ('gather', 'store')}
     norm = 'norm to the best opponent, '
     return [
+        Figure('compare prefixes of {}', '`std::mismatch`',
+               {name: PREFIX['both aligned to 64 bytes'][n][7] for n, name in few('1', '2')}),
         Figure('gather up to 1,024 rows, {}', 'mini-sglang',
                spread([v[2] for key, v in GATHER.items() if int(key.split()[1]) <= 1024]), ['mean'],
                'gather up to 1,024 rows'),
@@ -592,6 +594,8 @@ def losses():
             for what, key in (('DeepSeek V4', 'fp8_ds_mla_v4'), ("DeepSeek's indexer", 'fp8_indexer'))
             for n, name in few('1', '8', '64')}, ['8 tokens of DeepSeek V4', "8 tokens of DeepSeek's indexer"],
             'store 1 to 64 tokens of DeepSeek V4, or of its indexer'),
+        Figure("store V in vLLM's first layout, the worst size{}", "a kernel like `torch.index_put_`'s",
+               {'': 1 / target(gpu, "V in vLLM's first layout / torch's index_put_")}),
         Figure('both directions over PCIe at once, the worst size{}', 'SGLang',
                {'': target(transfer, "both directions at once / the best of SGLang's kernels")}, [''],
                'both directions over PCIe at once, the worst size'),
@@ -668,7 +672,7 @@ def figures():
 def page():
     """FIGURES.md."""
     texts = ['<!-- SPDX-License-Identifier: MIT -->\n# Figures\n\n`make plots` writes this page.\n',
-             paragraph(sources('These are all figures') + ' Each ratio comes from one run. The replay takes '
+             paragraph(sources('This page has all figures') + ' Each ratio comes from one run. The replay takes '
                        f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
                        f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
                        f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays "
