@@ -651,7 +651,8 @@ def sources(where):
     stale = [name for name in names if results.others(name)]
     marked = ', '.join(os.path.splitext(name)[0] + '†' * (name in stale) for name in names)
     note = '; † is of other headers than these, or of unknown ones' if stale else ''
-    return (f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s. {where}, from {marked}{note}. "
+    gpus = gpu.find('^(NVIDIA [^,]*),') + 's'
+    return (f'Measured on one core of an {XEON}, and on {gpus}. {where}, from files beside it: {marked}{note}. '
             'Averages are geometric.')
 
 
