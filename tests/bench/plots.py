@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and README.md's tables.
+"""Turns what was measured, tests/results/*.txt, into pictures, tests/results/*.svg, and tables: README.md's two, and
+tests/results/FIGURES.md with every figure.
 
     python3 tests/bench/plots.py            writes them, from the top folder; `make plots` calls it
     python3 tests/bench/plots.py --check    names those that do not match the results and exits with 1; `make check`
@@ -14,13 +15,14 @@ import math
 import os
 import re
 import sys
+import textwrap
 
 sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'))
 import results  # noqa: E402: tests/results.py
 
 README, RESULTS = 'README.md', 'tests/results/'
-BEGIN, END = '<!-- figures: written by `make plots` -->\n', '<!-- end of figures -->\n'
+BEGIN, END = '<!-- %s: written by `make plots` -->\n', '<!-- end of %s -->\n'  # of README.md's tables
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
@@ -105,6 +107,11 @@ def mean(numbers):
     return math.exp(sum(math.log(number) for number in numbers) / len(numbers))
 
 
+def target(results, name):
+    """Returns the number in a target's line."""
+    return float(results.find(re.escape(name) + r' +([\d.]+), target'))
+
+
 gpu, convert, transfer, cpu, nccl, replay, torch, handover = (
     Results(name + '.txt') for name in ('gpu_bench', 'gpu_convert', 'gpu_transfer', 'bench', 'nccl_bench', 'replay',
                                         'gpu_torch', 'handover'))
@@ -136,7 +143,6 @@ OFFLOAD = transfer.table('the copy, and against the batch from the call to the e
                          'row kvprim 8 SMs regs 2 ring 2 ring 4 copy batch each / copy called', r'to \w+ +\d+ \w+', 10)
 LAYERS = transfer.table('device memory, 64 layers in one launch: GB/s on all and on some SMs, all against the copy',
                         'row MiB us all 8 SMs 16 SMs 32 SMs 64 SMs / copy', r'\w.*B +[\d.]+', 7)
-PAGED = [1 / float(gpu.find(rf'{name} / flat, to 64 tokens +([\d.]+), target')) for name in ('gather', 'paged store')]
 PREFIX = {name: cpu.table(f'int32, {name}: cycles per call', 'tokens kvprim avx512 avx2 scalar memcmp std fast std '
                           'slow x fast x slow bytes/cycle', r'\d+', 10)
           for name in ('both aligned to 64 bytes', 'mutually misaligned')}
@@ -209,11 +215,16 @@ def line(points, style):
             f'{dash}/>'] + [marker(shape, x, y, colour) for x, y in points if shape]
 
 
+def width_of(what):
+    """Returns the pixels that a text takes in a wide font."""
+    return sum(4 if c in " .,:;'fijlrt" else 9.5 if c.isupper() or c in 'mw' else 7 for c in what)
+
+
 def legend(series, top):
-    """Draws line and name of each series, as many per row as fit, with letters as wide as in a wide font."""
+    """Draws line and name of each series, as many per row as fit."""
     parts, x, y = [], 16, top
     for name, style in series:
-        width = 56 + sum(4 if c in " .,:;'fijlrt" else 9.5 if c.isupper() or c in 'mw' else 7 for c in name)
+        width = 56 + width_of(name)
         if x + width > WIDTH and x > 16:
             x, y = 16, y + 18
         parts += line([(x, y - 4), (x + 26, y - 4)], style)[:1]
@@ -294,26 +305,29 @@ def times(factor):
 
 
 def bars(title, subtitle, groups, source):
-    """Returns an SVG of groups [(heading, [(job, opponent, factor)])]: a bar per row from 1 to its factor on a
-    logarithmic axis, or a dot if it is below 1."""
-    width, left, right, row, y = 840, 470, 788, 21, 60
-    most = max(factor for _, rows in groups for _, _, factor in rows)
-    marks = [s for s in STEPS if 1 <= s <= most]
+    """Returns an SVG of groups [(heading, [(job, opponent, factor)])]: a bar per row from 1 to its factor, to the left
+    if it is below 1, on a logarithmic axis."""
+    width, left, right, row, y = 900, 520, 848, 21, 60
+    factors = [factor for _, rows in groups for _, _, factor in rows]
+    least, most = max(s for s in STEPS if s <= min(factors)), max(factors)
+    marks = [s for s in STEPS if least <= s <= most]
 
     def x_of(factor):
-        return left + (right - left) * math.log(factor) / math.log(most)
+        return left + (right - left) * math.log(factor / least) / math.log(most / least)
 
     rows_of = []
     for heading, rows in groups:
         rows_of.append(text(16, y + 20, heading, ' font-weight="600"'))
         y += 27
         for job, opponent, factor in rows:
-            middle, end = y + row / 2, x_of(factor)
+            if 16 + width_of(job) + 12 + width_of(opponent) + 14 > left:
+                sys.exit(f"overview: '{job}' and '{opponent}' overlap")
+            middle, (low, high) = y + row / 2, sorted((x_of(1), x_of(factor)))
             rows_of += [text(16, middle + 4, job),
                         text(left - 14, middle + 4, opponent, ' text-anchor="end" fill="#57606a"'),
-                        f'<rect x="{left}" y="{middle - 7.5}" width="{end - left:.1f}" height="15" fill="#0072b2"/>'
-                        if factor >= 1 else f'<circle cx="{end:.1f}" cy="{middle}" r="4.5" fill="#0072b2"/>',
-                        text(max(end, left) + 6, middle + 4, times(factor) + '×',
+                        f'<rect x="{low:.1f}" y="{middle - 7.5}" width="{high - low:.1f}" height="15" '
+                        f'fill="{STYLES["ours" if factor >= 1 else "first"][0]}"/>',
+                        text(high + 6, middle + 4, times(factor) + '×',
                              ' font-weight="600" stroke="#fff" stroke-width="3" paint-order="stroke"')]
             y += row
     lines = [f'<path d="M{x_of(s):.1f} 62V{y + 6}" stroke="{"#57606a" if s == 1 else "#d8dee4"}"/>' for s in marks]
@@ -333,50 +347,6 @@ CHUNK = r"time / %s's, 4 KB fragments .*[ ,;]128 x 4 KB ([\d.]+)"
 CHUNK_OPPONENTS = ('cudaMemcpyBatchAsync', 'cudaMemcpyAsync')
 COUNTS = {10 ** p: ('1', '10', '100', '1k', '10k', '100k', '1M')[p] for p in range(7)}
 BYTES = {size(label): label for label in ('256 B', '1 KB', '4 KB', '16 KB', '64 KB', '256 KB', '1 MB')}
-
-
-def overview():
-    aligned = PREFIX['both aligned to 64 bytes']
-    torch_ways = {'gather': 'torch.index_select, embedding', 'store': 'torch.index_put_, index_copy_'}
-    groups = (
-        ('One core of the CPU', [
-            ('Compare prefixes of 64 tokens', 'std::mismatch', aligned['64'][7]),
-            ('Compare prefixes of 1,024 tokens', 'std::mismatch', aligned['1024'][7])] + [
-            (f'{name.capitalize()} random rows of 1 KB', 'memcpy per row', HOST[name]['1024'][4]) for name in HOST]),
-        ('One GPU', [
-            (f'{name.capitalize()} 64 to 65,536 rows, mean (worst {min(ratios):.2f}×)', torch_ways[name], mean(ratios))
-            for name, ratios in ((name, [1 / values[4] for values in table.values()]) for name, table in TORCH.items())
-            ] + [
-            (f'{name} 1 to 200,000 rows, mean (worst {min(ratios):.2f}×)', engine, mean(ratios))
-            for name, engine, ratios in (
-                ('Gather', 'mini-sglang', [1 / values[6] for values in GATHER.values()]),
-                ('Store', 'SGLang, mini-sglang', [1 / values[8] for values in STORE.values()]))
-            ] + [
-            (f'{what}, mean (worst {1 / max(ratios):.2f}×)', engine, 1 / mean(ratios)) for what, engine, ratios in (
-                ('Store K and V as FP8', 'vLLM', known(FP8_STORE, 3)),
-                ('Store K and V as FP8', 'SGLang', known(FP8_STORE, 8)),
-                ('Gather pages from FP8 to bf16', 'vLLM', known(FP8_GATHER, 6)))] + [
-            (f'Transfer rows of 4 KB {where} the host', 'cudaMemcpyBatchAsync', rates[0] / rates[6])
-            for where, rates in (('from', OFFLOAD['to GPU 4 KB']), ('to', OFFLOAD['to host 4 KB']))] + [
-            (f'Unpack {what}', BATCHED, UNPACK[key][2] / UNPACK[key][0]) for what, key in (
-                ('fragments of 64 B to 128 KB', '64 B to 128 KB, 96 MB 0'),
-                ('32,768 fragments of 4 KB', '32,768 x 4 KB 0'))] + [
-            ('Unpack 128 fragments of 4 KB', name, 1 / float(gpu.find(CHUNK % name))) for name in CHUNK_OPPONENTS]),
-        ('Two GPUs with NVLink', [
-            (f'{name.capitalize()} of {size}', 'NCCL, its faster way', 1 / COLLECTIVES[name][2][size][5])
-            for name in COLLECTIVES for size in ('8 KB', '1 MB')] + [
-            ('All-to-all of 8 KB', 'NCCL, its faster way', 1 / ALL_TO_ALL[2]['8 KB'][3])] + [
-            ('Sum, residual and RMSNorm of 8 tokens', opponent, norm_ratios(2, 8, *columns))
-            for opponent, columns in (('NCCL, norm kernel', (2, 3)), ('sum, norm kernel', (1,)),
-                                      ('one-shot kernel', (4,)))]),
-        ('Near the limit: scattered rows against one contiguous copy', [
-            ('Gather 2,097,152 rows of 1 KB', 'one cudaMemcpyAsync', LARGE['gather 1024 2097152'][3]),
-            ('Transfer 1 GiB of pages of 64 layers', 'one cudaMemcpyAsync', LAYERS['pages 32 KB 1024.0'][6]),
-            ('Transfer rows of 4 KB to the host', 'one cudaMemcpyAsync', OFFLOAD['to host 4 KB'][8])]))
-    return bars('kvprim against what you would use instead',
-                'Times as fast; higher is better. The axis is logarithmic, means are geometric.', groups,
-                f"{gpu.find('^(NVIDIA [^,]*),')}, CUDA {gpu.find('runtime (.*)')}, {nccl.find('(NCCL [^,]*)')}; "
-                f'{XEON}; tests/results/')
 
 
 def column(table, row_bytes, at):
@@ -474,108 +444,244 @@ TWO_LANES, ONE_LANE, SOCKETS = (handover.parts(rf'== build/14_handover {options}
 # ---- the figures -----------------------------------------------------------------------------------------------------
 
 
-def each(numbers):
-    return ' / '.join(times(number) for number in numbers)
+class Figure:
+    """How many times as fast a job is with kvprim as instead, by variant, which takes the place of {} in the job:
+    {variant: factor}, or {'mean': factor, 'worst': factor}. All of them are in FIGURES.md. `drawn`: variants in
+    overview.svg. `row`: the job in README.md's table of figures or, if there is a `call`, what that replaces, in the
+    table at its top."""
+
+    def __init__(self, job, instead, factors, drawn=(), row='', call=''):
+        self.job, self.instead, self.factors, self.drawn, self.row, self.call = job, instead, factors, drawn, row, call
+
+    def factor(self):
+        """Returns all of its factors as one text."""
+        if 'worst' in self.factors:
+            return f"{times(self.factors['mean'])}, worst {times(self.factors['worst'])}"
+        ends = [times(some(self.factors.values())) for some in (min, max)]
+        return ' to '.join(ends if ends[0] != ends[1] else ends[:1])
+
+    def bars(self):
+        """Returns its rows of overview.svg."""
+        bars = []
+        for variant in self.drawn:
+            worst = f" (worst {times(self.factors['worst'])}×)" if 'worst' in self.factors else ''
+            job = self.job.format(variant + worst)
+            bars.append((job[0].upper() + job[1:], self.instead.replace('`', ''), self.factors[variant]))
+        return bars
 
 
-def times_as_fast():
-    """Rows (job, opponent, opponent's time / kvprim's)."""
+def spread(ratios):
+    """Returns mean and worst of how many times as fast, from kvprim's times as parts of the opponent's."""
+    return {'mean': 1 / mean(ratios), 'worst': 1 / max(ratios)}
+
+
+def at(table, column):
+    return [values[column] for values in table.values()]
+
+
+def few(*numbers):
+    """Returns [(number, how to say so many tokens)]."""
+    return [(n, n + ' token' + 's' * (n != '1')) for n in numbers]
+
+
+def on_cpu():
     aligned = PREFIX['both aligned to 64 bytes']
-    sizes, tokens = ('2 KB', '64 KB', '1 MB', '16 MB', '64 MB'), ('1', '8', '32', '128')
-    offload = [OFFLOAD[f'{way} 4 KB'] for way in ('to GPU', 'to host')]
-
-    def mean_and_worst(tables, columns):
-        ratios = [[1 / values[at] for values in table.values()] for table, at in zip(tables, columns)]
-        return f'{each(mean(some) for some in ratios)}; {each(min(some) for some in ratios)}'
-
-    def of_each(*columns):
-        return (f'{each(1 / mean(ratios) for ratios in columns)}; {each(1 / max(ratios) for ratios in columns)}')
-
     return [
-        ('prefix compare, 16 / 64 / 256 / 1,024 / 4,096 int32', '`std::mismatch`, g++ -O3',
-         each(aligned[n][7] for n in ('16', '64', '256', '1024', '4096'))),
-        ('gather / store on the CPU, random rows of 1,024 bytes', 'a `memcpy` per row',
-         each(table['1024'][4] for table in HOST.values())),
-        (f"gather / store, {len(TORCH['gather'])} sizes: mean; worst", 'the faster of two ways of torch',
-         mean_and_worst(TORCH.values(), (4, 4))),
-        (f'gather / store of 96 to 16,384 bytes, {len(GATHER)} / {len(STORE)} sizes: mean; worst; with dependent '
-         'launch on both sides', 'mini-sglang / and SGLang',
-         f'{mean_and_worst((GATHER, STORE), (2, 3))}; {mean_and_worst((GATHER, STORE), (5, 7))}'),
-        ('store in pages of 16 and 64 tokens, NHD, HND, K beside V: mean', 'the best of vLLM and two of FlashInfer',
-         each([1 / float(gpu.find(r'paged store / best of three +([\d.]+), target'))])),
-        (f'store of K and V from bf16 as e4m3, {len(FP8_STORE)} sizes: mean; worst', "vLLM's kernel / SGLang's, with "
-         'dependent launch on both sides', of_each(known(FP8_STORE, 3), known(FP8_STORE, 8))),
-        ('store of rows of `fp8_ds_mla` / of the indexer / gather of pages from e4m3 to bf16 / of `fp8_ds_mla`: mean; '
-         'worst', "vLLM's kernels",
-         of_each(known(LATENTS, 3, 'fp8_ds_mla '), known(LATENTS, 3, 'fp8_indexer '), known(FP8_GATHER, 6),
-                 known(FP8_GATHER, 7, 'fp8_ds_mla '))),
-        ('unpack of 65,536 x 256 B / 32,768 x 4 KB / 64 B to 128 KB; of 128 x 4 KB, from the call to the end',
-         f'`{BATCHED}`; `cudaMemcpyBatchAsync` / `cudaMemcpyAsync` for each',
-         each(UNPACK[key][2] / UNPACK[key][0] for key in (
-             '65,536 x 256 B 0', '32,768 x 4 KB 0', '64 B to 128 KB, 96 MB 0')) + '; ' +
-         each(1 / float(gpu.find(CHUNK % name)) for name in CHUNK_OPPONENTS)),
-        ('copies at scattered addresses, 4 KB / 4 to 64 KB; of 4 KB to / from pinned memory, from the call to the end',
-         '`cub::DeviceMemcpy::Batched`; `cudaMemcpyBatchAsync`',
-         f"{each(COPIES[key][4] / COPIES[key][0] for key in ('32,768 x 4 KB', '4 KB to 64 KB, 256 MB'))}; "
-         + each(v[2] / v[0] for v in (PINNED['4096 x 4 KB to pinned'], PINNED['4096 x 4 KB from pinned']))),
-        ('slots of 32 tokens of 32 requests / of 8,192 of 1,024, by pairs; by lengths', "vLLM's kernel for slots",
-         '; '.join(each(SLOTS[f'int32 {key} {form}'][4] / SLOTS[f'int32 {key} {form}'][0]
-                        for key in ('32 32', '8192 1024'))
-                   for form in ('pairs', 'lengths'))),
-        ('transfer of 4 KB rows, pinned host memory to GPU / back; from the call to the end', '`cudaMemcpyBatchAsync`',
-         f"{each(v[0] / v[6] for v in offload)}; {each(v[9] for v in offload)}")] + [
-        (f'{"; ".join(COLLECTIVES)} of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
-         '; '.join(each(1 / table[gpus][n][5] for n in sizes) for table in COLLECTIVES.values()))
-        for gpus in NCCL_BY_GPUS] + [
-        row for gpus in DECODE_BY_GPUS for row in (
-            (f'sum, residual and RMSNorm of {" / ".join(tokens)} tokens of 4,096 bf16, {gpus} GPUs',
-             "the sum and a norm kernel; NCCL and that kernel; a one-shot kernel like TensorRT-LLM's and FlashInfer's",
-             '; '.join(each(norm_ratios(gpus, n, *columns) for n in tokens) for columns in ((1,), (2, 3), (4,)))),
-            (f'all-to-all of {" / ".join(sizes)}, {gpus} GPUs', 'the faster of two ways of NCCL',
-             each(1 / ALL_TO_ALL[gpus][n][3] for n in sizes)))]
+        Figure('compare prefixes of {} tokens', '`std::mismatch`',
+               {f'{n:,}': aligned[str(n)][7] for n in (16, 64, 256, 1024, 4096)}, ['64', '1,024'],
+               '`std::mismatch`: prefixes of 16 to 4,096 tokens', 'kvprim_prefix_i32'),
+        Figure('{} random rows of 1 KB', 'a `memcpy` per row', {name: HOST[name]['1024'][4] for name in HOST}, HOST)]
 
 
-def shares():
-    """Rows (job, limit, the limit's time / kvprim's as text)."""
-    odd = [min(values[4] for key, values in ODD.items() if key.startswith(name)) for name in ('gather', 'store')]
-    off = [float(gpu.find(rf'{name}, misaligned / aligned GB/s +([\d.]+), target')) for name in ('gather', 'store')]
+def rows():
     return [
-        ('gather of 2,097,152 / store of 1,048,576 rows of 1,024 bytes', 'one copy on the device',
-         each((LARGE['gather 1024 2097152'][3], LARGE['store 1024 1048576'][3]))),
-        ('65,536 rows that change type: K and V of 1,024 elements to e4m3 / `fp8_ds_mla` / 1,024 elements from e4m3 to '
-         'bf16', 'a plain move of as many bytes',
-         each((FP8_STORE['1024 65536'][10], LATENTS['fp8_ds_mla 65536'][10], FP8_GATHER['NHD 1024 65536'][9]))),
-        ('transfer of 4 KB rows, pinned host memory to GPU / back, on 2 / 8 SMs', 'one copy of the copy engine',
-         each(OFFLOAD[f'{way} 4 KB'][at] / OFFLOAD[f'{way} 4 KB'][5]
-              for at in (0, 1) for way in ('to GPU', 'to host'))),
-        ('gather / store, the worst: up to 64 rows in pages; rows of odd sizes; misaligned addresses',
-         'a plain table; the next multiple of 128 bytes; aligned addresses',
-         '; '.join(each(numbers) for numbers in (PAGED, odd, off))),
-        ('all-reduce of 8 / 24 / 64 MB, 2 GPUs', 'a kernel that only pushes as many bytes; the copy engine',
-         '; '.join(each(ALL_REDUCE[2][n][at] / 100 for n in ('8 MB', '24 MB', '64 MB')) for at in (8, 9))),
-        ('KV pages of a request to another GPU: straight; by a ring, 64 MB, two communicators / one; sockets, 4 MB',
-         'the copy engine; one `ncclSend` of as many bytes',
-         '; '.join((each([float(TWO_LANES.find(r"straight into .* ([\d.]+)$"))]),
-                    each(float(part.find(r'ring of \d x 64 MB on \d lanes? +[\d.]+ +([\d.]+)'))
-                         for part in (TWO_LANES, ONE_LANE)),
-                    each([float(SOCKETS.find(r'ring of \d x 4 MB on \d lane +[\d.]+ +([\d.]+)'))]))))]
+        Figure('gather 64 to 65,536 rows, {}', '`torch.index_select`, `embedding`', spread(at(TORCH['gather'], 4)),
+               ['mean'], '`torch.index_select`, `embedding`: 64 to 65,536 rows', 'kvprim_cuda_gather'),
+        Figure('store 64 to 65,536 rows, {}', '`torch.index_put_`, `index_copy_`', spread(at(TORCH['store'], 4)),
+               ['mean'], '`torch.index_put_`, `index_copy_`: 64 to 65,536 rows', 'kvprim_cuda_store'),
+        Figure('gather 1 to 200,000 rows, {}', 'mini-sglang', spread(at(GATHER, 2)), ['mean']),
+        Figure('gather 1 to 200,000 rows, both with dependent launch, {}', 'mini-sglang', spread(at(GATHER, 5))),
+        Figure('store 1 to 200,000 rows, {}', 'SGLang, mini-sglang', spread(at(STORE, 3)), ['mean'],
+               'store 1 to 200,000 rows'),
+        Figure('store 1 to 200,000 rows, both with dependent launch, {}', 'SGLang, mini-sglang', spread(at(STORE, 7))),
+        Figure('store in pages of 16 and 64 tokens, NHD, HND, K beside V, mean{}', 'vLLM, two of FlashInfer',
+               {'': 1 / target(gpu, 'paged store / best of three')}),
+        Figure('slots of {}', 'vLLM', {
+            f'{name} by {form}': SLOTS[f'int32 {key} {form}'][4] / SLOTS[f'int32 {key} {form}'][0]
+            for key, name in (('32 32', '32 tokens of 32 requests'), ('8192 1024', '8,192 tokens of 1,024 requests'))
+            for form in ('pairs', 'lengths')}),
+        Figure('store K and V as FP8, {}', 'vLLM', spread(known(FP8_STORE, 3)), ['mean'],
+               "vLLM's kernel: K and V from bf16 to e4m3", 'kvprim_cuda_store'),
+        Figure('store K and V as FP8, both with dependent launch, {}', 'SGLang', spread(known(FP8_STORE, 8)), ['mean'],
+               'store K and V as e4m3, both with dependent launch'),
+        Figure('store rows of `fp8_ds_mla`, {}', 'vLLM', spread(known(LATENTS, 3, 'fp8_ds_mla '))),
+        Figure("store keys of DeepSeek's indexer, {}", 'vLLM', spread(known(LATENTS, 3, 'fp8_indexer '))),
+        Figure('gather pages from FP8 to bf16, {}', 'vLLM', spread(known(FP8_GATHER, 6)), ['mean']),
+        Figure('gather rows of `fp8_ds_mla` to bf16, {}', 'vLLM', spread(known(FP8_GATHER, 7, 'fp8_ds_mla ')))]
+
+
+def addresses():
+    ways = {'from the host': OFFLOAD['to GPU 4 KB'], 'to the host': OFFLOAD['to host 4 KB']}
+    return [
+        Figure('unpack {}', f'`{BATCHED}`', {name: UNPACK[key][2] / UNPACK[key][0] for key, name in (
+            ('65,536 x 256 B 0', '65,536 fragments of 256 B'), ('32,768 x 4 KB 0', '32,768 fragments of 4 KB'),
+            ('64 B to 128 KB, 96 MB 0', 'fragments of 64 B to 128 KB'))},
+            ['fragments of 64 B to 128 KB', '32,768 fragments of 4 KB'],
+            f'`{BATCHED}`: 16 to 128 MB of fragments', 'kvprim_cuda_unpack'),
+        *(Figure('unpack 128 fragments of 4 KB{}, call to end', f'`{name}`', {'': 1 / float(gpu.find(CHUNK % name))},
+                 ['']) for name in CHUNK_OPPONENTS),
+        Figure('copy {} at scattered addresses', f'`{BATCHED}`', {
+            name: COPIES[key][4] / COPIES[key][0]
+            for key, name in (('32,768 x 4 KB', '4 KB each'), ('4 KB to 64 KB, 256 MB', '4 to 64 KB each'))}),
+        Figure('copy 4 KB each {} pinned memory, call to end', '`cudaMemcpyBatchAsync`', {
+            way: PINNED[f'4096 x 4 KB {way} pinned'][2] / PINNED[f'4096 x 4 KB {way} pinned'][0]
+            for way in ('to', 'from')}),
+        Figure('transfer rows of 4 KB {}', '`cudaMemcpyBatchAsync`', {way: ways[way][0] / ways[way][6] for way in ways},
+               ways, '`cudaMemcpyBatchAsync`: rows of 4 KB, pinned host memory', 'kvprim_cuda_transfer'),
+        Figure('transfer rows of 4 KB {}, call to end', '`cudaMemcpyBatchAsync`', {way: ways[way][9] for way in ways})]
+
+
+def across(gpus):
+    sizes = ('2 KB', '8 KB', '64 KB', '1 MB', '16 MB', '64 MB')
+    calls = {'all-reduce': (f"NCCL's all-reduce: 2 KB to 64 MB, {gpus} GPUs", 'kvprim_all_reduce')}
+    return [
+        *(Figure(f'{name} of {{}}', 'NCCL, its faster way', {n: 1 / table[gpus][n][5] for n in sizes}, ['8 KB', '1 MB'],
+                 *calls.get(name, ())) for name, table in COLLECTIVES.items()),
+        Figure('all-to-all of {}', 'NCCL, its faster way', {n: 1 / ALL_TO_ALL[gpus][n][3] for n in sizes}, ['8 KB']),
+        *(Figure('sum, residual and RMSNorm of {}', instead,
+                 {name: norm_ratios(gpus, n, *columns) for n, name in few('1', '8', '32', '128')}, ['8 tokens'], *call)
+          for instead, columns, call in (
+              ('NCCL, norm kernel', (2, 3),
+               (f"NCCL's sum, a norm kernel: 1 to 128 tokens, {gpus} GPUs", 'kvprim_all_reduce_norm')),
+              ("kvprim's sum, norm kernel", (1,), ()), ("one-shot kernel like TensorRT-LLM's", (4,), ())))]
+
+
+def limits():
+    return [
+        Figure('{} of 1 KB', 'one `cudaMemcpyAsync`', {
+            'gather 2,097,152 rows': LARGE['gather 1024 2097152'][3],
+            'store 1,048,576 rows': LARGE['store 1024 1048576'][3]}, ['gather 2,097,152 rows']),
+        Figure('transfer 1 GiB of pages of 64 layers{}', 'one `cudaMemcpyAsync`',
+               {'': LAYERS['pages 32 KB 1024.0'][6]}, ['']),
+        Figure('transfer rows of 4 KB {} multiprocessors', 'the copy engine', {
+            f'{way} the host on {sms}': OFFLOAD[key][column] / OFFLOAD[key][5]
+            for sms, column in (('2', 0), ('8', 1)) for way, key in (('from', 'to GPU 4 KB'), ('to', 'to host 4 KB'))},
+            ['to the host on 2']),
+        Figure('65,536 rows: {}', 'a plain move of as many bytes', {
+            'K and V of 1,024 elements to e4m3': FP8_STORE['1024 65536'][10],
+            '`fp8_ds_mla`': LATENTS['fp8_ds_mla 65536'][10],
+            '1,024 elements from e4m3 to bf16': FP8_GATHER['NHD 1024 65536'][9]}),
+        *(Figure('all-reduce of {}', limit,
+                 {n: ALL_REDUCE[2][n][column] / 100 for n in ('8 MB', '24 MB', '64 MB')})
+          for limit, column in (('a kernel that only pushes as many bytes', 8), ('the copy engine', 9))),
+        Figure('KV pages straight to another GPU{}', 'the copy engine',
+               {'': float(TWO_LANES.find(r'straight into .* ([\d.]+)$'))})]
+
+
+def losses():
+    odd = {name: min(v[4] for key, v in ODD.items() if key.startswith(name + ' 132 ')) for name in ('gather', 'store')}
+    norm = 'norm to the best opponent, '
+    return [
+        Figure('compare prefixes of {}', '`std::mismatch`',
+               {name: PREFIX['both aligned to 64 bytes'][n][7] for n, name in few('1', '2')}),
+        Figure('gather up to 1,024 rows, {}', 'mini-sglang',
+               spread([v[2] for key, v in GATHER.items() if int(key.split()[1]) <= 1024]), ['mean'],
+               'gather up to 1,024 rows'),
+        Figure('store K and V as FP8, both without dependent launch, {}', 'SGLang', spread(known(FP8_STORE, 4)),
+               row='store K and V as e4m3, both without dependent launch'),
+        Figure('store {} with dependent launch', 'SGLang', {
+            f'{name} of {what}': 1 / LATENTS[f'{key} {n}'][8]
+            for what, key in (('DeepSeek V4', 'fp8_ds_mla_v4'), ("DeepSeek's indexer", 'fp8_indexer'))
+            for n, name in few('1', '8', '64')}, ['8 tokens of DeepSeek V4', "8 tokens of DeepSeek's indexer"],
+            'store 1 to 64 tokens of DeepSeek V4, or of its indexer'),
+        Figure("store V in vLLM's first layout, the worst size{}", "a kernel like `torch.index_put_`'s",
+               {'': 1 / target(gpu, "V in vLLM's first layout / torch's index_put_")}),
+        Figure('both directions over PCIe at once, the worst size{}', 'SGLang',
+               {'': target(transfer, "both directions at once / the best of SGLang's kernels")}, [''],
+               'both directions over PCIe at once, the worst size'),
+        Figure('4 KB rows to the host beside a memory-bound kernel{}', 'the copy engine alone', {'': target(
+            transfer, 'to host, 4 KB, GB/s beside memory-bound work') / OFFLOAD['to host 4 KB'][5]}),
+        Figure('{} up to 64 rows in pages, the worst layout', 'a table without pages', {
+            name.split()[-1]: 1 / target(gpu, name + ' / flat, to 64 tokens') for name in ('gather', 'paged store')}),
+        Figure('{} rows of 132 bytes', 'rows of 256 bytes', odd, (), 'gather or store rows of 132 bytes'),
+        Figure('{} rows at misaligned addresses, the worst', 'aligned addresses',
+               {name: target(gpu, name + ', misaligned / aligned GB/s') for name in odd}),
+        Figure('convert rows that have no kernel of their own, the worst{}', 'a plain store',
+               {'': target(convert, 'moves that no kernel is made for, part of a plain store, 65,536 rows')}, (),
+               'convert rows that have no kernel of their own, the worst'),
+        Figure('all-reduce of 8 to 64 MB on 32 multiprocessors, the worst{}', 'a kernel that only pushes the bytes',
+               {'': 1 / target(nccl, 'all_reduce on 32 multiprocessors to the push')}, (),
+               'all-reduce of 8 to 64 MB on 32 multiprocessors, the worst'),
+        Figure('sum, residual and RMSNorm of {}, the worst', 'the best other way', {
+            'up to 1 MB': 1 / target(nccl, norm + 'up to 1 MB'), 'more than 1 MB': 1 / target(nccl, norm + 'beyond')},
+            (), 'sum, residual and RMSNorm, the worst sizes'),
+        Figure('KV pages to another GPU, {}', 'one `ncclSend`', {
+            f'a ring of {chunk} {way}': float(part.find(rf'ring of \d x {chunk} on \d lanes? +[\d.]+ +([\d.]+)'))
+            for chunk, way, part in (('4 MB', 'on two communicators', TWO_LANES), ('8 MB', 'on two', TWO_LANES),
+                                     ('64 MB', 'on two', TWO_LANES), ('64 MB', 'on one', ONE_LANE),
+                                     ('4 MB', 'over sockets', SOCKETS))}, ['a ring of 4 MB on two communicators'],
+               'KV pages to another GPU, by rings of 4 to 64 MB')]
+
+
+SECTIONS = [('One core of the CPU', on_cpu()), ('One GPU: rows', rows()),
+            ('One GPU: fragments, addresses, host memory', addresses())] + [
+    (f'{gpus} GPUs with NVLink', across(gpus)) for gpus in NCCL_BY_GPUS] + [
+    ('Near a limit, where 1 is the most', limits()), ('Where kvprim is slower', losses())]
+
+
+def overview():
+    groups = [(heading, [bar for figure in some for bar in figure.bars()]) for heading, some in SECTIONS]
+    return bars('kvprim against what you would use instead',
+                'Times as fast; higher is better. The axis is logarithmic, means are geometric.', groups,
+                f"{gpu.find('^(NVIDIA [^,]*),')}, CUDA {gpu.find('runtime (.*)')}, {nccl.find('(NCCL [^,]*)')}; "
+                f'{XEON}; tests/results/')
+
+
+def table(heads, rows):
+    return f"| {' | '.join(heads)} |\n|---|---|---|\n" + ''.join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def paragraph(what):
+    return textwrap.fill(what, 104, break_long_words=False, break_on_hyphens=False) + '\n'  # † takes three bytes
+
+
+def sources(where):
+    """Says what was measured where, and marks the results of other headers."""
+    names = [s.name for s in (cpu, replay, gpu, convert, transfer, torch, nccl, handover)]
+    stale = [name for name in names if results.others(name)]
+    marked = ', '.join(os.path.splitext(name)[0] + '†' * (name in stale) for name in names)
+    note = '; † is of other headers than these, or of unknown ones' if stale else ''
+    gpus = gpu.find('^(NVIDIA [^,]*),') + 's'
+    return (f'Measured on one core of an {XEON}, and on {gpus}. {where}, from files beside it: {marked}{note}. '
+            'Averages are geometric.')
+
+
+def first():
+    """The table at the top of README.md."""
+    return table(('instead of', 'call', 'times as fast'), (
+        (figure.row, f'`{figure.call}`', figure.factor()) for _, some in SECTIONS for figure in some if figure.call))
 
 
 def figures():
-    """The tables of README.md."""
-    sources = (cpu, replay, gpu, convert, transfer, torch, nccl, handover)
-    stale = [source.name for source in sources if results.others(source.name)]
-    links = ', '.join(f'[`{name}`]({RESULTS}{name})' + '†' * (name in stale) for name in (s.name for s in sources))
-    note = '; † of other headers than these, or of unknown ones' if stale else ''
-    texts = [f"Measured on one core of an {XEON}, and on {gpu.find('^(NVIDIA [^,]*),')}s: {links}{note}. The "
-             f"replay takes {replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
-             f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
-             f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays {replay.find('^tokens .* ([0-9.]+) M/s')} "
-             'million tokens per second.\n']
-    for head, rows in (('opponent | times as fast; higher is better', times_as_fast()),
-                       ('limit | part of that limit; 1 is the most',
-                        shares())):
-        texts.append(f'| operation | {head} |\n|---|---|---|\n' + ''.join(f'| {" | ".join(row)} |\n' for row in rows))
+    """The table of figures in README.md."""
+    heads = 'operation', 'compared with', 'times as fast'
+    return paragraph(sources(f'[FIGURES.md]({RESULTS}FIGURES.md) has all figures')) + '\n' + table(heads, (
+        (figure.row, figure.instead, figure.factor()) for _, some in SECTIONS for figure in some
+        if figure.row and not figure.call))
+
+
+def page():
+    """FIGURES.md."""
+    texts = ['<!-- SPDX-License-Identifier: MIT -->\n# Figures\n\n`make plots` writes this page.\n',
+             paragraph(sources('This page has all figures') + ' Each ratio comes from one run. The replay takes '
+                       f"{replay.find('^requests +([0-9,]+)')} requests of Mooncake's production trace; "
+                       f"{replay.find('([0-9.]+) % hit')} % of their tokens are cached. With rows of "
+                       f"{replay.find('--kv-bytes ([0-9]+)')} bytes one core replays "
+                       f"{replay.find('^tokens .* ([0-9.]+) M/s')} million tokens per second.")]
+    for heading, some in SECTIONS:
+        texts.append(f'## {heading}\n\n' + table(('operation', 'compared with', 'times as fast'), (
+            (figure.job.format(variant), figure.instead, times(factor))
+            for figure in some for variant, factor in figure.factors.items())))
     return '\n'.join(texts)
 
 
@@ -590,13 +696,15 @@ def read(path):
 def main():
     if sys.argv[1:] not in ([], ['--check']):
         sys.exit(__doc__)
-    before, begin, rest = read(README).partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        sys.exit(f'{README}: no lines {BEGIN}{END}')
     pictures = (overview, gather, store, unpack, offload, all_reduce, prefix)
     files = {RESULTS + draw.__name__ + '.svg': draw() for draw in pictures}
-    files[README] = before + BEGIN + figures() + END + after
+    files[RESULTS + 'FIGURES.md'], files[README] = page(), read(README)
+    for name, block in ('first figures', first()), ('figures', figures()):
+        before, begin, rest = files[README].partition(BEGIN % name)
+        _, end, after = rest.partition(END % name)
+        if not begin or not end:
+            sys.exit(f'{README}: no lines {BEGIN % name}{END % name}')
+        files[README] = before + begin + block + end + after
     stale = [path for path, content in files.items() if read(path) != content]
     if sys.argv[1:]:
         sys.exit(f"{', '.join(stale)}: not what tests/results/ says: make plots" if stale else 0)

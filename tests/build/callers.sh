@@ -4,7 +4,7 @@
 
 # ---- readme ----
 
-# What README.md may name: targets of make, files, and names in the headers.
+# What the pages may name: targets of make, files, and names in the headers.
 target_exists()
 {
     # What a target needs may be missing here. Only the answer that there is no such target counts, or that it does
@@ -18,51 +18,48 @@ file_exists()
     [ -e "$1" ] || [ -e "examples/$1" ] || [ -e "tests/$1" ] || [ -e "tests/results/$1" ]
 }
 
-# prints_as_shown PROGRAM: it prints what it should, and README.md says so.
-prints_as_shown()
+# The program in kvprim.h's first comment, which must print what README.md says of examples/01_rows.c.
+first_program()
 {
-    shown='slot 1 holds "value 1", slot 4 "value 0"'
-    printed=$("$1") && echo "$printed" && [ "$printed" = "$shown" ] && grep -F "$shown" README.md
+    sed -n '/^       #define KVPRIM_IMPLEMENTATION$/,/^       }$/s/^       //p; /^\*\/$/q' kvprim.h >"$build/first.c"
+    $CC -std=c11 $warnings -I. "$build/first.c" -o "$build/first" && shown=$("$build/first") && echo "$shown" &&
+        [ -n "$shown" ] && grep -F "prints \`$shown\`" README.md
 }
 
-# is_in_header SOURCE: the program in kvprim.h's first comment is the same.
-is_in_header()
-{
-    sed -n '/^       #define KVPRIM_IMPLEMENTATION$/,/^       }$/s/^       //p; /^\*\/$/q' kvprim.h \
-        >"$build/in_header.c"
-    grep -v '^$' "$1" | diff "$build/in_header.c" -
-}
-
-# Compiles the snippets as strictly as everything else, except for variables that only the reader uses. Runs the first.
+# Compiles what the pages show as strictly as everything else, except for variables that only the reader uses.
 readme()
 {
-    rm -rf "$build"/snippet_*.c "$build/named" "$build/fresh"
+    pages='examples/LAYOUTS.md examples/FORMATS.md'
+    rm -rf "$build"/snippet_*.c "$build"/*.h "$build/named" "$build/fresh"
     mkdir -p "$build/gpu" && printf '#!/bin/sh\necho GPU 0\n' >"$build/gpu/nvidia-smi" &&
         chmod +x "$build/gpu/nvidia-smi"
     mkdir "$build/fresh" && ln -s "$PWD/kvprim.h" "$PWD/examples" "$build/fresh"
-    cell 'README.md has at most 200 lines' [ "$(wc -l <README.md)" -le 200 ]
-    cell 'README.md has snippets, and ends them' sh tests/build/readme.sh README.md "$build"
-    cell "README.md's first snippet" $CC -std=c11 $warnings -I. "$build/snippet_1.c" -o "$build/snippet_1"
-    cell "README.md's first snippet, run" prints_as_shown "$build/snippet_1"
-    cell "kvprim.h's copy of README.md's first snippet" is_in_header "$build/snippet_1.c"
+    cell 'README.md has at most 150 lines' [ "$(wc -l <README.md)" -le 150 ]
+    cell 'lines of the pages' narrow README.md $pages tests/README.md tests/results/FIGURES.md
+    cell 'the pages have snippets, and end them' sh tests/build/readme.sh "$build" README.md $pages
     for source in "$build"/snippet_*.c; do
         cell "README.md's ${source##*/}" $CC -std=c11 $warnings -Wno-unused -Wno-unused-parameter -I. -c "$source" \
             -o "$build/unit.o"
     done
-    cell "README.md's layouts" $CC -std=c11 $warnings -I. -I"$build" tests/build/layouts.c -o "$build/layouts"
-    cell "README.md's layouts, checked" "$build/layouts"
-    group "README.md's snippets and layouts"
-    cell 'README.md names something' [ -s "$build/named" ]
+    for name in layouts formats; do
+        cell "what README.md and the page of $name show" $CC -std=c11 $warnings -Wno-unused-function -I. -I"$build" \
+            tests/build/$name.c -o "$build/$name"
+        cell "what README.md and the page of $name show, run" "$build/$name"
+    done
+    cell "kvprim.h's first program" first_program
+    group 'snippets, layouts and formats of README.md and its pages'
+    cell 'the pages name something' [ -s "$build/named" ]
     while read -r kind what; do
         case $kind in
-        command) cell "README.md: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
-        program) cell "README.md: $what" sh -c "MAKEFLAGS= make -s '${what%% *}' && $what" ;;
-        target) cell "README.md: make $what" target_exists "$what" ;;
-        file) cell "README.md: $what" file_exists "$what" ;;
-        symbol) cell "README.md: $what" grep -qw "$what" $headers ;;
+        command) cell "pages: $what" sh -c "cd '$build/fresh' && $CC ${what#cc }" ;;
+        program) cell "pages: $what" sh -c "MAKEFLAGS= make -s '${what%% *}' && $what" ;;
+        target) cell "pages: make $what" target_exists "$what" ;;
+        file) cell "pages: $what" file_exists "$what" ;;
+        symbol) cell "pages: $what" grep -qw "$what" $headers ;;
+        preset) cell "pages: $what" grep -q "{\"$what\"," kvprim.h ;;
         esac
     done <"$build/named"
-    group 'what README.md names exists'
+    group 'what README.md and its pages name exists'
 }
 
 # ---- callers: units and languages ----

@@ -4,7 +4,7 @@
 #
 # A part is a function of the same name, here or in a file that is read below. Parts of `make test` are
 #
-#     readme        compiles what README.md shows, and checks that what it names exists: CC
+#     readme        compiles what README.md and its pages show, and checks that what they name exists: CC
 #     callers       programs of several units, languages and copies of the library, and targets of make: CC, CXX
 #     nccl          the tests of kvprim_nccl.h that need no GPU, except those of its kernels: CC, CXX, CUDA_INCLUDE,
 #                   NCCL_INCLUDE, NCCL_LIBRARY
@@ -268,7 +268,7 @@ pictures()
         skip 'pictures and figures of the results: no python3'
         return
     fi
-    cell 'tests/results/*.svg and the figures of README.md (make plots)' python3 tests/bench/plots.py --check
+    cell 'tests/results/*.svg, FIGURES.md and the tables of README.md (make plots)' python3 tests/bench/plots.py --check
     group 'pictures and figures match tests/results'
     cell 'nothing failed in results of these headers' python3 tests/results.py
     group 'nothing failed in results of these headers'

@@ -1,13 +1,16 @@
 #!/bin/sh
 # SPDX-License-Identifier: MIT
-# usage: tests/build/readme.sh README.md BUILD_DIR      `make test` calls it through tests/build/parts.sh
+# usage: tests/build/readme.sh BUILD_DIR README.md PAGE...      `make test` calls it through tests/build/parts.sh
 #
-# Takes README.md apart. Each ```c block becomes BUILD_DIR/snippet_N.c, which compiles by itself: a block without main()
-# is put into a function whose parameters are what such fragments take for granted. BUILD_DIR/named lists what the text
-# names, one per line: command (of cc), program (with arguments), target (of make), file, symbol (of the headers).
-# BUILD_DIR/layouts.h has the rows of the table of layouts that set fields.
+# Takes the pages apart. Of README.md, each ```c block becomes BUILD_DIR/snippet_N.c, which compiles by itself: a block
+# without main() is put into a function whose parameters are what such fragments take for granted. The first one is
+# also BUILD_DIR/store.h. The blocks of another page, LAYOUTS.md for example, are put together in BUILD_DIR/layouts.h.
+# BUILD_DIR/named lists what all texts name, one per line: command (of cc), program (with arguments), target (of make),
+# file, symbol (of the headers), preset.
 
-awk -v build="$2" '
+build=$1
+shift
+awk -v build="$build" '
 function add(kind, what)
 {
     if (!((kind, what) in seen))
@@ -15,14 +18,17 @@ function add(kind, what)
     seen[kind, what] = 1
 }
 
-# Takes a code span or an indented line. A command ends where two spaces follow or another command begins.
+# Takes a code span or an indented line. Commands end where two spaces follow.
 function command(text,    n, words, i)
 {
     if (text ~ /^cc /)
         add("command", text)
     if (text ~ /^build\/[^ ]+ [^ ]/)
         add("program", text)
+    if (text ~ /^"[a-z0-9_]+"$/)
+        add("preset", substr(text, 2, length(text) - 2))
     sub(/  .*/, "", text)
+    gsub(/, make /, " ", text)
     if (text !~ /^make /)
         return
     n = split(text, words, " ")
@@ -36,7 +42,7 @@ function tokens(line,    n, words, i)
     for (i = 1; i <= n; i++) {
         if (words[i] ~ /^build\/./)
             add("target", words[i])
-        else if (words[i] ~ /^(examples|tests)\/|.\.(c|h|cu|cuh|py|sh|svg|txt)$/)
+        else if (words[i] ~ /^(examples|tests)\/|.\.(c|h|cu|cuh|py|sh|svg|txt|md)$/)
             add("file", words[i])
         else if (words[i] ~ /^(kvprim_[a-z0-9_]+|KVPRIM_[A-Z0-9_]+)$/)
             add("symbol", words[i])
@@ -44,38 +50,39 @@ function tokens(line,    n, words, i)
 }
 
 BEGIN {
-    given = "void fragment(void *cache, int64_t slots, void *v_part, int64_t tokens, int64_t qkv_bytes, " \
-        "kvprim_gather_desc k, kvprim_gather_desc v, " \
-        "kvprim_status status, kvprim_comm comm, void *hidden, size_t count, " \
-        "struct CUstream_st *stream)"
+    given = "void fragment(void *k_cache, void *v_cache, void *k, void *v, const int32_t *slot, int64_t slots, " \
+        "int64_t tokens)"
 }
 
-function finish(    source)
+function finish(    page, source)
 {
-    source = build "/snippet_" ++snippets ".c"
+    block = "#line " start " \"" FILENAME "\"\n" block
+    page = tolower(FILENAME)
+    gsub(/.*\/|\.md$/, "", page)
+    if (page == "readme" && ++snippets == 1)
+        page = "store"
+    if (page != "readme")
+        printf "%s", block >(build "/" page ".h")
+    if (FILENAME !~ /README/)
+        return
+    source = build "/snippet_" snippets ".c"
     if (block !~ /int main\(/)
         block = "#include \"kvprim_cuda.cuh\"\n#include \"kvprim_nccl.h\"\n#include <stdio.h>\n" \
-            given ";\n" given "\n{\n#line " start " \"README.md\"\n" block "}\n"
+            given ";\n" given "\n{\n" block "}\n"
     printf "%s", block >source
     close(source)
 }
 
+FNR == 1 && fenced { exit 1 }
 /^```/ {
     if (fenced == "```c")
         finish()
     fenced = fenced ? "" : $0
     block = ""
-    start = NR + 1
+    start = FNR + 1
     next
 }
 fenced { block = block $0 "\n" }
-!/^\|/ { in_layouts = 0 }
-in_layouts && match($0, /^[^|]*\|[^|]*\| `\.[^`]*`/) {
-    split($0, cells, "|")
-    split(cells[3], spans, "`")
-    print "LAYOUT(" ++layouts ", " spans[2] ")" >(build "/layouts.h")
-}
-/^\| your layout/ { in_layouts = 1 }
 /^    / && !fenced { command(substr($0, 5)) }
 !fenced {
     tokens($0)
@@ -86,4 +93,4 @@ in_layouts && match($0, /^[^|]*\|[^|]*\| `\.[^`]*`/) {
 END {
     if (fenced || !snippets)
         exit 1
-}' "$1"
+}' "$@"
