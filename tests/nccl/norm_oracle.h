@@ -99,7 +99,7 @@ enum { oracle_most = 16384 };
 /* What a token's elements must be. */
 typedef struct oracle_row {
     double s[oracle_most], r[oracle_most], y[oracle_most], q[oracle_most];
-    float scale, factor;
+    float total, scale, factor; /* total: of the squares */
 } oracle_row;
 
 static inline float oracle_tree(const float *sums, int first, int count, int packs)
@@ -111,21 +111,22 @@ static inline float oracle_tree(const float *sums, int first, int count, int pac
 }
 
 /* 1 / sqrt(mean of squares + eps). */
-static inline float oracle_factor(const double *r, int hidden, float eps)
+static inline void oracle_set_factor(oracle_row *row, int hidden, float eps)
 {
+    const double *const r = row->r;
     float sums[oracle_most / 8];
     int width = 1;
     for (int pack = 0; pack < hidden / 8; pack++) {
         sums[pack] = 0;
-        for (int i = 8 * pack; i < 8 * pack + 8; i++) {
+        for (int i = 8 * pack; i < 8 * pack + 8; i++)
             sums[pack] = fmaf((float)r[i], (float)r[i], sums[pack]);
-        }
     }
     while (width < hidden / 8)
         width *= 2;
+    row->total = oracle_tree(sums, 0, width, hidden / 8);
     /* volatile: compilers take it for a product in fp32, which some fuse with the sum */
-    volatile float mean = (float)((double)oracle_tree(sums, 0, width, hidden / 8) * (double)(float)(1.0 / hidden));
-    return (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
+    volatile float mean = (float)((double)row->total * (double)(float)(1.0 / hidden));
+    row->factor = (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
 }
 
 /* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. */
@@ -157,7 +158,7 @@ static inline void oracle_token(const kvprim_norm_desc *d, const void *const *se
             row->r[i] = oracle_rounded(d->dtype, (double)(float)added);
         }
     }
-    row->factor = oracle_factor(row->r, hidden, d->eps);
+    oracle_set_factor(row, hidden, d->eps);
     for (int i = 0; i < hidden; i++) {
         const double w = oracle_element(d->dtype, d->weight, i);
         const float by = (float)(d->weight_plus_one ? w + 1 : w), x = (float)(row->r[i] * (double)row->factor);

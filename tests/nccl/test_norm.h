@@ -29,18 +29,11 @@ static norm_call norm_call_of(const rank_state &r, kvprim_dtype dtype, int64_t t
     return norm_call_of(c, r.rank, world);
 }
 
-/* What engines ask for, which has a kernel of its own: a residual, residual_out, out, and nothing else. */
 static norm_call usual_norm_call(const rank_state &r, kvprim_dtype dtype, int64_t tokens, int64_t hidden, uint64_t seed,
                                  bool plain)
 {
-    for (uint64_t own = hash_u64(seed + uint64_t(r.rank));; own++) {
-        const norm_case c = norm_draw(dtype, tokens, hidden, plain, seed, own);
-        if (c.d.weight_plus_one || c.at[norm_residual] == norm_absent)
-            seed++; /* the same for all ranks */
-        else if (c.at[norm_sum] == norm_absent && c.at[norm_residual_out] != norm_absent &&
-                 c.at[norm_out] != norm_absent && c.at[norm_quantised] == norm_absent)
-            return norm_call_of(c, r.rank, world);
-    }
+    const norm_case c = norm_draw_usual(dtype, tokens, hidden, plain, seed, hash_u64(seed + uint64_t(r.rank)));
+    return norm_call_of(c, r.rank, world);
 }
 
 static void norm_upload(rank_state &r, char *to, const std::vector<char> &image)
