@@ -236,26 +236,4 @@ static void test_exchanges_after_late_kernels(rank_state &r)
     expect_none_wrong(r, "exchanges after a kernel that ends late", 0);
 }
 
-static void test_bad_exchanges(rank_state &r)
-{
-    std::vector<size_t> counts(size_t(world * world), 8), none(size_t(world * world), 0);
-    char *const a = r.device[0], *const b = r.device[1];
-    IS(kvprim_all_to_allv(&r.comm, b, a, nullptr, KVPRIM_U8, r.stream), KVPRIM_ERROR_NULL);
-    IS(kvprim_all_gatherv(&r.comm, b, a, nullptr, KVPRIM_U8, r.stream), KVPRIM_ERROR_NULL);
-    IS(kvprim_all_to_all(&r.comm, a, a, 8, KVPRIM_U8, r.stream), KVPRIM_ERROR_OVERLAP);
-    IS(kvprim_all_to_all(&r.comm, a + 8, a, 8, KVPRIM_U8, r.stream), KVPRIM_ERROR_OVERLAP);
-    IS(kvprim_all_gatherv(&r.comm, a, a + 1 + 8 * r.rank, counts.data(), KVPRIM_U8, r.stream), KVPRIM_ERROR_OVERLAP);
-    IS(kvprim_all_to_all(&r.comm, b + 2, a, 8, KVPRIM_F32, r.stream), KVPRIM_ERROR_ARGUMENT);
-    IS(kvprim_all_to_all(&r.comm, b, a, SIZE_MAX / 2, KVPRIM_F32, r.stream), KVPRIM_ERROR_SIZE);
-    IS(kvprim_all_to_all(&r.comm, b, a, 8, kvprim_dtype(99), r.stream), KVPRIM_ERROR_ARGUMENT);
-    counts[1] = SIZE_MAX - 7;
-    IS(kvprim_all_to_allv(&r.comm, b, a, counts.data(), KVPRIM_U8, r.stream), KVPRIM_ERROR_SIZE);
-    IS(kvprim_all_gatherv(&r.comm, b, a, counts.data(), KVPRIM_U8, r.stream), KVPRIM_ERROR_SIZE);
-    OK(kvprim_all_to_allv(&r.comm, nullptr, nullptr, none.data(), KVPRIM_U8, r.stream));
-    OK(kvprim_all_gatherv(&r.comm, nullptr, nullptr, none.data(), KVPRIM_U8, r.stream));
-    OK(kvprim_comm_check(&r.comm));
-    enqueue_at(r, &r.comm, exchange_of(to_allv, KVPRIM_F16, 100, 0), 0, 1);
-    expect_none_wrong(r, "after bad exchanges", 0);
-}
-
 #endif /* TEST_EXCHANGE_H */
