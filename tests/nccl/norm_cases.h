@@ -74,7 +74,7 @@ static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hi
     memset(c.at, 0xff, sizeof c.at);
     c.seed = a, c.plain = plain;
     for (int k = 0; k < 16; k++)
-        c.integers[k] = (uint16_t)oracle_encoded(dtype, k - 5);
+        c.integers[k] = (uint16_t)float_to(format_of(dtype), (float)(k - 5));
     c.d.dtype = dtype, c.d.tokens = tokens, c.d.hidden = hidden, c.d.eps = eps[a & 3];
     c.d.weight_plus_one = (int32_t)(a >> 2 & 1);
     c.d.send_stride = b & 1 ? hidden + 8 * (int64_t)(b >> 1 & 7) : 0;
@@ -153,7 +153,7 @@ static inline uint16_t norm_value(const norm_case *c, int rank, int64_t token, i
     if (kind < 3)
         return norm_number(c->d.dtype, h, kind == 1 ? (wide ? -76 : -9) : (wide ? 66 : 10));
     if (kind < 5 && i == (int64_t)(of_token >> 8) % c->d.hidden && rank == 0)
-        return kind == 3 ? 0xffff : (uint16_t)oracle_encoded(c->d.dtype, -(double)INFINITY);
+        return kind == 3 ? 0xffff : (uint16_t)float_to(format_of(c->d.dtype), -(float)INFINITY);
     if (kind == 5)
         return (uint16_t)(h & (wide ? 0x80ff : 0x87ff));
     return norm_number(c->d.dtype, h, 0);
