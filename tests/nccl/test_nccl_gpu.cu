@@ -6,7 +6,6 @@
        nvcc -arch=native -std=c++17 -O2 -I. -DKVPRIM_IMPLEMENTATION tests/nccl/test_nccl_gpu.cu -lnccl && ./a.out */
 #include "nccl_ranks.h"
 #include <cmath>
-#include <cuda_fp8.h>
 
 __global__ void digest(const uint32_t *words, size_t count, unsigned long long *sum)
 {
@@ -82,24 +81,18 @@ static void enqueue_gather(rank_state &r, kvprim_comm *comm, void *send, void *r
 
 static const kvprim_dtype sum_types[] = {KVPRIM_F16, KVPRIM_BF16, KVPRIM_F32};
 
-/* Calls f with a value of the type. */
-template <class F> static auto with_type(kvprim_dtype t, const F &f) -> decltype(f(0.0f))
+/* Whether it is one of floats.h, which are also those that own kernels reduce. */
+static bool is_float(kvprim_dtype t)
 {
-    return t == KVPRIM_U8       ? f(uint8_t())
-           : t == KVPRIM_INT8   ? f(int8_t())
-           : t == KVPRIM_INT32  ? f(int32_t())
-           : t == KVPRIM_INT64  ? f(int64_t())
-           : t == KVPRIM_F16    ? f(__half())
-           : t == KVPRIM_BF16   ? f(__nv_bfloat16())
-           : t == KVPRIM_F32    ? f(float())
-           : t == KVPRIM_F64    ? f(double())
-           : t == KVPRIM_F8E4M3 ? f(__nv_fp8_e4m3())
-                                : f(__nv_fp8_e5m2());
+    return t == KVPRIM_F16 || t == KVPRIM_BF16 || t == KVPRIM_F32 || t >= KVPRIM_F8E4M3;
 }
 
 static size_t size_of(kvprim_dtype t)
 {
-    return with_type(t, [](auto x) { return sizeof x; });
+    return is_float(t)                            ? size_t(format_of(t).bytes)
+           : t == KVPRIM_F64 || t == KVPRIM_INT64 ? 8
+           : t == KVPRIM_INT32                    ? 4
+                                                  : 1;
 }
 
 #include "test_exchange.h"
@@ -289,32 +282,28 @@ static int small_value(kvprim_dtype t, kvprim_op op, size_t i, int rank)
 
 static void put(char *at, kvprim_dtype t, int v)
 {
-    with_type(t, [=](auto x) {
-        x = decltype(x)(float(v));
-        memcpy(at, &x, sizeof x);
-    });
+    const uint32_t bits = float_to(format_of(t), float(v));
+    const double x = v;
+    const int64_t n = v;
+    memcpy(at, is_float(t) ? (const void *)&bits : t == KVPRIM_F64 ? (const void *)&x : (const void *)&n, size_of(t));
 }
 
 static double get(const char *at, kvprim_dtype t)
 {
-    return with_type(t, [=](auto x) {
-        memcpy(&x, at, sizeof x);
-        return double(x);
-    });
+    uint32_t bits = 0;
+    double x = 0;
+    memcpy(is_float(t) ? (void *)&bits : (void *)&x, at, size_of(t));
+    return is_float(t) ? double(float_from(format_of(t), bits)) : x;
 }
 
 /* Within two units in the last place of the larger one. Integers have no near results. */
 static bool is_near(const char *a, const char *b, kvprim_dtype t)
 {
-    const int bits = t == KVPRIM_F16      ? 10
-                     : t == KVPRIM_BF16   ? 7
-                     : t == KVPRIM_F32    ? 23
-                     : t == KVPRIM_F64    ? 52
-                     : t == KVPRIM_F8E4M3 ? 3
-                     : t == KVPRIM_F8E5M2 ? 2
-                                          : 0;
+    if (!is_float(t) && t != KVPRIM_F64)
+        return false;
+    const int digits = is_float(t) ? format_of(t).mantissa_bits : 52;
     const double x = get(a, t), y = get(b, t);
-    return bits && std::fabs(x - y) <= std::ldexp(std::max(std::fabs(x), std::fabs(y)), 1 - bits);
+    return std::fabs(x - y) <= std::ldexp(std::max(std::fabs(x), std::fabs(y)), 1 - digits);
 }
 
 /* NCCL multiplies by 1 / world before it sums. */
@@ -571,12 +560,6 @@ static void test_first_in_graphs(rank_state &r)
     first_in_graph(r, "a scatter", [&](kvprim_comm *comm) { enqueue_scatter(r, comm, a, b, count, KVPRIM_F32, 5); });
 }
 
-/* What own kernels reduce. */
-static bool is_own(kvprim_dtype t, kvprim_op op)
-{
-    return op != KVPRIM_PROD && (t == KVPRIM_F16 || t == KVPRIM_BF16 || t == KVPRIM_F32 || t >= KVPRIM_F8E4M3);
-}
-
 static void test_collectives(rank_state &r)
 {
     static const size_t counts[] = {1, 7, 1023, 65536};
@@ -592,7 +575,7 @@ static void test_collectives(rank_state &r)
                 char *const send = (place & 2 ? buffer : r.device[0]) + shift;
                 char *const recv = place & 1 ? send : (place & 2 ? buffer + (16 << 20) : r.device[1]) + shift;
                 for (int op = 0; op <= KVPRIM_AVG; op++) {
-                    if (!is_own(type, kvprim_op(op)) && leaves_out(of_nccl))
+                    if ((op == KVPRIM_PROD || !is_float(type)) && leaves_out(of_nccl))
                         continue;
                     one_all_reduce(r, send, recv, count, type, kvprim_op(op));
                     one_reduce_scatter(r, send, recv, count, type, kvprim_op(op));
