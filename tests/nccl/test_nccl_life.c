@@ -747,37 +747,28 @@ static void test_ring_arguments(void)
 {
     kvprim_comm *const comm = open_world(2);
     const kvprim_ring_desc good = ring_desc_of(comm);
+    kvprim_ring_desc r = good;
     kvprim_ring moved;
     void *slot = NULL;
     int32_t n = 0;
     memset(&ring, 0, sizeof ring);
     CHECK_ERROR(kvprim_ring_init(NULL, &good), KVPRIM_ERROR_NULL, "ring, desc");
     CHECK_ERROR(kvprim_ring_init(&ring, NULL), KVPRIM_ERROR_NULL, "ring, desc");
-    static const struct {
-        kvprim_status status;
-        const char *words;
-    } wanted[] = {
-        {KVPRIM_ERROR_NULL, "desc->memory"},
-        {KVPRIM_ERROR_NULL, "desc->stream"},
-        {KVPRIM_ERROR_NULL, "comm is NULL"},
-        {KVPRIM_ERROR_ARGUMENT, "peer is -1, must be another rank"},
-        {KVPRIM_ERROR_ARGUMENT, "peer is 0, must be another rank"},
-        {KVPRIM_ERROR_ARGUMENT, "peer is 2, must be another rank"},
-        {KVPRIM_ERROR_ARGUMENT, "desc->reserved is 5"},
-        {KVPRIM_ERROR_SIZE, "desc->slots is 0"},
-        {KVPRIM_ERROR_SIZE, "desc->slots is"},
-        {KVPRIM_ERROR_SIZE, "desc->slot_bytes is 0"},
-        {KVPRIM_ERROR_SIZE, "desc->slot_bytes is"},
-    };
-    enum { bad_count = sizeof wanted / sizeof *wanted };
-    kvprim_ring_desc bad[bad_count];
-    for (int k = 0; k < bad_count; k++)
-        bad[k] = good;
-    bad[0].memory = NULL, bad[1].stream = NULL, bad[2].comm = NULL, bad[3].peer = -1, bad[4].peer = 0, bad[5].peer = 2;
-    bad[6].reserved = 5, bad[7].slots = 0, bad[8].slots = KVPRIM_MAX_RING_SLOTS + 1, bad[9].slot_bytes = 0;
-    bad[10].slot_bytes = SIZE_MAX / 8;
-    for (int k = 0; k < bad_count; k++)
-        CHECK_ERROR(kvprim_ring_init(&ring, &bad[k]), wanted[k].status, wanted[k].words);
+    r.memory = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->memory");
+    r = good, r.stream = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->stream");
+    r = good, r.comm = NULL;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "comm is NULL");
+    for (r = good, r.peer = -1; r.peer < 3; r.peer += r.peer == 0 ? 2 : 1) /* 1 is right */
+        CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "must be another rank");
+    r = good, r.reserved = 5;
+    CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "desc->reserved is 5");
+    for (int k = 0; k < 4; k++) {
+        r = good, r.slots = k == 0 ? 0 : k == 1 ? KVPRIM_MAX_RING_SLOTS + 1 : ring_slots;
+        r.slot_bytes = k == 2 ? 0 : k == 3 ? SIZE_MAX / 8 : slot_bytes;
+        CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_SIZE, "desc->slots is");
+    }
     for (int which = 1; which <= 2 * ring_slots; which++) {
         const int32_t before = load(&live_allocations);
         fake.no_event = which;
