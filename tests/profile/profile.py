@@ -25,7 +25,6 @@ Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put t
 it should be, or a tool is missing.
 """
 import collections
-import csv
 import glob
 import itertools
 import os
