@@ -278,12 +278,17 @@ engine:
 	NCCL_NVLS_ENABLE=$${NCCL_NVLS_ENABLE:-0} build/07_engine/engine $(ARGS)
 
 # These look at the kernels as the compiler made them, and as they run. Each target names the tool it lacks.
-cuda-sanitize: build/test_cuda
 PROFILE = command -v python3 >/dev/null || \
     { echo 'make $@: no python3; install it, it needs nothing else' >&2; exit 1; }; \
     $(CUDA_ENVIRONMENT) python3 tests/profile/profile.py
-sass cfg ncu cuda-sanitize:
-	@$(PROFILE) $(@:cuda-%=%)
+sass cfg:
+	@$(PROFILE) $@
+
+ncu:
+	$(call keep,gpu_ncu,$(CHECKSUMS) $(NCCL_INCLUDE:%=kvprim_nccl.h); $(PROFILE) ncu || failed=1)
+
+cuda-sanitize: build/test_cuda
+	$(call keep,gpu_sanitize,$(CHECKSUMS); $(PROFILE) sanitize || failed=1)
 
 weight:
 	@$(CUDA_ENVIRONMENT) python3 tests/profile/weight.py

@@ -119,9 +119,9 @@ descriptors_in_cxx()
         fi
         for standard in 11 14 17 20; do
             cell "descriptors in C++$standard, $compiler" $compiler -std=c++$standard $warnings \
-                -c tests/build/cxx.cpp -o "$build/cxx.o"
+                -x c++ -c $use -o "$build/cxx.o"
         done
-        linked cxx_descriptors $compiler "$build/cxx.o" "$build/implemented_c.o"
+        linked cxx_descriptors $compiler "$build/main.o" "$build/cxx.o" "$build/implemented_c.o"
         group "descriptors in C++11 to C++20, $compiler"
     done
 }

@@ -108,7 +108,7 @@ static inline void count_reach(struct reach *r, size_t size, uint64_t items)
 /* ---- libFuzzer ---- */
 
 /* libFuzzer alone lets inputs grow slowly: after seconds they have 40 bytes. Every other one gets its full length. */
-__attribute__((weak)) size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most);
+size_t LLVMFuzzerMutate(uint8_t *data, size_t size, size_t most);
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t most, unsigned seed);
 size_t LLVMFuzzerCustomMutator(uint8_t *data, size_t size, size_t most, unsigned seed)
 {

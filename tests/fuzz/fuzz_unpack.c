@@ -1,15 +1,17 @@
 /* SPDX-License-Identifier: MIT */
-/* Compares kvprim_unpack and kvprim_unpack_meta with a loop over bytes. Fragments lie anywhere, offsets and sizes may be
-   wild, and src and dst may share a block, without or with bytes in common. */
+/* Compares kvprim_unpack, kvprim_unpack_meta and kvprim_copy with a loop over bytes, and their checks with one of each
+   item with each. Fragments lie anywhere, offsets, addresses and sizes may be wild, and sources and destinations may
+   share a block, without or with bytes in common. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim.h"
 
 #include "fuzz.h"
 
-enum { MAX_BYTES = 4096, MAX_FRAGMENTS = 40 };
+enum { MAX_BYTES = 4096, MAX_FRAGMENTS = 40, BLOCKS = 3 };
 
 static struct reach reaches[4] = {{"unpack", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0},
-                                  {"unpack_meta", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0}};
+                                  {"unpack_meta", "fragments", 250, MAX_FRAGMENTS, 0, 0, 0},
+                                  {"copy", "items", 250, MAX_FRAGMENTS, 0, 0, 0}};
 
 /* Returns mostly a number up to `limit`, and sometimes one near 2^64 or a power of two. */
 static uint64_t take_offset(struct input *in, uint64_t limit)
@@ -45,31 +47,38 @@ static size_t take_fragments(struct input *in, kvprim_fragment *fragments, size_
     return count;
 }
 
-/* A byte of dst that no fragment covers must be as it was. Every other byte must come from a fragment that covers it. */
-static void compare(const kvprim_unpack_desc *desc, const uint8_t *before)
+/* A byte of dst that no item covers must be as it was. Every other byte must come from an item that covers it. */
+static void compare(const uint8_t *dst, const uint8_t *before, size_t bytes, const kvprim_copy_item *items,
+                    size_t count)
 {
     static uint8_t covered[MAX_BYTES], right[MAX_BYTES];
-    const uint8_t *const src = desc->src, *const dst = desc->dst;
-    memset(covered, 0, (size_t)desc->dst_bytes);
-    memset(right, 0, (size_t)desc->dst_bytes);
-    for (size_t i = 0; i < desc->count; i++) {
-        const kvprim_fragment *const f = &desc->fragments[i];
-        memset(covered + f->dst_offset, 1, (size_t)f->bytes);
-        for (uint64_t k = 0; k < f->bytes; k++)
-            right[f->dst_offset + k] |= dst[f->dst_offset + k] == src[f->src_offset + k];
+    memset(covered, 0, bytes);
+    memset(right, 0, bytes);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *const src = items[i].src;
+        const size_t at = (uintptr_t)items[i].dst - (uintptr_t)dst;
+        for (uint64_t n = 0; at < bytes && n < items[i].bytes; n++) {
+            covered[at + n] = 1;
+            right[at + n] |= dst[at + n] == (src ? src[n] : 0);
+        }
     }
-    for (uint64_t at = 0; at < desc->dst_bytes; at++)
+    for (size_t at = 0; at < bytes; at++)
         require(covered[at] ? right[at] : dst[at] == before[at],
-                covered[at] ? "a fragment's byte is wrong" : "wrote between fragments");
+                covered[at] ? "an item's byte is wrong" : "wrote between items");
 }
 
-/* Whether a destination shares a byte with a source, each with each. dst begins dst_at bytes after src. */
-static int any_meet(const kvprim_fragment *f, size_t count, uint64_t dst_at)
+static int meets(const void *a, uint64_t a_bytes, const void *b, uint64_t b_bytes)
+{
+    const uint64_t x = (uintptr_t)a, y = (uintptr_t)b;
+    return a_bytes && b_bytes && x <= y + (b_bytes - 1) && y <= x + (a_bytes - 1);
+}
+
+/* Whether a destination shares a byte with a source, each with each. */
+static int any_meet(const kvprim_copy_item *items, size_t count)
 {
     for (size_t i = 0; i < count; i++)
         for (size_t j = 0; j < count; j++)
-            if (f[i].bytes && f[j].bytes && dst_at + f[i].dst_offset < f[j].src_offset + f[j].bytes &&
-                f[j].src_offset < dst_at + f[i].dst_offset + f[i].bytes)
+            if (items[j].src && meets(items[i].dst, items[i].bytes, items[j].src, items[j].bytes))
                 return 1;
     return 0;
 }
@@ -163,23 +172,19 @@ static void fuzz_meta(struct input *in, size_t size)
     free(src);
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+static void fuzz_unpack(struct input *in, size_t size)
 {
-    struct input in = {data, data + size};
-    if (chance(&in, 3)) {
-        fuzz_meta(&in, size);
-        return 0;
-    }
-    const size_t most = take(&in, 1) % 2 ? 64 : MAX_BYTES, src_bytes = (size_t)take(&in, 2) % most;
-    const size_t dst_bytes = (size_t)take(&in, 2) % most, shared = chance(&in, 8);
-    const size_t dst_at = shared ? (size_t)take(&in, 2) % (src_bytes + 1) : 0;
+    const size_t most = take(in, 1) % 2 ? 64 : MAX_BYTES, src_bytes = (size_t)take(in, 2) % most;
+    const size_t dst_bytes = (size_t)take(in, 2) % most, shared = chance(in, 8);
+    const size_t dst_at = shared ? (size_t)take(in, 2) % (src_bytes + 1) : 0;
     uint8_t *const src = new_bytes(shared ? src_bytes + dst_bytes : src_bytes);
     uint8_t *const dst = shared ? src + dst_at : new_bytes(dst_bytes), *const before = new_bytes(dst_bytes);
     memcpy(before, dst, dst_bytes);
 
     kvprim_fragment *const fragments = allocate(MAX_FRAGMENTS * sizeof *fragments);
-    const size_t count = take_fragments(&in, fragments, src_bytes, dst_bytes);
-    const uint64_t missing = take(&in, 1); /* sometimes a pointer is missing */
+    kvprim_copy_item items[MAX_FRAGMENTS];
+    const size_t count = take_fragments(in, fragments, src_bytes, dst_bytes);
+    const uint64_t missing = take(in, 1); /* sometimes a pointer is missing */
     const kvprim_unpack_desc desc = {.src = missing == 1 ? NULL : src,
                                      .src_bytes = src_bytes,
                                      .dst = missing == 2 ? NULL : dst,
@@ -187,18 +192,20 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
                                      .fragments = missing == 3 ? NULL : fragments,
                                      .count = count};
     struct faults w = {0, missing == 1 || missing == 2, 0, 0};
-    for (size_t i = 0; i < count; i++)
-        w.outside |= !inside(fragments[i].src_offset, fragments[i].bytes, src_bytes) ||
-                     !inside(fragments[i].dst_offset, fragments[i].bytes, dst_bytes);
+    for (size_t i = 0; i < count; i++) {
+        const kvprim_fragment f = fragments[i];
+        w.outside |= !inside(f.src_offset, f.bytes, src_bytes) || !inside(f.dst_offset, f.bytes, dst_bytes);
+        items[i] =
+            w.outside ? (kvprim_copy_item){0} : (kvprim_copy_item){src + f.src_offset, dst + f.dst_offset, f.bytes};
+    }
     w.null = (missing == 1 && src_bytes) || (missing == 2 && dst_bytes) || missing == 3;
-    if (!w.maybe_null && shared && !w.outside)
-        w.overlap = any_meet(fragments, count, dst_at);
+    w.overlap = !w.maybe_null && !w.outside && any_meet(items, count);
 
     const kvprim_status status = run_unpack(&desc, &w);
     if (status != KVPRIM_OK || count == 0)
         require(memcmp(before, dst, dst_bytes) == 0, "wrote although nothing was to be written");
     else if (desc.dst && desc.src)
-        compare(&desc, before);
+        compare(dst, before, dst_bytes, items, count);
     count_reach(reaches, size, status == KVPRIM_OK ? count : 0);
 
     free(fragments);
@@ -206,5 +213,116 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     if (!shared)
         free(dst);
     free(src);
+}
+
+/* ---- lists of addresses, in blocks that are as large as what lies in them ---- */
+
+struct blocks {
+    uint8_t *at[BLOCKS], *before[BLOCKS];
+    size_t bytes[BLOCKS];
+};
+
+static struct blocks take_blocks(struct input *in)
+{
+    struct blocks b;
+    const size_t most = take(in, 1) % 2 ? 64 : MAX_BYTES;
+    for (int k = 0; k < BLOCKS; k++) {
+        b.bytes[k] = (size_t)take(in, 2) % most;
+        b.at[k] = new_bytes(b.bytes[k]);
+        b.before[k] = new_bytes(b.bytes[k]);
+        memcpy(b.before[k], b.at[k], b.bytes[k]);
+    }
+    return b;
+}
+
+/* A place in a block, and how many bytes follow it there. */
+static uint8_t *take_place(struct input *in, const struct blocks *b, uint64_t block, size_t *room)
+{
+    const size_t at = (size_t)take(in, 2) % (b->bytes[block] + 1);
+    *room = b->bytes[block] - at;
+    return b->at[block] + at;
+}
+
+/* Sources mostly lie in block 0, and destinations in the others. */
+static size_t take_items(struct input *in, const struct blocks *b, kvprim_copy_item *items)
+{
+    const size_t count = (size_t)take(in, 1) % (MAX_FRAGMENTS + 1);
+    const uint64_t kind = take(in, 1), mixed = kind % 4 == 0, wild = kind % 16 == 1;
+    for (size_t i = 0; i < count; i++) {
+        size_t src_room, dst_room;
+        const uint64_t where = take(in, 1);
+        items[i].src = take_place(in, b, mixed ? where % BLOCKS : 0, &src_room);
+        items[i].dst = take_place(in, b, mixed ? where / 3 % BLOCKS : 1 + where / 3 % 2, &dst_room);
+        if (where % 8 == 7)
+            items[i].src = NULL;
+        const size_t most = !items[i].src || dst_room < src_room ? dst_room : src_room;
+        const uint64_t wanted = take(in, 1) % 4 ? take(in, 1) % 40 : take(in, 2);
+        items[i].bytes = wanted < most ? wanted : most;
+        if (wild && chance(in, 4))
+            items[i].bytes = UINT64_MAX - take(in, 1) % 64;
+        if (wild && chance(in, 4))
+            items[i].dst = chance(in, 2) ? NULL : (void *)(uintptr_t)(UINTPTR_MAX - (uintptr_t)(take(in, 1) % 64));
+    }
+    return count;
+}
+
+/* top: an item without another fault lies at the top of memory, where there is none. */
+struct item_faults {
+    int null, size, overlap, top;
+};
+
+static struct item_faults faults_of(const kvprim_copy_item *items, size_t count)
+{
+    struct item_faults w = {0, 0, 0, 0};
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t last = items[i].bytes - 1, src = (uintptr_t)items[i].src, dst = (uintptr_t)items[i].dst;
+        w.null |= items[i].bytes && !items[i].dst;
+        w.size |= items[i].bytes && items[i].dst && (src + last < src || dst + last < dst);
+        w.top |= items[i].bytes && dst > UINTPTR_MAX - 64;
+    }
+    if (w.null || w.size)
+        return w;
+    w.overlap = any_meet(items, count);
+    for (size_t i = 0; i < count; i++)
+        w.overlap |= meets(items[i].dst, items[i].bytes, items, count * sizeof *items);
+    return w;
+}
+
+static void fuzz_copy(struct input *in, size_t size)
+{
+    struct blocks b = take_blocks(in);
+    kvprim_copy_item room[MAX_FRAGMENTS];
+    const size_t count = take_items(in, &b, room);
+    kvprim_copy_item *const items = allocate(count * sizeof *items); /* the sanitizer sees what lies past them */
+    if (count)
+        memcpy(items, room, count * sizeof *items);
+    const struct item_faults w = faults_of(items, count);
+    const kvprim_copy_desc desc = {.items = chance(in, 64) ? NULL : items, .count = count, .reserved = 0};
+    (void)kvprim_fail(KVPRIM_OK, "%s", "");
+    const kvprim_status checked = kvprim_copy_check(&desc);
+    const kvprim_status status = checked == KVPRIM_OK && w.top ? checked : kvprim_copy(&desc);
+    require(checked == status, "kvprim_copy_check and kvprim_copy differ");
+    require((status == KVPRIM_OK) == (*kvprim_last_error() == 0), "status and text do not go together");
+    if (count && (!desc.items || w.null || w.size || w.overlap))
+        require(((!desc.items || w.null) && status == KVPRIM_ERROR_NULL) || (w.size && status == KVPRIM_ERROR_SIZE) ||
+                    (w.overlap && status == KVPRIM_ERROR_OVERLAP),
+                "a bad list has another status");
+    else
+        require(status == KVPRIM_OK, "a good list is refused");
+    for (int k = 0; k < BLOCKS; k++)
+        compare(b.at[k], b.before[k], b.bytes[k], items, status == KVPRIM_OK && !w.top ? count : 0);
+    count_reach(&reaches[2], size, status == KVPRIM_OK ? count : 0);
+    for (int k = 0; k < BLOCKS; k++) {
+        free(b.at[k]);
+        free(b.before[k]);
+    }
+    free(items);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
+{
+    static void (*const operations[])(struct input *, size_t) = {fuzz_unpack, fuzz_meta, fuzz_copy};
+    struct input in = {data, data + size};
+    operations[take(&in, 1) % 3](&in, size);
     return 0;
 }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: MIT */
-/* What the kernels of kvprim_nccl.h take from a GPU, on the CPU, where a rank is a thread. Include it before
-   kvprim_nccl.h. */
+/* What the kernels of kvprim_nccl.h take from a GPU, on the CPU, and the ranks of tests there, which are threads. It
+   includes that header. */
 #ifndef NCCL_EMULATED_H
 #define NCCL_EMULATED_H
 
@@ -10,7 +10,9 @@
 #include <cmath>
 #include <cstring>
 #include <map>
+#include <string>
 #include <thread>
+#include <vector>
 
 /* Waits that poll take ten times as long under ThreadSanitizer. */
 #if defined(__SANITIZE_THREAD__)
@@ -186,5 +188,139 @@ static float __frsqrt_rn(float a)
 
 #define KVPRIM_NCCL_EMULATE
 #include "../../kvprim_nccl.h"
+#include "../harness.h"
+
+/* ---- ranks ---- */
+
+static bool quick;
+
+/* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
+enum { page_words = kvpn_page / sizeof(uint4) };
+
+struct job {
+    uint32_t world;
+    uint64_t timeout_ns;
+    std::vector<std::vector<uint4>> memory;
+    std::vector<uint32_t> stop;
+};
+
+/* The test's: how many slots a rank has for each other rank, and whether threads without a pack store to the last 16
+   bytes; the rank's part of a call, which all ranks derive from its number, and whether it leaves what it must; what to
+   call it; calls that a rank may be late for, from any number on. */
+extern const uint32_t slots_of_sender;
+extern const bool stores_aside;
+static bool run_one(job &j, uint32_t rank, uint64_t number);
+static std::string name_of(uint64_t number, uint32_t world);
+static std::vector<uint64_t> queue_of(uint32_t world, uint64_t first);
+
+static job job_of(uint32_t world, uint64_t timeout_ns)
+{
+    const uint4 empty = {kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word};
+    std::vector<uint4> memory(page_words + 4 * world * slots_of_sender + 1, empty);
+    memset(memory.data(), 0, kvpn_page);
+    return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
+}
+
+static uint32_t *page_of(job &j, uint32_t rank)
+{
+    return reinterpret_cast<uint32_t *>(j.memory[rank].data());
+}
+
+/* Sets what a call's parameters say of the ranks. slots: of a block. */
+static void set_ranks(kvpn_params &p, job &j, uint32_t rank, uint32_t slots)
+{
+    for (uint32_t r = 0; r < j.world; r++)
+        p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
+    p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns, p.rank = rank, p.world = j.world;
+    p.block_bytes = 16 * slots, p.sender_bytes = 16 * slots_of_sender;
+    p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
+}
+
+static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
+{
+    for (uint64_t n = first; n < first + calls; n++) {
+        const bool right = run_one(j, rank, n);
+        if (!right)
+            may_sleep.store(false, std::memory_order_relaxed);
+        if (!right && all_take_part)
+            fail("world %u, rank %u: call %llu, %s: wrong result, or wrong bytes beside it", j.world, rank,
+                 static_cast<unsigned long long>(n), name_of(n, j.world).c_str());
+        if (all_take_part && j.stop[rank] != 0) /* a wait took all its time, and no later call is right */
+            return;
+        if (hash_u64(n * 7 + rank) % 32 == 0)
+            std::this_thread::yield();
+    }
+}
+
+static void test_world(const char *what, uint32_t world, uint64_t calls)
+{
+    char name[64];
+    snprintf(name, sizeof name, "%s emulated: %u ranks, %d calls in turn", what, world, static_cast<int>(calls));
+    if (!begin_test(name))
+        return;
+    job j = job_of(world, 60000000000ull);
+    std::vector<std::thread> threads;
+    all_take_part = may_sleep = true;
+    for (uint32_t r = 0; r < world; r++)
+        threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
+    for (std::thread &t : threads)
+        t.join();
+    all_take_part = may_sleep = false;
+    for (const std::vector<uint4> &memory : j.memory)
+        for (size_t k = page_words; k + stores_aside < memory.size(); k++)
+            CHECK((memory[k].x & memory[k].y & memory[k].z & memory[k].w) == kvpn_empty_word);
+    CHECK(overwritten == 0 || stores_aside);
+    finish_test(name);
+}
+
+/* Rank 1 of 3 does not take part in a call. The others stop, and say which rank was missing. Whoever of them comes only
+   after the other's timeout is over is missing as well, so on a busy machine the timeout must be longer. */
+static bool names_missing(uint64_t number, uint64_t timeout_ns)
+{
+    job j = job_of(3, timeout_ns);
+    std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
+    run_rank(j, 2, number, 1);
+    zero.join();
+    const uint32_t named = kvpn_stop_timeout | 2 << 8 | 1 << 16; /* by a rank, or because the other one said so */
+    return (j.stop[0] | 2 << 8) == named && (j.stop[2] | 2 << 8) == named && page_of(j, 1)[kvpn_stop_reason_word] != 0;
+}
+
+static void expect_missing_named(uint64_t number)
+{
+    uint64_t timeout_ns = 5000000;
+    while (!names_missing(number, timeout_ns) && timeout_ns < 5000000000)
+        timeout_ns *= 4;
+    CHECK(timeout_ns < 5000000000);
+}
+
+/* Ranks stop in a wait, run what is queued after it, and then the late rank comes. Each of its calls has the right
+   result or, from the first wrong one on, an error. `told`: its page says that they stopped. If not, what the others
+   sent before they stopped must still be there. */
+static void come_late(uint32_t world, const std::vector<uint64_t> &queue, bool told)
+{
+    job j = job_of(world, 2000000);
+    std::vector<std::thread> others;
+    for (uint32_t r = 1; r < world; r++)
+        others.emplace_back([&j, r, &queue] {
+            for (const uint64_t n : queue)
+                run_rank(j, r, n, 1);
+        });
+    for (std::thread &t : others)
+        t.join();
+    j.timeout_ns = 10000000;
+    if (!told)
+        page_of(j, 0)[kvpn_stop_reason_word] = 0;
+    for (const uint64_t n : queue)
+        CHECK(run_one(j, 0, n) || j.stop[0] != 0);
+    for (uint32_t r = 0; r < world; r++)
+        CHECK(j.stop[r] != 0);
+}
+
+static void test_late_after_the_end()
+{
+    for (uint32_t world = 2; world <= 8; world++)
+        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
+            come_late(world, queue_of(world, first), first % 2 == 0);
+}
 
 #endif

@@ -17,20 +17,24 @@ static int make_thread(pthread_t *thread, const pthread_attr_t *attributes, void
    tests wait before they fail. */
 enum { home = 2, elsewhere = 7, short_timeout_ms = 250, test_timeout_ms = 60000 };
 
+/* Where the other rank of two says another word than this one. */
+typedef enum exchanged { nowhere, in_hello, in_info } exchanged;
+
 static struct {
     int version;                 /* of NCCL */
     int no_threads, no_blocking; /* 1: no thread can be made; 1: communicators do not block */
     /* 1: hangs until ncclCommAbort; hang_gather and hang_copy: the n-th one, from 1 on */
     int hang_init, hang_gather, hang_copy;
-    int late_memory, late_init, late_end;     /* 1: hangs until `gate` is 1, whatever happens */
-    int abort_ms;                             /* how long ncclCommAbort takes */
-    int captures;                             /* 1: every stream is captured */
-    int captures_elsewhere;                   /* 1: another thread captures, in the global mode */
-    int no_event;                             /* the n-th event from now on cannot be made; 0: all can */
-    int refuses;                              /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
-    int dead;                                 /* 1: the device's context is dead */
-    void (*other_rank)(kvpn_rank_info *info); /* changes a copy of this rank's info into the other rank's */
-    void (*other_hello)(kvpn_hello *hello);   /* the same of what is exchanged first */
+    int late_memory, late_init, late_end; /* 1: hangs until `gate` is 1, whatever happens */
+    int abort_ms;                         /* how long ncclCommAbort takes */
+    int captures;                         /* 1: every stream is captured */
+    int captures_elsewhere;               /* 1: another thread captures, in the global mode */
+    int no_event;                         /* the n-th event from now on cannot be made; 0: all can */
+    int refuses;                          /* NCCL refuses the n-th call from now on, from 1 on; 0: none */
+    int dead;                             /* 1: the device's context is dead */
+    exchanged other_says;                 /* and which word, from byte other_at on */
+    size_t other_at;
+    uint32_t other_word;
     /* where this process sees the GPU with a bus's number; whether atomics reach it; how many mappings were closed */
     int bus_device[4], native[4], closed;
     uint64_t *let_go; /* another rank's nonce, which it clears at let_go_us; NULL: none does */
@@ -440,8 +444,7 @@ ncclResult_t ncclGroupEnd(void)
     return fake.no_blocking ? ncclInProgress : ncclSuccess;
 }
 
-/* Copies data only in init's exchanges, of hellos first. Every rank says what this rank says, except what `other_hello`
-   and `other_rank` change. */
+/* Copies data only in init's exchanges, of hellos first. Every rank says what this rank says, except for other_word. */
 ncclResult_t ncclAllGather(MOVES, BY)
 {
     const int world = comm->world, rank = comm->rank;
@@ -456,10 +459,8 @@ ncclResult_t ncclAllGather(MOVES, BY)
     }
     for (int r = 0; r < world; r++)
         memcpy((char *)recv + (size_t)r * count, send, count);
-    if (world > 1 && greets && fake.other_hello)
-        fake.other_hello((kvpn_hello *)recv + !rank);
-    if (world > 1 && !greets && fake.other_rank)
-        fake.other_rank((kvpn_rank_info *)recv + !rank);
+    if (world > 1 && fake.other_says == (greets ? in_hello : in_info))
+        memcpy((char *)recv + (rank == 0 ? count : 0) + fake.other_at, &fake.other_word, sizeof fake.other_word);
     return result;
 }
 

@@ -21,36 +21,27 @@ def fetch(url, **headers):
 
 
 class Remote(io.RawIOBase):
-    """A file on a server that supports range requests, read one block at a time."""
-    BLOCK = 1 << 16
+    """A file on a server that supports range requests."""
 
     def __init__(self, url, size):
-        self.url, self.size, self.at, self.blocks = url, size, 0, {}
+        self.url, self.size, self.at = url, size, 0
+
+    def readable(self):
+        return True
 
     def seekable(self):
         return True
-
-    def tell(self):
-        return self.at
 
     def seek(self, offset, whence=0):
         self.at = offset + (0, self.at, self.size)[whence]
         return self.at
 
-    def block(self, n):
-        if n not in self.blocks:
-            last = min((n + 1) * self.BLOCK, self.size) - 1
-            self.blocks[n] = fetch(self.url, Range=f'bytes={n * self.BLOCK}-{last}')
-        return self.blocks[n]
-
-    def read(self, size=-1):
-        end = self.size if size < 0 else min(self.at + size, self.size)
-        data = b''
-        while self.at < end:
-            n, offset = divmod(self.at, self.BLOCK)
-            data += self.block(n)[offset:offset + end - self.at]
-            self.at = min(end, (n + 1) * self.BLOCK)
-        return data
+    def readinto(self, buffer):
+        last = min(self.at + len(buffer), self.size) - 1
+        data = fetch(self.url, Range=f'bytes={self.at}-{last}') if self.at <= last else b''
+        buffer[:len(data)] = data
+        self.at += len(data)
+        return len(data)
 
 
 def wheels():
@@ -72,7 +63,7 @@ def main(folder, versions):
                 index = index or wheels()
                 wanted = tuple(map(int, version.split('.')))
                 newest = max(v for v in index if v[:len(wanted)] == wanted)
-                with zipfile.ZipFile(Remote(*index[newest])) as wheel:
+                with zipfile.ZipFile(io.BufferedReader(Remote(*index[newest]), 1 << 16)) as wheel:
                     text = wheel.read('nvidia/nccl/include/nccl.h')
                 os.makedirs(path, exist_ok=True)
                 with open(os.path.join(path, 'nccl.h.new'), 'wb') as file:

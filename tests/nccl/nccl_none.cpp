@@ -9,13 +9,17 @@ struct ncclComm {
     int rank, world, device;
 };
 
-extern "C" {
-ncclResult_t ncclGetVersion(int *version)
-{
-    *version = 0;
-    return ncclSuccess;
-}
+/* Functions of one expression. */
+#define NCCL(name, parameters, result)                                                                                 \
+    ncclResult_t name parameters                                                                                       \
+    {                                                                                                                  \
+        return (result);                                                                                               \
+    }
+#define MOVES const void *send, void *recv, size_t count, ncclDataType_t
+#define BY ncclComm_t comm, cudaStream_t stream
 
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+extern "C" {
 const char *ncclGetErrorString(ncclResult_t)
 {
     return "an error";
@@ -26,12 +30,6 @@ const char *ncclGetLastError(ncclComm_t)
     return "there is no NCCL here";
 }
 
-ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
-{
-    memset(id, 0, sizeof *id);
-    return ncclSuccess;
-}
-
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int world, ncclUniqueId, int rank)
 {
     int device = 0;
@@ -40,97 +38,33 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int world, ncclUniqueId, int ran
     return ncclSuccess;
 }
 
-ncclResult_t ncclCommDestroy(ncclComm_t comm)
-{
-    delete comm;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommAbort(ncclComm_t comm)
-{
-    return ncclCommDestroy(comm);
-}
-
-ncclResult_t ncclCommUserRank(ncclComm_t comm, int *rank)
-{
-    *rank = comm->rank;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommCount(ncclComm_t comm, int *world)
-{
-    *world = comm->world;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommCuDevice(ncclComm_t comm, int *device)
-{
-    *device = comm->device;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t *result)
-{
-    *result = ncclSuccess;
-    return ncclSuccess;
-}
-
-ncclResult_t ncclMemAlloc(void **memory, size_t bytes)
-{
-    return cudaMalloc(memory, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-ncclResult_t ncclMemFree(void *memory)
-{
-    return cudaFree(memory) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
 /* Of bytes: init exchanges so, if it has one rank. */
-ncclResult_t ncclAllGather(const void *send, void *recv, size_t bytes, ncclDataType_t, ncclComm_t comm,
-                           cudaStream_t stream)
+ncclResult_t ncclAllGather(MOVES, BY)
 {
-    return comm->world == 1 && cudaMemcpyAsync(recv, send, bytes, cudaMemcpyDefault, stream) == cudaSuccess
+    return comm->world == 1 && cudaMemcpyAsync(recv, send, count, cudaMemcpyDefault, stream) == cudaSuccess
                ? ncclSuccess
                : ncclInvalidUsage;
 }
 
-ncclResult_t ncclAllReduce(const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclReduceScatter(const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclReduce(const void *, void *, size_t, ncclDataType_t, ncclRedOp_t, int, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclBroadcast(const void *, void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclSend(const void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclRecv(void *, size_t, ncclDataType_t, int, ncclComm_t, cudaStream_t)
-{
-    return ncclInvalidUsage;
-}
-
-ncclResult_t ncclGroupStart()
-{
-    return ncclSuccess;
-}
-
-ncclResult_t ncclGroupEnd()
-{
-    return ncclSuccess;
-}
+// clang-format off
+NCCL(ncclGetVersion, (int *version), (*version = 0, ncclSuccess))
+NCCL(ncclGetUniqueId, (ncclUniqueId *id), (memset(id, 0, sizeof *id), ncclSuccess))
+NCCL(ncclCommDestroy, (ncclComm_t comm), (delete comm, ncclSuccess))
+NCCL(ncclCommAbort, (ncclComm_t comm), ncclCommDestroy(comm))
+NCCL(ncclCommUserRank, (ncclComm_t comm, int *rank), (*rank = comm->rank, ncclSuccess))
+NCCL(ncclCommCount, (ncclComm_t comm, int *world), (*world = comm->world, ncclSuccess))
+NCCL(ncclCommCuDevice, (ncclComm_t comm, int *device), (*device = comm->device, ncclSuccess))
+NCCL(ncclCommGetAsyncError, (ncclComm_t, ncclResult_t *result), (*result = ncclSuccess))
+NCCL(ncclMemAlloc, (void **memory, size_t bytes),
+     cudaMalloc(memory, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError)
+NCCL(ncclMemFree, (void *memory), cudaFree(memory) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError)
+NCCL(ncclAllReduce, (MOVES, ncclRedOp_t, BY), ncclInvalidUsage)
+NCCL(ncclReduceScatter, (MOVES, ncclRedOp_t, BY), ncclInvalidUsage)
+NCCL(ncclReduce, (MOVES, ncclRedOp_t, int, BY), ncclInvalidUsage)
+NCCL(ncclBroadcast, (MOVES, int, BY), ncclInvalidUsage)
+NCCL(ncclSend, (const void *send, size_t count, ncclDataType_t, int, BY), ncclInvalidUsage)
+NCCL(ncclRecv, (void *recv, size_t count, ncclDataType_t, int, BY), ncclInvalidUsage)
+NCCL(ncclGroupStart, (), ncclSuccess)
+NCCL(ncclGroupEnd, (), ncclSuccess)
+// clang-format on
 }

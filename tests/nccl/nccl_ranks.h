@@ -522,6 +522,16 @@ static void expect_none_wrong(rank_state &r, const char *what, size_t n)
              kvprim_comm_check(&r.comm) == KVPRIM_OK ? "ok" : kvprim_last_error());
 }
 
+/* Replays a graph of what `work` enqueues. It must leave nothing wrong. */
+static void replay(rank_state &r, int times, const char *what, const std::function<void()> &work)
+{
+    const cudaGraphExec_t exec = captured(r, work);
+    for (int n = 0; n < times; n++)
+        CUDA(cudaGraphLaunch(exec, r.stream));
+    expect_none_wrong(r, what, 0);
+    destroy_graph(exec);
+}
+
 /* With one_gpu: uses the rank's streams, if it has them, while no kernel waits: see the top. */
 static void wake_streams(rank_state &r)
 {

@@ -27,6 +27,7 @@ typedef struct norm_case {
     size_t bytes;            /* of the image */
     uint64_t seed;           /* of the values */
     int plain;               /* 1: small integers, whose sum is exact in any order. 0: anything, NaN too */
+    int ones;                /* 1: some words of 32 bits, too, are all ones */
     uint16_t integers[16];   /* -5 to 10 */
 } norm_case;
 
@@ -73,7 +74,7 @@ static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hi
     memset(c.at, 0xff, sizeof c.at);
     c.seed = a, c.plain = plain;
     for (int k = 0; k < 16; k++)
-        c.integers[k] = (uint16_t)oracle_encoded(dtype, k - 5);
+        c.integers[k] = (uint16_t)float_to(format_of(dtype), (float)(k - 5));
     c.d.dtype = dtype, c.d.tokens = tokens, c.d.hidden = hidden, c.d.eps = eps[a & 3];
     c.d.weight_plus_one = (int32_t)(a >> 2 & 1);
     c.d.send_stride = b & 1 ? hidden + 8 * (int64_t)(b >> 1 & 7) : 0;
@@ -98,6 +99,20 @@ static inline norm_case norm_draw(kvprim_dtype dtype, int64_t tokens, int64_t hi
     }
     c.bytes = (c.bytes + 31) / 16 * 16; /* at least 16 bytes after the last one */
     return c;
+}
+
+/* What engines ask for, which has a kernel of its own: a residual, residual_out, out, and nothing else. */
+static inline norm_case norm_draw_usual(kvprim_dtype dtype, int64_t tokens, int64_t hidden, int plain,
+                                        uint64_t shared_draw, uint64_t own_draw)
+{
+    for (;; own_draw++) {
+        const norm_case c = norm_draw(dtype, tokens, hidden, plain, shared_draw, own_draw);
+        if (c.d.weight_plus_one || c.at[norm_residual] == norm_absent)
+            shared_draw++; /* the same for all ranks */
+        else if (c.at[norm_sum] == norm_absent && c.at[norm_residual_out] != norm_absent &&
+                 c.at[norm_out] != norm_absent && c.at[norm_quantised] == norm_absent)
+            return c;
+    }
 }
 
 /* The description for an image at `base`. */
@@ -131,12 +146,14 @@ static inline uint16_t norm_value(const norm_case *c, int rank, int64_t token, i
     const int kind = (int)(of_token % 16), wide = c->d.dtype == KVPRIM_BF16;
     if (c->plain)
         return c->integers[h >> 40 & 15];
+    if (c->ones && kind % 4 == 3 && hash_u64(of_token * 31 + (uint64_t)(rank + 2) + (uint64_t)i / 2 * 16) % 64 == 0)
+        return 0xffff;
     if (kind == 0)
         return (uint16_t)(h & 0x8000);
     if (kind < 3)
         return norm_number(c->d.dtype, h, kind == 1 ? (wide ? -76 : -9) : (wide ? 66 : 10));
     if (kind < 5 && i == (int64_t)(of_token >> 8) % c->d.hidden && rank == 0)
-        return kind == 3 ? 0xffff : (uint16_t)oracle_encoded(c->d.dtype, -(double)INFINITY);
+        return kind == 3 ? 0xffff : (uint16_t)float_to(format_of(c->d.dtype), -(float)INFINITY);
     if (kind == 5)
         return (uint16_t)(h & (wide ? 0x80ff : 0x87ff));
     return norm_number(c->d.dtype, h, 0);
@@ -172,12 +189,23 @@ static inline void norm_fill(const norm_case *c, int rank, char *image)
     }
 }
 
-/* Copies a tensor's tokens after the first norm_period from those. */
-static inline void norm_repeat(const norm_case *c, char *image, int tensor, int64_t row_bytes, int64_t step)
+/* How many bytes the call writes of each token to one of its outputs. *step: from one token to the next. */
+static inline size_t norm_written(const norm_case *c, int output, int64_t *step)
 {
-    for (int64_t token = norm_period; token < c->d.tokens && c->at[tensor] != norm_absent; token++) {
-        char *const row = image + c->at[tensor] + token * step;
-        memcpy(row, row - norm_period * step, (size_t)row_bytes);
+    const int64_t strides[] = {c->d.sum_stride, c->d.residual_out_stride, c->d.out_stride, c->d.quantised_stride};
+    const int64_t element = output < norm_quantised ? 2 : 1;
+    *step = output == norm_scale ? 4 : element * norm_stride(c, strides[output - norm_sum]);
+    return output == norm_scale ? (c->d.scale_per_token ? 4 : 0) : (size_t)(element * c->d.hidden);
+}
+
+/* Copies each output's tokens from number `first` on from one image, `back` tokens before them, to another. */
+static inline void norm_copy_outputs(const norm_case *c, char *to, const char *from, int64_t first, int64_t back)
+{
+    for (int output = norm_sum; output < norm_tensors; output++) {
+        int64_t step;
+        const size_t bytes = norm_written(c, output, &step);
+        for (int64_t token = first; token < c->d.tokens && c->at[output] != norm_absent; token++)
+            memcpy(to + c->at[output] + token * step, from + c->at[output] + (token - back) * step, bytes);
     }
 }
 
@@ -207,12 +235,7 @@ static inline void norm_expect(const norm_case *c, int rank, int world, char *im
     if (wrong)
         fail("%lld tokens x %lld, dtype %d, world %d: %d of the twin's elements are not the oracle's",
              (long long)c->d.tokens, (long long)h, (int)c->d.dtype, world, wrong);
-    norm_repeat(c, image, norm_sum, 2 * h, 2 * norm_stride(c, c->d.sum_stride));
-    norm_repeat(c, image, norm_residual_out, 2 * h, 2 * norm_stride(c, c->d.residual_out_stride));
-    norm_repeat(c, image, norm_out, 2 * h, 2 * norm_stride(c, c->d.out_stride));
-    norm_repeat(c, image, norm_quantised, h, norm_stride(c, c->d.quantised_stride));
-    if (c->d.scale_per_token)
-        norm_repeat(c, image, norm_scale, 4, 4);
+    norm_copy_outputs(c, image, image, norm_period, norm_period);
     free(before), free(others), free(row), free((void *)sends);
 }
 

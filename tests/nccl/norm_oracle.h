@@ -5,85 +5,19 @@
 #ifndef NORM_ORACLE_H
 #define NORM_ORACLE_H
 
+#include "floats.h"
 #include <float.h>
-#include <math.h>
-#include <stdbool.h>
 
-/* ---- elements ---- */
-
-/* An element type: bits of a number with the leading one, exponent of the least normal number, largest finite number,
-   whether there are infinities. */
-typedef struct oracle_type {
-    int bits, least;
-    double largest;
-    int infinite;
-} oracle_type;
-
-static inline oracle_type oracle_type_of(kvprim_dtype dtype)
-{
-    const oracle_type bf16 = {8, -126, 255 * ldexp(1, 120), 1}, f16 = {11, -14, 65504, 1}, e4m3 = {4, -6, 448, 0};
-    return dtype == KVPRIM_BF16 ? bf16 : dtype == KVPRIM_F16 ? f16 : e4m3;
-}
-
-/* Rounded to the type: to nearest, ties to even. Beyond the largest number: infinity if the type has one, otherwise the
-   largest. */
 static inline double oracle_rounded(kvprim_dtype dtype, double x)
 {
-    const oracle_type t = oracle_type_of(dtype);
-    int exponent;
-    if (isnan(x) || x == 0)
-        return x;
-    if (isinf(x))
-        return t.infinite ? x : copysign(t.largest, x);
-    (void)frexp(x, &exponent);
-    const int unit = (exponent - 1 > t.least ? exponent - 1 : t.least) - (t.bits - 1);
-    const double y = ldexp(nearbyint(ldexp(x, -unit)), unit);
-    return fabs(y) <= t.largest ? y : copysign(t.infinite ? (double)INFINITY : t.largest, x);
-}
-
-/* The number that an element's bits stand for. */
-static inline double oracle_decoded(kvprim_dtype dtype, unsigned bits)
-{
-    const oracle_type t = oracle_type_of(dtype);
-    const int width = dtype == KVPRIM_F8E4M3 ? 8 : 16, fraction_bits = t.bits - 1;
-    const unsigned sign = bits >> (width - 1), exponent_bits = (unsigned)(width - 1 - fraction_bits);
-    const unsigned exponent = bits >> fraction_bits & ((1u << exponent_bits) - 1);
-    const unsigned fraction = bits & ((1u << fraction_bits) - 1), last = (1u << exponent_bits) - 1;
-    double x;
-    if (exponent == last && (t.infinite || fraction == (1u << fraction_bits) - 1))
-        x = t.infinite && fraction == 0 ? (double)INFINITY : (double)NAN;
-    else if (exponent == 0)
-        x = ldexp(fraction, t.least - fraction_bits);
-    else
-        x = ldexp(fraction + (1u << fraction_bits), t.least - fraction_bits + (int)exponent - 1);
-    return sign ? -x : x;
-}
-
-/* The bits of a number that the type has; NaN: one of them. */
-static inline unsigned oracle_encoded(kvprim_dtype dtype, double x)
-{
-    const oracle_type t = oracle_type_of(dtype);
-    const int width = dtype == KVPRIM_F8E4M3 ? 8 : 16, fraction_bits = t.bits - 1;
-    const unsigned sign = (unsigned)(signbit(x) != 0) << (width - 1), all = (1u << (width - 1)) - 1;
-    const unsigned infinity = all >> fraction_bits << fraction_bits;
-    const double a = fabs(x);
-    int exponent;
-    if (isnan(x))
-        return all;
-    if (isinf(x))
-        return sign | infinity;
-    (void)frexp(a, &exponent);
-    if (a == 0 || exponent - 1 < t.least)
-        return sign | (unsigned)ldexp(a, fraction_bits - t.least);
-    return sign | ((unsigned)(exponent - t.least) << fraction_bits) |
-           ((unsigned)ldexp(a, fraction_bits - (exponent - 1)) - (1u << fraction_bits));
+    return (double)float_from(format_of(dtype), float_to(format_of(dtype), (float)x));
 }
 
 static inline double oracle_element(kvprim_dtype dtype, const void *tensor, int64_t at)
 {
     uint16_t bits;
     memcpy(&bits, (const char *)tensor + at * 2, 2);
-    return oracle_decoded(dtype, bits);
+    return (double)float_from(format_of(dtype), bits);
 }
 
 /* Whether two numbers are the same: both NaN, or equal with the same sign. */
@@ -92,14 +26,12 @@ static inline int oracle_same(double a, double b)
     return (isnan(a) && isnan(b)) || (a == b && (signbit(a) != 0) == (signbit(b) != 0));
 }
 
-/* ---- a token ---- */
-
 enum { oracle_most = 16384 };
 
 /* What a token's elements must be. */
 typedef struct oracle_row {
     double s[oracle_most], r[oracle_most], y[oracle_most], q[oracle_most];
-    float scale, factor;
+    float total, scale, factor; /* total: of the squares */
 } oracle_row;
 
 static inline float oracle_tree(const float *sums, int first, int count, int packs)
@@ -111,21 +43,22 @@ static inline float oracle_tree(const float *sums, int first, int count, int pac
 }
 
 /* 1 / sqrt(mean of squares + eps). */
-static inline float oracle_factor(const double *r, int hidden, float eps)
+static inline void oracle_set_factor(oracle_row *row, int hidden, float eps)
 {
+    const double *const r = row->r;
     float sums[oracle_most / 8];
     int width = 1;
     for (int pack = 0; pack < hidden / 8; pack++) {
         sums[pack] = 0;
-        for (int i = 8 * pack; i < 8 * pack + 8; i++) {
+        for (int i = 8 * pack; i < 8 * pack + 8; i++)
             sums[pack] = fmaf((float)r[i], (float)r[i], sums[pack]);
-        }
     }
     while (width < hidden / 8)
         width *= 2;
+    row->total = oracle_tree(sums, 0, width, hidden / 8);
     /* volatile: compilers take it for a product in fp32, which some fuse with the sum */
-    volatile float mean = (float)((double)oracle_tree(sums, 0, width, hidden / 8) * (double)(float)(1.0 / hidden));
-    return (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
+    volatile float mean = (float)((double)row->total * (double)(float)(1.0 / hidden));
+    row->factor = (float)(1 / sqrt((double)(float)((double)mean + (double)eps))); /* rounded as once: see test_roots */
 }
 
 /* The largest |y| / 448, but NaN does not count, infinity is the largest float, and there is a least. */
@@ -157,7 +90,7 @@ static inline void oracle_token(const kvprim_norm_desc *d, const void *const *se
             row->r[i] = oracle_rounded(d->dtype, (double)(float)added);
         }
     }
-    row->factor = oracle_factor(row->r, hidden, d->eps);
+    oracle_set_factor(row, hidden, d->eps);
     for (int i = 0; i < hidden; i++) {
         const double w = oracle_element(d->dtype, d->weight, i);
         const float by = (float)(d->weight_plus_one ? w + 1 : w), x = (float)(row->r[i] * (double)row->factor);
@@ -186,9 +119,10 @@ static inline int oracle_wrong(const kvprim_norm_desc *d, int64_t token, const o
                                                                token * (of[k].stride ? of[k].stride : d->hidden) + i),
                                                 of[k].wanted[i]);
         if (q)
-            wrong += !oracle_same(
-                oracle_decoded(KVPRIM_F8E4M3, q[token * (d->quantised_stride ? d->quantised_stride : d->hidden) + i]),
-                row->q[i]);
+            wrong +=
+                !oracle_same((double)float_from(format_of(KVPRIM_F8E4M3),
+                                                q[token * (d->quantised_stride ? d->quantised_stride : d->hidden) + i]),
+                             row->q[i]);
     }
     return wrong;
 }

@@ -287,10 +287,14 @@ static void test_calls(void)
     CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "dtype is 77, which is not an element type");
     c.dtype = KVPRIM_F32, c.op_or_peer = 9;
     CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is 9");
+    c.op_or_peer = -1;
+    CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "op is -1");
     c.kind = kvpn_broadcast, c.op_or_peer = 2;
     CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "root is 2, must be 0 to 1");
     c.kind = kvpn_recv;
     CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is 2, must be 0 to 1");
+    c.op_or_peer = -1;
+    CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_ARGUMENT, "peer is -1, must be 0 to 1");
     c.op_or_peer = 1, c.count = SIZE_MAX / 4;
     CHECK_ERROR(kvpn_check_call(&c), KVPRIM_ERROR_SIZE, "too many bytes");
 }

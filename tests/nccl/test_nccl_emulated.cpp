@@ -6,13 +6,12 @@
        c++ -std=c++17 -O1 -g -fsanitize=thread -I. tests/nccl/test_nccl_emulated.cpp && ./a.out [quick] */
 #include "nccl_emulated.h"
 #include <algorithm>
-#include <vector>
-#include "../harness.h"
 #include "reductions.h"
 
-static bool quick;
-
 enum { blocks = 3, block_slots = 48, most_bytes = blocks * block_slots * 16, most_pipeline_bytes = 4 * most_bytes };
+const uint32_t slots_of_sender = blocks * block_slots;
+const bool stores_aside = false;
+
 enum kind {
     one_shot,
     two_shot,
@@ -97,9 +96,9 @@ static call exchange_of(call c, uint64_t h, uint32_t world)
     for (uint32_t from = 0; from < world; from++)
         for (uint32_t to = 0; to < world; to++)
             largest = std::max(largest, from == to && c.what != parts ? 0 : part_of(c, from, to));
-    const uint32_t slots = blocks * block_slots;
     uint32_t slice = std::max(1u, static_cast<uint32_t>((largest + unit - 1) / unit));
-    slice += h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots - slice + 1) : 0; /* a large part that stays */
+    slice +=
+        h >> 42 & 1 ? static_cast<uint32_t>(h >> 43) % (slots_of_sender - slice + 1) : 0; /* a large part that stays */
     const uint32_t least = (slice + blocks - 1) / blocks;
     c.block_packs = least + static_cast<uint32_t>(h >> 48) % (block_slots - least + 1);
     c.used_blocks = (slice + c.block_packs - 1) / c.block_packs;
@@ -296,29 +295,6 @@ template <bool whole> static void run_exchange(const kvpn_parts_params &p, const
         run_kernel<kvpn_parts_most<whole>>(p, c);
 }
 
-/* Each rank's memory: a page, the slots, and 16 bytes that no rank reads. */
-enum { page_words = kvpn_page / sizeof(uint4) };
-
-struct job {
-    uint32_t world;
-    uint64_t timeout_ns;
-    std::vector<std::vector<uint4>> memory;
-    std::vector<uint32_t> stop;
-};
-
-static job job_of(uint32_t world, uint64_t timeout_ns)
-{
-    const uint4 empty = {kvpn_empty_word, kvpn_empty_word, kvpn_empty_word, kvpn_empty_word};
-    std::vector<uint4> memory(page_words + 4 * world * blocks * block_slots + 1, empty);
-    memset(memory.data(), 0, kvpn_page);
-    return {world, timeout_ns, std::vector<std::vector<uint4>>(world, memory), std::vector<uint32_t>(world)};
-}
-
-static uint32_t *page_of(job &j, uint32_t rank)
-{
-    return reinterpret_cast<uint32_t *>(j.memory[rank].data());
-}
-
 /* Where a rank's send and recv lie: in place or apart, aligned or not. */
 struct places {
     unsigned char *send, *recv;
@@ -386,10 +362,8 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     for (size_t b = 0; b < at.send_bytes; b++)
         at.send[b] = input_byte(c, rank, b);
     memcpy(before, at.recv, at.recv_bytes + guard_bytes);
-    for (uint32_t r = 0; r < j.world; r++)
-        p.peer[r] = reinterpret_cast<char *>(page_of(j, (rank + r) % j.world)) + kvpn_page;
-    p.send = at.send, p.recv = at.recv, p.turn = page_of(j, rank), p.stop = &j.stop[rank], p.timeout_ns = j.timeout_ns;
-    p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch, p.rank = rank, p.world = j.world;
+    set_ranks(p, j, rank, block_slots);
+    p.send = at.send, p.recv = at.recv, p.count = is_any(c) ? bytes : c.count, p.pitch = c.pitch;
     p.packs = static_cast<uint32_t>((bytes + unit - 1) / unit);
     p.what = c.op == KVPRIM_SUM   ? kvpn_sums
              : c.op == KVPRIM_AVG ? kvpn_averages
@@ -402,8 +376,7 @@ template <int max_ranks> static bool one_call(job &j, uint32_t rank, const call 
     p.share = 1.0 / j.world;
     p.signs = c.element == 1 ? 0x80808080 : c.element == 2 ? 0x80008000 : 0x80000000;
     p.slice_packs = c.what == two_shot ? (p.packs + j.world - 1) / j.world : p.packs;
-    p.block_packs = c.block_packs, p.block_bytes = 16 * block_slots, p.sender_bytes = blocks * p.block_bytes;
-    p.area_bytes = j.world * p.sender_bytes, p.turn_bytes = 2 * p.area_bytes;
+    p.block_packs = c.block_packs;
     p.send_aligned = reinterpret_cast<uintptr_t>(at.send) % unit == 0 && (!scatters(c.what) || c.pitch % unit == 0);
     p.recv_aligned = reinterpret_cast<uintptr_t>(at.recv) % unit == 0 && (!gathers(c.what) || c.pitch % unit == 0);
     if (exchanges(c.what))
@@ -424,44 +397,25 @@ static bool run_one(job &j, uint32_t rank, uint64_t number)
     return j.world == 2 ? one_call<2>(j, rank, c) : j.world <= 4 ? one_call<4>(j, rank, c) : one_call<8>(j, rank, c);
 }
 
-static void run_rank(job &j, uint32_t rank, uint64_t first, uint64_t calls)
+static std::string name_of(uint64_t number, uint32_t world)
 {
-    for (uint64_t n = first; n < first + calls; n++) {
-        const call c = call_of(n, j.world);
-        const bool right = run_one(j, rank, n);
-        if (!right)
-            may_sleep.store(false, std::memory_order_relaxed);
-        if (!right && all_take_part)
-            fail("world %u, rank %u: call %llu, kind %d of %zu elements, type %d, op %d: wrong result, or wrong bytes "
-                 "after it",
-                 j.world, rank, static_cast<unsigned long long>(n), c.what, c.count, c.type, c.op);
-        if (all_take_part && j.stop[rank] != 0) /* a wait took all its time, and no later call is right */
-            return;
-        if (hash_u64(n * 7 + rank) % 32 == 0)
-            std::this_thread::yield();
-    }
+    const call c = call_of(number, world);
+    return "kind " + std::to_string(c.what) + " of " + std::to_string(c.count) + " elements, type " +
+           std::to_string(c.type) + ", op " + std::to_string(c.op);
 }
 
-static void test_world(uint32_t world, uint64_t calls)
+static std::vector<uint64_t> queue_of(uint32_t, uint64_t first)
 {
-    char name[64];
-    snprintf(name, sizeof name, "nccl emulated: %u ranks, %d calls in turn", world, static_cast<int>(calls));
-    if (!begin_test(name))
-        return;
-    job j = job_of(world, 60000000000ull);
-    std::vector<std::thread> threads;
-    all_take_part = may_sleep = true;
-    for (uint32_t r = 0; r < world; r++)
-        threads.emplace_back([&j, r, calls, world] { run_rank(j, r, world * 1000000, calls); });
-    for (std::thread &t : threads)
-        t.join();
-    all_take_part = may_sleep = false;
-    for (const std::vector<uint4> &memory : j.memory) /* the last 16 bytes too: no rank has stopped */
-        for (size_t k = page_words; k < memory.size(); k++)
-            CHECK(kvpn_largest_word<false>(memory[k]) == kvpn_empty_word &&
-                  kvpn_largest_word<true>(memory[k]) == kvpn_empty_word);
-    CHECK(overwritten == 0);
-    finish_test(name);
+    return {first, first + 1, first + 2, first + 3, first + 4, first + 5};
+}
+
+/* The first large call of a kind. */
+static uint64_t number_of(int what, uint32_t world)
+{
+    uint64_t number = 5;
+    while (call_of(number, world).what != what || call_of(number, world).count < 200)
+        number++;
+    return number;
 }
 
 /* Rank 1 of 2 does not take part in a pipeline. */
@@ -469,66 +423,17 @@ static void test_missing_from_pipeline()
 {
     for (int what = pipeline; what <= pipeline_scatter; what++) {
         job j = job_of(2, 5000000);
-        uint64_t number = 5;
-        while (call_of(number, 2).what != what || call_of(number, 2).count < 200)
-            number++;
-        run_rank(j, 0, number, 1);
+        run_rank(j, 0, number_of(what, 2), 1);
         CHECK(j.stop[0] == (kvpn_stop_timeout | 1 << 16));
         CHECK(page_of(j, 1)[kvpn_stop_reason_word] == j.stop[0]);
     }
 }
 
-/* Rank 1 of 3 does not take part in a call. The others stop, and say which rank was missing. Whoever of them comes only
-   after the other's timeout is over is missing as well, so on a busy machine the timeout must be longer. */
-static bool names_missing(uint64_t number, uint64_t timeout_ns)
-{
-    job j = job_of(3, timeout_ns);
-    std::thread zero([&j, number] { run_rank(j, 0, number, 1); });
-    run_rank(j, 2, number, 1);
-    zero.join();
-    const uint32_t named = kvpn_stop_timeout | 2 << 8 | 1 << 16; /* by a rank, or because the other one said so */
-    return (j.stop[0] | 2 << 8) == named && (j.stop[2] | 2 << 8) == named && page_of(j, 1)[kvpn_stop_reason_word] != 0;
-}
-
-/* In a call of any kind. */
+/* From a call of any kind. */
 static void test_missing()
 {
-    for (int what = 0; what < pipeline; what++) {
-        uint64_t number = 5, timeout_ns = 5000000;
-        while (call_of(number, 3).what != what || call_of(number, 3).count < 200)
-            number++;
-        while (!names_missing(number, timeout_ns) && timeout_ns < 5000000000)
-            timeout_ns *= 4;
-        CHECK(timeout_ns < 5000000000);
-    }
-}
-
-/* Ranks stop in a wait, run what is queued after it, and then the late rank comes. Each of its calls has the right
-   result or, from the first wrong one on, an error. `told`: its page says that they stopped. If not, what the others
-   sent before they stopped must still be there. */
-static void come_late(uint32_t world, uint64_t first, bool told)
-{
-    enum { queued = 6 };
-    job j = job_of(world, 2000000);
-    std::vector<std::thread> others;
-    for (uint32_t r = 1; r < world; r++)
-        others.emplace_back([&j, r, first] { run_rank(j, r, first, queued); });
-    for (std::thread &t : others)
-        t.join();
-    j.timeout_ns = 10000000;
-    if (!told)
-        page_of(j, 0)[kvpn_stop_reason_word] = 0;
-    for (uint64_t n = first; n < first + queued; n++)
-        CHECK(run_one(j, 0, n) || j.stop[0] != 0);
-    for (uint32_t r = 0; r < world; r++)
-        CHECK(j.stop[r] != 0);
-}
-
-static void test_late_after_the_end()
-{
-    for (uint32_t world = 2; world <= 8; world++)
-        for (uint64_t first = 0; first < (quick || under_threads ? 2 : 6); first++)
-            come_late(world, first, first % 2 == 0);
+    for (int what = 0; what < pipeline; what++)
+        expect_missing_named(number_of(what, 3));
 }
 
 /* If the host says stop, the rank stops and tells the others. */
@@ -571,7 +476,7 @@ int main(int argc, char **argv)
 {
     quick = argc > 1 && strcmp(argv[1], "quick") == 0;
     for (uint32_t world = 2; world <= 8; world++)
-        test_world(world, (quick ? 20 : 300) * (world == 2 ? 5 : 1)); /* more kinds of calls */
+        test_world("nccl", world, (quick ? 20 : 300) * (world == 2 ? 5 : 1)); /* more kinds of calls */
     run("nccl emulated: a rank that stays away is named", test_missing);
     run("nccl emulated: a rank that stays away from a pipeline is named", test_missing_from_pipeline);
     run("nccl emulated: a rank that comes after the others have stopped", test_late_after_the_end);

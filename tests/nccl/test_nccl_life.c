@@ -12,6 +12,9 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 
+#define OK(call) CHECK_ERROR(call, KVPRIM_OK, "")
+#define OK_CALLING(call, names) (OK(call), CHECK(called(names)))
+
 static void begin(void)
 {
     memset(&fake, 0, sizeof fake);
@@ -39,12 +42,6 @@ static void live(const char *name, void (*test)(void))
     finish_test(name);
 }
 
-static kvprim_comm_desc desc_of(int world)
-{
-    const kvprim_comm_desc desc = {.world = world};
-    return desc;
-}
-
 /* On the heap, so that a sanitizer sees uses after the caller has freed it. */
 static kvprim_comm *new_comm(void)
 {
@@ -57,27 +54,31 @@ static kvprim_comm *new_comm(void)
 static kvprim_comm *open_comm(const kvprim_comm_desc *desc, const char *calls_made)
 {
     kvprim_comm *const comm = new_comm();
-    CHECK(kvprim_comm_init(comm, desc) == KVPRIM_OK && called(calls_made));
+    OK_CALLING(kvprim_comm_init(comm, desc), calls_made);
     return comm;
+}
+
+static kvprim_comm *open_world(int world)
+{
+    const kvprim_comm_desc desc = {.world = world};
+    return open_comm(&desc, OPENED);
 }
 
 static void close_comm(kvprim_comm *comm, const char *calls_made)
 {
-    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called(calls_made));
+    OK_CALLING(kvprim_comm_destroy(comm), calls_made);
     free(comm);
 }
 
 static void test_plain(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
-    d.buffer_bytes = 64;
-    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+    const kvprim_comm_desc d = {.world = 1, .buffer_bytes = 64};
+    OK(kvprim_comm_init(comm, &d));
     CHECK(called(OPENED) && comm->nccl->device == home);
     CHECK(strstr(kvprim_comm_describe(comm), "rank 0 of 1 on device 2") != NULL);
-    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
-    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-    CHECK(called("CommDestroy"));
+    OK(kvprim_comm_check(comm));
+    OK_CALLING(kvprim_comm_destroy(comm), "CommDestroy");
     CHECK_ERROR(kvprim_comm_destroy(comm), KVPRIM_ERROR_ARGUMENT, "not initialised");
     free(comm);
 }
@@ -127,9 +128,8 @@ static kvprim_status result_of(watchdog *w)
 static void test_late_nccl(void)
 {
     kvprim_comm *comm = new_comm();
-    kvprim_comm_desc d = desc_of(2);
+    kvprim_comm_desc d = {.world = 2, .init_timeout_ms = short_timeout_ms};
     watchdog w;
-    d.init_timeout_ms = short_timeout_ms;
     fake.hang_init = 1;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "rank 0 of 2 waited 250 ms");
     CHECK(called("CommInitRank CommAbort"));
@@ -141,7 +141,7 @@ static void test_late_nccl(void)
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "kvprim_comm_abort was called");
     free(comm); /* abort no longer uses it */
     comm = new_comm();
-    CHECK(result_of(&w) == KVPRIM_OK && called("CommInitRank CommAbort"));
+    OK_CALLING(result_of(&w), "CommInitRank CommAbort");
     end(), begin();
     fake.late_init = 1;
     d.init_timeout_ms = short_timeout_ms;
@@ -156,8 +156,8 @@ static void test_late_nccl(void)
 static void test_late_cuda(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(2);
-    d.init_timeout_ms = short_timeout_ms, fake.late_memory = 1;
+    const kvprim_comm_desc d = {.world = 2, .init_timeout_ms = short_timeout_ms};
+    fake.late_memory = 1;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
     free(comm);
     store(&fake.gate, 1);
@@ -168,7 +168,7 @@ static void test_late_cuda(void)
 static void test_checks_during_init(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
+    kvprim_comm_desc d = {.world = 1};
     watchdog w;
     fake.hang_init = 1, d.init_timeout_ms = short_timeout_ms;
     start(&w, check_until_over, comm, &fake.hanging);
@@ -178,11 +178,11 @@ static void test_checks_during_init(void)
     fake.late_init = 1, d.init_timeout_ms = 0;
     start(&w, check_until_over, comm, &fake.hanging);
     store(&fake.gate, 1);
-    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+    OK(kvprim_comm_init(comm, &d));
     for (int k = 0; k < 200; k++)
-        CHECK(kvprim_all_gather(comm, &w, &w, 1, KVPRIM_INT8, NULL) == KVPRIM_OK);
-    CHECK(result_of(&w) == KVPRIM_OK);
-    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        OK(kvprim_all_gather(comm, &w, &w, 1, KVPRIM_INT8, NULL));
+    OK(result_of(&w));
+    OK(kvprim_comm_destroy(comm));
     free(comm);
 }
 
@@ -192,8 +192,7 @@ static void test_late_exchanges(void)
     static const char *const ends[] = {"CommInitRank AllGather CommAbort", "CommInitRank AllGather AllGather CommAbort",
                                        "CommInitRank AllGather AllGather AllGather CommAbort", OPENED " CommAbort"};
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(2);
-    d.init_timeout_ms = short_timeout_ms;
+    const kvprim_comm_desc d = {.world = 2, .init_timeout_ms = short_timeout_ms};
     for (int k = 0; k < 4; k++) {
         fake.hang_gather = k + 1;
         CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
@@ -214,8 +213,7 @@ static void test_aborts(void)
 {
     const int32_t now = 1;
     for (int k = 0; k < 40; k++) {
-        const kvprim_comm_desc d = desc_of(1);
-        kvprim_comm *const comm = open_comm(&d, OPENED);
+        kvprim_comm *const comm = open_world(1);
         watchdog w, v;
         fake.abort_ms = k == 0 ? 300 : k % 4;
         start(&w, abort_when, comm, &now);
@@ -226,7 +224,7 @@ static void test_aborts(void)
                   (v.status == KVPRIM_OK && w.status == KVPRIM_ERROR_ARGUMENT));
         }
         CHECK(kvpn_wait_until(&comm->state, kvpn_aborted, test_timeout_ms));
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        OK(kvprim_comm_destroy(comm));
         free(comm);
         CHECK(k % 2 || result_of(&w) == KVPRIM_OK);
         CHECK(called("CommAbort"));
@@ -247,8 +245,7 @@ static int use_in_child(kvprim_comm *comm)
 /* A forked child shares the stop word, as it shares memory that CUDA pinned. */
 static void test_fork(void)
 {
-    const kvprim_comm_desc d = desc_of(1);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(1);
     int code = -1;
     comm->stop = (uint32_t *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms) && comm->stop != MAP_FAILED);
@@ -288,12 +285,12 @@ static void test_no_end(void)
 static void call_all(kvprim_comm *comm, char *to, const char *from)
 {
     for (int k = 0; k < 2; k++) {
-        CHECK(kvprim_all_reduce(comm, to, from, 16, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
-        CHECK(kvprim_reduce_scatter(comm, to, from, 16, KVPRIM_INT8, KVPRIM_AVG, NULL) == KVPRIM_OK);
-        CHECK(kvprim_all_gather(comm, to, from, 16, KVPRIM_INT8, NULL) == KVPRIM_OK);
-        CHECK(kvprim_broadcast(comm, to, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
-        CHECK(kvprim_send(comm, from, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
-        CHECK(kvprim_recv(comm, to, 16, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+        OK(kvprim_all_reduce(comm, to, from, 16, KVPRIM_INT8, KVPRIM_MAX, NULL));
+        OK(kvprim_reduce_scatter(comm, to, from, 16, KVPRIM_INT8, KVPRIM_AVG, NULL));
+        OK(kvprim_all_gather(comm, to, from, 16, KVPRIM_INT8, NULL));
+        OK(kvprim_broadcast(comm, to, 16, KVPRIM_INT8, 0, NULL));
+        OK(kvprim_send(comm, from, 16, KVPRIM_INT8, 0, NULL));
+        OK(kvprim_recv(comm, to, 16, KVPRIM_INT8, 0, NULL));
     }
 }
 
@@ -301,8 +298,7 @@ static void test_collectives(void)
 {
     static char outside[64];
     for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
-        const kvprim_comm_desc d = desc_of(1);
-        kvprim_comm *const comm = open_comm(&d, OPENED);
+        kvprim_comm *const comm = open_world(1);
         call_all(comm, outside, outside + 32);
 #define EACH "AllReduce ReduceScatter AllGather Broadcast Send Recv"
         CHECK(called(EACH " " EACH));
@@ -320,11 +316,11 @@ static void call_inside(kvprim_comm *comm, bool memset_first)
 {
     static char outside[64];
     char *const m = (char *)kvprim_comm_buffer(comm, NULL);
-    CHECK(kvprim_all_reduce(comm, m + 17, m + 1, 8, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
+    OK(kvprim_all_reduce(comm, m + 17, m + 1, 8, KVPRIM_INT8, KVPRIM_MAX, NULL));
     CHECK(called(memset_first ? "MemsetAsync GroupStart Reduce GroupEnd Broadcast"
                               : "GroupStart Reduce GroupEnd Broadcast"));
-    CHECK(kvprim_reduce_scatter(comm, m, m, 8, KVPRIM_INT8, KVPRIM_MAX, NULL) == KVPRIM_OK);
-    CHECK(called(memset_first ? "MemsetAsync GroupStart Reduce GroupEnd" : "GroupStart Reduce GroupEnd"));
+    OK_CALLING(kvprim_reduce_scatter(comm, m, m, 8, KVPRIM_INT8, KVPRIM_MAX, NULL),
+               memset_first ? "MemsetAsync GroupStart Reduce GroupEnd" : "GroupStart Reduce GroupEnd");
     call_all(comm, m, m + 32);
 #define EACH_INSIDE "MemsetAsync AllReduce MemsetAsync ReduceScatter MemsetAsync AllGather Broadcast Send Recv"
     CHECK(called(memset_first ? EACH_INSIDE " " EACH_INSIDE : EACH " " EACH));
@@ -352,8 +348,8 @@ static void test_aborts_with_window(void)
         kvprim_comm *const comm = open_comm(&d, IN_WINDOW);
         fake.captures = k == 2;
         store(&fake.work_hangs, k > 0);
-        CHECK(kvprim_broadcast(comm, comm->buffer, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
-        CHECK(kvprim_comm_abort(comm) == KVPRIM_OK);
+        OK_CALLING(kvprim_broadcast(comm, comm->buffer, 1, KVPRIM_INT8, 0, NULL), "Broadcast");
+        OK(kvprim_comm_abort(comm));
         CHECK(load(&fake.work_hangs) == 0);
         store(&fake.work_hangs, 0);
         close_comm(comm, k > 0 ? "CommAbort MemFree" : "CommWindowDeregister CommAbort MemFree");
@@ -382,7 +378,7 @@ static void test_aborts_with_window(void)
 static void test_foreign(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
+    kvprim_comm_desc d = {.world = 1};
     ncclUniqueId id;
     memset(&id, 0, sizeof id);
     CHECK(ncclCommInitRank(&d.nccl, 1, id, 0) == ncclSuccess && called("CommInitRank"));
@@ -392,10 +388,9 @@ static void test_foreign(void)
     CHECK(called(""));
     d.world = 1, d.buffer_bytes = 64, d.nccl_window = 1;
     for (int aborts = 0; aborts < 2; aborts++) {
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
+        OK(kvprim_comm_init(comm, &d));
         CHECK(!aborts || kvprim_comm_abort(comm) == KVPRIM_OK);
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
-        CHECK(called("AllGather MemAlloc AllGather AllGather AllGather MemFree"));
+        OK_CALLING(kvprim_comm_destroy(comm), "AllGather MemAlloc AllGather AllGather AllGather MemFree");
     }
     d.init_timeout_ms = short_timeout_ms, fake.hang_gather = fake.gathers + 2, d.nccl_window = 0;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_TIMEOUT, "waited 250 ms");
@@ -425,7 +420,7 @@ static void test_exchange(void)
 {
     kvprim_comm *const comm = new_comm();
     for (int fails_at = 0; fails_at <= 4; fails_at++) {
-        kvprim_comm_desc d = desc_of(1);
+        kvprim_comm_desc d = {.world = 1};
         exchanges e = {0, fails_at, false, pthread_self()};
         d.exchange = exchange, d.exchange_context = &e;
         if (fails_at)
@@ -443,20 +438,19 @@ static void test_exchange(void)
 static void test_no_threads(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
-    d.timeout_ms = test_timeout_ms;
+    const kvprim_comm_desc d = {.world = 1, .timeout_ms = test_timeout_ms};
     fake.no_threads = 1;
     CHECK_ERROR(kvprim_comm_init(comm, &d), KVPRIM_ERROR_CUDA, "no thread");
     CHECK(called(""));
     for (int aborts = 0; aborts < 2; aborts++) {
         fake.no_threads = 0;
-        CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && called(OPENED));
+        OK_CALLING(kvprim_comm_init(comm, &d), OPENED);
         CHECK(kvpn_wait_until(&threads, 0, test_timeout_ms));
         fake.no_threads = 1;
         if (aborts)
             CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && current_device == home);
         CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK && called(aborts ? "CommAbort" : "CommDestroy"));
+        OK_CALLING(kvprim_comm_destroy(comm), aborts ? "CommAbort" : "CommDestroy");
         CHECK(fake.mode_at_end == cudaStreamCaptureModeRelaxed);
         CHECK(current_device == home && current_mode == cudaStreamCaptureModeThreadLocal);
     }
@@ -499,15 +493,14 @@ static kvprim_status exchange_on(kvprim_comm *comm, cudaStream_t stream)
 static void test_groups(void)
 {
     for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
-        const kvprim_comm_desc d = desc_of(1);
-        kvprim_comm *const comm = open_comm(&d, OPENED);
+        kvprim_comm *const comm = open_world(1);
         for (int k = 0; k < 2; k++) {
-            CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+            OK(kvprim_group_start(comm));
             CHECK(exchange_on(comm, NULL) == KVPRIM_OK && called("") && in_group == 0);
-            CHECK(kvprim_send(comm, NULL, 0, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+            OK(kvprim_send(comm, NULL, 0, KVPRIM_INT8, 0, NULL));
             CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED) && in_group == 0);
             CHECK(comm->after_nccl == 1);
-            CHECK(kvprim_broadcast(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+            OK_CALLING(kvprim_broadcast(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), "Broadcast");
         }
         CHECK(kvprim_group_start(comm) == KVPRIM_OK && kvprim_group_end(comm) == KVPRIM_OK && called(""));
         close_comm(comm, "CommDestroy");
@@ -519,7 +512,7 @@ static void test_groups(void)
 static void test_groups_that_fail(void)
 {
     struct CUstream_st other = {0};
-    const kvprim_comm_desc d = desc_of(1);
+    const kvprim_comm_desc d = {.world = 1};
     const kvprim_status argument = KVPRIM_ERROR_ARGUMENT;
     char *const m = grouped_bytes;
     kvprim_comm *const comm = open_comm(&d, OPENED);
@@ -541,13 +534,13 @@ static void test_groups_that_fail(void)
             CHECK_ERROR(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, &other), argument, "the group's earlier calls are on");
         else
             CHECK_ERROR(kvprim_send(comm, m, SIZE_MAX, KVPRIM_F32, 0, NULL), wanted, "too many bytes");
-        CHECK(exchange_on(comm, NULL) == KVPRIM_OK);
+        OK(exchange_on(comm, NULL));
         CHECK_ERROR(kvprim_group_end(comm), wanted, "a call of the group failed, so nothing of it was enqueued");
         CHECK_ERROR(kvprim_group_end(comm), argument, "no group is open");
         CHECK(called(""));
         CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, &other) == KVPRIM_OK);
         CHECK_ERROR(kvprim_group_start(comm), argument, "groups do not nest");
-        CHECK(kvprim_group_end(comm) == KVPRIM_OK && called(GROUPED));
+        OK_CALLING(kvprim_group_end(comm), GROUPED);
     }
     fake.refuses = 2; /* then NCCL's own group is closed nevertheless */
     CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
@@ -564,8 +557,7 @@ static void test_groups_that_fail(void)
 /* The capture mode is as before, also after a call that NCCL refuses. */
 static void test_calls_in_captures(void)
 {
-    const kvprim_comm_desc d = desc_of(1);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(1);
     char m[8] = {0};
     fake.captures = 1;
     for (int refuses = 0; refuses < 2; refuses++) {
@@ -582,8 +574,8 @@ static void test_calls_in_captures(void)
     }
     CHECK(called("Send AllReduce " GROUPED " Send AllReduce GroupStart Send GroupEnd"));
     fake.captures = 0, fake.captures_elsewhere = 1;
-    CHECK(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK && called("Send"));
-    CHECK(kvprim_all_to_all(comm, m + 1, m, 1, KVPRIM_INT8, NULL) == KVPRIM_OK && called(GROUPED));
+    OK_CALLING(kvprim_send(comm, m, 1, KVPRIM_INT8, 0, NULL), "Send");
+    OK_CALLING(kvprim_all_to_all(comm, m + 1, m, 1, KVPRIM_INT8, NULL), GROUPED);
     close_comm(comm, "CommDestroy");
 }
 
@@ -591,16 +583,15 @@ static void test_calls_in_captures(void)
 static void test_group_sizes(void)
 {
     for (int world = 1; world <= 600; world += 599) {
-        const kvprim_comm_desc d = desc_of(world);
-        kvprim_comm *const comm = open_comm(&d, OPENED);
+        kvprim_comm *const comm = open_world(world);
         const int most = world == 1 ? 1024 : 1200;
-        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        OK(kvprim_group_start(comm));
         for (int k = 0; k < most; k++)
-            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+            OK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL));
         CHECK(kvprim_group_end(comm) == KVPRIM_OK && load(&call_count) == most + 2);
-        CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+        OK(kvprim_group_start(comm));
         for (int k = 0; k < most; k++)
-            CHECK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL) == KVPRIM_OK);
+            OK(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL));
         CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_SIZE, "takes no more");
         CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_SIZE, "nothing of it was enqueued");
         CHECK(load(&call_count) == most + 2);
@@ -618,13 +609,13 @@ static void test_life_of_groups(void)
         kvprim_comm *const comm = open_comm(&d, OPENED);
         CHECK(kvprim_group_start(comm) == KVPRIM_OK && exchange_on(comm, NULL) == KVPRIM_OK);
         if (k == 1) {
-            CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && called("CommAbort"));
+            OK_CALLING(kvprim_comm_abort(comm), "CommAbort");
             CHECK_ERROR(kvprim_send(comm, grouped_bytes, 1, KVPRIM_INT8, 0, NULL), KVPRIM_ERROR_ARGUMENT, "aborted");
             CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "was aborted: destroy it");
         } else if (k == 2) {
             store(&fake.work_hangs, 1);
             wait_ms(2 * short_timeout_ms);
-            CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+            OK(kvprim_comm_check(comm));
             CHECK(kvprim_group_end(comm) == KVPRIM_OK && kvprim_comm_check(comm) == KVPRIM_OK && called(GROUPED));
             wait_ms(2 * short_timeout_ms);
             CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
@@ -646,6 +637,8 @@ enum { ring_slots = 3, slot_bytes = 40 };
 static char ring_memory[ring_slots * slot_bytes];
 static struct CUstream_st ring_stream, work_stream;
 
+static kvprim_ring ring;
+
 static kvprim_ring_desc ring_desc_of(kvprim_comm *comm)
 {
     kvprim_ring_desc d;
@@ -653,6 +646,13 @@ static kvprim_ring_desc ring_desc_of(kvprim_comm *comm)
     d.comm = comm, d.peer = 1, d.slots = ring_slots, d.memory = ring_memory, d.slot_bytes = slot_bytes;
     d.stream = &ring_stream;
     return d;
+}
+
+static void open_ring(kvprim_comm *comm)
+{
+    const kvprim_ring_desc r = ring_desc_of(comm);
+    memset(&ring, 0, sizeof ring);
+    OK(kvprim_ring_init(&ring, &r));
 }
 
 /* The event was recorded on one stream, and then another waited for it. */
@@ -665,14 +665,10 @@ static bool orders(const struct CUevent_st *event, const struct CUstream_st *bef
    sent. */
 static void test_ring_sender(void)
 {
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
-    const kvprim_ring_desc r = ring_desc_of(comm);
-    kvprim_ring ring;
+    kvprim_comm *const comm = open_world(2);
     void *slot;
     int32_t n = 0;
-    memset(&ring, 0, sizeof ring);
-    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK);
+    open_ring(comm);
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
     for (int chunk = 0; chunk < 7; chunk++) {
         const int k = chunk % ring_slots;
@@ -690,7 +686,7 @@ static void test_ring_sender(void)
     }
     CHECK_ERROR(kvprim_ring_credit(&ring, 3), KVPRIM_ERROR_SIZE, "n is 3, but 2 chunks lack");
     CHECK_ERROR(kvprim_ring_credit(&ring, -1), KVPRIM_ERROR_SIZE, "n is -1");
-    CHECK(kvprim_ring_credit(&ring, 2) == KVPRIM_OK);
+    OK(kvprim_ring_credit(&ring, 2));
     for (int k = 0; k < ring_slots; k++) /* several at once, sent later */
         CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && slot);
     CHECK(kvprim_ring_claim(&ring, &work_stream, &slot) == KVPRIM_OK && !slot);
@@ -698,29 +694,26 @@ static void test_ring_sender(void)
     fake.refuses = 1;
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_NCCL, "ncclSend");
     for (int k = 0; k < ring_slots; k++)
-        CHECK(kvprim_ring_send(&ring, 1, &work_stream) == KVPRIM_OK);
+        OK(kvprim_ring_send(&ring, 1, &work_stream));
     CHECK_ERROR(kvprim_ring_send(&ring, 1, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is claimed");
     CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_ARGUMENT, "this ring only sends");
     CHECK_ERROR(kvprim_ring_recv(&ring, 1, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "this ring only sends");
-    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK && called("Send Send Send Send"));
+    OK_CALLING(kvprim_ring_destroy(&ring), "Send Send Send Send");
     close_comm(comm, "CommDestroy");
 }
 
 /* A receiver's slot is free, once, when the work that reads it has ended, and not before. */
 static void test_ring_receiver(void)
 {
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
-    const kvprim_ring_desc r = ring_desc_of(comm);
-    kvprim_ring ring;
+    kvprim_comm *const comm = open_world(2);
     void *slot;
     int32_t n = -1;
-    memset(&ring, 0, sizeof ring);
-    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK && kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
+    open_ring(comm);
+    CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
     CHECK_ERROR(kvprim_ring_release(&ring, &work_stream), KVPRIM_ERROR_ARGUMENT, "no slot is received");
     for (int chunk = 0; chunk < 7; chunk++) {
         const int k = chunk % ring_slots;
-        CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && called("Recv"));
+        OK_CALLING(kvprim_ring_recv(&ring, 1, &work_stream, &slot), "Recv");
         CHECK(slot == ring_memory + k * slot_bytes && orders(ring.filled[k], &ring_stream, &work_stream));
         CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 0);
         store(&fake.work_hangs, 1);
@@ -734,33 +727,32 @@ static void test_ring_receiver(void)
         fake.captures = 0;
     }
     for (int k = 0; k < ring_slots; k++)
-        CHECK(kvprim_ring_recv(&ring, slot_bytes, &work_stream, &slot) == KVPRIM_OK);
+        OK(kvprim_ring_recv(&ring, slot_bytes, &work_stream, &slot));
     CHECK_ERROR(kvprim_ring_recv(&ring, 1, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
     CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK &&
           kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK);
     CHECK_ERROR(kvprim_ring_recv(&ring, 1, &work_stream, &slot), KVPRIM_ERROR_ARGUMENT, "the sender had no credit");
     CHECK(kvprim_ring_take(&ring, &n) == KVPRIM_OK && n == 2);
-    CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && called("Recv Recv Recv Recv"));
+    OK_CALLING(kvprim_ring_recv(&ring, 1, &work_stream, &slot), "Recv Recv Recv Recv");
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "this ring only receives");
     CHECK_ERROR(kvprim_ring_credit(&ring, 0), KVPRIM_ERROR_ARGUMENT, "this ring only receives");
-    CHECK(kvprim_ring_release(&ring, &work_stream) == KVPRIM_OK);
+    OK(kvprim_ring_release(&ring, &work_stream));
     fake.dead = 1;
     CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
-    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK);
+    OK(kvprim_ring_destroy(&ring));
     close_comm(comm, "CommDestroy");
 }
 
 static void test_ring_arguments(void)
 {
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(2);
     const kvprim_ring_desc good = ring_desc_of(comm);
     kvprim_ring_desc r = good;
-    kvprim_ring ring, moved;
+    kvprim_ring moved;
     void *slot = NULL;
     int32_t n = 0;
     memset(&ring, 0, sizeof ring);
-    CHECK_ERROR(kvprim_ring_init(NULL, &r), KVPRIM_ERROR_NULL, "ring, desc");
+    CHECK_ERROR(kvprim_ring_init(NULL, &good), KVPRIM_ERROR_NULL, "ring, desc");
     CHECK_ERROR(kvprim_ring_init(&ring, NULL), KVPRIM_ERROR_NULL, "ring, desc");
     r.memory = NULL;
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->memory");
@@ -768,11 +760,8 @@ static void test_ring_arguments(void)
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "desc->stream");
     r = good, r.comm = NULL;
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_NULL, "comm is NULL");
-    for (int peer = -1; peer < 3; peer++) {
-        r = good, r.peer = peer;
-        if (peer != 1)
-            CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "must be another rank");
-    }
+    for (r = good, r.peer = -1; r.peer < 3; r.peer += r.peer == 0 ? 2 : 1) /* 1 is right */
+        CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "must be another rank");
     r = good, r.reserved = 5;
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "desc->reserved is 5");
     for (int k = 0; k < 4; k++) {
@@ -792,7 +781,7 @@ static void test_ring_arguments(void)
     current_device = elsewhere;
     CHECK_ERROR(kvprim_ring_init(&ring, &good), KVPRIM_ERROR_ARGUMENT, "the current device is 7");
     current_device = home;
-    CHECK(kvprim_ring_init(&ring, &good) == KVPRIM_OK);
+    OK(kvprim_ring_init(&ring, &good));
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
     CHECK_ERROR(kvprim_ring_take(&ring, NULL), KVPRIM_ERROR_NULL, "the place for the result is NULL");
     CHECK_ERROR(kvprim_ring_recv(&ring, slot_bytes + 1, NULL, &slot), KVPRIM_ERROR_SIZE,
@@ -801,28 +790,25 @@ static void test_ring_arguments(void)
     CHECK_ERROR(kvprim_ring_take(NULL, &n), KVPRIM_ERROR_NULL, "ring is NULL");
     moved = ring;
     CHECK_ERROR(kvprim_ring_take(&moved, &n), KVPRIM_ERROR_ARGUMENT, "was moved");
-    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    OK(kvprim_group_start(comm));
     CHECK_ERROR(kvprim_ring_claim(&ring, NULL, &slot), KVPRIM_ERROR_ARGUMENT, "a group is open");
     CHECK(kvprim_group_end(comm) == KVPRIM_OK && kvprim_ring_claim(&ring, NULL, &slot) == KVPRIM_OK);
     CHECK(ring.finished[0]->waited_by == cudaStreamLegacy && called(""));
-    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK);
+    OK(kvprim_ring_destroy(&ring));
     close_comm(comm, "CommDestroy");
 }
 
 /* The peer died: the ring goes on with a new communicator, its own memory and its own events. */
 static void test_ring_again(void)
 {
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED), *const next = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(2), *const next = open_world(2);
     kvprim_ring_desc r = ring_desc_of(comm);
-    kvprim_ring ring;
     void *slot = NULL;
     int32_t n = 0;
-    memset(&ring, 0, sizeof ring);
-    CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK);
+    open_ring(comm);
     for (int k = 0; k < ring_slots; k++)
         CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && slot);
-    CHECK(kvprim_comm_abort(comm) == KVPRIM_OK);
+    OK(kvprim_comm_abort(comm));
     CHECK_ERROR(kvprim_ring_take(&ring, &n), KVPRIM_ERROR_ARGUMENT, "comm was aborted");
     CHECK_ERROR(kvprim_ring_init(&ring, &r), KVPRIM_ERROR_ARGUMENT, "comm was aborted");
     CHECK(called("Recv Recv Recv CommAbort"));
@@ -834,32 +820,31 @@ static void test_ring_again(void)
     CHECK(kvprim_ring_init(&ring, &r) == KVPRIM_OK && load(&live_allocations) == before);
     for (int k = 0; k < ring_slots; k++)
         CHECK(kvprim_ring_recv(&ring, 1, &work_stream, &slot) == KVPRIM_OK && slot == ring_memory + k * slot_bytes);
-    CHECK(kvprim_ring_destroy(&ring) == KVPRIM_OK && called("Recv Recv Recv"));
+    OK_CALLING(kvprim_ring_destroy(&ring), "Recv Recv Recv");
     close_comm(next, "CommDestroy");
 }
 
 static kvprim_status call_and_check(kvprim_comm *comm)
 {
     char x = 0;
-    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK);
+    OK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL));
     return kvprim_comm_check(comm);
 }
 
 static void test_checks(void)
 {
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(1);
-    d.timeout_ms = short_timeout_ms;
-    CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK);
-    CHECK(call_and_check(comm) == KVPRIM_OK);
+    const kvprim_comm_desc d = {.world = 1, .timeout_ms = short_timeout_ms};
+    OK(kvprim_comm_init(comm, &d));
+    OK(call_and_check(comm));
     char x = 0;
-    CHECK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL) == KVPRIM_OK); /* it is done, but not checked */
+    OK(kvprim_all_gather(comm, &x, &x, 1, KVPRIM_INT8, NULL)); /* it is done, but not checked */
     wait_ms(2 * short_timeout_ms);
     fake.checked = comm, fake.check = KVPRIM_ERROR_NCCL;
     CHECK(call_and_check(comm) == KVPRIM_OK && fake.check == KVPRIM_OK);
     fake.checked = NULL;
     wait_ms(2 * short_timeout_ms);
-    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+    OK(kvprim_comm_check(comm));
     store(&fake.work_hangs, 1); /* while further calls are made and checked */
     const int64_t before = kvpn_now_us();
     kvprim_status s;
@@ -869,18 +854,12 @@ static void test_checks(void)
     CHECK(s == KVPRIM_ERROR_TIMEOUT && kvpn_now_us() - before > short_timeout_ms * 1000);
     CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_TIMEOUT, "a collective of NCCL's was not done");
     store(&fake.work_hangs, 0);
-    CHECK(kvprim_comm_check(comm) == KVPRIM_OK);
+    OK(kvprim_comm_check(comm));
     fake.dead = 1;
     CHECK_ERROR(kvprim_comm_check(comm), KVPRIM_ERROR_CUDA, "cudaErrorIllegalAddress");
     CHECK(current_mode == cudaStreamCaptureModeThreadLocal);
-    CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+    OK(kvprim_comm_destroy(comm));
     free(comm);
-}
-
-/* The other rank's GPU is older. */
-static void info_without_fp8(kvpn_rank_info *info)
-{
-    info->reduces_f8 = 0;
 }
 
 /* NCCL moves fp8 as bytes, in any version, but does not reduce it everywhere. */
@@ -888,17 +867,17 @@ static void test_fp8(void)
 {
     char x[2] = {0, 0};
     for (int k = 0; k < 3; k++) { /* NCCL is too old; a GPU is too old; neither */
-        const kvprim_comm_desc d = desc_of(2);
+        const kvprim_comm_desc d = {.world = 2};
         fake.version = k == 0 ? 22304 : 22403;
-        fake.other_rank = k == 1 ? info_without_fp8 : NULL;
+        fake.other_says = k == 1 ? in_info : nowhere, fake.other_at = offsetof(kvpn_rank_info, reduces_f8);
         kvprim_comm *const comm = open_comm(&d, OPENED);
         for (int e5m2 = 0; e5m2 < 2; e5m2++) {
             const kvprim_dtype dtype = e5m2 ? KVPRIM_F8E5M2 : KVPRIM_F8E4M3;
             const char *const refused = e5m2 ? "dtype is F8E5M2, which NCCL reduces" : "dtype is F8E4M3, which NCCL";
-            CHECK(kvprim_broadcast(comm, x, 1, dtype, 0, NULL) == KVPRIM_OK && called("Broadcast"));
+            OK_CALLING(kvprim_broadcast(comm, x, 1, dtype, 0, NULL), "Broadcast");
             CHECK(fake.type == ncclUint8);
             if (k == 2) {
-                CHECK(kvprim_all_reduce(comm, x, x, 1, dtype, KVPRIM_MAX, NULL) == KVPRIM_OK && called("AllReduce"));
+                OK_CALLING(kvprim_all_reduce(comm, x, x, 1, dtype, KVPRIM_MAX, NULL), "AllReduce");
                 CHECK((int)fake.type == kvpn_type_of(dtype).nccl);
                 continue;
             }
@@ -909,7 +888,6 @@ static void test_fp8(void)
         }
         close_comm(comm, "CommDestroy");
     }
-    fake.other_rank = NULL;
 }
 
 /* Whether part k of those that NCCL was given is these bytes, for or from this rank. */
@@ -928,26 +906,23 @@ static void test_parts(void)
     static char send[64], recv[64];
     static const size_t uneven[] = {1, 3, 2, 0}, row[] = {3, 0}, none[] = {0, 0, 0, 0}, equal_row[] = {2, 2};
     for (fake.no_blocking = 0; fake.no_blocking < 2; fake.no_blocking++) {
-        kvprim_comm_desc d = desc_of(2);
+        kvprim_comm_desc d = {.world = 2};
         d.rank = 1, fake.version = 22304;
         kvprim_comm *const comm = open_comm(&d, OPENED);
         part_count = 0;
-        CHECK(kvprim_all_to_all(comm, recv, send, 3, KVPRIM_F64, NULL) == KVPRIM_OK &&
-              called(IN_GROUP(SEND_RECV " " SEND_RECV)));
+        OK_CALLING(kvprim_all_to_all(comm, recv, send, 3, KVPRIM_F64, NULL), IN_GROUP(SEND_RECV " " SEND_RECV));
         CHECK(given(0, send, 24, 0) && given(1, recv, 24, 0) && given(2, send + 24, 24, 1) &&
               given(3, recv + 24, 24, 1));
         part_count = 0;
-        CHECK(kvprim_all_to_allv(comm, recv, send, uneven, KVPRIM_F8E4M3, NULL) == KVPRIM_OK &&
-              called(IN_GROUP(SEND_RECV)));
+        OK_CALLING(kvprim_all_to_allv(comm, recv, send, uneven, KVPRIM_F8E4M3, NULL), IN_GROUP(SEND_RECV));
         CHECK(given(0, send, 2, 0) && given(1, recv, 3, 0) && part_count == 2);
         part_count = 0;
-        CHECK(kvprim_all_gatherv(comm, recv, NULL, row, KVPRIM_BF16, NULL) == KVPRIM_OK && called(IN_GROUP("Recv")));
+        OK_CALLING(kvprim_all_gatherv(comm, recv, NULL, row, KVPRIM_BF16, NULL), IN_GROUP("Recv"));
         CHECK(given(0, recv, 6, 0) && part_count == 1);
-        CHECK(kvprim_all_gatherv(comm, recv, recv + 2, equal_row, KVPRIM_F8E5M2, NULL) == KVPRIM_OK &&
-              called("AllGather"));
-        CHECK(kvprim_all_gatherv(comm, NULL, NULL, none, KVPRIM_F32, NULL) == KVPRIM_OK);
-        CHECK(kvprim_all_to_allv(comm, NULL, NULL, none, KVPRIM_F32, NULL) == KVPRIM_OK);
-        CHECK(kvprim_all_to_all(comm, NULL, NULL, 0, KVPRIM_F32, NULL) == KVPRIM_OK && called(""));
+        OK_CALLING(kvprim_all_gatherv(comm, recv, recv + 2, equal_row, KVPRIM_F8E5M2, NULL), "AllGather");
+        OK(kvprim_all_gatherv(comm, NULL, NULL, none, KVPRIM_F32, NULL));
+        OK(kvprim_all_to_allv(comm, NULL, NULL, none, KVPRIM_F32, NULL));
+        OK_CALLING(kvprim_all_to_all(comm, NULL, NULL, 0, KVPRIM_F32, NULL), "");
         fake.refuses = 2;
         CHECK_ERROR(kvprim_all_to_all(comm, recv, send, 1, KVPRIM_U8, NULL), KVPRIM_ERROR_NCCL,
                     "ncclSend and ncclRecv in a group");
@@ -962,8 +937,7 @@ static void test_parts_arguments(void)
     static double m[8];
     static const size_t row[] = {1, 2}, many[] = {1, SIZE_MAX / 8}, two[] = {1, 1, 1, SIZE_MAX / 16 + 1};
     char *const bytes = (char *)m;
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(2);
     CHECK_ERROR(kvprim_all_gatherv(comm, m, m, NULL, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "counts is NULL");
     CHECK_ERROR(kvprim_all_to_allv(comm, m, m, NULL, KVPRIM_F32, NULL), KVPRIM_ERROR_NULL, "counts is NULL");
     CHECK_ERROR(kvprim_all_gatherv(comm, m, m, many, KVPRIM_F64, NULL), KVPRIM_ERROR_SIZE, "counts[1] is");
@@ -976,9 +950,9 @@ static void test_parts_arguments(void)
     CHECK_ERROR(kvprim_all_to_all(comm, m, m + 1, 2, KVPRIM_F32, NULL), KVPRIM_ERROR_OVERLAP, "overlap");
     CHECK_ERROR(kvprim_all_gatherv(comm, m, bytes + 4, row, KVPRIM_F32, NULL), KVPRIM_ERROR_OVERLAP, "not in place");
     CHECK(called(""));
-    CHECK(kvprim_all_gatherv(comm, m, m, row, KVPRIM_F32, NULL) == KVPRIM_OK);
-    CHECK(called(IN_GROUP(SEND_RECV))); /* the other rank's: this rank's part is in place */
-    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    OK_CALLING(kvprim_all_gatherv(comm, m, m, row, KVPRIM_F32, NULL),
+               IN_GROUP(SEND_RECV)); /* the other rank's: this rank's part is in place */
+    OK(kvprim_group_start(comm));
     CHECK_ERROR(kvprim_all_to_all(comm, m, m + 4, 1, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
     CHECK_ERROR(kvprim_all_to_allv(comm, m, m + 4, NULL, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
     CHECK_ERROR(kvprim_all_gatherv(comm, m, m, row, KVPRIM_U8, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open");
@@ -992,11 +966,10 @@ static void test_parts_alone(void)
 {
     static char m[8];
     static const size_t one[] = {3};
-    const kvprim_comm_desc d = desc_of(1);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
-    CHECK(kvprim_all_to_all(comm, m, m + 4, 3, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
-    CHECK(kvprim_all_to_allv(comm, m, m + 4, one, KVPRIM_U8, NULL) == KVPRIM_OK && called(IN_GROUP(SEND_RECV)));
-    CHECK(kvprim_all_gatherv(comm, m, m, one, KVPRIM_U8, NULL) == KVPRIM_OK && called("AllGather"));
+    kvprim_comm *const comm = open_world(1);
+    OK_CALLING(kvprim_all_to_all(comm, m, m + 4, 3, KVPRIM_U8, NULL), IN_GROUP(SEND_RECV));
+    OK_CALLING(kvprim_all_to_allv(comm, m, m + 4, one, KVPRIM_U8, NULL), IN_GROUP(SEND_RECV));
+    OK_CALLING(kvprim_all_gatherv(comm, m, m, one, KVPRIM_U8, NULL), "AllGather");
     close_comm(comm, "CommDestroy");
 }
 
@@ -1005,8 +978,7 @@ static void test_parts_alone(void)
 static void test_no_dtypes(void)
 {
     static char m[64];
-    const kvprim_comm_desc d = desc_of(1);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(1);
     for (int k = 0; k < 16; k++) {
         const kvprim_dtype t = (kvprim_dtype)k;
         const kvprim_status status = KVPRIM_ERROR_ARGUMENT;
@@ -1026,8 +998,7 @@ static void test_no_dtypes(void)
 static void test_norm(void)
 {
     static _Alignas(16) float m[4][16];
-    const kvprim_comm_desc d = desc_of(2);
-    kvprim_comm *const comm = open_comm(&d, OPENED);
+    kvprim_comm *const comm = open_world(2);
     kvprim_norm_desc n = {.dtype = KVPRIM_BF16, .tokens = 1, .hidden = 8};
     n.send = m[0], n.weight = m[1], n.out = m[2];
     CHECK(comm->sums == NULL && strstr(kvprim_comm_describe(comm), "a norm follows") == NULL);
@@ -1037,9 +1008,9 @@ static void test_norm(void)
     n.hidden = 8, n.out = (char *)m[2] + 2;
     CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "desc->out is");
     n.tokens = 0;
-    CHECK(kvprim_all_reduce_norm(comm, &n, NULL) == KVPRIM_OK);
+    OK(kvprim_all_reduce_norm(comm, &n, NULL));
     CHECK_ERROR(kvprim_all_reduce_norm(comm, NULL, NULL), KVPRIM_ERROR_NULL, "desc is NULL");
-    CHECK(kvprim_group_start(comm) == KVPRIM_OK);
+    OK(kvprim_group_start(comm));
     CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "a group is open, which takes");
     CHECK_ERROR(kvprim_group_end(comm), KVPRIM_ERROR_ARGUMENT, "nothing of it was enqueued");
     n.tokens = 1, n.out = m[2];
@@ -1047,44 +1018,9 @@ static void test_norm(void)
     CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "the current device is 7");
     current_device = home;
     CHECK(called(""));
-    CHECK(kvprim_comm_abort(comm) == KVPRIM_OK && called("CommAbort"));
+    OK_CALLING(kvprim_comm_abort(comm), "CommAbort");
     CHECK_ERROR(kvprim_all_reduce_norm(comm, &n, NULL), KVPRIM_ERROR_ARGUMENT, "was aborted");
     close_comm(comm, "");
-}
-
-static void hello_failed(kvpn_hello *hello)
-{
-    hello->ok = 0;
-}
-
-static void hello_of_another_version(kvpn_hello *hello)
-{
-    hello->version = 10203;
-}
-
-static void hello_of_another_protocol(kvpn_hello *hello)
-{
-    hello->protocol = 99;
-}
-
-static void hello_of_another_size(kvpn_hello *hello)
-{
-    hello->info_bytes += 8;
-}
-
-static void no_hello(kvpn_hello *hello)
-{
-    memset(hello, 0, sizeof *hello);
-}
-
-static void info_failed(kvpn_rank_info *info)
-{
-    info->hello.ok = 0;
-}
-
-static void info_of_another_size(kvpn_rank_info *info)
-{
-    info->settings[0] = 128;
 }
 
 #define TEXT(x) #x
@@ -1095,29 +1031,33 @@ static void info_of_another_size(kvpn_rank_info *info)
    on each rank, are compared before any is asked for more than they all know. */
 static void test_other_rank(void)
 {
+    enum { ok = offsetof(kvpn_hello, ok), version = offsetof(kvpn_hello, version) };
+    enum { protocol = offsetof(kvpn_hello, protocol), bytes = offsetof(kvpn_hello, info_bytes) };
     const struct {
-        void (*hello)(kvpn_hello *);
-        void (*info)(kvpn_rank_info *);
+        exchanged in;
+        size_t at;
+        uint32_t said;
         kvprim_status status;
-        const char *word;
+        const char *words;
     } cases[] = {
-        {hello_failed, NULL, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
-        {hello_of_another_version, NULL, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim 1.2.3 (protocol "},
-        {hello_of_another_version, NULL, KVPRIM_ERROR_UNSUPPORTED, "this rank " VERSION " ("},
-        {hello_of_another_protocol, NULL, KVPRIM_ERROR_UNSUPPORTED, "(protocol 99)"},
-        {hello_of_another_size, NULL, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim"},
-        {no_hello, NULL, KVPRIM_ERROR_ARGUMENT, "what came from rank 0 is not kvprim's"},
-        {NULL, info_failed, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
-        {NULL, info_of_another_size, KVPRIM_ERROR_SIZE, "desc->buffer_bytes is 64, but 128 on rank 0"},
+        {in_hello, ok, 0, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+        {in_hello, version, 10203, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim 1.2.3 (protocol "},
+        {in_hello, version, 10203, KVPRIM_ERROR_UNSUPPORTED, "this rank " VERSION " ("},
+        {in_hello, protocol, 99, KVPRIM_ERROR_UNSUPPORTED, "(protocol 99)"},
+        {in_hello, bytes, sizeof(kvpn_rank_info) + 8, KVPRIM_ERROR_UNSUPPORTED, "rank 0 runs kvprim"},
+        {in_hello, offsetof(kvpn_hello, magic), 0, KVPRIM_ERROR_ARGUMENT, "what came from rank 0 is not kvprim's"},
+        {in_info, ok, 0, KVPRIM_ERROR_CUDA, "rank 0 failed, its own message says why"},
+        {in_info, offsetof(kvpn_rank_info, settings), 128, KVPRIM_ERROR_SIZE,
+         "desc->buffer_bytes is 64, but 128 on rank 0"},
     };
     kvprim_comm *const comm = new_comm();
-    kvprim_comm_desc d = desc_of(2);
+    kvprim_comm_desc d = {.world = 2};
     d.rank = 1, d.buffer_bytes = 64;
     for (size_t k = 0; k < sizeof cases / sizeof *cases; k++) {
-        fake.other_hello = cases[k].hello, fake.other_rank = cases[k].info;
-        CHECK_ERROR(kvprim_comm_init(comm, &d), cases[k].status, cases[k].word);
-        CHECK(
-            called(cases[k].hello ? "CommInitRank AllGather CommAbort" : "CommInitRank AllGather AllGather CommAbort"));
+        fake.other_says = cases[k].in, fake.other_at = cases[k].at, fake.other_word = cases[k].said;
+        CHECK_ERROR(kvprim_comm_init(comm, &d), cases[k].status, cases[k].words);
+        CHECK(called(cases[k].in == in_hello ? "CommInitRank AllGather CommAbort"
+                                             : "CommInitRank AllGather AllGather CommAbort"));
         end(), begin();
     }
     CHECK(kvprim_comm_init(comm, &d) == KVPRIM_OK && kvprim_comm_destroy(comm) == KVPRIM_OK);
@@ -1127,7 +1067,7 @@ static void test_other_rank(void)
 /* A rank beyond those that may have kernels. */
 static void test_many_ranks(void)
 {
-    kvprim_comm_desc d = desc_of(40);
+    kvprim_comm_desc d = {.world = 40};
     for (d.rank = 7; d.rank < 40; d.rank += 5)
         close_comm(open_comm(&d, OPENED), "CommDestroy");
 }
@@ -1176,7 +1116,7 @@ static void test_links(void)
         CHECK_WORDS(off_by(2, forbid[k], &slowest), "NCCL_P2P_LEVEL is not SYS");
     for (int k = 0; k < 3; k++)
         CHECK(off_by(2, allow[k], &slowest) == NULL);
-    const kvprim_comm_desc d = desc_of(2);
+    const kvprim_comm_desc d = {.world = 2};
     kvprim_comm *const comm = open_comm(&d, OPENED); /* its ranks say the same GPU */
     CHECK(strstr(kvprim_comm_describe(comm), "slowest link: one GPU") != NULL);
     close_comm(comm, "CommDestroy");
@@ -1214,7 +1154,7 @@ static void test_processes(void)
         const int64_t before_us = kvpn_now_us();
         fake.let_go = k == 2 ? NULL : kvpn_nonce_at(comm, 0, 1), fake.let_go_us = before_us + 1200000 / (k + 1);
         *comm->stop = k == 0 ? 0 : kvpn_stop_aborted;
-        CHECK(kvprim_comm_destroy(comm) == KVPRIM_OK);
+        OK(kvprim_comm_destroy(comm));
         const int64_t ms = (kvpn_now_us() - before_us) / 1000;
         CHECK(fake.closed == 1 && *far == 0 && *near == 0 && others.refs == 1);
         CHECK(ms >= (k == 0 ? 1200 : k == 1 ? 600 : 1000) && ms < test_timeout_ms);

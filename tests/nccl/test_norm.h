@@ -29,18 +29,11 @@ static norm_call norm_call_of(const rank_state &r, kvprim_dtype dtype, int64_t t
     return norm_call_of(c, r.rank, world);
 }
 
-/* What engines ask for, which has a kernel of its own: a residual, residual_out, out, and nothing else. */
 static norm_call usual_norm_call(const rank_state &r, kvprim_dtype dtype, int64_t tokens, int64_t hidden, uint64_t seed,
                                  bool plain)
 {
-    for (uint64_t own = hash_u64(seed + uint64_t(r.rank));; own++) {
-        const norm_case c = norm_draw(dtype, tokens, hidden, plain, seed, own);
-        if (c.d.weight_plus_one || c.at[norm_residual] == norm_absent)
-            seed++; /* the same for all ranks */
-        else if (c.at[norm_sum] == norm_absent && c.at[norm_residual_out] != norm_absent &&
-                 c.at[norm_out] != norm_absent && c.at[norm_quantised] == norm_absent)
-            return norm_call_of(c, r.rank, world);
-    }
+    const norm_case c = norm_draw_usual(dtype, tokens, hidden, plain, seed, hash_u64(seed + uint64_t(r.rank)));
+    return norm_call_of(c, r.rank, world);
 }
 
 static void norm_upload(rank_state &r, char *to, const std::vector<char> &image)
@@ -212,31 +205,23 @@ static void test_norm_graphs(rank_state &r)
     meet();
 }
 
-/* All ranks get the same bits of all outputs, NaN too, again and again. */
+/* Of all outputs, NaN too. */
 static void test_norm_same_bits(rank_state &r)
 {
-    unsigned long long *const sums = shared->scratch;
-    unsigned long long *const on_gpu = reinterpret_cast<unsigned long long *>(r.device[2]), first = 0;
-    for (const int64_t tokens : {int64_t(1), int64_t(40), int64_t(700)})
-        for (int n = 0; n < 5; n++) {
-            norm_case c = norm_draw(KVPRIM_BF16, tokens, 4096, !r.comm.peer[0], 77, 99);
-            std::vector<char> image(c.bytes);
-            norm_fill(&c, r.rank, image.data());
+    for (const int64_t tokens : {int64_t(1), int64_t(40), int64_t(700)}) {
+        const norm_case c = norm_draw(KVPRIM_BF16, tokens, 4096, !r.comm.peer[0], 77, 99);
+        std::vector<char> image(c.bytes);
+        norm_fill(&c, r.rank, image.data());
+        kvprim_norm_desc d = norm_desc_at(&c, r.device[0]);
+        d.residual_out = r.device[1], d.out = r.device[1] + (8 << 20), d.sum = r.device[1] + (16 << 20);
+        d.sum_stride = d.residual_out_stride = d.out_stride = 0;
+        expect_same_bits(r, [&](unsigned long long *sum) {
             norm_upload(r, r.device[0], image);
-            kvprim_norm_desc d = norm_desc_at(&c, r.device[0]);
-            d.residual_out = r.device[1], d.out = r.device[1] + (8 << 20), d.sum = r.device[1] + (16 << 20);
-            d.sum_stride = d.residual_out_stride = d.out_stride = 0;
             OK(kvprim_all_reduce_norm(&r.comm, &d, r.stream));
-            CUDA(cudaMemsetAsync(on_gpu, 0, 8, r.stream));
             for (void *const out : {d.sum, d.residual_out, d.out})
-                digest<<<256, 256, 0, r.stream>>>(static_cast<uint32_t *>(out), size_t(tokens) * 2048, on_gpu);
-            download(&sums[r.rank], on_gpu, 8, r.stream);
-            meet();
-            CHECK(sums[r.rank] == sums[0]);
-            CHECK(n == 0 || first == sums[0]);
-            first = sums[0];
-            meet();
-        }
+                digest<<<256, 256, 0, r.stream>>>(static_cast<uint32_t *>(out), size_t(tokens) * 2048, sum);
+        });
+    }
 }
 
 /* A layer after another, as a model has them: sum and norm, with the residual in place, and sums and gathers between.
@@ -280,25 +265,17 @@ static void test_norm_dependent(rank_state &r)
     norm_upload(r, r.device[2], call.after);
     norm_enqueue_layers(r, call, quick ? 5 : 100);
     expect_none_wrong(r, "layers", 0);
-    cudaGraphExec_t exec = captured(r, [&] { norm_enqueue_layers(r, call, 4); });
-    for (int n = 0; n < (quick ? 3 : 100); n++)
-        CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "layers in a graph", 0);
-    destroy_graph(exec);
+    replay(r, quick ? 3 : 100, "layers in a graph", [&] { norm_enqueue_layers(r, call, 4); });
     /* constants: y = weight, if all numbers are small enough for their mean to be exact */
     const std::vector<uint16_t> half(16384, 0x3f00);
     upload(r, r.device[1], half.data(), 32768);
     for (int n = 1; n < 8; n++)
         norm_enqueue_late(r, n, 1 << n, n % 2 ? 4096 : 512);
     expect_none_wrong(r, "norm after a kernel that ends late", 0);
-    exec = captured(r, [&] {
+    replay(r, 10, "norm after a kernel that ends late, in a graph", [&] {
         for (int n = 1; n < 6; n++)
             norm_enqueue_late(r, n, 1 << n, n % 2 ? 4096 : 512);
     });
-    for (int n = 0; n < 10; n++)
-        CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "norm after a kernel that ends late, in a graph", 0);
-    destroy_graph(exec);
 }
 
 /* Another communicator's norms at the same time, on another stream, all in clusters. */
@@ -359,17 +336,13 @@ static void test_norm_without_kernels(rank_state &r)
     const norm_call call = norm_call_of(r, KVPRIM_BF16, 600, 8192, 3, true);
     norm_upload(r, r.device[1], call.before);
     norm_upload(r, r.device[2], call.after);
-    const cudaGraphExec_t exec = captured(r, [&] {
+    replay(r, 5, "norm by NCCL in a graph", [&] {
         for (int n = 0; n < 2; n++) {
             CUDA(cudaMemcpyAsync(r.device[0], r.device[1], call.c.bytes, cudaMemcpyDeviceToDevice, r.stream));
             OK(norm_enqueue(call.c, &comm, r.device[0], r.stream));
             norm_compare<<<64, 256, 0, r.stream>>>(r.device[0], r.device[2], call.c.bytes, r.wrong);
         }
     });
-    for (int n = 0; n < 5; n++)
-        CUDA(cudaGraphLaunch(exec, r.stream));
-    expect_none_wrong(r, "norm by NCCL in a graph", 0);
-    destroy_graph(exec);
     OK(kvprim_comm_check(&comm));
     meet();
     OK(kvprim_comm_destroy(&comm));
@@ -439,29 +412,18 @@ static void test_norm_of_one_block(rank_state &r)
     meet();
 }
 
-/* Every argument that is refused, with its name. The tests without a GPU have more of them. */
 static void test_norm_bad_calls(rank_state &r)
 {
     const norm_case c = norm_draw(KVPRIM_BF16, 4, 64, 0, 3, 4);
-    kvprim_norm_desc d = norm_desc_at(&c, r.device[0]);
-    CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, nullptr, r.stream), KVPRIM_ERROR_NULL, "desc is NULL");
-    CHECK_ERROR(kvprim_all_reduce_norm(nullptr, &d, r.stream), KVPRIM_ERROR_NULL, "comm is NULL");
-    d.hidden = 12;
-    CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, &d, r.stream), KVPRIM_ERROR_SIZE, "desc->hidden is 12");
-    d = norm_desc_at(&c, r.device[0] + 8);
+    kvprim_norm_desc d = norm_desc_at(&c, r.device[0] + 8), empty = {};
     CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, &d, r.stream), KVPRIM_ERROR_ARGUMENT, "not aligned to 16 bytes");
-    d = norm_desc_at(&c, r.device[0]);
-    d.out = const_cast<void *>(d.weight), d.out_stride = 64;
-    CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, &d, r.stream), KVPRIM_ERROR_OVERLAP, "desc->out");
     d = norm_desc_at(&c, r.device[0]);
     OK(kvprim_group_start(&r.comm));
     CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, &d, r.stream), KVPRIM_ERROR_ARGUMENT, "a group is open");
     IS(kvprim_group_end(&r.comm), KVPRIM_ERROR_ARGUMENT);
-    d = {};
-    d.dtype = KVPRIM_F16, d.hidden = 4096;
-    OK(kvprim_all_reduce_norm(&r.comm, &d, r.stream));
+    empty.dtype = KVPRIM_F16, empty.hidden = 4096;
+    OK(kvprim_all_reduce_norm(&r.comm, &empty, r.stream));
     if (gpus > 1) {
-        d = norm_desc_at(&c, r.device[0]);
         CUDA(cudaSetDevice((device_of(r.rank) + 1) % gpus));
         CHECK_ERROR(kvprim_all_reduce_norm(&r.comm, &d, r.stream), KVPRIM_ERROR_ARGUMENT, "the current device is");
         CUDA(cudaSetDevice(device_of(r.rank)));

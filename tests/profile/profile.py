@@ -25,9 +25,7 @@ Searches for NVIDIA's tools on PATH, beside nvcc, and where their packages put t
 it should be, or a tool is missing.
 """
 import collections
-import csv
 import glob
-import hashlib
 import itertools
 import os
 import re
@@ -531,31 +529,6 @@ def compare(inputs):
 
 # ---- on a GPU ----
 
-def recorded(name, headers, action):
-    """Prints the headers' checksums and what the action prints, and keeps both in build/results/NAME, or under another
-    name if the action fails."""
-    os.makedirs('build/results', exist_ok=True)
-    tee = subprocess.Popen(['tee', 'build/results/' + name], stdin=subprocess.PIPE)
-    outputs = [os.dup(1), os.dup(2)]
-    for fd in 1, 2:
-        os.dup2(tee.stdin.fileno(), fd)
-    for header in headers:
-        with open(header, 'rb') as text:
-            print('%s  %s' % (hashlib.sha256(text.read()).hexdigest(), header))
-    failed = True
-    try:
-        failed = action()
-        return failed
-    finally:
-        sys.stdout.flush()
-        for fd, output in enumerate(outputs, 1):
-            os.dup2(output, fd)
-        tee.stdin.close()
-        tee.wait()
-        if failed:
-            os.replace('build/results/' + name, 'build/results/' + name.replace('.txt', '.failed'))
-
-
 def build_program(with_collectives=True):
     """Builds build/ncu/profile. Says whether it has the collectives."""
     options = []
@@ -707,8 +680,7 @@ def source(inputs):
 def ncu():
     need(gpus(), NO_GPU)
     need(NVCC, NO_NVCC)
-    found = find_ncu()
-    return recorded('gpu_ncu.txt', HEADERS, lambda: count_operations(found))
+    return count_operations(find_ncu())
 
 
 SANITIZERS = 'synccheck', 'racecheck', 'memcheck', 'initcheck'
@@ -773,10 +745,9 @@ def find_sanitizer():
 
 
 def sanitize():
-    sanitizer, program = find_sanitizer(), 'build/test_cuda'
-    return recorded('gpu_sanitize.txt', HEADERS[:2],  # it tests only these
-                    lambda: each_sanitizer(sanitizer, SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize'],
-                                           together=True))
+    program = 'build/test_cuda'
+    return each_sanitizer(find_sanitizer(), SANITIZERS, kernels_in(program, 'kvpc_'), [program, 'sanitize'],
+                          together=True)
 
 
 # Tests of test_nccl_gpu that reach every kernel, without graphs; the last ones two at a time.
