@@ -291,7 +291,8 @@ cuda-sanitize: build/test_cuda
 	$(call keep,gpu_sanitize,$(CHECKSUMS); $(PROFILE) sanitize || failed=1)
 
 weight:
-	@$(CUDA_ENVIRONMENT) python3 tests/profile/weight.py
+	$(call keep,weight,$(CHECKSUMS) $(NCCL_INCLUDE:%=kvprim_nccl.h); \
+	    $(CUDA_ENVIRONMENT) python3 tests/profile/weight.py || failed=1)
 weight-compare:
 	@python3 tests/profile/weight.py compare $(call quoted,$(A)) $(call quoted,$(B))
 
