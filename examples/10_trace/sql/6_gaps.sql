@@ -6,12 +6,7 @@ WITH
         SELECT
             ts,
             ts + dur AS end_ts,
-            dur,
-            CASE
-                WHEN category = 'gpu_memset' THEN 'memset'
-                WHEN name GLOB 'Memcpy *' THEN 'copy ' || substr(name, 8, 4) -- torch: Memcpy HtoD (Pinned -> Device)
-                ELSE name
-            END AS operation,
+            CASE WHEN name GLOB 'Mem* (*' THEN substr(name, 1, instr(name, ' (') - 1) ELSE name END AS operation,
             EXTRACT_ARG(arg_set_id, 'args.device') AS device,
             EXTRACT_ARG(arg_set_id, 'args.correlation') AS correlation
         FROM slice
