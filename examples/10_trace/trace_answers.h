@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
-/* Answers what one looks for in a trace (trace_events.h), and compares two traces. Times are sums over GPUs if there are
-   several. */
+/* Answers what one looks for in a trace (trace_events.h), and compares two traces. Times are sums over all GPUs. */
 #ifndef TRACE_ANSWERS_H
 #define TRACE_ANSWERS_H
 
@@ -43,7 +42,7 @@ static void trace_count(trace_entries *table, const char *text, uint64_t ns, uin
     trace_merge(trace_entry_of(table, TRACE_KERNEL, text), &one);
 }
 
-/* Counts the phase's events of kinds `first` to `last` that take less than `below` ns, by name; spans by stream, too. */
+/* Counts the phase's events of kinds `first` to `last` that take less than `below` ns by name, spans also by stream. */
 static trace_entries trace_counted(const trace *t, int phase, trace_kind first, trace_kind last, uint64_t below)
 {
     trace_entries table = {NULL, NULL, 0};
@@ -113,9 +112,9 @@ static void trace_print_line(const trace_line *line, const char *unit, uint64_t 
     printf("   %s\n", e->full);
 }
 
-/* Prints the `top` entries that took longest. Shares are of `whole` ns; `unit` says what the bytes are: "MB", "operations",
-   or "" if there are none. With an old table, to which the entries are added, prints those that became slower, the most
-   first, and those that became faster, the most last, `top` each. */
+/* Prints the `top` entries that took longest. Shares are of `whole` ns; `unit` says what the bytes are: "MB",
+   "operations", or "" if there are none. With an old table, to which the entries are added, prints those that became
+   slower, the most first, and those that became faster, the most last, `top` each. */
 static void trace_print(const trace_entries *table, trace_entries *old, const char *title, uint64_t whole,
                         const char *unit, uint64_t top)
 {
@@ -250,16 +249,8 @@ static void trace_print_long(const trace *t, int phase, const trace_questions *q
     free(list.at);
 }
 
-/* Returns the category of a name. It is that of the file, because namespaces and template arguments say more. */
-static const char *trace_share_of(const trace_questions *q, const regex_t *patterns, const char *name)
-{
-    size_t i = 0;
-    while (i < q->shares_count && regexec(&patterns[i], name, 0, NULL, 0) != 0)
-        i++;
-    return i < q->shares_count ? q->shares[i][0] : "other";
-}
-
-/* Counts the phase's operations by category. */
+/* Counts the phase's operations by category: of the first pattern that matches the name in the file, because namespaces
+   and template arguments say more than the function. */
 static trace_entries trace_shares(const trace *t, int phase, const trace_questions *q)
 {
     trace_entries table = {NULL, NULL, 0}, by_name = {NULL, NULL, 0};
@@ -269,8 +260,12 @@ static trace_entries trace_shares(const trace *t, int phase, const trace_questio
     for (size_t i = 0; i < t->count; i++)
         if (t->events[i].phase == phase && t->events[i].name->kind <= TRACE_COPY)
             trace_count(&by_name, t->events[i].name->full, t->events[i].end - t->events[i].begin, 0);
-    for (const trace_entry *name = by_name.first; name; name = name->next)
-        trace_merge(trace_entry_of(&table, TRACE_KERNEL, trace_share_of(q, patterns, name->full)), name);
+    for (const trace_entry *name = by_name.first; name; name = name->next) {
+        size_t i = 0;
+        while (i < q->shares_count && regexec(&patterns[i], name->full, 0, NULL, 0) != 0)
+            i++;
+        trace_merge(trace_entry_of(&table, TRACE_KERNEL, i < q->shares_count ? q->shares[i][0] : "other"), name);
+    }
     for (size_t i = 0; i < q->shares_count; i++)
         regfree(&patterns[i]);
     trace_entries_free(&by_name);

@@ -154,26 +154,22 @@ static const char *trace_function(const char *full, size_t *size)
     return end == begin ? full : begin;
 }
 
-/* Returns the name as it is shown: of kernels the function, "Memcpy HtoD (Pageable -> Device)" as "Memcpy HtoD",
-   "Memset (Device)" as "Memset", and "cudaMalloc_v3020" as "cudaMalloc". */
-static char *trace_shown(const trace *t, trace_kind kind, const char *full)
+/* Returns the name, which is shown without what varies: of kernels the function, "Memcpy HtoD (Pageable -> Device)" as
+   "Memcpy HtoD", "Memset (Device)" as "Memset", and "cudaMalloc_v3020" as "cudaMalloc". */
+static const trace_entry *trace_name(trace *t, trace_kind kind, const char *full)
 {
+    trace_entry *const name = trace_entry_of(&t->names, kind, full);
     const char *begin = full, *const version = strstr(full, "_v");
     size_t size = strlen(full);
+    if (name->shown)
+        return name;
     if (kind == TRACE_KERNEL && !t->full_names)
         begin = trace_function(full, &size);
     else if (kind == TRACE_COPY && strncmp(full, "Mem", 3) == 0 && strstr(full, " ("))
         size = (size_t)(strstr(full, " (") - full);
     else if (kind == TRACE_CALL && version && version[2 + strspn(version + 2, "0123456789")] == 0)
         size = (size_t)(version - full);
-    return trace_show(trace_copy_text(begin, size));
-}
-
-static const trace_entry *trace_name(trace *t, trace_kind kind, const char *full)
-{
-    trace_entry *const name = trace_entry_of(&t->names, kind, full);
-    if (name->shown == NULL)
-        name->shown = trace_shown(t, kind, full);
+    name->shown = trace_show(trace_copy_text(begin, size));
     return name;
 }
 
@@ -438,17 +434,6 @@ static void trace_write_event(const trace_writer *w, const trace_event *e)
     fputs("}}", w->f);
 }
 
-/* An arrow leads from the call to each operation that it started. `bp` binds its end to the operation that contains the
-   time, not to the next one. */
-static void trace_write_arrow(const trace_writer *w, const trace_event *call, const trace_event *operation)
-{
-    const size_t id = (size_t)(operation - w->t->events) + 1;
-    trace_write_begin(w, "s", "ac2g", call);
-    fprintf(w->f, ",\"name\":\"ac2g\",\"id\":%zu}", id);
-    trace_write_begin(w, "f", "ac2g", operation);
-    fprintf(w->f, ",\"name\":\"ac2g\",\"id\":%zu,\"bp\":\"e\"}", id);
-}
-
 static void trace_write_all(FILE *f, const trace *t)
 {
     const trace_list all = trace_sorted(t, trace_any_phase, TRACE_KERNEL, TRACE_SPAN, "ptrbE");
@@ -463,8 +448,13 @@ static void trace_write_all(FILE *f, const trace *t)
     for (size_t i = 0; i < all.count; i++) {
         trace_event **const call = all.at[i]->name->kind <= TRACE_COPY ? trace_partners(&calls, all.at[i]) : NULL;
         trace_write_event(&w, all.at[i]);
-        if (call)
-            trace_write_arrow(&w, *call, all.at[i]);
+        if (call == NULL)
+            continue;
+        /* An arrow from the call. `bp` binds its end to the operation that contains the time, not to the next one. */
+        trace_write_begin(&w, "s", "ac2g", *call);
+        fprintf(f, ",\"name\":\"ac2g\",\"id\":%zu}", i);
+        trace_write_begin(&w, "f", "ac2g", all.at[i]);
+        fprintf(f, ",\"name\":\"ac2g\",\"id\":%zu,\"bp\":\"e\"}", i);
     }
     fputs("\n]}\n", f);
     free(all.at), free(calls.at), free(w.threads);

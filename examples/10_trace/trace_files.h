@@ -71,54 +71,46 @@ static const char *trace_add_category(trace_questions *q, char *name)
     return NULL;
 }
 
-/* Returns what is wrong with the option's value, or NULL. */
-static const char *trace_option(trace_options *o, int option, char *value)
-{
-    char *end;
-    const uint64_t number = strtoull(value, &end, 10);
-    const bool is_number = value[0] >= '0' && value[0] <= '9' && *end == 0 && strlen(value) < 16;
-    trace_questions *const q = &o->questions;
-    switch (option) {
-    case 'r':
-        if (o->ranges_count == 2)
-            return "more than two ranges";
-        o->ranges[o->ranges_count++] = value;
-        return NULL;
-    case 'c':
-        return trace_add_category(q, value);
-    case 'a':
-        o->as_range = value;
-        return NULL;
-    case 'f':
-        q->family = value;
-        return NULL;
-    case 'o':
-        o->out = value;
-        return NULL;
-    default:
-        *(option == 't' ? &q->top : option == 'l' ? &q->longer_us : option == 'n' ? &q->more_than : &o->most) = number;
-        return is_number ? NULL : "no number";
-    }
-}
-
 /* Reads the options. Returns the exit code if the program is not to go on, else -1. */
 static int trace_parse(const char *program, int argc, char **argv, trace_options *o)
 {
-    const struct option options[] = {{"compare", 0, &o->compare, 1}, {"full-names", 0, &o->full_names, 1},
-                                     {"cut", 0, &o->cut, 1},         {"range", 1, NULL, 'r'},
-                                     {"top", 1, NULL, 't'},          {"longer-than", 1, NULL, 'l'},
-                                     {"more-than", 1, NULL, 'n'},    {"family", 1, NULL, 'f'},
-                                     {"category", 1, NULL, 'c'},     {"as-ranges", 1, NULL, 'a'},
-                                     {"most", 1, NULL, 'm'},         {"out", 1, NULL, 'o'},
-                                     {"help", 0, NULL, 'h'},         {NULL, 0, NULL, 0}};
+    trace_questions *const q = &o->questions;
+    const char **const texts[] = {&q->family, &o->as_range, &o->out};
+    uint64_t *const numbers[] = {&q->top, &q->longer_us, &q->more_than, &o->most};
+    enum { text = 1, number = 10 };
+    const struct option options[] = {{"compare", 0, &o->compare, 1},
+                                     {"full-names", 0, &o->full_names, 1},
+                                     {"cut", 0, &o->cut, 1},
+                                     {"range", 1, NULL, 'r'},
+                                     {"category", 1, NULL, 'c'},
+                                     {"help", 0, NULL, 'h'},
+                                     {"family", 1, NULL, text},
+                                     {"as-ranges", 1, NULL, text + 1},
+                                     {"out", 1, NULL, text + 2},
+                                     {"top", 1, NULL, number},
+                                     {"longer-than", 1, NULL, number + 1},
+                                     {"more-than", 1, NULL, number + 2},
+                                     {"most", 1, NULL, number + 3},
+                                     {NULL, 0, NULL, 0}};
     argv[0] = (char *)(void *)program; /* begins getopt's messages */
     for (int option; (option = getopt_long(argc, argv, "h", options, NULL)) != -1;) {
-        const char *const wrong =
-            option == 0 || option == '?' || option == 'h' ? NULL : trace_option(o, option, optarg);
+        const char *wrong = NULL;
         if (option == 'h') {
             printf("usage: %s [OPTION]... TRACE, or --compare OLD NEW\n\n%s", program, trace_files_help);
             return 0;
         }
+        if (option == 'c')
+            wrong = trace_add_category(q, optarg);
+        else if (option == 'r' && o->ranges_count == 2)
+            wrong = "more than two ranges";
+        else if (option == 'r')
+            o->ranges[o->ranges_count++] = optarg;
+        else if (option >= number && option < number + 4) {
+            char *end;
+            *numbers[option - number] = strtoull(optarg, &end, 10);
+            wrong = optarg[0] < '0' || optarg[0] > '9' || *end || strlen(optarg) > 15 ? "no number" : NULL;
+        } else if (option >= text && option < text + 3)
+            *texts[option - text] = optarg;
         if (option == '?' || wrong)
             return trace_usage(program, wrong, optarg);
     }

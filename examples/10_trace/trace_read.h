@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: MIT */
-/* Reads a trace file into a trace (trace_events.h), once, front to back; only events of trace_categories stay in memory.
-   It accepts Chrome's JSON, {"traceEvents": [...]} or an array, with complete events ("ph": "X") and pairs ("B", "E"):
-   what torch's profiler, kvprim's 10_trace and converters of nsys's SQLite files write. It accepts the lines of `nsys
-   export --type jsonlines`: one object per row of the tables that NVIDIA documents for SQLite; the JSON of older versions
-   is refused, because its fields are not documented. Either may be compressed by gzip. A trace is of one process: equal
-   correlations in several processes are taken for the same call. */
+/* Reads a trace file into a trace (trace_events.h), front to back; only events of trace_categories stay in memory.
+   It accepts
+   - Chrome's JSON, {"traceEvents": [...]} or an array, with complete events ("ph": "X") and pairs ("B", "E"): what
+     torch's profiler, kvprim's 10_trace and converters of nsys's SQLite files write;
+   - the lines of `nsys export --type jsonlines`: rows of the tables that NVIDIA documents for SQLite. The JSON of older
+     versions is refused, because its fields are not documented;
+   - either of them compressed by gzip.
+   A trace is of one process: equal correlations in several processes are taken for the same call. */
 #ifndef TRACE_READ_H
 #define TRACE_READ_H
 
@@ -53,7 +55,7 @@ typedef struct trace_reading {
     char name[trace_name_bytes];
     bool found; /* "traceEvents" */
 
-    trace_event *open; /* have begun ("B"), with the process in `end`; without a name if they are not read */
+    trace_event *open; /* have begun ("B"): process and thread are `end` and `phase`; no name: not to be read */
     size_t open_count;
     trace_entries strings; /* nsys's: numbers, and the strings as `shown` */
     trace *into;
@@ -381,7 +383,8 @@ static void trace_keep(trace_reading *r, const trace_event *e)
 static void trace_take_event(trace_reading *r)
 {
     const char *const phase = trace_get(r, "ph", NULL);
-    const uint32_t process = trace_track(trace_get(r, "pid", NULL)), thread = trace_track(trace_get(r, "tid", NULL));
+    const uint32_t process = trace_track(trace_get(r, "pid", NULL));
+    const int thread = (int)trace_track(trace_get(r, "tid", NULL));
     trace_kind kind;
     r->seen++;
     if (phase[0] == 0)
@@ -390,7 +393,7 @@ static void trace_take_event(trace_reading *r)
         return;
     if (phase[0] == 'E') {
         size_t i = r->open_count;
-        while (i && (r->open[i - 1].end != process || r->open[i - 1].track != thread))
+        while (i && (r->open[i - 1].end != process || r->open[i - 1].phase != thread))
             i--;
         if (i == 0)
             trace_fail(r, "before this, an event ends (\"E\") that has not begun (\"B\")");
@@ -408,7 +411,7 @@ static void trace_take_event(trace_reading *r)
     e.begin = reads ? trace_time(r, "ts") : 0;
     if (phase[0] == 'B') {
         r->open = (trace_event *)trace_one_more(r->open, r->open_count, sizeof e);
-        e.end = process;
+        e.end = process, e.phase = thread;
         r->open[r->open_count++] = e;
     } else if (reads) {
         e.end = e.begin + trace_time(r, "dur");

@@ -100,8 +100,8 @@ def answers(path, full_names=True, family='', top=50, longer_than=None, more_tha
 
 
 def gaps_and_ranges(operations, calls, ranges):
-    """When operations run, as parts of the time; gaps: what comes after them, ns and parts; the launch row, as parts; and
-    the ranges on streams."""
+    """Parts of the time in which operations run; gaps, as what comes after them, ns and parts; parts of the time in the
+    launch row; and ranges on streams."""
     call_of = {e['args']['correlation']: (e['begin'], e['end']) for e in calls if e['args'].get('correlation')}
     until, busy, idle = {}, [], []
     for e in operations:
@@ -135,26 +135,18 @@ def gaps_and_ranges(operations, calls, ranges):
 
 # ---- what the program prints ----
 
-
-def ms(text):
-    return round(float(text) * 1e6)
-
-
-def us(text):
-    return round(float(text) * 1e3)
-
-
 def printed(text):
     """From the program's output."""
     a, lines = collections.defaultdict(list), None
+    ms, us = (lambda text, scale=scale: round(float(text) * scale) for scale in (1e6, 1e3))
     for line in text.splitlines():
         head = re.match(r' +count +total ms +each us +shortest +longest +share %(?: +MB +GB/s| +operations)?   (\S.*)$',
                         line)
-        cells = re.match(r' *(\d+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)( +[\d.]+)?( +[\d.]+)?   (\S.*)$', line)
+        cells = re.match(r' *(\d+)' + r' +([\d.]+)' * 5 + r'( +[\d.]+)?( +[\d.]+)?   (\S.*)$', line)
         if head:
             lines = a[head[1]]
         elif cells:
-            size = () if not cells[7] else (int(cells[7]),) if not cells[8] else (round(float(cells[7]) * 1e6),)
+            size = () if not cells[7] else (int(cells[7]),) if not cells[8] else (ms(cells[7]),)
             lines.append((cells[9], int(cells[1]), ms(cells[2]), us(cells[4]), us(cells[5])) + size)
     a['long'] = [(name, ms(at), us(ns)) for at, ns, name in re.findall(
         r'^    at +([\d.]+) ms +([\d.]+) us   \w+ \d+   (.*)$', text, re.M)]
@@ -171,7 +163,6 @@ def printed(text):
 
 
 # ---- what the SQL files return ----
-
 
 def from_sql(results, got):
     """From the results of the SQL files, by their names. Adds to `got`, which the program has printed, what has other
@@ -198,8 +189,8 @@ def from_sql(results, got):
         'gap before': [line[:3] for line in rows['6_gaps']][:50],
         'parts': [('', 0, ns) for ns in [sum(line[i] for line in rows['6_gaps']) for i in (3, 4, 5)] +
                   [small[3], *row[1:3]]],
-        'range on a stream': sorted(((f'GPU {device} stream {stream}   {name}', count, ns) for name, device, stream, count,
-                                     _, ns, _ in rows['7_ranges_on_streams']), key=lambda line: (-line[2], line[0]))[:50],
+        'range on a stream': sorted(((f'GPU {line[1]} stream {line[2]}   {line[0]}', line[3], line[5])
+                                     for line in rows['7_ranges_on_streams']), key=lambda line: -line[2])[:50],
         'operations of ranges': [('', line[4]) for line in rows['7_ranges_on_streams']],
         'category': [line[:3] for line in rows['8_categories']],
     }
@@ -209,7 +200,7 @@ def from_sql(results, got):
 
 # How far a cell may be from what is printed, in ns and bytes: totals have three decimals of ms or MB, others two of us.
 SLACK = [0, 0, 510, 6, 6, 510]
-OTHER = {'long': [0, 510, 6], 'longer': [0, 510, 6], 'small': [0, 0, 510, 0], 'family': [0, 0, 510, 6, 6], 'gaps': [0, 0, 510, 510],
+OTHER = {'long': [0, 510, 6], 'longer': [0, 510, 6], 'small': [0, 0, 510, 0], 'gaps': [0, 0, 510, 510],
          'range on a stream': [0, 0, 510, 6, 6, 0], 'what to try': [0, 1]}
 
 

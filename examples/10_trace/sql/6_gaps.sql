@@ -1,6 +1,6 @@
 -- SPDX-License-Identifier: MIT
--- 6: gaps in which no operation runs, by the operation after them, with what passed before its call began (the host did
--- something else), during its call, and after the call returned; all of a gap is unknown if the call is not in the trace.
+-- 6: gaps in which no operation runs, by the operation after them, with what passed before its call began (the host
+-- did something else), in its call, and after that; all of a gap is unknown if the call is not in the trace.
 WITH
     operations AS (
         SELECT
