@@ -159,10 +159,10 @@ static const char *trace_function(const char *full, size_t *size)
 static const trace_entry *trace_name(trace *t, trace_kind kind, const char *full)
 {
     trace_entry *const name = trace_entry_of(&t->names, kind, full);
-    const char *begin = full, *const version = strstr(full, "_v");
-    size_t size = strlen(full);
     if (name->shown)
         return name;
+    const char *begin = full, *const version = strstr(full, "_v");
+    size_t size = strlen(full);
     if (kind == TRACE_KERNEL && !t->full_names)
         begin = trace_function(full, &size);
     else if (kind == TRACE_COPY && strncmp(full, "Mem", 3) == 0 && strstr(full, " ("))

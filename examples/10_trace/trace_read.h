@@ -223,7 +223,7 @@ static void trace_read_literal(trace_reading *r, trace_string s)
     if (!null && !trace_is_number(token) && strcmp(token, "true") != 0 && strcmp(token, "false") != 0)
         trace_fail(r, "'%s' is no value", token);
     if (s.room)
-        snprintf(s.to, s.room, "%s", null ? "" : token);
+        strcpy(s.to, null ? "" : token); /* values have as much room */
 }
 
 /* Returns where a member's value goes: nowhere if no event is read. */
