@@ -59,67 +59,52 @@ static void cupti_trace_check(CUptiResult result, const char *what)
     exit(1);
 }
 
-/* Turns a mangled name with template arguments, namespaces and parameters into "kvpc_store_kernel". */
-static int cupti_trace_kernel_name(trace *t, const char *mangled)
+static const trace_entry *cupti_trace_kernel_name(trace *t, const char *mangled)
 {
-    char name[128];
     int status;
-    char *const readable = abi::__cxa_demangle(mangled, NULL, NULL, &status);
-    trace_short_name(status == 0 ? readable : mangled, name, sizeof name);
+    char *const readable = abi::__cxa_demangle(mangled ? mangled : "unnamed", NULL, NULL, &status);
+    const trace_entry *const name = trace_name(t, TRACE_KERNEL, readable ? readable : mangled ? mangled : "unnamed");
     free(readable);
-    return trace_name(t, TRACE_KERNEL, name);
+    return name;
 }
 
-static int cupti_trace_copy_name(trace *t, unsigned direction)
+static void cupti_trace_add(trace *t, const trace_entry *name, uint64_t begin, uint64_t end, uint64_t bytes,
+                            uint32_t device, uint32_t track, uint32_t correlation)
 {
-    char name[16];
-    trace_copy_name(direction, name);
-    return trace_name(t, TRACE_COPY, name);
-}
-
-/* Turns cudaMemcpyAsync_v3020 into "cudaMemcpyAsync". */
-static int cupti_trace_call_name(trace *t, CUpti_CallbackId call)
-{
-    char name[128] = "unknown call";
-    const char *full;
-    if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_RUNTIME_API, call, &full) == CUPTI_SUCCESS) {
-        const char *const version = strstr(full, "_v");
-        snprintf(name, sizeof name, "%.*s", (int)(version ? (size_t)(version - full) : strlen(full)), full);
-    }
-    return trace_name(t, TRACE_CALL, name);
-}
-
-static void cupti_trace_add(trace *t, int name, uint64_t begin, uint64_t end, uint64_t bytes, uint32_t device,
-                            uint32_t track, uint32_t correlation)
-{
-    const trace_event event = {name, 0, begin, end, bytes, device, track, correlation};
+    const trace_event event = {name, begin, end, bytes, device, track, correlation, 0};
     if (begin == 0 || end < begin)
         cupti_tracing.missing++;
     else
-        trace_add(t, name, event);
+        trace_add(t, event);
+}
+
+/* Adds a record of an operation; all types have these fields. */
+template <typename record>
+static void cupti_trace_operation(trace *t, const trace_entry *name, const record *r, uint64_t bytes)
+{
+    cupti_trace_add(t, name, r->start, r->end, bytes, r->deviceId, r->streamId, r->correlationId);
 }
 
 static void cupti_trace_record(trace *t, const CUpti_Activity *record)
 {
     if (record->kind == CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL || record->kind == CUPTI_ACTIVITY_KIND_KERNEL) {
         const cupti_trace_kernel *const k = (const cupti_trace_kernel *)record;
-        cupti_trace_add(t, cupti_trace_kernel_name(t, k->name ? k->name : "unnamed"), k->start, k->end, 0, k->deviceId,
-                        k->streamId, k->correlationId);
+        cupti_trace_operation(t, cupti_trace_kernel_name(t, k->name), k, 0);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY) {
         const cupti_trace_copy *const c = (const cupti_trace_copy *)record;
-        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->deviceId, c->streamId,
-                        c->correlationId);
+        cupti_trace_operation(t, trace_name(t, TRACE_COPY, trace_copy_name(c->copyKind)), c, c->bytes);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMCPY2) { /* between GPUs */
         const CUpti_ActivityMemcpyPtoP4 *const c = (const CUpti_ActivityMemcpyPtoP4 *)record;
-        cupti_trace_add(t, cupti_trace_copy_name(t, c->copyKind), c->start, c->end, c->bytes, c->deviceId, c->streamId,
-                        c->correlationId);
+        cupti_trace_operation(t, trace_name(t, TRACE_COPY, trace_copy_name(c->copyKind)), c, c->bytes);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_MEMSET) {
         const CUpti_ActivityMemset4 *const m = (const CUpti_ActivityMemset4 *)record;
-        cupti_trace_add(t, trace_name(t, TRACE_COPY, "memset"), m->start, m->end, m->bytes, m->deviceId, m->streamId,
-                        m->correlationId);
+        cupti_trace_operation(t, trace_name(t, TRACE_COPY, "Memset"), m, m->bytes);
     } else if (record->kind == CUPTI_ACTIVITY_KIND_RUNTIME) {
         const CUpti_ActivityAPI *const a = (const CUpti_ActivityAPI *)record;
-        cupti_trace_add(t, cupti_trace_call_name(t, a->cbid), a->start, a->end, 0, 0, a->threadId, a->correlationId);
+        const char *call = NULL;
+        if (cuptiGetCallbackName(CUPTI_CB_DOMAIN_RUNTIME_API, a->cbid, &call) != CUPTI_SUCCESS)
+            call = "unknown call";
+        cupti_trace_add(t, trace_name(t, TRACE_CALL, call), a->start, a->end, 0, 0, a->threadId, a->correlationId);
     }
 }
 
@@ -148,7 +133,8 @@ static void CUPTIAPI cupti_trace_read_buffer(CUcontext context, uint32_t stream,
 /* ---- NVTX: the program itself is the tool that receives its ranges ---- */
 
 static thread_local struct {
-    int depth, name[cupti_trace_depth]; /* -1: nothing was recorded when it began */
+    int depth;
+    const trace_entry *name[cupti_trace_depth]; /* NULL: nothing was recorded when it began */
     uint64_t begin[cupti_trace_depth];
 } cupti_trace_open;
 
@@ -161,7 +147,7 @@ static int NVTX_API cupti_trace_push(const char *name)
         cupti_tracing.missing += t != NULL;
         return depth;
     }
-    cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : -1;
+    cupti_trace_open.name[depth] = t ? trace_name(t, TRACE_RANGE, name) : NULL;
     cupti_trace_open.begin[depth] = 0; /* still 0 after an error: counted as missing when the range ends */
     if (t)
         (void)cuptiGetTimestamp(&cupti_trace_open.begin[depth]);
@@ -176,7 +162,7 @@ static int NVTX_API cupti_trace_pop(void)
     (void)cuptiGetTimestamp(&end); /* still 0 after an error: counted as missing */
     const int depth = --cupti_trace_open.depth;
     const std::lock_guard<std::mutex> guard(cupti_tracing.lock);
-    if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth] >= 0)
+    if (cupti_tracing.into && depth < cupti_trace_depth && cupti_trace_open.name[depth])
         cupti_trace_add(cupti_tracing.into, cupti_trace_open.name[depth], cupti_trace_open.begin[depth], end, 0, 0,
                         (uint32_t)syscall(SYS_gettid), 0);
     return depth;

@@ -270,7 +270,7 @@ static int wrong_rows(const kv_cache *concatenating, const kv_cache *storing)
 /* Returns 1 unless the trace has exactly this many events of the family, with this many bytes in total. */
 static int miscounted(int phase, trace_kind kind, const char *family, int64_t count, int64_t bytes)
 {
-    const trace_sum got = trace_family(&s.recorded, phase, kind, family);
+    const trace_entry got = trace_family(&s.recorded, phase, kind, family);
     if ((int64_t)got.count == count && (int64_t)got.bytes == bytes)
         return 0;
     printf("phase %d, %s: %lld launched, %lld bytes; recorded: %llu, %llu bytes\n", phase, family, (long long)count,
@@ -290,9 +290,9 @@ static int miscounts(const kv_cache *c, int phase)
     wrong += miscounted(phase, TRACE_KERNEL, "project", all, 0);
     wrong += miscounted(phase, TRACE_KERNEL, "attend", all, 0);
     wrong += miscounted(phase, TRACE_KERNEL, "sample", steps, 0);
-    wrong += miscounted(phase, TRACE_COPY, "copy DtoD", copies, bytes);
-    wrong += miscounted(phase, TRACE_COPY, "copy HtoD", steps, steps * index_bytes);
-    wrong += miscounted(phase, TRACE_COPY, "copy DtoH", steps, steps * index_bytes);
+    wrong += miscounted(phase, TRACE_COPY, "Memcpy DtoD", copies, bytes);
+    wrong += miscounted(phase, TRACE_COPY, "Memcpy HtoD", steps, steps * index_bytes);
+    wrong += miscounted(phase, TRACE_COPY, "Memcpy DtoH", steps, steps * index_bytes);
     if (getenv("NVTX_INJECTION64_PATH"))
         printf("NVTX ranges went to another tool, because NVTX_INJECTION64_PATH is set\n");
     else
@@ -355,10 +355,10 @@ static void print_row(const char *what, int digits, double concatenating, double
    phase that does only that with copies, or with kvprim's kernels, is subtracted from the other. */
 static void print_lesson(void)
 {
-    const trace_sum old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "copy DtoD");
-    const trace_sum history = trace_family(&s.recorded, 2, TRACE_COPY, "copy DtoD");
-    const trace_sum gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
-    const trace_sum moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
+    const trace_entry old_copies = trace_family(&s.recorded, 1, TRACE_COPY, "Memcpy DtoD");
+    const trace_entry history = trace_family(&s.recorded, 2, TRACE_COPY, "Memcpy DtoD");
+    const trace_entry gathers = trace_family(&s.recorded, 1, TRACE_KERNEL, kvprim_kernels);
+    const trace_entry moves = trace_family(&s.recorded, 2, TRACE_KERNEL, kvprim_kernels);
     const double stores = (double)moves.count - (double)gathers.count;
     const double attended_ms[2] = {1e-6 * (double)trace_family(&s.recorded, 1, TRACE_KERNEL, "attend").ns,
                                    1e-6 * (double)trace_family(&s.recorded, 2, TRACE_KERNEL, "attend").ns};
@@ -380,8 +380,11 @@ static void print_lesson(void)
 /* Prints the phase's answers and checks its counts. Returns the number of faults. */
 static int report(const kv_cache *c, int phase, size_t missing)
 {
+    trace_questions questions = trace_usual_questions;
+    questions.family = kvprim_kernels;
+    questions.top = 10;
     printf("%s== %s\n", phase > 1 ? "\n" : "", c->title);
-    trace_report(&s.recorded, phase, kvprim_kernels);
+    trace_report(&s.recorded, phase, &questions);
     if (missing)
         printf("%zu records are missing: CUPTI dropped them, or they are not readable or have no times\n", missing);
     return (missing != 0) + miscounts(c, phase);
@@ -401,7 +404,7 @@ static int record_caches(const char *out)
     const cost first = cost_of(COST_NOTHING, storing_steps);
     for (int c = 0; c < 2; c++)
         missing[c] = decode(&caches[c]);
-    trace_project(&s.recorded);
+    (void)trace_project(&s.recorded, NULL);
     for (int c = 0; c < 2; c++)
         wrong += report(&caches[c], c + 1, missing[c]);
     print_lesson();

@@ -7,7 +7,6 @@ WITH
             ts,
             ts + dur AS end_ts,
             dur,
-            name AS operation,
             EXTRACT_ARG(arg_set_id, 'args.device') AS device
         FROM slice
         WHERE category IN ('kernel', 'gpu_memcpy', 'gpu_memset')

@@ -1,11 +1,7 @@
 -- SPDX-License-Identifier: MIT
--- 4: memory operations by direction.
+-- 4: memory operations by direction. torch's "Memcpy HtoD (Pinned -> Device)" is "Memcpy HtoD" here.
 SELECT
-    CASE
-        WHEN category = 'gpu_memset' THEN 'memset'
-        WHEN name GLOB 'Memcpy *' THEN 'copy ' || substr(name, 8, 4) -- torch: Memcpy HtoD (Pinned -> Device)
-        ELSE name
-    END AS direction,
+    CASE WHEN name GLOB 'Mem* (*' THEN substr(name, 1, instr(name, ' (') - 1) ELSE name END AS direction,
     count(*) AS count,
     sum(dur) AS total_ns,
     sum(EXTRACT_ARG(arg_set_id, 'args.bytes')) AS bytes,

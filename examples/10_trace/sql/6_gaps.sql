@@ -1,17 +1,12 @@
 -- SPDX-License-Identifier: MIT
--- 6: gaps in which no operation runs, by the operation after them, with what passed before its call began (the host did
--- something else), during its call, and after the call returned; all of a gap is unknown if the call is not in the trace.
+-- 6: gaps in which no operation runs, by the operation after them, with what passed before its call began (the host
+-- did something else), in its call, and after that; all of a gap is unknown if the call is not in the trace.
 WITH
     operations AS (
         SELECT
             ts,
             ts + dur AS end_ts,
-            dur,
-            CASE
-                WHEN category = 'gpu_memset' THEN 'memset'
-                WHEN name GLOB 'Memcpy *' THEN 'copy ' || substr(name, 8, 4) -- torch: Memcpy HtoD (Pinned -> Device)
-                ELSE name
-            END AS operation,
+            CASE WHEN name GLOB 'Mem* (*' THEN substr(name, 1, instr(name, ' (') - 1) ELSE name END AS operation,
             EXTRACT_ARG(arg_set_id, 'args.device') AS device,
             EXTRACT_ARG(arg_set_id, 'args.correlation') AS correlation
         FROM slice
