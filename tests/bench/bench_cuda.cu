@@ -29,7 +29,6 @@
 static int64_t cache_bytes;     /* for K, and again for V; gather writes to K's */
 static int64_t table_bytes;     /* twice that; gather reads it all, store K from a half and V from the other */
 constexpr int64_t slack = 4096; /* past the end of each, for misaligned bases */
-constexpr int64_t copy_bytes = 256 * MiB; /* for the cudaMemcpyAsync that large moves are compared with */
 constexpr int64_t most_output = 2 * GiB;
 
 static char *table_memory, *cache_memory[2], *cub_memory;
@@ -77,8 +76,7 @@ struct addresses {
 static addresses addresses_of(const shape &s, int i)
 {
     const int64_t stride = s.op == gather ? s.dst_stride : s.src_stride;
-    const int64_t region = (s.rows * stride + 16 + 255) / 256 * 256;
-    const int64_t dense = i % (cache_bytes / region) * region; /* where in the dense buffers */
+    const int64_t dense = rotated(i, s.rows * stride + 16, cache_bytes); /* where in the dense buffers */
     addresses a = {};
     for (int kv = 0; kv < 2; kv++) {
         a.src[kv] = table_memory + s.src_offset + (s.op == gather ? 0 : kv * (table_bytes / 2) + dense);
@@ -116,13 +114,6 @@ static enqueue_fn sglang(operation op, const opponent &o, bool pdl)
     return [launch = o.sglang_store[op == store][pdl]](const shape &s, int i) {
         CUDA(launch(store_params_of(s, i), stream));
     };
-}
-
-static void enqueue_copy(int i)
-{
-    const int64_t at = i % (cache_bytes / copy_bytes) * copy_bytes;
-    CUDA(
-        cudaMemcpyAsync(cache_memory[0] + at, table_memory + at, size_t(copy_bytes), cudaMemcpyDeviceToDevice, stream));
 }
 
 static void enqueue_copy_each(const shape &s, int i)
@@ -188,44 +179,27 @@ template <bool PDL> static void enqueue_empty(int)
 static kvprim_gather_desc gather_desc(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
-    kvprim_gather_desc d = {};
-    d.dst = table_at(a.dst[0], s.rows, s.dst_stride);
-    d.src = table_at(a.src[0], s.sets->rows, s.src_stride);
-    d.row_bytes = s.row_bytes;
-    d.index = a.index;
-    d.index_type = KVPRIM_I32;
-    d.count = s.rows;
-    return d;
+    return gather_of(table_at(a.dst[0], s.rows, s.dst_stride), table_at(a.src[0], s.sets->rows, s.src_stride),
+                     s.row_bytes, a.index, s.rows);
 }
 
 static kvprim_store_desc store_desc(const shape &s, int i)
 {
     const addresses a = addresses_of(s, i);
-    kvprim_store_desc d = {};
-    d.k_cache = table_at(a.dst[0], s.sets->rows, s.dst_stride);
-    d.k = table_at(a.src[0], s.rows, s.src_stride);
-    d.k_bytes = s.row_bytes;
-    if (s.op == store) {
-        d.v_cache = table_at(a.dst[1], s.sets->rows, s.dst_stride);
-        d.v = table_at(a.src[1], s.rows, s.src_stride);
-        d.v_bytes = s.row_bytes;
-    }
-    d.slot = a.index;
-    d.slot_type = KVPRIM_I32;
-    d.count = s.rows;
+    const auto cache = [&](int kv) { return table_at(a.dst[kv], s.sets->rows, s.dst_stride); };
+    const auto input = [&](int kv) { return table_at(a.src[kv], s.rows, s.src_stride); };
+    kvprim_store_desc d = store_of(cache(0), input(0), s.row_bytes, a.index, s.rows);
+    if (s.op == store)
+        d.v_cache = cache(1), d.v = input(1), d.v_bytes = s.row_bytes;
     return d;
 }
 
 template <bool PDL> static void enqueue_kvprim(const shape &s, int i)
 {
-    const kvprim_cuda_launch options = on_stream(PDL);
-    if (s.op == gather) {
-        const kvprim_gather_desc d = gather_desc(s, i);
-        check_kvprim(kvprim_cuda_gather(&d, &options));
-    } else {
-        const kvprim_store_desc d = store_desc(s, i);
-        check_kvprim(kvprim_cuda_store(&d, &options));
-    }
+    if (s.op == gather)
+        call_kvprim(kvprim_cuda_gather, gather_desc(s, i), PDL);
+    else
+        call_kvprim(kvprim_cuda_store, store_desc(s, i), PDL);
 }
 
 /* ---- contenders ---- */
@@ -243,23 +217,16 @@ struct moved_rows {
     }
 };
 
-static std::string place(int64_t row_bytes, int64_t rows)
-{
-    return std::to_string(row_bytes) + " B x " + std::to_string(rows);
-}
-
 static contender contend(const char *name, const shape &s, const enqueue_fn &enqueue)
 {
     const double bytes = 2.0 * double(output_bytes(s));
-    contender c = {name, [s, enqueue](int i) { enqueue(s, i); }, bytes, bytes > 64e6 ? 24 : 64};
-    check_pieces(c, operation_names[s.op] + (" of " + place(s.row_bytes, s.rows)), s.rows * tensors_of(s.op),
+    contender c = {name, [s, enqueue](int i) { enqueue(s, i); }, bytes, launches_for(bytes)};
+    check_pieces(c, operation_names[s.op] + (" of " + rows_name(s.row_bytes, s.rows)), s.rows * tensors_of(s.op),
                  [s](int i) {
                      return moved_rows{s, addresses_of(s, i)};
                  });
     return c;
 }
-
-/* ---- the grid ---- */
 
 /* ---- the grid ---- */
 
@@ -380,11 +347,8 @@ static void judge_points(operation op, const std::vector<point> &points)
         std::vector<figure> f;
         for (const point &p : points)
             if (t.in(p))
-                f.push_back({t.value(p), place(p.row_bytes, p.rows)});
-        if (t.mean)
-            judge_mean(t.what, f, t.limit);
-        else
-            judge_worst(t.what, f, '<', t.limit);
+                f.push_back({t.value(p), rows_name(p.row_bytes, p.rows)});
+        t.mean ? judge_mean(t.what, f, t.limit) : judge_worst(t.what, f, '<', t.limit);
     }
 }
 
@@ -410,7 +374,7 @@ static void summarise(operation op, const std::vector<point> &points)
                 worst = &p;
         }
         printf("%-26s %7.3f %3d/%3zu %7.3f at %s\n", row.what, std::exp(logs / double(points.size())), lost,
-               points.size(), row.value(*worst), place(worst->row_bytes, worst->rows).c_str());
+               points.size(), row.value(*worst), rows_name(worst->row_bytes, worst->rows).c_str());
     }
 }
 
@@ -462,7 +426,7 @@ static void repeated()
                 measure(c);
                 printf("%7s %6lld %7lld %9.3f %9.3f %8.3f\n", operation_names[op], (long long)row_bytes,
                        (long long)rows, c[0].us, c[1].us, c[1].us / c[0].us);
-                figures.push_back({c[1].us / c[0].us, operation_names[op] + (" " + place(row_bytes, rows))});
+                figures.push_back({c[1].us / c[0].us, operation_names[op] + (" " + rows_name(row_bytes, rows))});
             }
         }
     judge_worst("one row over and over, PDL on / off", figures, '<', 1.02);
@@ -499,11 +463,9 @@ static void others()
 
 /* ---- large moves against one large copy ---- */
 
-/* The copy from a graph, and from a stream. */
 static std::vector<contender> copies()
 {
-    return {{"copy", enqueue_copy, 2.0 * double(copy_bytes), 24},
-            {"copy", enqueue_copy, 2.0 * double(copy_bytes), 24, true}};
+    return copy_contenders(cache_memory[0], table_memory, cache_bytes);
 }
 
 /* Returns the part of the copy's speed. */
@@ -534,7 +496,7 @@ static void large()
                 const index_sets sets(indexed_rows(op, row_bytes), rows);
                 const double part = large_point(packed(op, row_bytes, rows, sets));
                 const int which = row_bytes >= 1024 ? 3 : row_bytes >= 512 ? 2 : row_bytes >= 256 ? 1 : 0;
-                figures[which].push_back({part, place(row_bytes, rows)});
+                figures[which].push_back({part, rows_name(row_bytes, rows)});
             }
         const std::string what = std::string("large ") + operation_names[op] + "s / copy, GB/s, rows of ";
         judge_worst(what + "1024 B and more", figures[3], '>', 0.96);
@@ -603,7 +565,7 @@ static void order()
                     continue;
                 const double ratio = order_point(op, row_bytes, rows);
                 if (op == store && row_bytes >= 1024)
-                    wide.push_back({ratio, place(row_bytes, rows)});
+                    wide.push_back({ratio, rows_name(row_bytes, rows)});
             }
     judge_worst("store, random slots / in order, time, from 1,024 B on", wide, '<', 1.10);
 }
@@ -648,7 +610,7 @@ static void odd()
             for (const int64_t rows : {1024, 65536, 262144}) {
                 const double ratio = quick && rows != 262144 ? 0 : odd_point(op, row_bytes, rows);
                 if (rows == 262144)
-                    many.push_back({ratio, place(row_bytes, rows)});
+                    many.push_back({ratio, rows_name(row_bytes, rows)});
             }
         judge_worst(std::string(operation_names[op]) + ", odd rows / next multiple of 128, GB/s", many, '>', 0.85);
     }
@@ -677,7 +639,7 @@ static void misaligned_point(operation op, int64_t row_bytes, int64_t rows, cons
             const double ratio = c[0].us / c[1 + size_t(side) * offsets.size() + k].us;
             printf("  +%-2lld %5.3f", (long long)offsets[k], ratio);
             figures->push_back(
-                {ratio, place(row_bytes, rows) + " " + side_names[side] + " +" + std::to_string(offsets[k])});
+                {ratio, rows_name(row_bytes, rows) + " " + side_names[side] + " +" + std::to_string(offsets[k])});
         }
         printf("\n");
     }
@@ -738,12 +700,9 @@ static void open_all()
     for (char *&cache : cache_memory)
         cache = allocate_hashed(cache_bytes + slack);
     CUDA(cudaMalloc(&cub_memory, cub_memory_bytes));
-    std::vector<contender> copy = copies();
     std::vector<contender> empty = {{"empty", enqueue_empty<false>}, {"empty+PDL", enqueue_empty<true>}};
-    measure(copy);
+    measure_copy(cache_memory[0], table_memory, cache_bytes);
     measure(empty);
-    printf("cudaMemcpyAsync device to device of 256 MiB: %.0f GB/s in a graph, %.0f on a stream\n", gb_per_s(copy[0]),
-           gb_per_s(copy[1]));
     printf("empty kernel in a graph: %.3f us, with PDL %.3f us\n", empty[0].us, empty[1].us);
 }
 
