@@ -5,8 +5,7 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_convert.cu -o build/bench_convert
        build/bench_convert [--quick] [--only check|store|layouts|mla|gather|transfer|general]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns. GB/s
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of slots and rotating dense buffers. GB/s
    counts bytes read plus bytes written, scales included. Values are random bf16 of magnitudes 2^-8 to 2^4, of which
    some saturate. Slots are int64, as both engines pass them; the gathers' page tables are int32.
 
@@ -660,9 +659,10 @@ static times measure_store(const shape &s, const slot_sets &slots, int64_t token
     return times(c);
 }
 
-/* Everything that the targets are about. */
-struct store_figures {
-    std::vector<figure> vllm, best, sglang, sglang_off, limit, pdl; /* best: the better way / vLLM's */
+/* A line of a table of stores. */
+struct store_line {
+    std::string where;
+    times t;
 };
 
 static void print_store_head(const char *title)
@@ -671,32 +671,22 @@ static void print_store_head(const char *title)
            "vLLM", "SGLang", "/ vLLM", "/ SGL", "PDL", "SGLang", "/ vLLM", "/ SGL", "GB/s", "limit");
 }
 
-static times store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order, store_figures *f)
+static void store_point(const shape &s, const slot_sets &slots, int64_t tokens, const char *order,
+                        std::vector<store_line> *lines)
 {
     const times t = measure_store(s, slots, tokens);
-    const std::string where = std::string(s.name) + " x " + std::to_string(tokens) + (*order ? " in pages" : "");
     const double ours = t.us("kvprim"), vllm = t.us("vLLM"), sglang = t.us("SGLang");
-    const double ours_pdl = t.us("kvprim+PDL"), sglang_pdl = t.us("SGLang+PDL"), part = t.part("kvprim", "plain");
+    const double ours_pdl = t.us("kvprim+PDL"), sglang_pdl = t.us("SGLang+PDL");
     printf("%-18s %5s %6lld", s.name, order, (long long)tokens);
-    for (const double us : {ours, vllm, sglang})
-        print_number(us, 9, 3);
-    print_number(ours / vllm, 6, 3);
-    print_number(ours / sglang, 6, 3);
+    print_numbers({ours, vllm, sglang}, 9, 3);
+    print_numbers({ours / vllm, ours / sglang}, 6, 3);
     printf(" |");
-    for (const double us : {ours_pdl, sglang_pdl})
-        print_number(us, 9, 3);
-    print_number(ours_pdl / vllm, 6, 3);
-    print_number(ours_pdl / sglang_pdl, 6, 3);
+    print_numbers({ours_pdl, sglang_pdl}, 9, 3);
+    print_numbers({ours_pdl / vllm, ours_pdl / sglang_pdl}, 6, 3);
     printf(" | %6.0f", t.rate("kvprim"));
-    print_number(part, 6, 3);
+    print_numbers({t.part("kvprim", "plain")}, 6, 3);
     printf("\n");
-    add_figure(&f->vllm, ours / vllm, where);
-    add_figure(&f->best, std::fmin(ours, ours_pdl) / vllm, where);
-    add_figure(&f->sglang_off, ours / sglang, where);
-    add_figure(&f->sglang, ours_pdl / sglang_pdl, where);
-    add_figure(&f->limit, part, where);
-    add_figure(&f->pdl, ours_pdl / ours, where);
-    return t;
+    lines->push_back({s.name + (" x " + std::to_string(tokens)) + (*order ? " in pages" : ""), t});
 }
 
 template <int heads, int head_elements> static shape tensor_shape()
@@ -713,13 +703,28 @@ static std::vector<shape> tensor_shapes()
 }
 
 /* vLLM launches without PDL, SGLang with it. */
-static void judge_store(const std::string &what, const store_figures &f, double of_vllm)
+static void judge_store(const std::string &what, const std::vector<store_line> &lines, double of_vllm)
 {
-    judge_mean(what + ", best way / vLLM", f.best, of_vllm);
-    judge_worst(what + ", PDL off / vLLM", f.vllm, '<', 1.02);
-    judge_both(what + ", PDL on / SGLang", f.sglang, 0.9, 1.02);
-    judge_both(what + ", PDL off / SGLang without", f.sglang_off, 0.9, 1.02);
-    judge_worst(what + ", PDL on / off", f.pdl, '<', 1.02);
+    const auto figures = [&](const char *ours, const char *theirs) {
+        std::vector<figure> f;
+        for (const store_line &l : lines)
+            add_figure(&f, l.t.us(ours) / l.t.us(theirs), l.where);
+        return f;
+    };
+    std::vector<figure> best;
+    for (const store_line &l : lines)
+        add_figure(&best, std::fmin(l.t.us("kvprim"), l.t.us("kvprim+PDL")) / l.t.us("vLLM"), l.where);
+    judge_mean(what + ", best way / vLLM", best, of_vllm);
+    judge_worst(what + ", PDL off / vLLM", figures("kvprim", "vLLM"), '<', 1.02);
+    judge_both(what + ", PDL on / SGLang", figures("kvprim+PDL", "SGLang+PDL"), 0.9, 1.02);
+    judge_both(what + ", PDL off / SGLang without", figures("kvprim", "SGLang"), 0.9, 1.02);
+    judge_worst(what + ", PDL on / off", figures("kvprim+PDL", "kvprim"), '<', 1.02);
+}
+
+/* The line of a table that judges single points. */
+static const times &line_of(const std::vector<store_line> &lines, const std::string &where)
+{
+    return std::find_if(lines.begin(), lines.end(), [&](const store_line &l) { return l.where == where; })->t;
 }
 
 static std::vector<int64_t> token_counts()
@@ -731,8 +736,7 @@ static std::vector<int64_t> token_counts()
 
 static void store()
 {
-    store_figures f;
-    std::unique_ptr<times> few, many; /* 64 and 65,536 tokens of 1,024 elements */
+    std::vector<store_line> lines;
     fill_dense();
     printf("\nstores: us, and kvprim's time / theirs; the same with PDL (vLLM's without); kvprim's GB/s without PDL, "
            "and as a part of\nthe limit's. pages: random pages that are filled in order, not random slots\n");
@@ -742,16 +746,15 @@ static void store()
         s.name = name.c_str();
         for (const int64_t tokens : token_counts()) {
             const slot_sets slots(common_rows(s), tokens);
-            const times t = store_point(s, slots, tokens, "", &f);
-            if (s.elements() == 1024 && (tokens == 64 || tokens == 65536))
-                (tokens == 64 ? few : many) = std::make_unique<times>(t);
+            store_point(s, slots, tokens, "", &lines);
         }
     }
-    judge("e4m3 store, part of a plain store of as many bytes", many->part("kvprim", "plain"), '>', 0.95,
+    const times &few = line_of(lines, "1024 x 64"), &many = line_of(lines, "1024 x 65536");
+    judge("e4m3 store, part of a plain store of as many bytes", many.part("kvprim", "plain"), '>', 0.95,
           "65,536 x 1,024");
-    judge("e4m3 store, 64 tokens of 8 heads of 128, PDL, us", few->us("kvprim+PDL"), '<', 1.15);
-    judge("e4m3 store, 64 tokens of 8 heads of 128, us", few->us("kvprim"), '<', 1.5);
-    judge_store("e4m3 store", f, 0.5);
+    judge("e4m3 store, 64 tokens of 8 heads of 128, PDL, us", few.us("kvprim+PDL"), '<', 1.15);
+    judge("e4m3 store, 64 tokens of 8 heads of 128, us", few.us("kvprim"), '<', 1.5);
+    judge_store("e4m3 store", lines, 0.5);
 }
 
 /* ---- stores in other layouts and formats ---- */
@@ -777,28 +780,25 @@ static std::vector<shape> layout_shapes()
 }
 
 /* Random slots; and, for many tokens, pages in order, as a prompt fills them. */
-static void all_orders(const shape &s, const std::vector<int64_t> &counts, store_figures *f, std::vector<times> *many)
+static void all_orders(const shape &s, const std::vector<int64_t> &counts, std::vector<store_line> *lines)
 {
     for (const int64_t tokens : counts)
-        for (const bool pages : {false, true}) {
-            if (pages && tokens < 4096)
-                continue;
-            const slot_sets slots(common_rows(s), tokens, pages ? s.page_rows : 1);
-            const times t = store_point(s, slots, tokens, pages ? "pages" : "", f);
-            if (many)
-                many->push_back(t);
-        }
+        for (const bool pages : {false, true})
+            if (!pages || tokens >= 4096) {
+                const slot_sets slots(common_rows(s), tokens, pages ? s.page_rows : 1);
+                store_point(s, slots, tokens, pages ? "pages" : "", lines);
+            }
 }
 
 static void layouts()
 {
-    store_figures f;
+    std::vector<store_line> lines;
     fill_dense();
     print_store_head("store of K and V of 8 heads of 128 elements in pages of 16");
     for (const shape &s : layout_shapes())
-        all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536}, &f,
-                   nullptr);
-    judge_store("store in other layouts", f, 0.6);
+        all_orders(s, quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{1, 64, 1024, 16384, 65536},
+                   &lines);
+    judge_store("store in other layouts", lines, 0.6);
 }
 
 /* ---- stores of latents and of the indexer's keys ---- */
@@ -817,19 +817,17 @@ static void latents()
     fill_dense();
     print_store_head("store of latents and of the indexer's keys, bf16 to e4m3, pages of 64");
     for (const shape &s : latent_shapes()) {
-        store_figures f;
-        std::vector<times> all;
-        all_orders(s, token_counts(), &f, &all);
-        judge_store(s.name, f, 0.6);
+        std::vector<store_line> lines;
+        all_orders(s, token_counts(), &lines);
+        judge_store(s.name, lines, 0.6);
         if (s.what != DS_MLA)
             continue;
-        for (size_t n = 0; n < f.pdl.size(); n++)
-            if (f.pdl[n].where == "fp8_ds_mla x 64")
-                judge("fp8_ds_mla store, 64 tokens, PDL, us", all[n].us("kvprim+PDL"), '<', 1.3),
-                    judge("fp8_ds_mla store, 64 tokens, us", all[n].us("kvprim"), '<', 1.3, "without PDL");
+        const times &few = line_of(lines, "fp8_ds_mla x 64");
+        judge("fp8_ds_mla store, 64 tokens, PDL, us", few.us("kvprim+PDL"), '<', 1.3);
+        judge("fp8_ds_mla store, 64 tokens, us", few.us("kvprim"), '<', 1.3, "without PDL");
         for (const bool pages : {false, true})
             judge("fp8_ds_mla store, part of a plain store of as many bytes",
-                  all[all.size() - (pages ? 1 : 2)].part("kvprim", "plain"), '>', 0.85,
+                  lines[lines.size() - (pages ? 1 : 2)].t.part("kvprim", "plain"), '>', 0.85,
                   pages ? "65,536 tokens, pages in order" : "65,536 tokens, random slots");
     }
 }
@@ -847,33 +845,6 @@ struct gather_shape {
     bool by_pages() const /* a page is a row: it has one scale, and its rows lie as in dst */
     {
         return s.what == TENSOR && !s.hnd;
-    }
-};
-
-/* Pages of requests of at most 4,096 tokens, and their tokens. */
-struct page_sets {
-    int64_t pages, page_rows, tokens, length;
-    std::vector<int32_t> host_table, host_tokens;
-    on_device<int32_t> table, slots, starts, request;
-
-    page_sets(int64_t pages_, int64_t page_rows_, int64_t tokens_)
-        : pages(pages_), page_rows(page_rows_), tokens(tokens_), length(std::min<int64_t>(tokens_, 4096))
-    {
-        const index_sets random(pages, tokens / page_rows, sets_count, 9);
-        std::vector<int32_t> start, owner;
-        host_table = random.host;
-        for (int64_t n = 0; n < sets_count * tokens; n++)
-            host_tokens.push_back(int32_t(host_table[size_t(n / page_rows)] * page_rows + n % page_rows));
-        for (int64_t i = 0; i < tokens; i++)
-            owner.push_back(int32_t(i / length));
-        for (int64_t i = 0; i <= tokens; i += length)
-            start.push_back(int32_t(i));
-        table = upload(host_table), slots = upload(host_tokens), starts = upload(start), request = upload(owner);
-    }
-    const int32_t *index(bool by_pages, int i) const
-    {
-        const int64_t n = by_pages ? tokens / page_rows : tokens;
-        return (by_pages ? table : slots).get() + i % sets_count * n;
     }
 };
 
@@ -914,7 +885,7 @@ static gather_convert_params gather_params_of(const gather_shape &g, const memor
     p.scale = number(m, false, false);
     p.pages_per_request = sets.length / sets.page_rows;
     p.page_stride = g.s.page(), p.row_stride = g.s.row(), p.dst_stride = g.out();
-    p.requests = int32_t(sets.tokens / sets.length), p.tokens = int32_t(sets.tokens);
+    p.requests = int32_t(sets.requests()), p.tokens = int32_t(sets.tokens);
     p.page_rows = int32_t(sets.page_rows);
     return p;
 }
@@ -1010,23 +981,23 @@ static std::vector<gather_shape> gather_shapes()
 }
 
 struct gather_figures {
-    std::vector<figure> best, pages, tokens, latent, latent_best, limit, pdl; /* of vLLM's better kernel; and others */
+    std::vector<figure> best, pages, tokens, latent, latent_best, pdl; /* of vLLM's better kernel; and others */
 };
 
 static times gather_point(const gather_shape &g, const page_sets &sets, gather_figures *f)
 {
     const times t = measure_gather(g, sets);
     const double theirs = std::fmin(t.us("vLLM page"), t.us("vLLM token"));
-    const char *const ours = g.by_pages() ? "pages" : "tokens", *const plain =
-                                                                    g.by_pages() ? "plain pages" : "plain tokens";
+    const char *const ours = g.by_pages() ? "pages" : "tokens";
+    const char *const plain = g.by_pages() ? "plain pages" : "plain tokens";
     const std::string where = g.s.name + (" " + place(g.out(), sets.tokens));
     printf("%-15s %4lld %6lld", g.s.name, (long long)g.out(), (long long)sets.tokens);
-    for (const char *const name : {"pages", "pages+PDL", "tokens", "tokens+PDL", "vLLM page", "vLLM token"})
-        print_number(t.us(name), 9, 3);
-    print_number(t.us("pages") / theirs, 6, 3);
-    print_number(t.us("tokens") / theirs, 6, 3);
-    print_number(t.rate(ours), 6, 0);
-    print_number(t.part(ours, plain), 6, 3);
+    print_numbers(
+        {t.us("pages"), t.us("pages+PDL"), t.us("tokens"), t.us("tokens+PDL"), t.us("vLLM page"), t.us("vLLM token")},
+        9, 3);
+    print_numbers({t.us("pages") / theirs, t.us("tokens") / theirs}, 6, 3);
+    print_numbers({t.rate(ours)}, 6, 0);
+    print_numbers({t.part(ours, plain)}, 6, 3);
     printf("\n");
     const bool latent = g.s.what == DS_MLA;
     add_figure(latent ? &f->latent : &f->tokens, t.us("tokens") / theirs, where);
@@ -1035,7 +1006,6 @@ static times gather_point(const gather_shape &g, const page_sets &sets, gather_f
         add_figure(&f->latent_best, std::fmin(t.us("tokens"), t.us("tokens+PDL")) / theirs, where);
     else
         add_figure(&f->best, std::fmin(t.us("pages"), t.us("pages+PDL")) / theirs, where);
-    add_figure(&f->limit, t.part(ours, plain), where);
     add_figure(&f->pdl, t.us("tokens+PDL") / t.us("tokens"), where + " tokens");
     add_figure(&f->pdl, t.us("pages+PDL") / t.us("pages"), where + " pages");
     return t;
@@ -1067,7 +1037,7 @@ static void gather()
              quick ? std::vector<int64_t>{64, 65536} : std::vector<int64_t>{64, 1024, 8192, 65536, 262144}) {
             if (tokens * g.out() * 2 > 2 * GiB)
                 continue;
-            const page_sets sets(rows / g.s.page_rows, g.s.page_rows, tokens);
+            const page_sets sets(rows / g.s.page_rows, g.s.page_rows, tokens, std::min<int64_t>(tokens, 4096), 9);
             const times t = gather_point(g, sets, &f);
             if (g.s.what != TENSOR || g.s.hnd || g.out() != 1024 || tokens != 65536)
                 continue;

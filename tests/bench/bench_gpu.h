@@ -3,8 +3,9 @@
    includes a header of kvprim first.
 
    A contender is a way to do a job. Its time is the time of one launch inside a replayed CUDA graph of several
-   launches. The GPU spins until the replay is enqueued, so that the host's time does not show. Contenders take turns in
-   each repetition, and the median counts. */
+   launches: 64, or 24 if one moves more than 64 MB, or as many as a program says. The GPU spins until the replay is
+   enqueued, so that the host's time does not show. Contenders take turns in each repetition, and the median counts.
+   Before a contender is timed, everything that its last launch moved is compared with its source. */
 #ifndef BENCH_GPU_H
 #define BENCH_GPU_H
 
@@ -236,6 +237,36 @@ struct index_sets : value_sets<int32_t> {
     }
 };
 
+/* Requests of `length` tokens each in random pages. `table`: the pages of the requests in turn. */
+struct page_sets {
+    int64_t pages, page_rows, tokens, length;
+    value_sets<int32_t> table, slots;
+    on_device<int32_t> starts, request; /* where each request's tokens start; the request of each token */
+
+    page_sets(int64_t pages_, int64_t page_rows_, int64_t tokens_, int64_t length_, uint64_t seed)
+        : pages(pages_), page_rows(page_rows_), tokens(tokens_), length(length_)
+    {
+        const index_sets random(pages, tokens / page_rows, sets_count, seed);
+        std::vector<int32_t> start, owner;
+        for (int64_t i = 0; i < tokens; i++)
+            owner.push_back(int32_t(i / length));
+        for (int64_t i = 0; i <= tokens; i += length)
+            start.push_back(int32_t(i));
+        table = {random.count, random.host};
+        slots = {tokens,
+                 [&](int set, int64_t i) { return random.host_set(set)[i / page_rows] * page_rows + i % page_rows; }};
+        starts = upload(start), request = upload(owner);
+    }
+    int64_t requests() const
+    {
+        return tokens / length;
+    }
+    const int32_t *index(bool by_pages, int i) const
+    {
+        return (by_pages ? table : slots).set(i);
+    }
+};
+
 /* Where launch i reads or writes its `bytes` in a buffer of `room` bytes. */
 inline int64_t rotated(int i, int64_t bytes, int64_t room)
 {
@@ -377,13 +408,11 @@ inline void print_us(const std::vector<contender> &c, int width, int digits, siz
         printf(" %*.*f", width, digits, c[k].us);
 }
 
-/* A number, or "-" if there is none. */
-inline void print_number(double x, int width, int digits)
+/* Numbers, and "-" where there is none. */
+inline void print_numbers(const std::vector<double> &all, int width, int digits)
 {
-    if (std::isnan(x))
-        printf(" %*s", width, "-");
-    else
-        printf(" %*.*f", width, digits, x);
+    for (const double x : all)
+        std::isnan(x) ? printf(" %*s", width, "-") : printf(" %*.*f", width, digits, x);
 }
 
 inline double now_us()

@@ -5,9 +5,7 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_paged.cu -o build/bench_paged
        build/bench_paged [--quick] [--only store|mla|layouts|gather|v0]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 sets of slots and rotating dense buffers. They are medians of repetitions in which the contenders take turns.
-   Before a contender is timed, everything that its last launch moved is compared with what it should have moved.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of slots and rotating dense buffers.
 
    The opponents are written anew, each with the launch of the project that it stands for, and at least as fast: it
    checks nothing that theirs does not, sizes that theirs read at run time are constants, and a thread loads all that it
@@ -197,32 +195,27 @@ static const char *const opponent_names[] = {"vLLM", "FlashInfer append", "Flash
 
 template <int head_bytes, int heads, int element_bytes> static void enqueue_vllm(const paged &p, const dense &d)
 {
-    const unsigned elements = heads * head_bytes / element_bytes, threads = elements < 512 ? elements : 512;
-    if (p.head_stride != head_bytes)
-        vllm_store<head_bytes, heads, element_bytes, true><<<p.count, threads, 0, stream>>>(p, d.k, d.v, d.slot);
-    else
-        vllm_store<head_bytes, heads, element_bytes, false><<<p.count, threads, 0, stream>>>(p, d.k, d.v, d.slot);
-    CUDA(cudaGetLastError());
+    const unsigned elements = heads * head_bytes / element_bytes;
+    CUDA(launch_opponent(p.head_stride != head_bytes ? vllm_store<head_bytes, heads, element_bytes, true>
+                                                     : vllm_store<head_bytes, heads, element_bytes, false>,
+                         p.count, std::min(elements, 512u), false, stream, p, d.k, d.v, d.slot));
 }
 
 template <int head_bytes, int heads> static void enqueue_append(const paged &p, const dense &d)
 {
     static int fit = 0;
+    const auto kernel = flashinfer_append<head_bytes, heads>;
     if (fit == 0)
-        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, flashinfer_append<head_bytes, heads>,
-                                                           head_bytes / 16 * heads, 0));
+        CUDA(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&fit, kernel, head_bytes / 16 * heads, 0));
     const uint32_t wanted = (p.count + multiprocessors - 1) / multiprocessors;
-    const uint32_t blocks = std::min(uint32_t(fit), wanted) * multiprocessors;
-    flashinfer_append<head_bytes, heads>
-        <<<blocks, dim3(head_bytes / 16, heads), 0, stream>>>(p, d.k, d.v, d.batch, d.position, d.first_page, d.table);
-    CUDA(cudaGetLastError());
+    CUDA(launch_opponent(kernel, std::min(uint32_t(fit), wanted) * multiprocessors, dim3(head_bytes / 16, heads), false,
+                         stream, p, d.k, d.v, d.batch, d.position, d.first_page, d.table));
 }
 
 template <int head_bytes, int heads> static void enqueue_decode(const paged &p, const dense &d)
 {
-    flashinfer_decode<head_bytes, heads>
-        <<<p.count, dim3(head_bytes / 16, heads), 0, stream>>>(p, d.k, d.v, d.first_page, d.table, d.length);
-    CUDA(cudaGetLastError());
+    CUDA(launch_opponent(flashinfer_decode<head_bytes, heads>, p.count, dim3(head_bytes / 16, heads), false, stream, p,
+                         d.k, d.v, d.first_page, d.table, d.length));
 }
 
 struct shape {
@@ -422,45 +415,43 @@ static void judge_opponents(const std::vector<store_point> &all)
 {
     const auto paged = [](const store_point &p) { return p.l != FLAT; };
     std::vector<figure> both;
-    for (const int type : {0, 2})
-        for (const figure &f :
-             figures(all, paged, [type](const store_point &p) { return p.us[type] / p.opponents[p.best()]; }))
+    for (const int type : {0, 2}) {
+        const auto ratio = [type](const store_point &p) { return p.us[type] / p.opponents[p.best()]; };
+        for (const figure &f : figures(all, paged, ratio))
             both.push_back({f.value, f.where + (type ? " int64" : "")});
+    }
     judge_both("paged store / best of three", both, 0.95, 1.03);
     for (int l = NHD; l < LAYOUTS; l++) {
         const auto same = [l](const store_point &p) { return p.l == l; };
         const auto ratio = [](const store_point &p) { return p.us[0] / p.opponents[p.best()]; };
         judge_mean(std::string(layout_names[l]) + " / best of three, int32", figures(all, same, ratio), 0.95);
     }
-    for (int o = 0; o < OPPONENTS; o++)
-        judge_mean(std::string("paged store / ") + opponent_names[o],
-                   figures(
-                       all, [o](const store_point &p) { return p.opponents[o] > 0; },
-                       [o](const store_point &p) { return p.us[0] / p.opponents[o]; }),
-                   0.95);
+    for (int o = 0; o < OPPONENTS; o++) {
+        const auto measured = [o](const store_point &p) { return p.opponents[o] > 0; };
+        const auto ratio = [o](const store_point &p) { return p.us[0] / p.opponents[o]; };
+        judge_mean(std::string("paged store / ") + opponent_names[o], figures(all, measured, ratio), 0.95);
+    }
 }
 
 static void judge_stores(const std::vector<store_point> &all)
 {
+    const auto any = [](const store_point &) { return true; };
     const auto few = [](const store_point &p) { return p.l >= NHD_BOTH && p.tokens <= 48; };
-    judge_worst("paged store / FlashInfer decode, to 48 tokens",
-                figures(all, few, [](const store_point &p) { return p.us[0] / p.opponents[DECODE]; }), '<', 1.00);
-    const auto flat = [&](const store_point &p) {
+    const auto paged = [](const store_point &p) { return p.l != FLAT && p.tokens <= 64; };
+    const auto to_decode = [](const store_point &p) { return p.us[0] / p.opponents[DECODE]; };
+    const auto to_flat = [&](const store_point &p) {
         for (const store_point &f : all)
             if (f.l == FLAT && f.s == p.s && f.tokens == p.tokens && f.prompt == p.prompt)
                 return p.us[0] / f.us[0];
         return 1.0;
     };
-    judge_worst("paged store / flat, to 64 tokens",
-                figures(
-                    all, [](const store_point &p) { return p.l != FLAT && p.tokens <= 64; }, flat),
-                '<', 1.05);
-    for (const int type : {0, 2})
-        judge_worst(std::string("store, pdl = 1 / pdl = 0, int") + (type ? "64" : "32"),
-                    figures(
-                        all, [](const store_point &) { return true; },
-                        [type](const store_point &p) { return p.us[type + 1] / p.us[type]; }),
+    judge_worst("paged store / FlashInfer decode, to 48 tokens", figures(all, few, to_decode), '<', 1.00);
+    judge_worst("paged store / flat, to 64 tokens", figures(all, paged, to_flat), '<', 1.05);
+    for (const int type : {0, 2}) {
+        const auto pdl_to_off = [type](const store_point &p) { return p.us[type + 1] / p.us[type]; };
+        judge_worst(std::string("store, pdl = 1 / pdl = 0, int") + (type ? "64" : "32"), figures(all, any, pdl_to_off),
                     '<', 1.02);
+    }
 }
 
 static void store()
@@ -804,15 +795,18 @@ static void layouts()
 
 /* ---- gather of requests' tokens from pages ---- */
 
-/* `batch` requests of `length` tokens each. A cache of K alone, or of pages that hold K and V. */
+/* Rows of requests' tokens. A cache of K alone, or of pages that hold K and V. */
 struct gather_job {
-    char *data;
-    int64_t row_bytes, page_rows, page_stride, pages, batch, length;
-    const value_sets<int32_t> *table, *tokens; /* pages of the requests in turn; and tokens */
-    const int32_t *starts, *request;           /* where each request's tokens start; the request of each token */
+    int64_t row_bytes, page_rows, page_stride;
+    const page_sets *sets;
+
     int64_t count() const
     {
-        return batch * length;
+        return sets->tokens;
+    }
+    char *dst(int i) const
+    {
+        return dense_at(i, count() * row_bytes, false);
     }
 };
 
@@ -858,33 +852,33 @@ __global__ static void vllm_gather_tokens(const char *__restrict__ cache, char *
 
 static void enqueue_vllm_gather(const gather_job &j, int i)
 {
-    const uint32_t splits = j.batch > 128 ? 2 : j.batch > 64 ? 4 : 16;
-    vllm_gather<<<dim3(uint32_t(j.batch), splits), 1024, 0, stream>>>(
-        reinterpret_cast<const uint16_t *>(j.data),
-        reinterpret_cast<uint16_t *>(dense_at(i, j.count() * j.row_bytes, false)), j.table->set(i), j.starts,
-        int32_t(j.page_rows), int32_t(j.row_bytes / 2), j.length / j.page_rows, j.page_stride / 2);
+    const page_sets &s = *j.sets;
+    const uint32_t requests = uint32_t(s.requests()), splits = requests > 128 ? 2 : requests > 64 ? 4 : 16;
+    vllm_gather<<<dim3(requests, splits), 1024, 0, stream>>>(
+        reinterpret_cast<const uint16_t *>(cache_memory), reinterpret_cast<uint16_t *>(j.dst(i)), s.table.set(i),
+        s.starts.get(), int32_t(j.page_rows), int32_t(j.row_bytes / 2), s.length / j.page_rows, j.page_stride / 2);
     CUDA(cudaGetLastError());
 }
 
 static void enqueue_vllm_tokens(const gather_job &j, int i)
 {
-    (j.row_bytes == mla_bytes ? vllm_gather_tokens<mla_bytes>
-                              : vllm_gather_tokens<2048>)<<<uint32_t(j.count()), 64, 0, stream>>>(
-        j.data, dense_at(i, j.count() * j.row_bytes, false), j.table->set(i), j.starts, j.request, int32_t(j.page_rows),
-        j.length / j.page_rows, j.page_stride);
+    const page_sets &s = *j.sets;
+    const auto kernel = j.row_bytes == mla_bytes ? vllm_gather_tokens<mla_bytes> : vllm_gather_tokens<2048>;
+    kernel<<<uint32_t(j.count()), 64, 0, stream>>>(cache_memory, j.dst(i), s.table.set(i), s.starts.get(),
+                                                   s.request.get(), int32_t(j.page_rows), s.length / j.page_rows,
+                                                   j.page_stride);
     CUDA(cudaGetLastError());
 }
 
 /* Tokens by their slots, or pages as rows. */
 template <bool pages, bool PDL> static void enqueue_gather(const gather_job &j, int i)
 {
-    const int64_t rows = pages ? j.page_rows : 1, count = j.count() / rows;
-    const kvprim_table dst = table_at(dense_at(i, j.count() * j.row_bytes, false), count);
-    kvprim_table src = table_at(j.data, pages ? j.pages : j.pages * j.page_rows, pages ? j.page_stride : j.row_bytes);
+    const int64_t rows = pages ? j.page_rows : 1, in_cache = j.sets->pages * j.page_rows / rows;
+    const kvprim_table dst = table_at(j.dst(i), j.count() / rows);
+    kvprim_table src = table_at(cache_memory, in_cache, pages ? j.page_stride : j.row_bytes);
     if (!pages)
         src.page_rows = j.page_rows, src.page_stride = j.page_stride;
-    call_kvprim(kvprim_cuda_gather,
-                gather_of(dst, src, rows * j.row_bytes, (pages ? j.table : j.tokens)->set(i), count), PDL);
+    call_kvprim(kvprim_cuda_gather, gather_of(dst, src, rows * j.row_bytes, j.sets->index(pages, i), dst.rows), PDL);
 }
 
 struct moved_tokens {
@@ -904,8 +898,7 @@ static contender contend_gather(const char *name, const gather_job &j, void (*en
     const double bytes = 2.0 * double(j.count() * j.row_bytes);
     contender c = {name, [j, enqueue](int i) { enqueue(j, i); }, bytes, launches_for(bytes)};
     check_pieces(c, "page gather of " + rows_name(j.row_bytes, j.count()), j.count(), [j](int i) {
-        char *const dst = dense_at(i, j.count() * j.row_bytes, false);
-        return moved_tokens{dst, j.data, j.row_bytes, j.page_rows, j.page_stride, j.tokens->set(i)};
+        return moved_tokens{j.dst(i), cache_memory, j.row_bytes, j.page_rows, j.page_stride, j.sets->slots.set(i)};
     });
     return c;
 }
@@ -921,7 +914,8 @@ static void gather_point(const gather_job &j, std::vector<figure> f[3])
     measure(c);
     const double theirs = std::min(c[4].us, c[5].us);
     printf("%6lld %4lld%s %6lld %7lld", (long long)j.row_bytes, (long long)j.page_rows,
-           j.page_stride > j.page_rows * j.row_bytes ? "+" : " ", (long long)j.batch, (long long)j.length);
+           j.page_stride > j.page_rows * j.row_bytes ? "+" : " ", (long long)j.sets->requests(),
+           (long long)j.sets->length);
     print_us(c, 9, 2);
     printf(" %7.3f %7.3f\n", c[0].us / theirs, c[2].us / theirs);
     const std::string where = rows_name(j.row_bytes, j.count()) + " in " + std::to_string(j.page_rows);
@@ -936,23 +930,9 @@ static void gather_pages(int64_t row_bytes, int64_t page_rows, bool both, std::v
 {
     for (const auto &size :
          std::vector<std::pair<int64_t, int64_t>>{{1, 64}, {1, 4096}, {32, 128}, {8, 1024}, {32, 2048}}) {
-        gather_job j = {};
-        j.data = cache_memory, j.row_bytes = row_bytes, j.page_rows = page_rows;
-        j.page_stride = page_rows * row_bytes * (both ? 2 : 1);
-        j.pages = cache_bytes / j.page_stride;
-        j.batch = size.first, j.length = size.second;
-        const index_sets random(j.pages, j.count() / page_rows, sets_count, 13);
-        const value_sets<int32_t> table(random.count, random.host), tokens(j.count(), [&](int set, int64_t i) {
-            return random.host_set(set)[i / page_rows] * page_rows + i % page_rows;
-        });
-        std::vector<int32_t> starts, request;
-        for (int64_t r = 0; r <= j.batch; r++)
-            starts.push_back(int32_t(r * j.length));
-        for (int64_t t = 0; t < j.count(); t++)
-            request.push_back(int32_t(t / j.length));
-        const on_device<int32_t> starts_there = upload(starts), request_there = upload(request);
-        j.table = &table, j.tokens = &tokens, j.starts = starts_there.get(), j.request = request_there.get();
-        gather_point(j, f);
+        const int64_t page_stride = page_rows * row_bytes * (both ? 2 : 1);
+        const page_sets sets(cache_bytes / page_stride, page_rows, size.first * size.second, size.second, 13);
+        gather_point({row_bytes, page_rows, page_stride, &sets}, f);
     }
 }
 

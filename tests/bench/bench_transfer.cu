@@ -5,11 +5,9 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_transfer.cu -o build/bench_transfer
        build/bench_transfer [--quick] [--only host|runs|both|beside|few|device|listed|peer]
 
-   Rows are random on both sides. Times are of GPU work: launches inside a replayed CUDA graph. Copies that a graph
-   cannot hold (batches) or that are many go to a stream one by one while the GPU is kept waiting. Times are medians of
-   repetitions in which the contenders take turns. The rows of transfers with an index are compared with their source
-   before they are timed. GB/s of a link counts each byte once, GB/s of device memory counts it as read and as
-   written. */
+   Rows are random on both sides. Times are of GPU work, as bench_gpu.h takes them. Copies that a graph cannot hold
+   (batches) or that are many go to a stream one by one while the GPU is kept waiting. GB/s of a link counts each byte
+   once, GB/s of device memory counts it as read and as written. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"
@@ -397,13 +395,13 @@ static void host_point(const job &j, bool out, std::vector<figure> *kernels, std
     double best = 0;
     for (const mover &m : movers) {
         const bool has = m.takes(j.row_bytes);
-        print_number(has ? gb_per_s(c[at]) : NAN, 8, 1);
+        print_numbers({has ? gb_per_s(c[at]) : NAN}, 8, 1);
         if (has && at > 1)
             best = std::max(best, gb_per_s(c[at]));
         at += has;
     }
     for (; at < c.size(); at++)
-        print_number(gb_per_s(c[at]), 8, 1);
+        print_numbers({gb_per_s(c[at])}, 8, 1);
     const double copy = gb_per_s(c[c.size() - 3]), got = gb_per_s(c[0]);
     printf(" %8.3f %8.2f\n", got / copy, called);
     const std::string where = std::string(out ? "to host " : "to GPU ") + size_name(j.row_bytes);
