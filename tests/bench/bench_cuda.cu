@@ -4,10 +4,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_cuda.cu -o build/bench_cuda
        build/bench_cuda [--quick] [--only gather|store|store_k|repeated|others|large|order|odd|misaligned|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches (24 if one moves more than 64 MB), over
-   8 index sets and rotating dense buffers. They are medians of repetitions in which the contenders take turns. Before a
-   contender is timed, the rows of its last launch are compared with the table. GB/s counts bytes read plus bytes
-   written.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 index sets and rotating dense buffers. GB/s
+   counts bytes read plus bytes written.
 
        mini    mini-sglang's gather: a warp per row, or 2 or 4; its store: a warp per token
        SGLang  its store: 1, 2 or 4 warps per token
@@ -97,23 +95,17 @@ static store_params store_params_of(const shape &s, int i)
     return {a.dst[0], a.dst[1], a.src[0], a.src[1], a.index, s.dst_stride, s.src_stride, unsigned(s.rows)};
 }
 
-static enqueue_fn mini(operation op, const opponent &o, bool pdl)
+static enqueue_fn gather_by(gather_launch *launch)
 {
-    if (op != gather)
-        return [launch = o.mini_store[op == store][pdl]](const shape &s, int i) {
-            CUDA(launch(store_params_of(s, i), stream));
-        };
-    return [launch = o.mini_gather[pdl]](const shape &s, int i) {
+    return [launch](const shape &s, int i) {
         const addresses a = addresses_of(s, i);
         CUDA(launch(a.dst[0], a.src[0], a.index, unsigned(s.rows), stream));
     };
 }
 
-static enqueue_fn sglang(operation op, const opponent &o, bool pdl)
+static enqueue_fn store_by(store_launch *launch)
 {
-    return [launch = o.sglang_store[op == store][pdl]](const shape &s, int i) {
-        CUDA(launch(store_params_of(s, i), stream));
-    };
+    return [launch](const shape &s, int i) { CUDA(launch(store_params_of(s, i), stream)); };
 }
 
 static void enqueue_copy_each(const shape &s, int i)
@@ -153,25 +145,9 @@ static void enqueue_cub(const shape &s, int i)
 
 constexpr int block_threads = 128; /* of empty kernels */
 
-static cudaLaunchConfig_t empty_config(cudaLaunchAttribute *pdl)
-{
-    pdl->id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    pdl->val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(1);
-    config.blockDim = dim3(block_threads);
-    config.stream = stream;
-    config.attrs = pdl;
-    config.numAttrs = 1;
-    return config;
-}
-
 template <bool PDL> static void enqueue_empty(int)
 {
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = empty_config(&attribute);
-    config.numAttrs = PDL;
-    CUDA(cudaLaunchKernelEx(&config, empty_kernel));
+    CUDA(launch_opponent(empty_kernel, 1, block_threads, PDL, stream));
 }
 
 /* ---- kvprim ---- */
@@ -282,9 +258,11 @@ static point measure_point(const shape &s, const opponent &o)
     std::vector<contender> c;
     for (const bool pdl : {false, true}) {
         c.push_back(contend("kvprim", s, pdl ? enqueue_kvprim<true> : enqueue_kvprim<false>));
-        c.push_back(contend("mini-sglang", s, mini(s.op, o, pdl)));
+        const bool with_v = s.op == store;
+        c.push_back(contend("mini-sglang", s,
+                            s.op == gather ? gather_by(o.mini_gather[pdl]) : store_by(o.mini_store[with_v][pdl])));
         if (s.op != gather)
-            c.push_back(contend("SGLang", s, sglang(s.op, o, pdl)));
+            c.push_back(contend("SGLang", s, store_by(o.sglang_store[with_v][pdl])));
     }
     measure(c);
     point p = {s.op, s.row_bytes, s.rows, {}, {}};
@@ -671,8 +649,12 @@ static void host()
     const kvprim_store_desc s = store_desc(packed(store, row_bytes, rows, to), 0);
     const kvprim_cuda_launch off = on_stream(), on = on_stream(true);
     const void *const empty = reinterpret_cast<const void *>(empty_kernel);
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = empty_config(&attribute);
+    cudaLaunchAttribute attribute = {};
+    cudaLaunchConfig_t config = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    config.gridDim = dim3(1), config.blockDim = dim3(block_threads), config.stream = stream;
+    config.attrs = &attribute, config.numAttrs = 1;
     std::vector<host_call> calls = {
         {"cudaLaunchKernel", [=] { CUDA(cudaLaunchKernel(empty, 1, block_threads, nullptr, 0, stream)); }},
         {"cudaLaunchKernelExC, PDL", [&] { CUDA(cudaLaunchKernelExC(&config, empty, nullptr)); }},

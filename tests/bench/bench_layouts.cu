@@ -6,9 +6,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 -I. tests/bench/bench_layouts.cu -o build/bench_layouts
        build/bench_layouts [--quick] [--only rows|host]
 
-   Times are of launches inside a replayed CUDA graph, medians of repetitions in which the contenders take turns; ratios
-   are within one run. Rows are random. GB/s of device memory count each byte as read and as written, GB/s of the link
-   once. */
+   bench_gpu.h says how times are taken; ratios are within one run. Rows are random. GB/s of device memory count each
+   byte as read and as written, GB/s of the link once. */
 #define KVPRIM_IMPLEMENTATION
 #include "../../kvprim_cuda.cuh"
 #include "bench_gpu.h"

@@ -4,9 +4,8 @@
        nvcc -arch=sm_90 -std=c++17 -O3 tests/bench/bench_slots.cu -o build/bench_slots
        build/bench_slots [--quick] [--only slots|store|host]
 
-   Times are microseconds per launch inside a replayed CUDA graph of 64 launches, over 8 sets of inputs. They are
-   medians of repetitions in which the contenders take turns. Before a contender is timed, the slots of its last launch
-   are compared with those of kvprim_slots. PDL: with programmatic dependent launch.
+   Times are microseconds per launch, as bench_gpu.h takes them, over 8 sets of inputs. The slots of a contender's last
+   launch are compared with those of kvprim_slots. PDL: with programmatic dependent launch.
 
        plain  a thread for each token; by cumulative lengths it finds the request by a binary search
        vLLM   its compute_slot_mappings (v1/worker/gpu/block_table.py), a Triton kernel, written anew: a block for each
@@ -174,17 +173,16 @@ template <class T> contender kvprim_slots_of(const job<T> &j, bool lengths, bool
     return c;
 }
 
-template <bool lengths, bool pdl, class T> void start_plain(const job<T> &j, int i)
-{
-    const plain_params<T> p = {j.request.set(i), j.position.set(i),          j.cu_seqlens.set(i), j.starts.set(i),
-                               j.pages.get(),    static_cast<T *>(j.out(i)), int(j.tokens),       int(j.requests)};
-    const unsigned blocks = unsigned((j.tokens + opponent_threads - 1) / opponent_threads);
-    CUDA(launch_opponent(plain_slots<lengths, pdl, T>, dim3(blocks), dim3(opponent_threads), pdl, stream, p));
-}
-
 template <bool pdl, class T> contender plain_of(const job<T> &j, bool lengths)
 {
-    contender c = {"plain", [=, &j](int i) { lengths ? start_plain<true, pdl>(j, i) : start_plain<false, pdl>(j, i); }};
+    contender c = {"plain", [=, &j](int i) {
+                       const plain_params<T> p = {j.request.set(i), j.position.set(i), j.cu_seqlens.set(i),
+                                                  j.starts.set(i),  j.pages.get(),     static_cast<T *>(j.out(i)),
+                                                  int(j.tokens),    int(j.requests)};
+                       const unsigned blocks = unsigned((j.tokens + opponent_threads - 1) / opponent_threads);
+                       CUDA(launch_opponent(lengths ? plain_slots<true, pdl, T> : plain_slots<false, pdl, T>, blocks,
+                                            opponent_threads, pdl, stream, p));
+                   }};
     check_slots(c, j, sizeof(T) == 8);
     return c;
 }

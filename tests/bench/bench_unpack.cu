@@ -6,9 +6,7 @@
        build/bench_unpack [--quick] [--only batches|shifts|meta|single|pdl|case|host|copies]
 
    Sources lie in random order in slots of a receive buffer; destinations follow each other. GB/s counts bytes read plus
-   bytes written. A time is in microseconds per call. It is measured in a replayed CUDA graph of several calls over
-   rotating buffers, and is the median of repetitions in which the contenders take turns. Before, the benchmark compares
-   what the last call wrote with its source.
+   bytes written. Times are microseconds per call, as bench_gpu.h takes them, over rotating buffers.
 
    kvprim    kvprim_cuda_unpack
    meta      kvprim_cuda_unpack_meta, which reads descriptors and their count on the GPU; in its cache, not cached, and
